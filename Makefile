@@ -1,0 +1,95 @@
+# RLHF from the command line. `make` lists the targets; README.md explains them.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PROFILE ?= demo
+ARGS ?=
+JOB ?= jobs/$(PROFILE)/$@.yaml
+PYTHON ?=
+PIP_ARGS ?=
+PORT ?= 5000
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PINS := pyproject.toml constraints.txt
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+
+# Makes the environment if there is none that works, then installs; $(1) is what to install.
+# The stamp is written last, so that an install that failed is tried again.
+define install
+	@if ! $(PY) -c "$(SUPPORTED)" 2>/dev/null; then \
+	  for python in $(or $(PYTHON),python3.11 python3.12 python3); do \
+	    if $$python -c "$(SUPPORTED)" 2>/dev/null; then found=$$python; break; fi; \
+	  done; \
+	  if [ -z "$${found:-}" ]; then \
+	    echo "error: Python 3.11 or 3.12 is needed; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1 | head -n 1)." >&2; \
+	    echo "       Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; \
+	  fi; \
+	  $$found -m venv --clear $(VENV); \
+	fi
+	@echo "installing $(1) into $(VENV) (the first time takes a minute or two)"
+	@$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e "$(1)"
+	@touch $(VENV)/.core $@
+endef
+
+$(VENV)/.core: $(PINS)
+	$(call install,.)
+$(VENV)/.dev: $(PINS)
+	$(call install,.[dev])
+$(VENV)/.notebook: $(PINS)
+	$(call install,.[notebook])
+
+.PHONY: help setup rlhf sft rm dpo ppo evaluate validate test test-all lint format notebook ui
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  PROFILE=demo|llama3-8b|llama3-8b-qlora picks jobs/PROFILE, JOB=file.yaml names one job, ARGS=\"section.key=value ...\" overrides."
+	@echo "  For example: make sft PROFILE=llama3-8b ARGS=\"trainer.learning_rate=1e-4 data.train=my.jsonl\""
+
+setup: $(VENV)/.core ## make .venv and install, once; again only if pyproject.toml or constraints.txt changed
+	@:
+
+rlhf: setup ## the whole pipeline: sft, rm, ppo and evaluate of one profile
+	@$(PY) -m pipeline rlhf jobs/$(PROFILE) $(ARGS)
+
+sft: setup ## supervised fine-tuning on demonstrations
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+rm: setup ## a reward model from preference pairs
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+dpo: setup ## direct preference optimisation, from the sft adapter
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+ppo: setup ## PPO against the reward model, from the sft adapter
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+evaluate: setup ## compare a policy with a baseline on held-out prompts
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+validate: setup ## read a job's data and report on it, without training: make validate JOB=jobs/demo/sft.yaml
+	@$(PY) -m pipeline $@ $(if $(filter jobs/$(PROFILE)/$@.yaml,$(JOB)),jobs/$(PROFILE)/sft.yaml,$(JOB)) $(ARGS)
+
+test: $(VENV)/.dev ## the tests that take seconds each
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.dev ## every test
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.dev ## style, format and types
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: $(VENV)/.dev ## rewrite the sources in the format that `make lint` asks for
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+notebook: $(VENV)/.notebook ## JupyterLab in this environment
+	@$(PY) -m jupyterlab
+
+ui: setup ## MLflow's pages about the local runs, on http://127.0.0.1:5000 (PORT=...)
+	@mkdir -p runs
+	@$(PY) -m mlflow ui --backend-store-uri sqlite:///runs/mlflow.db --host 127.0.0.1 --port $(PORT)

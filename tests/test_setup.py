@@ -1,0 +1,160 @@
+"""Pins, the Makefile and the files around the code."""
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TARGETS = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+
+
+def pins(lines):
+    """{normalised name: version}; every line must be an exact pin."""
+    found = {}
+    for line in lines:
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[\w,]+\])?==([0-9][\w.]*)", line)
+        assert match, f"not an exact pin: {line}"
+        found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
+    return found
+
+
+def test_every_requirement_is_pinned_and_locked():
+    locked = pins(
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+    )
+    extras = PROJECT["optional-dependencies"]
+    wanted = pins(PROJECT["dependencies"]) | pins(extras["dev"] + extras["notebook"] + extras["cloud"])
+    assert {name: locked.get(name) for name in wanted} == wanted
+    assert (
+        pins(extras["vllm"]).keys().isdisjoint(locked)
+    )  # it needs other versions of numpy and fastapi than these
+
+
+def test_the_installed_versions_are_the_pinned_ones():
+    from importlib.metadata import version
+
+    installed = {name: version(name).partition("+")[0] for name in pins(PROJECT["dependencies"])}
+    assert installed == pins(PROJECT["dependencies"])
+
+
+def test_licence_is_the_whole_apache_2():
+    text = (ROOT / "LICENSE").read_bytes()
+    assert (
+        hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    )
+    assert PROJECT["license"] == "Apache-2.0"
+
+
+def test_ci_runs_lint_and_tests():
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & stat.S_IXUSR
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    assert re.search(r"^set -euo pipefail\n(.*\n)*make lint\nmake test\n", script.read_text(), re.MULTILINE)
+
+
+# ---------------------------------------------------------------- make
+# Stands for a Python: answers the version check, makes a "venv" out of itself, and notes what it is asked to install or run.
+FAKE = """#!/usr/bin/env bash
+case "$*" in
+  *sys.version_info*) exit ${FAKE_TOO_OLD:-0} ;;
+  --version) echo "Python 3.9.1" ;;
+  "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+  "-m pip install "*) echo "$*" >> "$FAKE_LOG"; exit ${FAKE_PIP:-0} ;;
+  *) echo "ran: $*" ;;
+esac
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    fake, log = tmp_path / "fakepython", tmp_path / "pip.log"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    log.touch()
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+
+    def run(*arguments, **env):
+        command = ["make", f"PYTHON={fake}", *arguments]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=clean | {"FAKE_LOG": str(log), **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        done.installs = log.read_text().splitlines()
+        return done
+
+    run.folder = tmp_path
+    return run
+
+
+def test_help_is_the_default_and_lists_every_target(make):
+    shown = make().stdout
+    assert shown == make("help").stdout
+    listed = re.findall(r"^  make (\S+) +\S", shown, re.MULTILINE)
+    assert listed == TARGETS
+
+
+def test_setup_installs_once_and_again_when_the_pins_change(make):
+    first = make("setup")
+    assert first.returncode == 0, first.stderr
+    assert len(first.installs) == 1 and "-c constraints.txt -e ." in first.installs[0]
+    again = make("setup")
+    assert (again.returncode, again.stdout, again.stderr, len(again.installs)) == (0, "", "", 1)
+    for number, name in enumerate(("pyproject.toml", "constraints.txt"), start=2):
+        later = (make.folder / ".venv/.core").stat().st_mtime + number
+        os.utime(make.folder / name, (later, later))
+        assert len(make("setup").installs) == number
+        now = later + 0.5
+        os.utime(
+            make.folder / ".venv/.core", (now, now)
+        )  # the clock catches up with the file from the future
+
+
+def test_a_failed_install_is_tried_again(make):
+    failed = make("setup", FAKE_PIP="1")
+    assert failed.returncode != 0 and not (make.folder / ".venv/.core").exists()
+    assert make("setup").returncode == 0 and len(make("setup").installs) == 2
+
+
+def test_tests_bring_their_own_extra_and_setup_is_done_with_it(make):
+    tested = make("test")
+    assert tested.returncode == 0 and "ran: -m pytest -m not slow" in tested.stdout
+    assert "-e .[dev]" in tested.installs[0]
+    assert len(make("sft").installs) == 1
+
+
+def test_too_old_a_python_is_named(make):
+    done = make("rlhf", FAKE_TOO_OLD="1")
+    assert done.returncode != 0 and done.installs == []
+    assert "Python 3.11 or 3.12 is needed" in done.stderr and "is Python 3.9.1" in done.stderr
+    assert "make rlhf PYTHON=/path/to/python3.11" in done.stderr
+
+
+def test_stages_run_the_job_of_the_profile(make):
+    lines = {
+        ("sft",): "ran: -m pipeline sft jobs/demo/sft.yaml",
+        (
+            "rm",
+            "PROFILE=llama3-8b",
+            "ARGS=a.b=1 c.d=2",
+        ): "ran: -m pipeline rm jobs/llama3-8b/rm.yaml a.b=1 c.d=2",
+        ("ppo", "JOB=x/mine.yaml"): "ran: -m pipeline ppo x/mine.yaml",
+        ("validate",): "ran: -m pipeline validate jobs/demo/sft.yaml",
+        ("validate", "JOB=jobs/demo/rm.yaml"): "ran: -m pipeline validate jobs/demo/rm.yaml",
+        ("rlhf", "ARGS=run.fresh=true"): "ran: -m pipeline rlhf jobs/demo run.fresh=true",
+    }
+    for arguments, line in lines.items():
+        assert make(*arguments).stdout.splitlines()[-1] == line
