@@ -1,0 +1,118 @@
+"""The command line: one verb for each stage.
+
+    python -m pipeline STAGE JOB.yaml [section.key=value ...]
+    python -m pipeline rlhf jobs/demo [section.key=value ...]
+
+Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the job file or the data is wrong
+(`error: ...`), 130 interrupted.
+"""
+
+import argparse
+import importlib
+import sys
+import traceback
+
+from pipeline.errors import InputError
+
+VERBS = {
+    "sft": "supervised fine-tuning on demonstrations",
+    "rm": "a reward model from preference pairs",
+    "dpo": "direct preference optimisation, from the sft adapter",
+    "ppo": "PPO against the reward model, from the sft adapter",
+    "evaluate": "compare a policy with a baseline on held-out prompts",
+    "validate": "read the data of a job and report on it, without training",
+    "rlhf": "sft, rm, ppo and evaluate of a folder of jobs, on one Ray",
+}
+
+EXAMPLES = """\
+examples:
+  python -m pipeline rlhf jobs/demo
+  python -m pipeline validate jobs/demo/sft.yaml data.train=my.jsonl
+  python -m pipeline sft jobs/demo/sft.yaml trainer.learning_rate=1e-4 scaling.num_workers=2
+  python -m pipeline ppo jobs/demo/ppo.yaml policy=models:/rlhf-sft/3 run.name=ppo-kl trainer.kl_coef=0.02
+
+A value is YAML: data.train=[a.jsonl,b.jsonl], data.eval=null. Keys are those of the job file: jobs/demo/*.yaml explains them.
+The same run.name again continues that run; run.fresh=true starts it over.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m pipeline",
+        description="RLHF on Ray: train, compare and register LoRA adapters. One job file is one run.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb, summary in VERBS.items():
+        one = verbs.add_parser(
+            verb,
+            help=summary,
+            description=summary,
+            epilog=EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if verb == "rlhf":
+            one.add_argument(
+                "job", metavar="FOLDER", help="a folder with sft.yaml, rm.yaml, ppo.yaml and evaluate.yaml"
+            )
+        else:
+            one.add_argument("job", metavar="JOB.yaml", help="a job file, for example jobs/demo/sft.yaml")
+        one.add_argument(
+            "overrides", nargs="*", metavar="section.key=value", help="replaces that value of the job"
+        )
+    return made
+
+
+def run(verb: str, path: str, overrides: list[str]) -> None:
+    """Check the job, then import the stage and run it. The job comes first: its mistakes are answered at once."""
+    if verb == "rlhf":
+        importlib.import_module("pipeline.stages.rlhf").run(path, overrides)
+        return
+    from pipeline.config import load_job
+
+    job = load_job(path, overrides, None if verb == "validate" else verb)
+    importlib.import_module(f"pipeline.stages.{verb}").run(job)
+
+
+def input_error(error: BaseException) -> InputError | None:
+    """The InputError inside what Ray wrapped around it on its way from a worker to the driver."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        # RayTaskError holds `cause` (and may itself pass for an InputError, with a traceback as its text); Ray Train's
+        # errors hold `worker_failures`, each of them `_base_exc`.
+        cause = getattr(one, "cause", None)
+        if isinstance(one, InputError) and not isinstance(cause, InputError):
+            return one
+        waiting += [cause, getattr(one, "_base_exc", None), one.__cause__]
+        waiting += getattr(one, "worker_failures", {}).values()
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; the exit status."""
+    given = parser().parse_args(arguments)
+    try:
+        run(given.verb, given.job, given.overrides)
+    except KeyboardInterrupt:
+        print(
+            "\ninterrupted; the same command with the same run.name continues from the last checkpoint",
+            file=sys.stderr,
+        )
+        return 130
+    except Exception as error:
+        if wrong := input_error(error):
+            print(f"error: {wrong}", file=sys.stderr)
+            return 2
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

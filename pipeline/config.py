@@ -1,0 +1,230 @@
+"""What a job file may say. Unknown keys, wrong types and impossible combinations are refused here, before anything heavy is imported.
+
+    job = load_job("jobs/demo/sft.yaml", ["trainer.learning_rate=1e-4"], stage="sft")
+
+Sections that belong to a library (`lora`, `trainer`, `scaling`) stay plain mappings under the library's own names and are checked against
+its dataclass. Relative paths in a job mean the folder that the command runs in.
+"""
+
+import difflib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.errors import InputError
+from pipeline.fields import Field, fields_of, show
+from pipeline.jobfile import Tree, read_tree
+from pipeline.rules import CHECKS, INPUTS, REFUSED, TRAINERS
+from pipeline.rules import OPERATORS as OPERATORS
+from pipeline.rules import parse_gate as parse_gate
+
+STAGES = ("sft", "rm", "dpo", "ppo", "evaluate")
+
+
+@dataclass(frozen=True)
+class Model:
+    name_or_path: str  # a hub id or a folder
+    revision: str | None = None  # hub only: a commit, tag or branch
+    dtype: Literal["float32", "bfloat16", "float16"] = (
+        "bfloat16"  # of the frozen base; adapters and heads are float32
+    )
+    load_in_4bit: bool = False  # nf4 with double quantisation; computes in `dtype`
+    attn_implementation: str | None = None  # None: what transformers picks (sdpa)
+    chat_template: str | None = None  # a Jinja file, "plain", or None: the tokenizer's own, else "plain"
+    trust_remote_code: bool = False
+    allow_pickle: bool = False  # also read *.bin weights, which can run code
+
+
+@dataclass(frozen=True)
+class Data:
+    train: str | list[str] | None = None  # a path, a glob, a folder, s3:// gs:// hf://, or a list of them
+    eval: str | list[str] | None = None
+    pairs: str | list[str] | None = None  # `evaluate`: held-out preferences that the reward model is judged on
+    eval_fraction: float = 0.0  # held out of `train` by prompt, instead of `eval`
+    max_length: int | None = None  # tokens; None: the model's context
+    on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    apply_chat_template: bool | None = None  # text rows; None: only if the tokenizer has its own template
+    batch_size: int | None = None  # rows per optimizer step over all workers; gradient accumulation follows
+    cache_dir: str | None = None  # None: <run.storage_path>/data
+    seed: int = 0  # of eval_fraction
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str | None = None  # None: a fresh one for each run; the same name again continues that run
+    storage_path: str = "runs"
+    max_failures: int = 0  # restarts after lost workers; -1: without end
+    num_to_keep: int = 2  # checkpoints
+    fresh: bool = False  # start anew although a run of this name exists
+
+
+@dataclass(frozen=True)
+class MLflow:
+    tracking_uri: str | None = None  # None: $MLFLOW_TRACKING_URI, else sqlite:///<run.storage_path>/mlflow.db
+    experiment: str = "rlhf"
+    registered_model: str | None = None  # None: nothing is registered
+    alias: str = "champion"  # moves to the new version if the gate passes
+
+
+@dataclass(frozen=True)
+class Job:
+    stage: str
+    model: Model
+    lora: dict[str, Any] = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    scaling: dict[str, Any] = field(default_factory=dict)
+    run: Run = field(default_factory=Run)
+    mlflow: MLflow = field(default_factory=MLflow)
+    gate: dict[str, str] = field(default_factory=dict)  # metric -> ">= 0.95"
+    policy: str | None = None  # models:/name@alias, a folder, or `base`: there is no sft adapter
+    reward: str | list[Any] | None = None  # one, or a list of names and {reward: name, weight: number}
+    baseline: str | None = None
+    judge: str | None = None  # scored and reported, never trained on
+    source: str = ""  # the job file
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """(fewest, most) workers; equal unless the job is elastic."""
+        count = self.scaling.get("num_workers", 1)
+        return (count[0], count[1]) if isinstance(count, list) else (count, count)
+
+    @property
+    def rewards(self) -> list[tuple[str, float]]:
+        """(name, weight) of each reward."""
+        items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
+        return [
+            (i["reward"], float(i.get("weight", 1.0))) if isinstance(i, dict) else (i, 1.0) for i in items
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved job as plain JSON-able data."""
+        return asdict(self)
+
+
+def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:
+    """Read and check a job file. Raises InputError naming file:line and section.key. `stage` is the verb on the command line."""
+    tree = read_tree(path, overrides or [])
+    found = tree.data.get("stage")
+    if found not in STAGES:
+        what = "missing" if found is None else f"found {show(found)}"
+        raise tree.error(
+            "stage", f"{what}, expected one of {', '.join(STAGES)}; for example `stage: {stage or 'sft'}`"
+        )
+    if stage is not None and found != stage:
+        raise tree.error(
+            "stage", f"this is a job for `{found}`, not `{stage}`: type python -m pipeline {found} {path}"
+        )
+    _check_top(tree, found)
+    job = Job(
+        stage=found,
+        model=Model(**_own(tree, "model")),
+        lora=_library(tree, "lora", "peft.tuners.lora.config.LoraConfig"),
+        data=Data(**_own(tree, "data")),
+        trainer=_library(tree, "trainer", TRAINERS[found]),
+        scaling=_library(tree, "scaling", "ray.train.v2.api.config.ScalingConfig"),
+        run=Run(**_own(tree, "run")),
+        mlflow=MLflow(**_own(tree, "mlflow")),
+        gate={name: rule for name, rule in _section(tree, "gate").items() if rule is not None},
+        source=str(path),
+        **{name: tree.data[name] for name in INPUTS[found] if name in tree.data},
+    )
+    for check in CHECKS:
+        check(tree, job)
+    return job
+
+
+# ---------------------------------------------------------------- keys and types
+def _check_top(tree: Tree, stage: str) -> None:
+    fields = fields_of("pipeline.config.Job")
+    sections = [name for name in fields if name != "source"]
+    for key, value in tree.data.items():
+        if key not in sections:
+            raise _unknown(tree, stage, "", key, sections)
+        if key in ("policy", "reward", "baseline", "judge"):
+            if key not in INPUTS[stage]:
+                takers = ", ".join(name for name, inputs in INPUTS.items() if key in inputs)
+                raise tree.error(key, f"`{stage}` takes no {key}; take the line out (it belongs to {takers})")
+            if problem := fields[key].problem(value):
+                raise tree.error(key, problem)
+    for name, needed in INPUTS[stage].items():
+        if needed and not tree.data.get(name):
+            example = {"policy": "policy: models:/rlhf-sft@champion (or `base`: no sft adapter)"}
+            raise tree.error(
+                name, f"missing; `{stage}` needs it: {example.get(name, 'reward: models:/rlhf-rm@champion')}"
+            )
+
+
+def _section(tree: Tree, section: str) -> dict[str, Any]:
+    value = tree.data.get(section)
+    if value is not None and not isinstance(value, dict):
+        raise tree.error(section, f"found {show(value)}, expected a mapping of keys to values")
+    return dict(value or {})
+
+
+def _own(tree: Tree, section: str) -> dict[str, Any]:
+    """A section with a dataclass of this file."""
+    return _checked(
+        tree, section, fields_of(f"pipeline.config.{'MLflow' if section == 'mlflow' else section.title()}")
+    )
+
+
+def _library(tree: Tree, section: str, dotted: str) -> dict[str, Any]:
+    """A section that is handed to a library as it stands."""
+    values = _section(tree, section)
+    refused = REFUSED[section] if dotted != TRAINERS["ppo"] else {}
+    for key in values:
+        if key in refused:
+            raise tree.error(f"{section}.{key}", f"not to be set here: {refused[key]}")
+    return _checked(tree, section, fields_of(dotted))
+
+
+def _checked(tree: Tree, section: str, fields: dict[str, Field]) -> dict[str, Any]:
+    values = _section(tree, section)
+    for key, value in values.items():
+        if key not in fields:
+            raise _unknown(tree, tree.data["stage"], section, key, list(fields))
+        if problem := fields[key].problem(value):
+            raise tree.error(f"{section}.{key}", problem)
+    for key, one in fields.items():
+        if one.required and key not in values:
+            raise tree.error(f"{section}.{key}", f"missing, expected {one.checks[0][0]}")
+    return values
+
+
+def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -> InputError:
+    """The error for an unknown key: the nearest in its section, else in another one, else what there is."""
+    name = f"{section}.{key}" if section else key
+    message = f"unknown {'key' if section else 'section'}"
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.7)
+    if near:
+        return tree.error(name, f"{message}; did you mean {f'{section}.' if section else ''}{near[0]}?")
+    keys = {
+        **{
+            f"{own}.{k}": k
+            for own in ("model", "data", "run", "mlflow")
+            for k in fields_of(f"pipeline.config.{_class(own)}")
+        },
+        **{f"trainer.{k}": k for k in fields_of(TRAINERS[stage])},
+        **{f"lora.{k}": k for k in fields_of("peft.tuners.lora.config.LoraConfig")},
+        **{f"scaling.{k}": k for k in fields_of("ray.train.v2.api.config.ScalingConfig")},
+    }
+    for cutoff in (1.0, 0.7):
+        elsewhere = difflib.get_close_matches(key, keys.values(), n=1, cutoff=cutoff)
+        if elsewhere:
+            place = next(full for full, short in keys.items() if short == elsewhere[0])
+            return tree.error(name, f"{message}; did you mean {place}?")
+    if len(valid) <= 16:
+        return tree.error(name, f"{message}; expected one of {', '.join(valid)}")
+    return tree.error(name, f"{message}; the keys of `{section}` are those of {_owner(stage, section)}")
+
+
+def _owner(stage: str, section: str) -> str:
+    return {"lora": "peft.LoraConfig", "scaling": "ray.train.ScalingConfig"}.get(
+        section, TRAINERS[stage].rpartition(".")[2]
+    )
+
+
+def _class(section: str) -> str:
+    return "MLflow" if section == "mlflow" else section.title()

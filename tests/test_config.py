@@ -1,0 +1,399 @@
+"""Job files: what is accepted, and that each mistake is answered by one clear message, exit status 2, at once."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.config import OPERATORS, load_job, parse_gate
+from pipeline.errors import InputError
+from pipeline.fields import fields_of
+
+GOOD = {
+    "sft": "stage: sft\nmodel: {name_or_path: m, dtype: float32}\ndata: {train: a.jsonl}\n",
+    "rm": "stage: rm\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\n",
+    "dpo": "stage: dpo\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\npolicy: models:/rlhf-sft@champion\n",
+    "ppo": "stage: ppo\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\npolicy: base\nreward: models:/rlhf-rm/3\n",
+    "evaluate": "stage: evaluate\nmodel: {name_or_path: m}\ndata: {eval: a.jsonl}\npolicy: runs/adapter\n",
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Writes a job file: the good one of a stage, or a text of its own."""
+
+    def write(stage_or_text):
+        path = tmp_path / "job.yaml"
+        path.write_text(GOOD.get(stage_or_text, stage_or_text), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+# (stage or text, overrides, what the message says)
+BAD = [
+    # keys
+    (
+        "sft",
+        ["trainer.learing_rate=1"],
+        r"trainer\.learing_rate: unknown key; did you mean trainer\.learning_rate\?",
+    ),
+    (
+        "sft",
+        ["model.learning_rate=1"],
+        r"model\.learning_rate: unknown key; did you mean trainer\.learning_rate\?",
+    ),
+    ("sft", ["trainer.center_rewards_coefficent=1"], r"unknown key"),
+    ("sft", ["trainer.qqqqqqq=1"], r"the keys of `trainer` are those of SFTConfig"),
+    ("sft", ["data.trian=a"], r"data\.trian: unknown key; did you mean data\.train\?"),
+    ("sft", ["lora.rank=8"], r"lora\.rank: unknown key"),
+    ("sft", ["scaling.num_worker=2"], r"did you mean scaling\.num_workers\?"),
+    ("sft", ["trainr.learning_rate=1"], r"trainr: unknown section; did you mean trainer\?"),
+    ("ppo", ["trainer.klcoef=1"], r"did you mean trainer\.kl_coef\?"),
+    # types
+    (
+        "sft",
+        ["model.dtype=bf16"],
+        r"model\.dtype: found 'bf16', expected one of float32, bfloat16, float16; did you mean bfloat16",
+    ),
+    ("sft", ["trainer.learning_rate=fast"], r"trainer\.learning_rate: found 'fast', expected a number"),
+    ("sft", ["trainer.bf16=yes"], r"trainer\.bf16: found 'yes', expected true or false or null"),
+    ("sft", ["lora.r=true"], r"lora\.r: found true, expected a whole number"),
+    ("sft", ["lora.r=8.5"], r"lora\.r: found 8\.5, expected a whole number"),
+    ("sft", ["run.name=2026"], r"run\.name: found 2026, expected text or null; put it in quotes"),
+    ("sft", ["data.train=[1,2]"], r"data\.train: found \[1, 2\], expected text or a list of text"),
+    ("sft", ["trainer.lr_scheduler_type=cosin"], r"did you mean cosine\?"),
+    ("sft", ["trainer.max_grad_norm=.inf"], r"trainer\.max_grad_norm: found inf, expected a finite number"),
+    (
+        "sft",
+        ["scaling.num_workers=[1,2,3]"],
+        r"scaling\.num_workers: found \[1, 2, 3\], expected a whole number or a list of 2",
+    ),
+    ("sft", ["trainer=[1]"], r"trainer: found \[1\], expected a mapping"),
+    ("sft", ["model={}"], r"model\.name_or_path: missing, expected text"),
+    (
+        "ppo",
+        ["trainer.kl_estimator=k9"],
+        r"trainer\.kl_estimator: found 'k9', expected one of k1, k2, k3, abs",
+    ),
+    # overrides and files
+    ("sft", ["trainer.learning_rate"], r"trainer\.learning_rate: expected section\.key=value"),
+    ("sft", ["model.name_or_path.x=1"], r"model\.name_or_path is 'm', which has no keys"),
+    ("sft", ["data.train=*.jsonl"], r"not valid YAML.*put the value in quotes"),
+    ("stage: sft\nmodel: {name_or_path: m\n", [], r"job\.yaml:3:1: not valid YAML"),
+    ("stage: sft\nstage: rm\n", [], r"job\.yaml:2: stage: repeated key, first on line 1"),
+    ("stage: sft\nlora:\n  r: 8\n  r: 9\n", [], r"job\.yaml:4: lora\.r: repeated key, first on line 3"),
+    ("stage: sft\ntrainer: {1: 2}\n", [], r"job\.yaml:2: trainer: a key is not text"),
+    (
+        "stage: sft\ndata: &a {train: *a}\n",
+        [],
+        r"job\.yaml:2: data\.train: an alias refers to the node around it",
+    ),
+    ("stage: sft\nmodel: !!python/object/apply:os.system [ls]\n", [], r"job\.yaml:2:8: not valid YAML"),
+    ("- sft\n", [], r"the file holds list, expected sections"),
+    ("", [], r"stage: missing, expected one of sft, rm, dpo, ppo, evaluate"),
+    ("stage: stf\n", [], r"stage: found 'stf', expected one of"),
+    # a stage and its inputs
+    ("rm", [], r"this is a job for `rm`, not `sft`: type python -m pipeline rm"),
+    ("dpo", ["policy=null"], r"policy: missing; `dpo` needs it"),
+    ("ppo", ["reward=null"], r"reward: missing; `ppo` needs it: reward: models:/rlhf-rm@champion"),
+    ("sft", ["reward=models:/rlhf-rm@champion"], r"reward: `sft` takes no reward"),
+    ("ppo", ["policy=models:/rlhf-sft"], r"policy: found 'models:/rlhf-sft', expected models:/NAME@ALIAS"),
+    (
+        "ppo",
+        ["reward=python:rewards.py"],
+        r"reward: found 'python:rewards\.py', expected python:MODULE:FUNCTION",
+    ),
+    (
+        "ppo",
+        ["reward=[{reward: a, wieght: 2}]"],
+        r"reward\.0: found .*expected \{reward: NAME, weight: NUMBER\}",
+    ),
+    ("ppo", ["reward=[models:/a@b, {reward: a, weight: high}]"], r"reward\.1: found .*expected"),
+    ("ppo", ["policy=python:a:b"], r"policy: found 'python:a:b', expected an adapter"),
+    # combinations
+    ("sft", ["data.train=null"], r"data\.train: missing; `sft` needs rows"),
+    ("evaluate", ["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
+    ("evaluate", ["data.train=a.jsonl"], r"`evaluate` trains nothing"),
+    (
+        "sft",
+        ["data.eval=b.jsonl", "data.eval_fraction=0.1"],
+        r"data\.eval_fraction: given together with data\.eval",
+    ),
+    ("sft", ["data.eval_fraction=1"], r"data\.eval_fraction: found 1, expected 0 <= eval_fraction < 1"),
+    ("sft", ["data.max_length=0"], r"data\.max_length: found 0, expected at least 1"),
+    ("sft", ["trainer.eval_strategy=epoch"], r"trainer\.eval_strategy: there is nothing to evaluate on"),
+    (
+        "sft",
+        ["data.batch_size=8", "trainer.gradient_accumulation_steps=2"],
+        r"follows from data\.batch_size; keep only one",
+    ),
+    (
+        "sft",
+        ["data.batch_size=12"],
+        r"data\.batch_size: found 12, expected a multiple of 8.*try data\.batch_size=16",
+    ),
+    (
+        "sft",
+        ["data.batch_size=8", "trainer.per_device_train_batch_size=2", "scaling.num_workers=[1,3]"],
+        r"expected a multiple of 12.*try data\.batch_size=12",
+    ),
+    ("sft", ["scaling.num_workers=[1,2]"], r"data\.batch_size: missing; with elastic scaling\.num_workers"),
+    ("sft", ["scaling.num_workers=0"], r"scaling\.num_workers: found 0, expected at least 1"),
+    ("sft", ["scaling.num_workers=[3,2]", "data.batch_size=8"], r"scaling\.num_workers: found \[3, 2\]"),
+    ("ppo", ["data.batch_size=8"], r"data\.batch_size: not for `ppo`; use trainer\.batch_size"),
+    ("ppo", ["trainer.response_length=0"], r"trainer\.response_length: found 0; expected above 0"),
+    ("sft", ["trainer.bf16=true", "trainer.fp16=true"], r"trainer\.fp16: given together with trainer\.bf16"),
+    (
+        "sft",
+        ["trainer.use_cpu=true", "scaling.use_gpu=true"],
+        r"trainer\.use_cpu: given together with scaling\.use_gpu",
+    ),
+    (
+        "sft",
+        ["trainer.learning_rate=-1"],
+        r"trainer\.learning_rate: found -1, expected a number that is not negative",
+    ),
+    (
+        "sft",
+        ["model.chat_template=nowhere.jinja"],
+        r"model\.chat_template: found 'nowhere\.jinja', expected an existing",
+    ),
+    ("sft", ["lora.init_lora_weights=pissa"], r"rewrites base weights"),
+    ("sft", ["lora.bias=all"], r"lora\.bias: .*expected none"),
+    ("sft", ["run.name=a/b"], r"run\.name: found 'a/b'"),
+    ("sft", ["run.name=.."], r"run\.name: found '\.\.'"),
+    ("sft", ["run.storage_path=''"], r"run\.storage_path: found empty text"),
+    ("sft", ["run.max_failures=-2"], r"run\.max_failures: found -2"),
+    ("sft", ["run.num_to_keep=0"], r"run\.num_to_keep: found 0"),
+    ("sft", ["mlflow.registered_model=a/b"], r"mlflow\.registered_model: found 'a/b'"),
+    ("sft", ["mlflow.alias=latest"], r"mlflow\.alias: `latest` is reserved"),
+    ("sft", ["mlflow.alias=v2"], r"mlflow\.alias: `v2` is reserved"),
+    ("sft", ["mlflow.tracking_uri=file:///x"], r"mlflow\.tracking_uri: MLflow no longer writes"),
+    ("sft", ["gate.eval_loss=0.5"], r"gate\.eval_loss: found '0\.5', expected a comparison"),
+    ("sft", ["gate.eval_loss=>= high"], r"gate\.eval_loss: found '>= high'"),
+    # keys that the pipeline owns
+    ("sft", ["trainer.output_dir=x"], r"trainer\.output_dir: not to be set here: checkpoints go to"),
+    ("sft", ["trainer.max_length=512"], r"use data\.max_length"),
+    ("sft", ["trainer.report_to=wandb"], r"metrics go to MLflow"),
+    ("sft", ["trainer.deepspeed=ds.json"], r"trainer\.deepspeed: not to be set here"),
+    ("rm", ["lora.task_type=CAUSAL_LM", "stage=sft"], r"lora\.task_type: not to be set here"),
+    ("sft", ["lora.modules_to_save=[lm_head]"], r"lora\.modules_to_save: not to be set here"),
+    ("sft", ["scaling.trainer_resources={}"], r"scaling\.trainer_resources: not to be set here"),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"), BAD, ids=[f"{i}-{' '.join(c[1])[:40]}" for i, c in enumerate(BAD)]
+)
+def test_a_mistake_is_refused_with_a_message(job, capsys, text, overrides, message):
+    stage = text if text in ("dpo", "ppo", "evaluate") else "sft"
+    assert main([stage, job(text), *overrides]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1, printed.err
+    assert re.search(message, printed.err), printed.err
+
+
+def test_missing_file_and_folder(tmp_path, capsys):
+    assert main(["sft", str(tmp_path / "no.yaml")]) == 2
+    assert "no such job file" in capsys.readouterr().err
+    assert main(["sft", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_" + "abcdefghijklmnopqrstuvwxyz",
+        "AKIA" + "ABCDEFGHIJKLMNOP",
+        "ghp_" + "a1" * 18,
+        "http://user:" + "hunter2hunter2@host:5000",
+    ],
+)
+@pytest.mark.parametrize("place", ["file", "value", "key", "unparsable"])
+def test_a_secret_is_refused_and_never_printed(job, capsys, secret, place):
+    text = GOOD["sft"] + (f"mlflow: {{tracking_uri: '{secret}'}}\n" if place == "file" else "")
+    override = {
+        "file": [],
+        "value": [f"run.name={secret}"],
+        "key": [f"{secret}=1"],
+        "unparsable": [f"data.train=*{secret}"],
+    }
+    assert main(["sft", job(text), *override[place]]) == 2
+    printed = capsys.readouterr()
+    assert secret not in printed.out + printed.err
+    assert "looks like a secret" in printed.err and "HF_TOKEN" in printed.err
+
+
+def test_a_broken_file_is_not_quoted_in_the_message(job, capsys):
+    secret = "hf_" + "abcdefghijklmnopqrstuvwxyz"
+    assert main(["sft", job(f"stage: sft\nmodel: [{secret}, *x y\n")]) == 2
+    assert secret not in capsys.readouterr().err
+
+
+def test_errors_name_the_line_of_the_file(job, capsys):
+    path = job(
+        "stage: sft\nmodel:\n  name_or_path: m\ndata:\n  train: a\ntrainer:\n  bf16: true\n  learning_rate: quick\n"
+    )
+    assert main(["sft", path]) == 2
+    assert f"{path}:8: trainer.learning_rate: found 'quick'" in capsys.readouterr().err
+
+
+def test_yaml_scalars_mean_what_they_look_like(job):
+    text = GOOD["sft"] + "trainer: {learning_rate: 1e-4, eval_strategy: no, num_train_epochs: 2, seed: 007}\n"
+    with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):  # no octal numbers by accident
+        load_job(job(text), [])
+    made = load_job(job(text), ["trainer.seed=7", "model.revision='1234567'", "run.name=2026-11-20"])
+    assert made.trainer == {"learning_rate": 1e-4, "eval_strategy": "no", "num_train_epochs": 2, "seed": 7}
+    assert (made.model.revision, made.run.name) == ("1234567", "2026-11-20")
+
+
+def test_overrides_replace_add_and_remove(job):
+    made = load_job(
+        job("ppo"),
+        [
+            "data.train=[a.jsonl,s3://b/c.jsonl]",
+            "lora={r: 4, target_modules: all-linear}",
+            "lora.lora_alpha=8",
+            "gate.eval_reward=>= 0.5",
+            "gate.eval_kl='<= 10'",
+            "reward=[models:/rm@champion, {reward: python:a.b:c, weight: 2}]",
+            "trainer.learning_rate=1e-5",
+            "scaling.num_workers=[1,2]",
+        ],
+        "ppo",
+    )
+    assert made.data.train == ["a.jsonl", "s3://b/c.jsonl"]
+    assert made.lora == {"r": 4, "target_modules": "all-linear", "lora_alpha": 8}
+    assert made.gate == {"eval_reward": ">= 0.5", "eval_kl": "<= 10"}
+    assert made.rewards == [("models:/rm@champion", 1.0), ("python:a.b:c", 2.0)]
+    assert made.workers == (1, 2)
+    assert load_job(job("ppo"), ["gate.x=>1", "gate.x=null"]).gate == {}
+
+
+def test_a_job_is_plain_data(job):
+    made = load_job(job("ppo"), ["scaling.num_workers=[1,2]"])
+    assert json.loads(json.dumps(made.to_dict())) == made.to_dict()
+    assert made.to_dict()["data"]["on_error"] == "raise"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.stage = "sft"
+
+
+def test_gate_rules():
+    assert (
+        parse_gate(">= 0.95") == (">=", 0.95)
+        and parse_gate("<1e-3") == ("<", 1e-3)
+        and parse_gate("> -2") == (">", -2.0)
+    )
+    assert OPERATORS[">="](1.0, 1.0) and not OPERATORS[">"](1.0, 1.0)
+    for wrong in ("0.95", "== 1", ">= ", ">= nan", 0.95, None):
+        with pytest.raises(ValueError, match="expected a comparison"):
+            parse_gate(wrong)
+
+
+def test_library_fields_are_those_of_the_library():
+    import peft
+    import trl
+    from ray.train import ScalingConfig
+
+    from pipeline.config import TRAINERS
+
+    library = {
+        TRAINERS["sft"]: trl.SFTConfig,
+        TRAINERS["rm"]: trl.RewardConfig,
+        TRAINERS["dpo"]: trl.DPOConfig,
+        "peft.tuners.lora.config.LoraConfig": peft.LoraConfig,
+        "ray.train.v2.api.config.ScalingConfig": ScalingConfig,
+    }
+    for dotted, real in library.items():
+        fields = fields_of(dotted)
+        assert set(fields) == {f.name for f in dataclasses.fields(real) if f.init}, dotted
+        for f in dataclasses.fields(real):  # a literal default is the real one, and passes its own check
+            if f.init and fields[f.name].default is not None:
+                assert fields[f.name].default == f.default, (dotted, f.name)
+                assert fields[f.name].problem(f.default) is None, (dotted, f.name, f.default)
+
+
+def test_refused_keys_exist():
+    from pipeline.config import REFUSED, TRAINERS
+
+    known = set().union(*(fields_of(TRAINERS[stage]) for stage in ("sft", "rm", "dpo")))
+    assert set(REFUSED["trainer"]) <= known
+    assert set(REFUSED["lora"]) <= set(fields_of("peft.tuners.lora.config.LoraConfig"))
+    assert set(REFUSED["scaling"]) <= set(fields_of("ray.train.v2.api.config.ScalingConfig"))
+
+
+# ---------------------------------------------------------------- the command line
+PROBE = """
+import sys
+from pipeline.__main__ import main
+status = main(sys.argv[1:])
+heavy = {"torch", "ray", "mlflow", "trl", "transformers", "peft", "datasets", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_a_config_error_answers_at_once(job, stage):
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, stage, job(stage), "trainer.learning_rat=1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "did you mean trainer.learning_rate?" in done.stderr, done.stderr
+    assert time.monotonic() - started < 5  # about 0.2 s on a quiet machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [(["--help"], 0, "examples:"), (["sfd", "x"], 2, "invalid choice"), ([], 2, "VERB")],
+)
+def test_help_and_usage(arguments, status, text):
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == status and text in done.stdout + done.stderr
+
+
+def test_exit_statuses(job, capsys, monkeypatch):
+    from pipeline import __main__
+
+    class Wrapped(Exception):  # the shape of ray.exceptions.RayTaskError and of ray.train.WorkerGroupError
+        def __init__(self, cause=None, failures=None):
+            self.cause, self.worker_failures = cause, failures or {}
+
+    def outcome(error):
+        def run(*_):
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(__main__, "run", run)
+        return main(["sft", "x.yaml"]), capsys.readouterr().err
+
+    assert outcome(None) == (0, "")
+    assert outcome(InputError("no")) == (2, "error: no\n")
+    assert outcome(Wrapped(cause=InputError("row 3"))) == (2, "error: row 3\n")
+    assert outcome(Wrapped(failures={1: Wrapped(cause=InputError("deep"))})) == (2, "error: deep\n")
+    status, printed = outcome(ValueError("boom"))
+    assert status == 1 and "Traceback" in printed and "ValueError: boom" in printed
+    status, printed = outcome(KeyboardInterrupt())
+    assert status == 130 and printed.count("interrupted") == 1 and "Traceback" not in printed
+
+
+def test_a_real_ray_error_is_unwrapped():
+    from ray.exceptions import RayTaskError
+
+    from pipeline.__main__ import input_error
+
+    error = RayTaskError("read", "traceback", InputError("a.jsonl:3: bad"))
+    assert str(input_error(error.as_instanceof_cause())) == "a.jsonl:3: bad"
+    assert input_error(RayTaskError("read", "traceback", ValueError("x")).as_instanceof_cause()) is None

@@ -1,0 +1,149 @@
+"""Every shipped job file: it loads, its header tells the truth, and the libraries take its sections as they stand."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import STAGES, load_job
+
+ROOT = Path(__file__).resolve().parents[1]
+PROFILES = ("demo", "llama3-8b", "llama3-8b-qlora")
+JOBS = [f"jobs/{profile}/{stage}.yaml" for profile in PROFILES for stage in STAGES]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)  # the paths in a job mean the folder that the command runs in
+
+
+def test_each_profile_has_each_stage():
+    assert sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("jobs/*/*.yaml")) == sorted(JOBS)
+
+
+@pytest.mark.parametrize("path", JOBS)
+def test_a_job_loads_and_its_header_works(path):
+    stage, profile = Path(path).stem, Path(path).parent.name
+    job = load_job(path, [], stage)
+    assert json.loads(json.dumps(job.to_dict())) == job.to_dict()
+    assert job.data.train or stage == "evaluate"
+    header = "".join(
+        line for line in Path(path).read_text().splitlines(keepends=True) if line.startswith("#")
+    )
+    assert f"python -m pipeline {stage} {path}" in header
+    make = f"make {stage}" + ("" if profile == "demo" else f" PROFILE={profile}")
+    assert make in header
+    shown = re.findall(rf'{re.escape(make)} ARGS="([^"]*)"', header)
+    assert shown, "a header shows at least one override"
+    for arguments in shown:
+        load_job(path, shlex.split(arguments), stage)
+
+
+@pytest.mark.parametrize("path", JOBS)
+def test_the_libraries_take_the_sections(path, tmp_path):
+    import peft
+    import trl
+    from ray.train import ScalingConfig
+
+    from pipeline.ppo.config import PPOConfig
+
+    job = load_job(path)
+    if job.stage in ("ppo", "evaluate"):
+        made = PPOConfig(**job.trainer)
+    else:
+        config = {"sft": trl.SFTConfig, "rm": trl.RewardConfig, "dpo": trl.DPOConfig}[job.stage]
+        made = config(output_dir=str(tmp_path), **{**job.trainer, "use_cpu": True})
+    assert made.learning_rate == job.trainer.get("learning_rate", made.learning_rate)
+    assert peft.LoraConfig(**job.lora).r == job.lora.get("r", 8)
+    assert ScalingConfig(**job.scaling).num_workers == job.workers[0]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_stages_of_a_profile_fit_together(profile):
+    jobs = {stage: load_job(f"jobs/{profile}/{stage}.yaml") for stage in STAGES}
+    assert (
+        len(
+            {
+                str((j.model, j.run.storage_path, j.mlflow.experiment, j.mlflow.tracking_uri))
+                for j in jobs.values()
+            }
+        )
+        == 1
+    )
+    made = {stage: f"models:/{j.mlflow.registered_model}@{j.mlflow.alias}" for stage, j in jobs.items()}
+    assert jobs["dpo"].policy == jobs["ppo"].policy == jobs["evaluate"].baseline == made["sft"]
+    assert jobs["ppo"].reward == jobs["evaluate"].reward == made["rm"]
+    assert jobs["evaluate"].policy == made["ppo"]
+    ppo, evaluate = jobs["ppo"], jobs["evaluate"]
+    assert evaluate.data.eval == ppo.data.eval
+    assert all(
+        ppo.trainer[key] == value for key, value in evaluate.trainer.items()
+    )  # judged as it was trained
+
+
+def test_the_demo_is_all_there():
+    for stage in STAGES:
+        job = load_job(f"jobs/demo/{stage}.yaml")
+        assert (ROOT / job.model.name_or_path / "config.json").is_file()
+        for path in (job.data.train, job.data.eval):
+            assert path is None or (ROOT / path).is_file(), path
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_qlora_profile_differs_only_where_it_means_to(stage):
+    plain, qlora = (
+        load_job(f"jobs/{profile}/{stage}.yaml").to_dict() for profile in ("llama3-8b", "llama3-8b-qlora")
+    )
+    meant = {"source", "policy", "reward", "baseline", "mlflow.experiment", "mlflow.registered_model"}
+    meant |= {"model.load_in_4bit", "scaling.num_workers"}
+    meant |= {"gate.eval_kl"}  # shorter replies
+    sizes = (
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "local_rollout_forward_batch_size",
+        "optim",
+    )
+    meant |= {f"trainer.{key}" for key in (*sizes, "response_length", "batch_size", "total_episodes")}
+
+    def flat(tree):
+        return {
+            f"{k}.{kk}" if isinstance(v, dict) else k: vv
+            for k, v in tree.items()
+            for kk, vv in (v if isinstance(v, dict) else {k: v}).items()
+        }
+
+    one, two = flat(plain), flat(qlora)
+    assert {key for key in one.keys() | two.keys() if one.get(key) != two.get(key)} <= meant
+    assert qlora["model"]["load_in_4bit"] and not plain["model"]["load_in_4bit"]
+
+
+def test_the_llama3_template():
+    from pipeline.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer("jobs/demo/model", chat_template="jobs/llama3-8b/llama3.jinja")
+    turns = [
+        {"role": "system", "content": "Be brief. "},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": " Hi! "},
+        {"role": "user", "content": "Bye"},
+    ]
+    start = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    expected = (
+        tokenizer.bos_token
+        + start.format("system") + "Be brief.<|eot_id|>"
+        + start.format("user") + "Hello<|eot_id|>"
+        + start.format("assistant") + "Hi!<|eot_id|>"
+        + start.format("user") + "Bye<|eot_id|>"
+    )  # fmt: skip
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == expected
+    prompted = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert prompted == expected + start.format("assistant")
+    made = tokenizer.apply_chat_template(
+        turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    trained = [token for token, mask in zip(made["input_ids"], made["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(trained) == "Hi!<|eot_id|>"
+    with pytest.raises(Exception, match="not 'critic'"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
