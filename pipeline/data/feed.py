@@ -1,0 +1,210 @@
+"""Token blocks -> a trainer: a zero-copy `datasets.Dataset`, and batches that hold each row exactly once an epoch.
+
+The stock data loader of transformers and accelerate repeats or drops rows when they do not divide by the workers.
+`ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead: the rows of a step, and so its
+loss, are the same for any number of workers with the same global batch. With one worker the stock loader is used.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # a mixin at run time: torch is imported by the trainer that it is mixed into
+
+
+def to_hf(shard: Any, fingerprint: str) -> Any:
+    """Ray's Arrow blocks (an unsplit dataset shard, or a ray.data.Dataset) as a datasets.Dataset, without a copy.
+
+    `fingerprint` names the table for the datasets library, which would otherwise hash (and so copy) all of it.
+    """
+    import datasets
+    import pyarrow as pa
+
+    blocks = list(shard.iter_batches(batch_size=None, batch_format="pyarrow"))
+    table = pa.concat_tables(blocks).replace_schema_metadata(None)
+    return datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=fingerprint)
+
+
+class ExactBatchSampler:
+    """Lists of row numbers for one rank; over all ranks each row comes once an epoch, in equally many steps.
+
+    Step i takes rows [i * batch_size * world, ...) of the epoch's order, cut into `world` runs as even as can be. The
+    last step has what is left: with fewer rows than workers some ranks get an empty list. (Joining those rows to the
+    step before would make the number of steps depend on the number of workers, and a resumed run with another
+    number would lose its place.) The order is that of accelerate's SeedableRandomSampler: a permutation by seed + epoch.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        batch_size: int,
+        rank: int,
+        world: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ):
+        self.rows, self.batch_size, self.rank, self.world = rows, batch_size, rank, world
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        step = self.batch_size * self.world
+        return self.rows // step if self.drop_last else -(-self.rows // step)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, step = self.order(), self.batch_size * self.world
+        for start in range(0, len(self) * step, step):
+            size = min(step, self.rows - start)
+            first, last = size * self.rank // self.world, size * (self.rank + 1) // self.world
+            yield [int(row) for row in order[start + first : start + last]]
+
+    def order(self) -> Any:
+        import torch
+
+        if not self.shuffle:
+            return range(self.rows)
+        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+
+
+class CountedCollator:
+    """A collator that adds how many rows the batch has, and makes a batch without weight of no rows at all.
+
+    The filler keeps a rank in step with the others where the last global batch has no row for it: `rows` is 0, and
+    no label counts.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], filler: dict[str, Any]):
+        self.collator, self.filler = collator, filler
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        batch = self.collator(rows or [self.filler])
+        if not rows and "labels" in batch:
+            batch["labels"].fill_(-100)
+        batch["rows"] = len(rows)
+        return batch
+
+
+class ExactBatches(Trainer):
+    """Mixin for a transformers or TRL trainer (before it in the bases): exact batches over several ranks.
+
+    Losses equal those of one worker with `world` times the per-device batch: token-normalised losses (sft) are so by
+    `num_items_in_batch`; row means (rm, dpo) are weighted by the rank's share of the rows of the global batch.
+    """
+
+    _shares: deque[
+        tuple[float, int, bool]
+    ]  # of the micro-batches fetched: (weight, rows, uneven over the ranks)
+    _share = 1.0
+
+    def get_train_dataloader(self) -> Any:
+        if self.args.world_size == 1:
+            return super().get_train_dataloader()
+        from accelerate.data_loader import prepare_data_loader
+        from torch.utils.data import DataLoader
+        from transformers.trainer_utils import seed_worker
+
+        args, strategy = self.args, getattr(self.args, "train_sampling_strategy", "random")
+        if strategy not in ("random", "sequential"):
+            raise InputError(
+                f"trainer.train_sampling_strategy: {strategy!r} works with one worker only; "
+                "expected random or sequential, or scaling.num_workers=1"
+            )
+        dataset = self._remove_unused_columns(self.train_dataset, description="Training")
+        loader = DataLoader(
+            dataset,
+            batch_sampler=ExactBatchSampler(
+                len(dataset),
+                self._train_batch_size,
+                args.process_index,
+                args.world_size,
+                args.data_seed if args.data_seed is not None else args.seed,
+                shuffle=strategy == "random",
+                drop_last=args.dataloader_drop_last,
+            ),
+            collate_fn=CountedCollator(self.data_collator, dataset[0]),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            ),
+        )
+        # As if for one process: placement on the device and the look-ahead, but no second sharding of the batches.
+        prepared = prepare_data_loader(
+            loader, device=self.accelerator.device, num_processes=1, process_index=0, put_on_device=True
+        )
+        prepared._drop_last = True  # no remainder: gather_for_metrics must not cut the last batch
+        return prepared
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The micro-batches of an optimizer step, and with them the weight of this rank in each."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.args.world_size > 1 and batches:
+            import torch
+
+            mine = [batch.pop("rows") for batch in batches]
+            ranks = self.accelerator.gather(torch.tensor([mine], device=device)).tolist()
+            self._shares = deque(
+                (count * len(ranks) / sum(every), count, len(set(every)) > 1)
+                for count, every in zip(mine, zip(*ranks, strict=True), strict=True)
+            )
+        return batches, items
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if self.args.world_size == 1:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._share, count, uneven = self._shares.popleft()
+        try:
+            if not uneven:
+                return super().training_step(model, inputs, num_items_in_batch)
+            with uneven_gather(self.accelerator, count):
+                return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._share = 1.0  # evaluation goes through compute_loss, too
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._share == 1.0 or num_items_in_batch is not None:
+            return result
+        return (result[0] * self._share, *result[1:]) if return_outputs else result * self._share
+
+
+@contextmanager
+def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
+    """`accelerator.gather` for ranks with different numbers of rows, of which this one has `count`.
+
+    TRL gathers per-row tensors for its metrics; torch.distributed would hang or fail on unequal shapes.
+    """
+    gather = accelerator.gather
+
+    def padded(tensor: Any) -> Any:
+        import torch
+
+        if tensor.ndim == 0:
+            return gather(tensor)
+        length = len(tensor) if count else 0
+        lengths = gather(torch.tensor([length], device=tensor.device)).tolist()
+        room = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+        room[:length] = tensor[:length]
+        pieces = gather(room).split(max(lengths))
+        return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
+
+    accelerator.gather = padded
+    try:
+        yield
+    finally:
+        del accelerator.gather  # the instance's: the method shows again

@@ -1,0 +1,472 @@
+"""JSON rows of every accepted shape -> one canonical `Record`, or a `RowError` that says what is wrong with the row.
+
+Pure Python: no tokenizer, no Ray. What a row may look like, by stage:
+
+    sft            prompt+completion | prompt+answer | messages | conversations | instruction[+input]+output
+    rm, dpo        prompt+chosen+rejected | chosen+rejected | conversations+chosen+rejected
+                   | prompt+pos_answers+neg_answers        (all with an optional `margin`)
+    ppo, evaluate  prompt | messages | conversations | instruction[+input] | chosen+rejected (their shared prompt)
+
+A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." becomes a list of messages, so that the chat template of
+the tokenizer applies to it.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Message = dict[str, str]
+Turns = list[Message]
+Text = str | Turns  # raw text, or messages for the chat template
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "ipython": "tool",
+}
+# name of the shape -> the fields that it needs; the first one that a row has in full is taken
+DEMONSTRATIONS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt+completion": ("prompt", "completion"),
+    "prompt+answer": ("prompt", "answer"),
+    "instruction+output": ("instruction", "output"),
+}
+PREFERENCES = {
+    "prompt+pos_answers+neg_answers": ("prompt", "pos_answers", "neg_answers"),
+    "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
+    "conversations+chosen+rejected": ("conversations", "chosen", "rejected"),
+    "messages+chosen+rejected": ("messages", "chosen", "rejected"),
+    "chosen+rejected": ("chosen", "rejected"),
+}
+PROMPTS = {
+    "prompt": ("prompt",),
+    "conversations": ("conversations",),
+    "messages": ("messages",),
+    "instruction": ("instruction",),
+    "chosen+rejected": ("chosen", "rejected"),
+}
+SHAPES = {"sft": DEMONSTRATIONS, "rm": PREFERENCES, "dpo": PREFERENCES, "ppo": PROMPTS, "evaluate": PROMPTS}
+OPTIONAL = {"input", "margin", "system"}
+
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
+
+
+@dataclass(eq=False)
+class RowError(Exception):
+    """One bad row. `line` counts from 1; in a JSON array it is the number of the element (`unit`)."""
+
+    kind: str
+    field: str
+    found: str
+    expected: str
+    file: str = ""
+    line: int = 0
+    unit: Literal["line", "element"] = "line"
+
+    def where(self) -> str:
+        return f"{self.file}:{self.line}" if self.unit == "line" else f"{self.file}: element {self.line}"
+
+    def __str__(self) -> str:
+        name = f"`{self.field}`: " if self.field else ""
+        return f"{self.where()}: {name}found {self.found}; expected {self.expected}"
+
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # an exception is pickled by its args, which a dataclass does not set
+        return RowError, (self.kind, self.field, self.found, self.expected, self.file, self.line, self.unit)
+
+
+@dataclass
+class Record:
+    """A row in canonical form.
+
+    `pairs` holds the replies: one 1-tuple for a demonstration, (chosen, rejected) for each pair of preferences,
+    nothing for a prompt. Replies are text where `prompt` is text, else messages that begin with an assistant's.
+    """
+
+    prompt: Text
+    pairs: list[tuple[Text, ...]] = field(default_factory=list)
+    all_turns: bool = False  # train on the assistant turns inside `prompt` too
+    margin: float | None = None
+    row: str = ""  # prompts only: JSON text of the prompt and all further columns
+
+    def prompt_key(self) -> str:
+        """The same for two rows with the same prompt, whatever their replies; a hold-out goes by it."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return json.dumps([[m["role"], m["content"]] for m in self.prompt], ensure_ascii=False)
+
+
+def shape_of(row: dict[str, Any], stage: str) -> str | None:
+    """Name of the shape of a row, or None."""
+    shapes = SHAPES[stage]
+    return next((name for name, needs in shapes.items() if all(key in row for key in needs)), None)
+
+
+def parse(row: Any, stage: str) -> Record:
+    """A decoded JSON row -> `Record`; raises RowError (without file and line, which the reader adds)."""
+    if not isinstance(row, dict):
+        raise RowError("not_object", "", show(row), "a JSON object, such as " + example(stage))
+    shape = shape_of(row, stage)
+    if shape is None:
+        raise wrong_fields(row, stage)
+    for key in SHAPES[stage][shape]:
+        if row[key] is None:
+            raise RowError("null", key, "null", "a value")
+    if stage == "sft":
+        return demonstration(row, shape)
+    if stage in ("rm", "dpo"):
+        return preference(row, shape)
+    return prompt_row(row, shape)
+
+
+# ---- the three kinds of set ------------------------------------------------------------------------------------
+
+
+def demonstration(row: dict[str, Any], shape: str) -> Record:
+    if shape in ("messages", "conversations"):
+        turns = messages(row[shape], shape, system=row.get("system"))
+        ends_on(turns, "assistant", shape)
+        check_prompt(turns[:-1], shape)
+        return Record(turns[:-1], [(turns[-1:],)], all_turns=True)
+    if shape == "instruction+output":
+        prompt: Text = instruction(row)
+        return Record(prompt, [(reply(row["output"], "output", prompt),)])
+    prompt = prompt_text(row["prompt"])
+    key = shape.removeprefix("prompt+")
+    return Record(prompt, [(reply(row[key], key, prompt),)])
+
+
+def preference(row: dict[str, Any], shape: str) -> Record:
+    margin = row.get("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise RowError("wrong_type", "margin", show(margin), "a number")
+    if shape == "prompt+pos_answers+neg_answers":
+        prompt, pairs = answers(row)
+    elif shape == "chosen+rejected":
+        prompt, one = split_transcripts(row["chosen"], row["rejected"])
+        pairs = [one]
+    else:
+        key = shape.split("+")[0]
+        whole = any(is_whole(row[side]) for side in ("chosen", "rejected"))
+        if whole:  # UltraFeedback style: both sides repeat the prompt
+            prompt, one = split_transcripts(row["chosen"], row["rejected"])
+            pairs = [one]
+        else:
+            prompt = prompt_text(row[key], key, row.get("system"))
+            pairs = [(reply(row["chosen"], "chosen", prompt), reply(row["rejected"], "rejected", prompt))]
+    for index, (chosen, rejected) in enumerate(pairs):
+        if plain(chosen) == plain(rejected):
+            name = f"pos_answers[{index}]" if shape.endswith("neg_answers") else "chosen"
+            raise RowError(
+                "equal_pair",
+                name,
+                f"the same text on both sides: {show(plain(chosen))}",
+                "two different replies",
+            )
+    return Record(prompt, pairs, margin=None if margin is None else float(margin))
+
+
+def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
+    prompt = prompt_text(row["prompt"])
+    sides = []
+    for key in ("pos_answers", "neg_answers"):
+        if not isinstance(row[key], list):
+            raise RowError("wrong_type", key, show(row[key]), "a list of texts")
+        if not row[key]:
+            raise RowError("empty_reply", key, "an empty list", "at least one answer")
+        sides.append([reply(value, f"{key}[{i}]", prompt) for i, value in enumerate(row[key])])
+    if len(sides[0]) != len(sides[1]):
+        found = f"{len(sides[0])} pos_answers and {len(sides[1])} neg_answers"
+        raise RowError(
+            "unequal_answers",
+            "neg_answers",
+            found,
+            "as many neg_answers as pos_answers: one pair for each index",
+        )
+    return prompt, list(zip(*sides, strict=True))
+
+
+def prompt_row(row: dict[str, Any], shape: str) -> Record:
+    if shape == "chosen+rejected":
+        prompt, _ = split_transcripts(row["chosen"], row["rejected"])
+    elif shape == "instruction":
+        prompt = instruction(row)
+    else:
+        prompt = prompt_text(row[shape], shape, row.get("system"))
+    further = {key: value for key, value in row.items() if key != shape}
+    return Record(prompt, row=json.dumps({"prompt": prompt, **further}, ensure_ascii=False))
+
+
+# ---- texts, messages, transcripts ------------------------------------------------------------------------------
+
+
+def instruction(row: dict[str, Any]) -> Turns:
+    content = text(row["instruction"], "instruction")
+    if row.get("input") is not None and text(row["input"], "input").strip():
+        content = f"{content}\n\n{row['input']}"
+    turns = [{"role": "user", "content": content}]
+    if row.get("system"):
+        turns.insert(0, {"role": "system", "content": text(row["system"], "system")})
+    check_prompt(turns, "instruction")
+    return turns
+
+
+def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
+    """A prompt as text, or as messages where it is a list or a transcript; it must end on the asking side."""
+    if isinstance(value, list):
+        turns = messages(value, key, system)
+        if turns[-1]["role"] == "assistant":
+            raise RowError(
+                "wrong_role", key, "a last turn by `assistant`", "a prompt that ends on a `user` turn"
+            )
+        check_prompt(turns, key)
+        return turns
+    found = text(value, key)
+    if not found.strip():
+        raise RowError("empty_prompt", key, show(found), "a text that is not empty")
+    if not is_transcript(found):
+        return found
+    turns = split_turns(found)
+    if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
+        turns.pop()  # the open "\n\nAssistant:" that asks for the reply; the template's generation prompt brings it
+    if not turns or turns[-1]["role"] == "assistant":
+        raise RowError(
+            "wrong_role", key, "a transcript whose last turn is Assistant's", "one that ends on a Human turn"
+        )
+    check_prompt(turns, key)
+    return turns
+
+
+def reply(value: Any, key: str, prompt: Text) -> Text:
+    """A reply in the form of its prompt: text beside text, assistant messages beside messages."""
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list):
+        turns = messages(value, key)
+        if turns[0]["role"] != "assistant":
+            raise RowError("wrong_role", key, f"a reply by `{turns[0]['role']}`", "a reply by `assistant`")
+        ends_on(turns, "assistant", key)
+        return plain(turns) if isinstance(prompt, str) else turns
+    found = text(value, key)
+    if not found.strip():
+        raise RowError("empty_reply", key, show(found), "a text that is not empty")
+    if isinstance(prompt, str):
+        return found
+    return [{"role": "assistant", "content": found.removeprefix(" ")}]
+
+
+def split_transcripts(chosen: Any, rejected: Any) -> tuple[Text, tuple[Text, ...]]:
+    """Two whole conversations -> their shared prompt and the two replies."""
+    if isinstance(chosen, list) or isinstance(rejected, list):
+        sides = messages(chosen, "chosen"), messages(rejected, "rejected")
+    else:
+        texts = text(chosen, "chosen"), text(rejected, "rejected")
+        for side, key in zip(texts, ("chosen", "rejected"), strict=True):
+            if not side.strip():
+                raise RowError("empty_reply", key, show(side), "a text that is not empty")
+        if not all(is_transcript(side) for side in texts):
+            return split_texts(*texts)
+        sides = split_turns(texts[0]), split_turns(texts[1])
+    for turns, key in zip(sides, ("chosen", "rejected"), strict=True):
+        ends_on(turns, "assistant", key)
+    if sides[0][:-1] != sides[1][:-1]:
+        at = shared_length(sides[0][:-1], sides[1][:-1])
+        raise RowError(
+            "prompts_differ",
+            "rejected",
+            f"another prompt than in `chosen` (from turn {at + 1} on)",
+            "the same turns on both sides up to the last reply",
+        )
+    check_prompt(sides[0][:-1], "chosen")
+    return sides[0][:-1], (sides[0][-1:], sides[1][-1:])
+
+
+def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
+    """No turn markers: the prompt is the longest common prefix, cut back to a white-space boundary."""
+    if chosen == rejected:
+        raise RowError(
+            "equal_pair", "chosen", f"the same text on both sides: {show(chosen)}", "two different texts"
+        )
+    at = shared_length(chosen, rejected)
+    while at and not (chosen[at : at + 1] or " ").isspace() and not (rejected[at : at + 1] or " ").isspace():
+        at -= 1
+    head = chosen[:at]
+    while (
+        head
+        and not chosen[len(head) : len(head) + 1].isspace()
+        and not rejected[len(head) : len(head) + 1].isspace()
+    ):
+        head = head[:-1]
+    if not head.strip():
+        raise RowError(
+            "empty_prompt",
+            "chosen",
+            "no text that both sides begin with",
+            "a shared prompt, or a `prompt` field",
+        )
+    replies = chosen[len(head) :], rejected[len(head) :]
+    for value, key in zip(replies, ("chosen", "rejected"), strict=True):
+        if not value.strip():
+            raise RowError("empty_reply", key, "nothing after the shared prompt", "a reply")
+    return head, replies
+
+
+def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many items two sequences begin with in common."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def is_transcript(value: str) -> bool:
+    return value.startswith("\n\nHuman:") or (
+        _TURN.match(value) is not None and len(_TURN.findall(value)) > 1
+    )
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a side repeats the prompt: a transcript, or messages that do not begin with the assistant's."""
+    if isinstance(value, str):
+        return is_transcript(value)
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and ROLES.get(str(first.get("role", first.get("from")))) in (
+        "user",
+        "system",
+    )
+
+
+def split_turns(value: str) -> Turns:
+    """ "\\n\\nHuman: a\\n\\nAssistant: b" -> messages. Nothing but the one blank after the colon is taken off."""
+    parts = _TURN.split(value)[1:]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": roles[name], "content": content.removeprefix(" ")}
+        for name, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def messages(value: Any, key: str, system: Any = None) -> Turns:
+    """[{role, content}] or [{from, value}] -> [{role, content}]."""
+    if not isinstance(value, list):
+        raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
+    if not value:
+        raise RowError("empty_prompt", key, "an empty list", "at least one message")
+    turns = [message(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if system and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": text(system, "system")})
+    return turns
+
+
+def message(item: Any, key: str) -> Message:
+    if not isinstance(item, dict):
+        raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
+    names = ("from", "value") if "from" in item else ("role", "content")
+    for name in names:
+        if name not in item:
+            raise RowError(
+                "missing_field",
+                f"{key}.{name}",
+                "fields " + ", ".join(map(str, item)) + nearest(name, item),
+                "{role, content}",
+            )
+    role = text(item[names[0]], f"{key}.{names[0]}")
+    if role not in ROLES:
+        raise RowError("wrong_role", f"{key}.{names[0]}", show(role), "one of " + ", ".join(ROLES))
+    content = item[names[1]]
+    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        content = "".join(text(part["text"], f"{key}.{names[1]}") for part in content)
+    return {"role": ROLES[role], "content": text(content, f"{key}.{names[1]}")}
+
+
+def text(value: Any, key: str) -> str:
+    if value is None:
+        raise RowError("null", key, "null", "a text")
+    if not isinstance(value, str):
+        raise RowError("wrong_type", key, f"{type_name(value)} {show(value)}", "a text")
+    if max(value, default="") >= "\ud800" and any("\ud800" <= char <= "\udfff" for char in value):
+        raise RowError("not_utf8", key, "half a surrogate pair (\\ud8..)", "Unicode text")
+    return value
+
+
+def ends_on(turns: Turns, role: str, key: str) -> None:
+    if turns[-1]["role"] != role:
+        raise RowError(
+            "wrong_role",
+            key,
+            f"a last turn by `{turns[-1]['role']}`",
+            f"a conversation that ends on `{role}`",
+        )
+    if not turns[-1]["content"].strip():
+        raise RowError("empty_reply", key, show(turns[-1]["content"]), "a last turn that is not empty")
+
+
+def check_prompt(turns: Turns, key: str) -> None:
+    if not any(turn["role"] == "user" and turn["content"].strip() for turn in turns):
+        raise RowError(
+            "empty_prompt", key, "no `user` turn with text before the reply", "a prompt that is not empty"
+        )
+
+
+def plain(value: Text) -> str:
+    """The words of a reply without its form, to compare two of them."""
+    return value.strip() if isinstance(value, str) else "\n\n".join(turn["content"].strip() for turn in value)
+
+
+# ---- what an error says ----------------------------------------------------------------------------------------
+
+
+def wrong_fields(row: dict[str, Any], stage: str) -> RowError:
+    """No shape fits: name the field that is missing from the nearest shape, and a field that looks like it."""
+    keys = [str(key) for key in row]
+    known = {name for needs in SHAPES[stage].values() for name in needs}
+    best = max(SHAPES[stage].values(), key=lambda needs: sum(near(need, keys) for need in needs) / len(needs))
+    missing = next(need for need in best if need not in row)
+    odd = [key for key in keys if key not in known | OPTIONAL]
+    return RowError(
+        "missing_field",
+        missing,
+        ("fields " + ", ".join(keys[:8]) if keys else "no fields") + nearest(missing, odd),
+        "one of " + " | ".join(SHAPES[stage]) + f" (stage {stage})",
+    )
+
+
+def near(name: str, keys: list[str]) -> float:
+    return 1.0 if name in keys else 0.5 if difflib.get_close_matches(name, keys, 1) else 0.0
+
+
+def nearest(name: str, keys: Any) -> str:
+    close = difflib.get_close_matches(name, [str(key) for key in keys], 1)
+    return f" (is `{close[0]}` meant to be `{name}`?)" if close else ""
+
+
+def example(stage: str) -> str:
+    return "{" + ", ".join(f'"{name}": ...' for name in next(iter(SHAPES[stage].values()))) + "}"
+
+
+def type_name(value: Any) -> str:
+    names = {
+        "bool": "boolean",
+        "int": "number",
+        "float": "number",
+        "list": "list",
+        "dict": "object",
+        "str": "text",
+    }
+    return names.get(type(value).__name__, type(value).__name__)
+
+
+def show(value: Any) -> str:
+    """A value in an error message: JSON, at most 60 characters."""
+    shown = json.dumps(value, ensure_ascii=False, default=str)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,0 +1,572 @@
+"""Ray Data reads, validates, templates and tokenises a job's rows once, into parquet parts in a cache folder.
+
+One task for each chunk of a file streams its rows and writes its part; only small statistics come back to the driver,
+whose memory does not grow with the data. A manifest, written last, makes the folder usable: a later run on the same
+files, tokenizer, template and options reads the parts instead of making them again.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import pickle
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline import storage
+from pipeline.data import report as reports
+from pipeline.data import source
+from pipeline.data.encode import DATE, Dropped, Encoder, Example
+from pipeline.data.formats import RowError, parse, shape_of
+from pipeline.data.report import Report, Split
+from pipeline.data.source import Chunk
+from pipeline.errors import InputError
+
+VERSION = 1  # of the parts: raise it when the same rows would become other tokens
+BATCH = 256  # rows tokenised together
+GROUP_TOKENS = 1 << 18  # of a parquet row group
+PACK_ROWS = 4096  # rows packed together: bounded, and importing TRL for its packing costs 6 s in every task
+HASHES = 1 << 21  # rows up to which duplicates are counted: 8 bytes a row come to the driver
+
+
+@dataclass
+class Prepared:
+    """The tokenised sets, materialised in Ray's object store as Arrow blocks in file order, and what was found."""
+
+    train: Any
+    eval: Any
+    report: Report
+    digests: dict[str, str]  # split -> sha256 of the rows it was made from
+    fingerprints: dict[str, str]  # split -> name of the token table, the same on all workers
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a task needs to know; all of it is part of the cache key."""
+
+    stage: str
+    max_length: int
+    too_long: str
+    on_error: str
+    apply_template: bool
+    ends: tuple[int, ...]
+    eval_fraction: float
+    seed: int
+    packing: bool
+
+
+@dataclass
+class Stats:
+    """What one task found; small, however long its chunk."""
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    lengths: dict[str, tuple[Counter, Counter]] = field(
+        default_factory=dict
+    )  # split -> histograms: prompt, reply
+    parts: dict[str, tuple[str, int]] = field(default_factory=dict)  # split -> (file, rows)
+    kinds: Counter = field(default_factory=Counter)  # of bad rows
+    errors: list[RowError] = field(default_factory=list)  # the first few
+    samples: list[str] = field(default_factory=list)
+    digest: str = ""
+    hashes: bytes | None = b""  # 8 bytes for each row
+    margins: bool = False
+
+    def split(self, name: str) -> Split:
+        self.lengths.setdefault(name, (Counter(), Counter()))
+        return self.splits.setdefault(name, Split())
+
+
+def prepare(
+    stage: str, data: Any, tokenizer: Any, context_length: int | None, cache_root: str, packing: bool = False
+) -> Prepared:
+    """The job's train and eval rows as token tables; Ray is already initialised.
+
+    Raises:
+        InputError: files that are missing, rows that cannot be used (all counted, the first named by file:line),
+            a `max_length` beyond the context, nothing left to train on.
+    """
+    begin = time.monotonic()
+    options = options_of(stage, data, tokenizer, context_length, packing)
+    files = {
+        key: source.find(spec, f"data.{key}") for key in ("train", "eval") if (spec := getattr(data, key))
+    }
+    if not files:
+        raise InputError(f"data.train: stage {stage} needs rows; name a file: data.train=rows.jsonl")
+    key = cache_key(files, tokenizer, options)
+    folder = storage.join(storage.absolute(cache_root), key[:32])
+    manifest = read_manifest(folder)
+    reused = manifest is not None
+    if manifest is None:
+        chunks = [chunk for name, found in files.items() for chunk in source.plan(found, name, stage)]
+        stats = run_tasks(chunks, tokenizer, options, folder)
+        check(stats, chunks, options, data)
+        manifest = {"key": key, **merge(stats, chunks, options)}
+        storage.write_json(storage.join(folder, "manifest.json"), manifest)
+    report = Report.from_dict(manifest["report"])
+    sets = {name: load(folder, parts, manifest["columns"]) for name, parts in manifest["parts"].items()}
+    report = replace(report, reused=reused, seconds=round(time.monotonic() - begin, 3))
+    return Prepared(
+        sets.get("train"),
+        sets.get("eval"),
+        report,
+        manifest["digests"],
+        {name: hashlib.sha256(f"{key}:{name}".encode()).hexdigest()[:32] for name in sets},
+    )
+
+
+def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool) -> Options:
+    from pipeline.models.tokenizer import eos_ids
+
+    if data.max_length is not None and context_length is not None and data.max_length > context_length:
+        raise InputError(
+            f"data.max_length: {data.max_length} is more than the model's context of {context_length} tokens; "
+            f"type data.max_length={context_length} or less"
+        )
+    max_length = data.max_length or context_length
+    if not max_length:
+        raise InputError(
+            "data.max_length: the model's configuration states no context; type data.max_length=1024"
+        )
+    own = getattr(tokenizer, "own_chat_template", tokenizer.chat_template is not None)
+    apply = own if data.apply_chat_template is None else data.apply_chat_template
+    if not 0 <= data.eval_fraction < 1:
+        raise InputError(
+            f"data.eval_fraction: {data.eval_fraction} is not a share; expected a number from 0 to below 1"
+        )
+    if data.eval_fraction and data.eval:
+        raise InputError("data.eval_fraction: data.eval names the held-out rows already; set one of the two")
+    return Options(
+        stage,
+        max_length,
+        data.too_long,
+        data.on_error,
+        bool(apply),
+        tuple(eos_ids(tokenizer)),
+        data.eval_fraction,
+        data.seed,
+        packing and stage == "sft",
+    )
+
+
+def cache_key(files: dict[str, list[source.File]], tokenizer: Any, options: Options) -> str:
+    from pipeline.models.tokenizer import template_digest, tokenizer_digest
+
+    listed = {
+        name: [(storage.absolute(file.path), file.size, file.mtime) for file in found]
+        for name, found in files.items()
+    }
+    parts = [
+        VERSION,
+        DATE,
+        listed,
+        tokenizer_digest(tokenizer),
+        template_digest(tokenizer),
+        sorted(vars(options).items()),
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def read_manifest(folder: str) -> dict[str, Any] | None:
+    """The manifest of a finished cache folder whose parts are all there; None: make them."""
+    path = storage.join(folder, "manifest.json")
+    if not storage.exists(path):
+        return None
+    manifest = storage.read_json(path)
+    names = [name for parts in manifest["parts"].values() for name, _ in parts]
+    return manifest if all(storage.exists(storage.join(folder, name)) for name in names) else None
+
+
+# ---- driver: tasks out, tables back ----------------------------------------------------------------------------
+
+
+def run_tasks(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str) -> list[Stats]:
+    """The statistics of all chunks, in their order."""
+    import ray
+
+    fs, inner = storage.filesystem(folder)
+    try:
+        fs.create_dir(inner, recursive=True)
+    except OSError as error:
+        raise InputError(f"data.cache_dir: {folder} cannot be written: {error}") from error
+    task = functools.partial(make_part, shared=ray.put((chunks, tokenizer, options, folder)))
+    ordered_context()
+    plan = ray.data.range(len(chunks), override_num_blocks=len(chunks))
+    found = plan.map_batches(task, batch_size=None, batch_format="numpy").take_all()
+    found.sort(key=lambda row: row["index"])
+    return [pickle.loads(row["stats"]) for row in found]
+
+
+def ordered_context() -> None:
+    import ray
+
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.print_on_execution_start = False
+    context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # one line for each execution otherwise
+
+
+def load(folder: str, parts: list[list[Any]], columns: list[str]) -> Any:
+    """The parts as a materialised ray.data.Dataset of Arrow blocks, in the order of the parts."""
+    import ray
+
+    ordered_context()
+    names = [storage.join(folder, name) for name, _ in parts]
+    task = functools.partial(read_part, names=names, columns=columns)
+    blocks = ray.data.range(len(names), override_num_blocks=len(names))
+    return blocks.map_batches(task, batch_size=None, batch_format="numpy").materialize()
+
+
+def read_part(batch: dict[str, Any], names: list[str], columns: list[str]) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for index in batch["id"]:
+        fs, inner = storage.filesystem(names[int(index)])
+        with fs.open_input_file(inner) as file:
+            for records in pq.ParquetFile(file).iter_batches(batch_size=1 << 14, columns=columns):
+                yield pa.Table.from_batches([records])
+
+
+def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) -> None:
+    """Raises InputError for bad rows (unless they are to be skipped), and for a set of which nothing is left."""
+    for name in dict.fromkeys(chunk.split for chunk in chunks):
+        mine = [stat for stat, chunk in zip(stats, chunks, strict=True) if chunk.split == name]
+        kinds = sum((stat.kinds for stat in mine), Counter())
+        read = sum(split.read for stat in mine for split in stat.splits.values())
+        if kinds and options.on_error == "raise":
+            raise InputError(complaint(name, mine, kinds, read))
+        if not sum(split.kept for stat in mine for split in stat.splits.values()):
+            dropped = sum(
+                (Counter(split.dropped) for stat in mine for split in stat.splits.values()), Counter()
+            )
+            why = ", ".join(
+                f"{count} {reports.KINDS.get(kind, kind)}" for kind, count in dropped.most_common()
+            )
+            first = next((f"; first: {error}" for stat in mine for error in stat.errors), "")
+            advice = (
+                "; data.too_long=truncate or a larger data.max_length keeps long rows"
+                if "too_long" in dropped
+                else ""
+            )
+            raise InputError(
+                f"data.{name}: no row is left of {read} read ({why or 'the files are empty'}){first}{advice}"
+            )
+    kept = Counter(
+        {
+            name: sum(stat.splits[name].kept for stat in stats if name in stat.splits)
+            for name in ("train", "eval")
+        }
+    )
+    if options.eval_fraction and not (kept["train"] and kept["eval"]):
+        empty = "eval" if kept["train"] else "train"
+        raise InputError(
+            f"data.eval_fraction: {data.eval_fraction} of {kept.total()} rows, by prompt, leaves none for `{empty}`; "
+            "set another share, or name held-out rows: data.eval=eval.jsonl"
+        )
+
+
+def complaint(name: str, stats: list[Stats], kinds: Counter, read: int) -> str:
+    errors = first_errors(stats)
+    counts = ", ".join(f"{count:,} {reports.KINDS.get(kind, kind)}" for kind, count in kinds.most_common())
+    lines = [f"data.{name}: {kinds.total():,} of {read:,} rows cannot be used ({counts}):"]
+    lines += [f"  {error}" for error in errors]
+    if kinds.total() > len(errors):
+        lines.append(f"  and {kinds.total() - len(errors):,} more")
+    advice = "mend them, or type data.on_error=skip to leave them out"
+    if "too_long" in kinds:
+        advice += "; data.too_long=truncate (or drop) for long rows"
+    return "\n".join([*lines, advice + "; nothing was trained"])
+
+
+def first_errors(stats: list[Stats]) -> list[RowError]:
+    """The first bad rows, in order, so chosen that no kind crowds out the others."""
+    rank: Counter = Counter()
+    turns = []
+    for at, error in enumerate(error for stat in stats for error in stat.errors):
+        rank[error.kind] += 1
+        turns.append((rank[error.kind], at, error))
+    chosen = sorted(turns, key=lambda turn: turn[:2])[: reports.FIRST]
+    return [error for _, _, error in sorted(chosen, key=lambda turn: turn[1])]
+
+
+def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str, Any]:
+    """Manifest fields from the statistics of all chunks."""
+    report = Report(options.stage, options.max_length)
+    parts: dict[str, list[tuple[str, int]]] = {}
+    for name in ("train", "eval"):
+        mine = [stat for stat in stats if name in stat.splits]
+        if not mine:
+            continue
+        split = Split(dropped=dict(sum((Counter(stat.splits[name].dropped) for stat in mine), Counter())))
+        for label in ("read", "kept", "truncated", "tokens"):
+            setattr(split, label, sum(getattr(stat.splits[name], label) for stat in mine))
+        split.prompt_tokens, split.reply_tokens = (
+            reports.percentiles(sum((stat.lengths[name][side] for stat in mine), Counter()))
+            for side in (0, 1)
+        )
+        report.splits[name] = split
+        parts[name] = [stat.parts[name] for stat in mine if name in stat.parts]
+    report.skipped = [str(error) for error in first_errors(stats)]
+    report.samples = [text for stat in stats for text in stat.samples][: reports.SAMPLES]
+    report.duplicates = duplicates([stat.hashes for stat in stats])
+    report.packed = sum(rows for _, rows in parts["train"]) if options.packing else None
+    columns = {
+        "sft": ["input_ids", "labels", *(["seq_lengths"] if options.packing else [])],
+        "rm": ["chosen_ids", "rejected_ids", *(["margin"] if any(stat.margins for stat in stats) else [])],
+        "dpo": ["prompt_ids", "chosen_ids", "rejected_ids"],
+    }.get(options.stage, ["input_ids", "row"])
+    digests = {name: content_digest(name, stats, chunks, options) for name in parts}
+    return {"parts": parts, "columns": columns, "digests": digests, "report": report.to_dict()}
+
+
+def content_digest(name: str, stats: list[Stats], chunks: list[Chunk], options: Options) -> str:
+    """sha256 over the bytes of the rows, by chunk; both sides of a hold-out also carry how it was made."""
+    origin = "train" if options.eval_fraction else name
+    digests = [stat.digest for stat, chunk in zip(stats, chunks, strict=True) if chunk.split == origin]
+    held = f"{name}:{options.eval_fraction}:{options.seed}" if options.eval_fraction else ""
+    return hashlib.sha256("".join([*digests, held]).encode()).hexdigest()
+
+
+def duplicates(hashes: list[bytes | None]) -> int | None:
+    import numpy as np
+
+    if any(part is None for part in hashes) or sum(map(len, hashes)) > 8 * HASHES:  # type: ignore[arg-type]
+        return None
+    rows = np.frombuffer(b"".join(hashes), dtype=np.uint64)  # type: ignore[arg-type]
+    return len(rows) - len(np.unique(rows))
+
+
+# ---- task: one chunk -> one part for each split ----------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=2)
+def fetched(reference: Any) -> tuple[list[Chunk], Any, Options, str]:
+    """What the driver shipped, unpickled once in each worker process."""
+    import ray
+
+    return ray.get(reference)
+
+
+def make_part(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
+    chunks, tokenizer, options, folder = fetched(shared)
+    for index in batch["id"]:
+        stats = tokenise(chunks[int(index)], int(index), tokenizer, options, folder)
+        yield {"index": [int(index)], "stats": [pickle.dumps(stats)]}
+
+
+def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder: str) -> Stats:
+    """Reads the rows of a chunk, writes the good ones as tokens, counts the rest."""
+    stats, digest, hashes = Stats(), hashlib.sha256(), bytearray()
+    encoder = Encoder(
+        tokenizer, options.stage, options.max_length, options.too_long, options.apply_template, options.ends
+    )
+    writers: dict[str, PartWriter] = {}
+    shape, batch, seen = (chunk.shape, chunk.shape_line), [], False
+    stats.split(chunk.split)
+    for number, row, raw in source.rows(chunk, digest):
+        seen = True
+        hashes += hashlib.blake2b(raw, digest_size=8).digest()
+        found = row
+        if not isinstance(row, RowError):
+            if shape[0] is None and isinstance(row, dict):
+                shape = shape_of(row, options.stage), number
+            found = checked(row, options.stage, *shape)
+        batch.append((number, found))
+        if len(batch) == BATCH:
+            flush(batch, encoder, stats, chunk, options, writers, index, folder)
+            batch = []
+    flush(batch, encoder, stats, chunk, options, writers, index, folder)
+    if not seen and chunk.start == 0:
+        bad(
+            stats,
+            stats.split(chunk.split),
+            1,
+            RowError("empty_file", "", "no rows", "one JSON object on each line"),
+        )
+    for name, writer in writers.items():
+        stats.parts[name] = writer.close()
+    place(stats, chunk)
+    stats.digest = digest.hexdigest()
+    stats.hashes = bytes(hashes) if len(hashes) <= 8 * HASHES else None
+    return stats
+
+
+def checked(row: Any, stage: str, shape: str | None, line: int) -> Any:
+    """The row as a Record, or the RowError of it."""
+    try:
+        record = parse(row, stage)
+    except RowError as error:
+        return error
+    other = shape_of(row, stage)
+    if shape is not None and other != shape:
+        return RowError(
+            "mixed_shapes",
+            "",
+            f"a row of shape {other}",
+            f"shape {shape}, as in row {line}; one shape in a file",
+        )
+    return record
+
+
+def flush(
+    batch: list[tuple[int, Any]],
+    encoder: Encoder,
+    stats: Stats,
+    chunk: Chunk,
+    options: Options,
+    writers: dict[str, "PartWriter"],
+    index: int,
+    folder: str,
+) -> None:
+    """Tokenises a batch and writes it; what is bad is counted, the first few with their numbers."""
+    outcomes = iter(encoder.encode([record for _, record in batch if not isinstance(record, RowError)]))
+    for number, record in batch:
+        if isinstance(record, RowError):
+            split = stats.split(chunk.split)
+            split.read += 1
+            bad(stats, split, number, record)
+            continue
+        name = "eval" if held_out(record.prompt_key(), options) else chunk.split
+        split = stats.split(name)
+        split.read += 1
+        examples = next(outcomes)
+        error = next((item for item in examples if isinstance(item, RowError)), None)
+        if error is not None:
+            bad(stats, split, number, error)
+            continue
+        stats.margins = stats.margins or record.margin is not None
+        for item in examples:
+            if isinstance(item, Dropped):
+                split.dropped[item.reason] = split.dropped.get(item.reason, 0) + 1
+            elif isinstance(item, Example):
+                keep(item, name, split, stats, encoder.tokenizer)
+                if name not in writers:
+                    writers[name] = PartWriter(folder, f"{index:06d}-{name}", options)
+                writers[name].add(item.columns)
+
+
+def keep(item: Example, name: str, split: Split, stats: Stats, tokenizer: Any) -> None:
+    split.kept += 1
+    split.truncated += item.truncated
+    split.tokens += item.prompt_tokens + item.reply_tokens
+    prompts, replies = stats.lengths[name]
+    prompts[item.prompt_tokens] += 1
+    replies[item.reply_tokens] += 1
+    if name == "train" and len(stats.samples) < reports.SAMPLES:
+        stats.samples.append(reports.sample(tokenizer, item.columns))
+
+
+def bad(stats: Stats, split: Split, number: int, error: RowError) -> None:
+    split.dropped[error.kind] = split.dropped.get(error.kind, 0) + 1
+    stats.kinds[error.kind] += 1
+    if stats.kinds[error.kind] <= reports.FIRST:
+        error.line = number
+        stats.errors.append(error)
+
+
+def place(stats: Stats, chunk: Chunk) -> None:
+    """File, and line in the whole file, of the errors: the lines before the chunk are counted only now."""
+    if not stats.errors:
+        return
+    before, array = source.lines_before(chunk), source.is_array(chunk)
+    name = chunk.path if storage.is_remote(chunk.path) else source.shown(chunk.path)
+    for error in stats.errors:
+        error.file, error.line, error.unit = name, error.line + before, "element" if array else "line"
+
+
+def held_out(prompt: str, options: Options) -> bool:
+    """Whether the rows of a prompt go to the hold-out: a hash of the prompt and the seed against the share."""
+    if not options.eval_fraction:
+        return False
+    digest = hashlib.blake2b(
+        f"{options.seed}:{prompt}".encode("utf-8", "surrogatepass"), digest_size=8
+    ).digest()
+    return int.from_bytes(digest, "big") < options.eval_fraction * 2**64
+
+
+class PartWriter:
+    """One parquet file, written a bounded row group at a time; its name is new, so that a retried task is harmless."""
+
+    def __init__(self, folder: str, stem: str, options: Options):
+        import pyarrow.parquet as pq
+
+        self.name, self.options = f"{stem}-{uuid.uuid4().hex[:8]}.parquet", options
+        self.rows: list[dict[str, Any]] = []
+        self.tokens = self.count = 0
+        fs, inner = storage.filesystem(storage.join(folder, self.name))
+        self.schema = schema(options)
+        self.stream = fs.open_output_stream(inner)
+        self.writer = pq.ParquetWriter(self.stream, self.schema, compression="lz4")
+
+    def add(self, columns: dict[str, Any]) -> None:
+        self.rows.append(columns)
+        self.tokens += sum(len(value) for value in columns.values() if isinstance(value, list))
+        if self.tokens >= GROUP_TOKENS if not self.options.packing else len(self.rows) >= PACK_ROWS:
+            self.write()
+
+    def write(self) -> None:
+        import pyarrow as pa
+
+        rows = pack(self.rows, self.options.max_length) if self.options.packing else self.rows
+        columns = [
+            pa.array([row.get(name) for row in rows], kind)
+            for name, kind in zip(self.schema.names, self.schema.types, strict=True)
+        ]
+        if "margin" in self.schema.names:
+            columns[-1] = columns[-1].fill_null(0.0)  # a margin of nothing is what a row without one means
+        self.writer.write_table(pa.table(columns, schema=self.schema))
+        self.count += len(rows)
+        self.rows, self.tokens = [], 0
+
+    def close(self) -> tuple[str, int]:
+        if self.rows:
+            self.write()
+        self.writer.close()
+        self.stream.close()
+        return self.name, self.count
+
+
+def schema(options: Options) -> Any:
+    import pyarrow as pa
+
+    ids = pa.list_(pa.int32())
+    if options.stage == "sft":
+        names = ["input_ids", "labels", *(["seq_lengths"] if options.packing else [])]
+    elif options.stage in ("rm", "dpo"):
+        names = [*(["prompt_ids"] if options.stage == "dpo" else []), "chosen_ids", "rejected_ids"]
+    else:
+        return pa.schema([("input_ids", ids), ("row", pa.string())])
+    margin = [("margin", pa.float32())] if options.stage == "rm" else []
+    return pa.schema([(name, ids) for name in names] + margin)
+
+
+def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    """Best-fit decreasing: whole rows joined into bins of at most `size` tokens; `seq_lengths` keeps the borders."""
+    free: dict[int, list[list[dict[str, Any]]]] = {}  # room left -> bins
+    bins: list[list[dict[str, Any]]] = []
+    for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
+        need = len(row["input_ids"])
+        room = min((space for space in free if space >= need), default=None)
+        if room is None:
+            room = size
+            target: list[dict[str, Any]] = []
+            bins.append(target)
+        else:
+            target = free[room].pop()
+            if not free[room]:
+                del free[room]
+        target.append(row)
+        free.setdefault(room - need, []).append(target)
+    return [
+        {
+            "input_ids": [token for row in group for token in row["input_ids"]],
+            "labels": [label for row in group for label in row["labels"]],
+            "seq_lengths": [len(row["input_ids"]) for row in group],
+        }
+        for group in bins
+    ]

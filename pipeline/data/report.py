@@ -1,0 +1,156 @@
+"""What became of the rows: counts, reasons, token lengths and a few samples, merged from the data tasks."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipeline.data.formats import shared_length
+
+FIRST = 10  # bad rows that are named one by one
+SAMPLES = 3
+PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
+KINDS = {
+    "not_json": "not JSON",
+    "not_object": "not a JSON object",
+    "not_utf8": "not UTF-8",
+    "truncated_gzip": "truncated or damaged gzip",
+    "missing_field": "wrong or missing field",
+    "null": "null",
+    "wrong_type": "wrong type",
+    "empty_prompt": "empty prompt",
+    "empty_reply": "empty reply",
+    "equal_pair": "chosen equal to rejected",
+    "equal_after_truncation": "equal only after truncation",
+    "unequal_answers": "pos_answers and neg_answers of unequal length",
+    "prompts_differ": "prompts differ between the two sides",
+    "wrong_role": "wrong role",
+    "mixed_shapes": "another shape than the rest of the file",
+    "template": "refused by the chat template",
+    "too_long": "too long",
+    "empty_file": "empty file",
+}
+
+
+@dataclass
+class Split:
+    """Counts of `train` or `eval`: JSON rows `read`; token rows `kept` (several for pos/neg answers)."""
+
+    read: int = 0
+    kept: int = 0
+    truncated: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    tokens: int = 0
+    prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
+    reply_tokens: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """The outcome of preparing the data of one job; `to_dict()` is plain JSON, `render()` a text for a terminal."""
+
+    stage: str
+    max_length: int
+    splits: dict[str, Split] = field(default_factory=dict)
+    duplicates: int | None = (
+        None  # rows equal to an earlier one of the same set; None: too many rows to count
+    )
+    skipped: list[str] = field(default_factory=list)  # the first bad rows, file:line each
+    samples: list[str] = field(default_factory=list)
+    packed: int | None = None  # packed training rows
+    reused: bool = False
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> "Report":
+        splits = {name: Split(**split) for name, split in value["splits"].items()}
+        return cls(**{**value, "splits": splits})
+
+    def render(self) -> str:
+        source = "reused from the cache" if self.reused else "made now"
+        lines = [
+            f"data for stage {self.stage}: at most {self.max_length} tokens a row, {source}, {self.seconds:.1f} s"
+        ]
+        for name, split in self.splits.items():
+            lines += ["", *self._split(name, split)]
+        if self.packed is not None:
+            lines.append(f"  packed      {self.packed:,} rows of up to {self.max_length} tokens")
+        if self.duplicates:
+            lines.append(f"  duplicates  {self.duplicates:,} rows equal to an earlier one (kept)")
+        if self.skipped:
+            lines += ["", "first rows left out:", *(f"  {row}" for row in self.skipped)]
+        if self.samples:
+            lines += ["", "samples, the trained tokens between ⟦ and ⟧:"]
+            for index, sample in enumerate(self.samples, 1):
+                lines += [f"--- {index} " + "-" * 66, sample]
+        return "\n".join(lines)
+
+    def _split(self, name: str, split: Split) -> list[str]:
+        lines = [
+            f"{name}",
+            f"  read        {split.read:,} rows",
+            f"  kept        {split.kept:,} ({split.tokens:,} tokens)",
+        ]
+        lines += [
+            f"  dropped     {count:,} {KINDS.get(why, why)}" for why, count in sorted(split.dropped.items())
+        ]
+        if split.truncated:
+            lines.append(f"  truncated   {split.truncated:,}")
+        for label, lengths in (("prompt", split.prompt_tokens), ("reply", split.reply_tokens)):
+            if lengths.get("max"):
+                values = "   ".join(f"{key} {value}" for key, value in lengths.items())
+                lines.append(f"  {label + ' tokens':<14}{values}")
+        return lines
+
+
+def percentiles(histogram: Counter[int]) -> dict[str, int]:
+    """{length: rows} -> the lengths that 5, 50, 95 and 100 percent of the rows do not exceed."""
+    total, seen, found = histogram.total(), 0, {}
+    if not total:
+        return {}
+    wanted = iter(PERCENTILES.items())
+    name, share = next(wanted)
+    for length in sorted(histogram):
+        seen += histogram[length]
+        while seen >= share * total:
+            found[name] = length
+            name, share = next(wanted, ("", 2.0))
+    return found
+
+
+def sample(tokenizer: Any, columns: dict[str, Any], limit: int = 1200) -> str:
+    """A token row as text, its trained tokens (for rm and dpo: the two replies) between ⟦ and ⟧."""
+    if "labels" in columns:
+        return clip(
+            marked(tokenizer, columns["input_ids"], [label != -100 for label in columns["labels"]]), limit
+        )
+    if "prompt_ids" in columns:
+        prompt, sides = columns["prompt_ids"], (columns["chosen_ids"], columns["rejected_ids"])
+    elif "chosen_ids" in columns:
+        whole = columns["chosen_ids"], columns["rejected_ids"]
+        shared = shared_length(*whole)
+        prompt, sides = whole[0][:shared], (whole[0][shared:], whole[1][shared:])
+    else:
+        return clip(tokenizer.decode(columns["input_ids"]), limit)
+    texts = [clip(tokenizer.decode(ids), limit // 3) for ids in (prompt, *sides)]
+    return f"{texts[0]}\n  chosen   ⟦{texts[1]}⟧\n  rejected ⟦{texts[2]}⟧"
+
+
+def marked(tokenizer: Any, ids: list[int], trained: list[bool]) -> str:
+    """Text of the tokens with ⟦...⟧ around each run of trained ones."""
+    pieces, start = [], 0
+    for at in range(1, len(ids) + 1):
+        if at == len(ids) or trained[at] != trained[start]:
+            text = tokenizer.decode(ids[start:at])
+            pieces.append(f"⟦{text}⟧" if trained[start] else text)
+            start = at
+    return "".join(pieces)
+
+
+def clip(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - limit} characters ...] {text[-half:]}"

@@ -1,0 +1,109 @@
+"""Files of a run, on a local path or in a bucket (s3://, gs://, hf://): the same few verbs for both, through pyarrow.
+
+A write is atomic where it matters: `write_json` writes beside the target and moves it into place, so that a
+reader never sees half a `result.json`.
+"""
+
+import json
+import os
+import shutil
+from typing import Any
+
+from pipeline.errors import InputError
+
+
+def is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def absolute(path: str) -> str:
+    """A bucket URI as it is; a local path made absolute, because workers do not share the driver's directory."""
+    return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
+
+
+def join(base: str, *parts: str) -> str:
+    return "/".join([base.rstrip("/"), *parts])
+
+
+def filesystem(path: str) -> tuple[Any, str]:
+    """(pyarrow filesystem, path inside it) of a local path or a URI."""
+    import pyarrow.fs as pafs
+
+    if not is_remote(path):
+        return pafs.LocalFileSystem(), absolute(path)
+    try:
+        return pafs.FileSystem.from_uri(path)
+    except (ValueError, OSError):  # a scheme that only fsspec knows, such as hf://
+        import fsspec
+
+        fs, inner = fsspec.core.url_to_fs(path)
+        return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), inner
+
+
+def exists(path: str) -> bool:
+    fs, inner = filesystem(path)
+    return fs.get_file_info(inner).type.name != "NotFound"
+
+
+def read_json(path: str) -> Any:
+    fs, inner = filesystem(path)
+    with fs.open_input_stream(inner) as stream:
+        return json.loads(stream.read())
+
+
+def write_json(path: str, value: Any) -> None:
+    """Writes `value` as indented JSON; the file appears whole or not at all."""
+    fs, inner = filesystem(path)
+    fs.create_dir(inner.rsplit("/", 1)[0], recursive=True)
+    text = json.dumps(value, indent=2, sort_keys=False, default=str)
+    if is_remote(path):  # an object store makes an upload visible only when it is complete
+        with fs.open_output_stream(inner) as stream:
+            stream.write(text.encode())
+        return
+    partial = f"{inner}.{os.getpid()}.partial"
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, inner)
+
+
+def fetch_folder(path: str, into: str) -> str:
+    """A local folder with the files of `path`: itself if it is local, else a copy under `into`."""
+    if not is_remote(path):
+        return absolute(path)
+    import pyarrow.fs as pafs
+
+    fs, inner = filesystem(path)
+    os.makedirs(into, exist_ok=True)
+    pafs.copy_files(inner, into, source_filesystem=fs)
+    return into
+
+
+def remove(path: str) -> None:
+    """Deletes a folder of a run that its user asked to start over; nothing happens when it is not there."""
+    if not exists(path):
+        return
+    if not is_remote(path):
+        shutil.rmtree(path)
+        return
+    fs, inner = filesystem(path)
+    fs.delete_dir(inner)
+
+
+def require_writable(path: str) -> None:
+    """Refuses a storage path that cannot be written, before any work is done.
+
+    Raises:
+        InputError: with the reason that the file system gives.
+    """
+    probe = join(path, ".write-probe")
+    try:
+        write_json(probe, {})
+        fs, inner = filesystem(probe)
+        fs.delete_file(inner)
+    except Exception as error:  # pyarrow and each cloud's client raise types of their own
+        raise InputError(
+            f"run.storage_path: {path!r} cannot be written ({error}); choose a folder or bucket that this user may "
+            "write to, e.g. run.storage_path=./runs"
+        ) from error

@@ -1,0 +1,226 @@
+"""Batches that hold each row exactly once an epoch, on any number of workers, and losses that do not depend on it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.feed import CountedCollator, ExactBatchSampler, to_hf
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def flat(lists):
+    return list(chain.from_iterable(lists))
+
+
+def ranks(rows, size, world, seed, epoch, **options):
+    samplers = [ExactBatchSampler(rows, size, rank, world, seed, **options) for rank in range(world)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [list(sampler) for sampler in samplers]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 120),
+    size=st.integers(1, 7),
+    world=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 3),
+)
+def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
+    batches = ranks(rows, size, world, seed, epoch)
+    one = ranks(rows, size * world, 1, seed, epoch)[0]
+    assert (
+        {len(mine) for mine in batches} == {len(one)} == {len(ExactBatchSampler(rows, size, 0, world, seed))}
+    )
+    for step, whole in enumerate(one):
+        parts = [mine[step] for mine in batches]
+        assert flat(parts) == whole  # the same rows in each step as one worker with the whole batch
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert sorted(flat(one)) == list(range(rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 90), micro=st.integers(1, 4), seed=st.integers(0, 999))
+def test_steps_do_not_depend_on_workers_and_accumulation(rows, micro, seed):
+    """Rows of each optimizer step at a global batch of 4 * micro, cut in three ways."""
+
+    def steps(size, world, accumulate):
+        merged = [flat(parts) for parts in zip(*ranks(rows, size, world, seed, 1), strict=True)]
+        return [flat(merged[i : i + accumulate]) for i in range(0, len(merged), accumulate)]
+
+    assert steps(4 * micro, 1, 1) == steps(micro, 2, 2) == steps(micro, 4, 1) == steps(2 * micro, 1, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 60), size=st.integers(1, 7), seed=st.integers(0, 2**31), epoch=st.integers(0, 3))
+def test_one_worker_has_the_order_of_accelerate(rows, size, seed, epoch):
+    from accelerate.data_loader import SeedableRandomSampler
+    from torch.utils.data import BatchSampler
+
+    theirs = SeedableRandomSampler(range(rows), data_seed=seed)
+    theirs.set_epoch(epoch)
+    assert ranks(rows, size, 1, seed, epoch)[0] == list(BatchSampler(theirs, size, drop_last=False))
+
+
+def test_drop_last_sequential_and_skipping():
+    from accelerate.data_loader import SkipBatchSampler
+
+    assert ranks(7, 1, 3, 0, 0, drop_last=True, shuffle=False) == [[[0], [3]], [[1], [4]], [[2], [5]]]
+    sampler = ExactBatchSampler(7, 2, 1, 2, seed=3)
+    assert list(SkipBatchSampler(sampler, 1)) == list(sampler)[1:]
+
+
+def test_a_batch_of_no_rows_has_no_weight():
+    import torch
+
+    collator = CountedCollator(
+        lambda rows: {"labels": torch.tensor([row["labels"] for row in rows])}, {"labels": [1, 2]}
+    )
+    assert collator([{"labels": [3, 4]}, {"labels": [5, 6]}])["rows"] == 2
+    empty = collator([])
+    assert empty["rows"] == 0 and (empty["labels"] == -100).all()
+
+
+def test_arrow_blocks_are_not_copied():
+    import pyarrow as pa
+
+    class Shard:
+        def iter_batches(self, **_):
+            yield from blocks
+
+    ids = pa.array([[1, 2], [3]], pa.list_(pa.int32()))
+    blocks = [pa.table({"input_ids": ids}), pa.table({"input_ids": ids})]
+    rows = to_hf(Shard(), "abc")
+    assert rows["input_ids"][:] == [[1, 2], [3], [1, 2], [3]] and rows._fingerprint == "abc"
+    assert rows.data.column("input_ids").chunk(1).buffers()[3].address == ids.buffers()[3].address
+    assert rows.__getitems__([]) == []
+
+
+# ---- two real workers against one ------------------------------------------------------------------------------
+
+STEPS = 6  # of 21 or 23 rows at a global batch of 8: three an epoch, the last one partial
+
+
+def trainer(stage: str, rows: int, size: int, accumulate: int, folder: str, mixed: bool = True):
+    """A toy TRL trainer on random rows; `mixed` False is TRL's own."""
+    import torch
+    import trl
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    from pipeline.data.feed import ExactBatches
+    from tests.test_data_formats import tokenizer
+
+    random.seed(0)
+    torch.set_num_threads(1)
+
+    def ids(low, high):
+        return [random.randrange(3, 250) for _ in range(random.randrange(low, high))]
+
+    columns = {
+        "sft": lambda: (lambda x: {"input_ids": x, "labels": [-100] * 3 + x[3:]})(ids(5, 30)),
+        "rm": lambda: {"chosen_ids": ids(5, 30), "rejected_ids": ids(5, 30)},
+        "dpo": lambda: {"prompt_ids": ids(3, 9), "chosen_ids": ids(4, 20), "rejected_ids": ids(4, 20)},
+    }[stage]
+    data = Dataset.from_list([columns() for _ in range(rows)])
+    base, config = {
+        "sft": (trl.SFTTrainer, trl.SFTConfig),
+        "rm": (trl.RewardTrainer, trl.RewardConfig),
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    }[stage]
+
+    class Trainer(*((ExactBatches, base) if mixed else (base,))):
+        def _prepare_dataset(self, dataset, *_):
+            return dataset
+
+    tok = tokenizer()
+    shape = {"vocab_size": len(tok), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    shape |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "pad_token_id": tok.pad_token_id,
+        "num_labels": 1,
+    }
+    torch.manual_seed(0)
+    model = (LlamaForSequenceClassification if stage == "rm" else LlamaForCausalLM)(LlamaConfig(**shape))
+    options = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
+    if stage == "dpo":
+        from peft import LoraConfig
+
+        options_peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")}
+    else:
+        options_peft = {}
+    args = config(
+        output_dir=folder, per_device_train_batch_size=size, gradient_accumulation_steps=accumulate, max_length=None,
+        max_steps=STEPS, logging_steps=1, save_steps=4, learning_rate=1e-2, report_to="none", disable_tqdm=True,
+        bf16=False, use_cpu=True, gradient_checkpointing=False, **options,
+    )  # fmt: skip
+    return Trainer(model=model, args=args, train_dataset=data, processing_class=tok, **options_peft)
+
+
+def losses(stage, rows, size, accumulate, folder, mixed=True, resume=None):
+    made = trainer(stage, rows, size, accumulate, str(folder), mixed)
+    made.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23)]
+
+
+def losses_of_all(folder: str) -> None:
+    """What each of the two processes runs: 2 rows each, 2 micro-batches a step."""
+    found = [losses(stage, rows, 2, 2, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
+    if os.environ["RANK"] == "0":
+        (Path(folder) / "losses.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory):
+    """(losses by case, folder of the runs) of two processes; the imports are most of the time, so all in one."""
+    folder, procs = tmp_path_factory.mktemp("two"), []
+    port = str(random.SystemRandom().randrange(20000, 30000))
+    code = f"from tests.test_data_feed import losses_of_all; losses_of_all({str(folder)!r})"
+    for rank in range(2):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_PORT": port,
+        }
+        env |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        procs.append(
+            subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT, stderr=subprocess.PIPE)
+        )
+    for proc in procs:
+        _, stderr = proc.communicate(timeout=300)
+        assert proc.returncode == 0, stderr.decode()[-3000:]
+    return dict(zip(CASES, json.loads((folder / "losses.json").read_text()), strict=True)), folder
+
+
+@pytest.mark.parametrize("stage,rows", CASES)
+def test_two_workers_lose_like_one(stage, rows, two_workers, tmp_path, monkeypatch):
+    """Also where the last global batch is uneven (23) or has a row for one worker only (21)."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found, folder = two_workers
+    stock = losses(stage, rows, 4, 2, tmp_path / "stock", mixed=False)
+    assert len(stock) == STEPS
+    assert found[stage, rows] == pytest.approx(stock, abs=1e-5)
+    checkpoint = folder / f"{stage}{rows}" / "checkpoint-4"
+    resumed = losses(stage, rows, 4, 2, tmp_path / "resumed", resume=str(checkpoint))
+    assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker goes on where two stopped

@@ -1,0 +1,403 @@
+"""Every row shape and every row error; how rows become tokens, and which of the tokens are trained."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from pipeline.data import formats, source
+from pipeline.data.encode import Dropped, Encoder, Example
+from pipeline.data.formats import RowError, parse
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+PLAIN = Path(formats.__file__).parents[1] / "models" / "plain.jinja"
+USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer(template: str | None = None, bos: bool = True):
+    """A tokenizer of single bytes with special tokens: each character is a token, so masks are easy to read."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    from tokenizers import decoders, processors
+
+    backend.decoder = decoders.ByteLevel()
+    tok = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tok.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    if bos:
+        tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tok.bos_token_id)]
+        )
+    tok.chat_template = PLAIN.read_text() if template is None else template
+    tok.own_chat_template = template is not None
+    return tok
+
+
+def encoder(stage, template=None, max_length=500, too_long="error", apply=False, bos=True, ends=None):
+    tok = tokenizer(template, bos)
+    return Encoder(tok, stage, max_length, too_long, apply, ends or [tok.eos_token_id])
+
+
+def encoded(stage, row, **options):
+    made = encoder(stage, **options)
+    outcomes = made.encode([parse(row, stage)])[0]
+    return made.tokenizer, outcomes
+
+
+def trained(tok, example: Example) -> list[str]:
+    """The runs of trained tokens as text."""
+    runs, last = [], -2
+    for at, (token, label) in enumerate(
+        zip(example.columns["input_ids"], example.columns["labels"], strict=True)
+    ):
+        if label == -100:
+            continue
+        assert label == token
+        if at != last + 1:
+            runs.append([])
+        runs[-1].append(token)
+        last = at
+    return [tok.decode(run) for run in runs]
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------
+
+DEMONSTRATIONS = [
+    ({"prompt": "a b", "completion": " c"}, "a b", " c"),
+    ({"prompt": "a b", "answer": " c"}, "a b", " c"),
+    ({"messages": [USER, BOT]}, [USER], [BOT]),
+    ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, [USER], [BOT]),
+    (
+        {"conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yo"}]},
+        [USER],
+        [BOT],
+    ),
+    ({"instruction": "hi", "output": "yo"}, [USER], [BOT]),
+    ({"instruction": "hi", "input": "", "output": "yo"}, [USER], [BOT]),
+    ({"instruction": "a", "input": "b", "output": "yo"}, [{"role": "user", "content": "a\n\nb"}], [BOT]),
+    ({"prompt": [USER], "completion": [BOT]}, [USER], [BOT]),
+    ({"prompt": [USER], "completion": "yo"}, [USER], [BOT]),
+    ({"prompt": "\n\nHuman: hi\n\nAssistant:", "completion": " yo"}, [USER], [BOT]),
+    ({"prompt": "Human: hi\n\nAssistant:", "completion": " yo"}, [USER], [BOT]),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, BOT]}, [USER], [BOT]),
+]
+NO = {"role": "assistant", "content": "no"}
+PREFERENCES = [
+    {"prompt": [USER], "chosen": "yo", "rejected": "no"},
+    {"prompt": [USER], "chosen": [BOT], "rejected": [NO]},
+    {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]},
+    {"chosen": [USER, BOT], "rejected": [USER, NO]},
+    {"chosen": "\n\nHuman: hi\n\nAssistant: yo", "rejected": "\n\nHuman: hi\n\nAssistant: no"},
+    {"conversations": [{"from": "human", "value": "hi"}], "chosen": {"from": "gpt", "value": "yo"},
+     "rejected": {"from": "gpt", "value": "no"}},
+    {"conversations": [{"from": "human", "value": "hi"}], "chosen": BOT, "rejected": NO},
+    {"prompt": [USER], "pos_answers": ["yo"], "neg_answers": ["no"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row,prompt,reply", DEMONSTRATIONS)
+def test_demonstrations(row, prompt, reply):
+    record = parse(row, "sft")
+    assert (record.prompt, record.pairs) == (prompt, [(reply,)])
+
+
+@pytest.mark.parametrize("row", PREFERENCES)
+@pytest.mark.parametrize("stage", ["rm", "dpo"])
+def test_preferences(row, stage):
+    record = parse({**row, "margin": 2}, stage)
+    assert (record.prompt, record.pairs, record.margin) == ([USER], [([BOT], [NO])], 2.0)
+
+
+def test_system_turns_and_answers_by_index():
+    record = parse(
+        {"system": "s", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+        "sft",
+    )
+    assert record.prompt[0] == {"role": "system", "content": "s"}
+    record = parse({"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "rm")
+    assert record.pairs == [("a", "c"), ("b", "d")]
+
+
+def test_prompts_carry_their_further_columns():
+    record = parse({"prompt": "what?", "gold": 4}, "ppo")
+    assert json.loads(record.row) == {"prompt": "what?", "gold": 4}
+    assert parse({"prompt": "\n\nHuman: hi\n\nAssistant:"}, "ppo").prompt == [USER]
+    assert parse(PREFERENCES[4], "ppo").prompt == [USER]
+    assert parse({"messages": [USER]}, "evaluate").prompt == [USER]
+
+
+def test_transcripts_split_at_paragraphs_only_and_render_back():
+    text = "\n\nHuman: Is it Human: or\nAssistant: here?\n\nAssistant: No.\n\nA second one.\n\nHuman: ok\n\nAssistant:"
+    record = parse({"prompt": text}, "ppo")
+    assert [turn["role"] for turn in record.prompt] == ["user", "assistant", "user"]
+    assert record.prompt[1]["content"] == "No.\n\nA second one."
+    assert encoder("ppo").render(record.prompt, True).replace("</s>", "") == "<s>" + text
+
+
+def test_texts_without_markers_are_cut_at_white_space():
+    record = parse({"chosen": "The cat sat here", "rejected": "The cat saw it"}, "rm")
+    assert (record.prompt, record.pairs) == ("The cat", [(" sat here", " saw it")])
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------
+
+ERRORS = [
+    ("sft", [1], "not_object", ""),
+    ("sft", {"promt": "a", "completion": "b"}, "missing_field", "prompt"),
+    ("sft", {"prompt": "a"}, "missing_field", "completion"),
+    ("sft", {"prompt": "a", "completion": None}, "null", "completion"),
+    ("sft", {"prompt": 7, "completion": "b"}, "wrong_type", "prompt"),
+    ("sft", {"prompt": "a", "completion": 3.5}, "wrong_type", "completion"),
+    ("sft", {"prompt": " ", "completion": "b"}, "empty_prompt", "prompt"),
+    ("sft", {"prompt": "a", "completion": " "}, "empty_reply", "completion"),
+    ("sft", {"messages": []}, "empty_prompt", "messages"),
+    ("sft", {"messages": [BOT]}, "empty_prompt", "messages"),
+    ("sft", {"messages": "hi"}, "wrong_type", "messages"),
+    ("sft", {"messages": [{"role": "user", "text": "x"}]}, "missing_field", "messages[0].content"),
+    ("sft", {"messages": [{"role": "user", "content": None}, BOT]}, "null", "messages[0].content"),
+    ("sft", {"messages": [{"role": "robot", "content": "x"}]}, "wrong_role", "messages[0].role"),
+    ("sft", {"messages": [USER]}, "wrong_role", "messages"),
+    ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_reply", "messages"),
+    ("sft", {"prompt": "a", "completion": "\ud800"}, "not_utf8", "completion"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": " b "}, "equal_pair", "chosen"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": ""}, "empty_reply", "rejected"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "wrong_type", "margin"),
+    ("rm", {"chosen": "x y", "rejected": "z y"}, "empty_prompt", "chosen"),
+    (
+        "dpo",
+        {"chosen": [USER, BOT], "rejected": [{**USER, "content": "ho"}, NO]},
+        "prompts_differ",
+        "rejected",
+    ),
+    ("dpo", {"chosen": [USER, BOT, USER], "rejected": [USER, NO]}, "wrong_role", "chosen"),
+    (
+        "rm",
+        {"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c", "d"]},
+        "unequal_answers",
+        "neg_answers",
+    ),
+    (
+        "rm",
+        {"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d", "c"]},
+        "equal_pair",
+        "pos_answers[1]",
+    ),
+    ("rm", {"prompt": "a", "pos_answers": "b", "neg_answers": "c"}, "wrong_type", "pos_answers"),
+    ("ppo", {"prompt": [USER, BOT]}, "wrong_role", "prompt"),
+    ("ppo", {"question": "x"}, "missing_field", "prompt"),
+]
+
+
+@pytest.mark.parametrize("stage,row,kind,field", ERRORS)
+def test_row_errors(stage, row, kind, field):
+    with pytest.raises(RowError) as caught:
+        parse(row, stage)
+    assert (caught.value.kind, caught.value.field) == (kind, field)
+    assert caught.value.found and caught.value.expected
+
+
+def test_a_misspelt_field_names_the_near_one_and_the_shapes():
+    with pytest.raises(RowError) as caught:
+        parse({"promt": "a", "completion": "b"}, "sft")
+    assert "is `promt` meant to be `prompt`?" in str(caught.value)
+    assert "prompt+completion | prompt+answer" in str(caught.value)
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------
+
+CONVERSATION = {
+    "messages": [USER, BOT, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "bye"}]
+}
+
+
+def test_all_assistant_turns_are_trained_with_their_end():
+    unmarked = PLAIN.read_text().replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    for template in (None, unmarked):
+        tok, (example,) = encoded("sft", CONVERSATION, template=template)
+        assert trained(tok, example) == [" yo</s>", " bye</s>"]
+        assert example.columns["input_ids"].count(tok.bos_token_id) == 1
+
+
+def test_white_space_behind_the_end_is_not_trained():
+    tok = tokenizer(CHATML)
+    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
+    tok, (example,) = encoded("sft", CONVERSATION, template=CHATML, ends=ends)
+    assert trained(tok, example) == ["yo<|im_end|>", "bye<|im_end|>"]
+    assert example.columns["input_ids"][-1] == ends[1]
+
+
+def test_the_end_is_added_where_the_template_has_none():
+    tok, (example,) = encoded("sft", CONVERSATION, template=CHATML)
+    assert trained(tok, example)[-1].endswith("bye<|im_end|>\n</s>")
+
+
+def test_a_template_that_rewrites_earlier_turns():
+    """Like Qwen3's: the last reply begins with empty thoughts, earlier ones do not."""
+    thoughts = CHATML.replace(
+        "{{ m.content | trim }}",
+        "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content | trim }}",
+    )
+    tok = tokenizer(thoughts)
+    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
+    tok, (example,) = encoded("sft", CONVERSATION, template=thoughts, ends=ends)
+    assert trained(tok, example) == ["yo<|im_end|>", "<think></think>bye<|im_end|>"]
+    shifting = "{{ messages | length }}" + CHATML
+    _, (error,) = encoded("sft", CONVERSATION, template=shifting)
+    assert isinstance(error, RowError) and error.kind == "template"
+
+
+def test_a_template_that_refuses_a_row():
+    picky = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + CHATML
+    )
+    row = {"messages": [{"role": "system", "content": "s"}, USER, BOT]}
+    _, (error,) = encoded("sft", row, template=picky)
+    assert isinstance(error, RowError) and "no system turns" in str(error)
+
+
+def test_text_rows_and_the_chat_template():
+    row = {"prompt": "hi", "completion": " yo"}
+    tok, (example,) = encoded("sft", row)
+    assert tok.decode(example.columns["input_ids"]) == "<s>hi yo</s>"
+    assert trained(tok, example) == [" yo</s>"]
+    tok, (example,) = encoded("sft", row, apply=True)
+    assert tok.decode(example.columns["input_ids"]) == "<s>\n\nHuman: hi\n\nAssistant: yo</s>"
+    tok, (example,) = encoded("sft", row, bos=False)
+    assert tok.decode(example.columns["input_ids"]) == "hi yo</s>"
+
+
+def test_todays_date_is_not_in_a_prompt():
+    dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+    assert encoder("ppo", template=dated).render([USER], True) == "26 Jul 2024"
+
+
+def test_preferences_as_tokens():
+    row = {"prompt": [USER], "chosen": "yo", "rejected": "no"}
+    tok, (example,) = encoded("rm", row)
+    assert tok.decode(example.columns["chosen_ids"]) == "<s>\n\nHuman: hi\n\nAssistant: yo</s>"
+    tok, (example,) = encoded("dpo", row)
+    assert tok.decode(example.columns["prompt_ids"]) == "<s>\n\nHuman: hi\n\nAssistant:"
+    assert tok.decode(example.columns["rejected_ids"]) == " no</s>"
+    several = {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}
+    assert len(encoded("dpo", several)[1]) == 2
+
+
+def test_too_long():
+    row = {"prompt": "abc", "completion": "defghij"}
+    for too_long, outcome in (("error", RowError), ("drop", Dropped)):
+        assert isinstance(encoded("sft", row, max_length=8, too_long=too_long)[1][0], outcome)
+    tok, (example,) = encoded("sft", row, max_length=8, too_long="truncate")
+    assert tok.decode(example.columns["input_ids"]) == "<s>abcdefg" and example.truncated
+    pair = {"prompt": "abc", "chosen": "same then a", "rejected": "same then b"}
+    for stage in ("rm", "dpo"):
+        options = {"max_length": 10, "too_long": "truncate"}
+        assert encoded(stage, pair, **options)[1] == [Dropped("equal_after_truncation")]
+    tok, (example,) = encoded("ppo", {"prompt": "abcdefghij"}, max_length=4, too_long="truncate")
+    assert tok.decode(example.columns["input_ids"]) == "<s>hij"
+    assert encoded("sft", row, max_length=3, too_long="truncate")[1] == [Dropped("too_long")]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def read(path, chunk_bytes=source.CHUNK, stage="sft"):
+    """(number in the file, row) of all chunks of a file."""
+    import hashlib
+
+    found = []
+    for chunk in source.plan(source.find(str(path), "data.train"), "train", stage, chunk_bytes):
+        before = source.lines_before(chunk)
+        found += [(number + before, row) for number, row, _ in source.rows(chunk, hashlib.sha256())]
+    return found
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3, 17, 64, 1 << 20])
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+def test_byte_ranges_hold_each_line_once_with_its_number(tmp_path, chunk_bytes, end):
+    values = ["x" * (i * 7 % 23) for i in range(20)]
+    lines = [json.dumps(value) for value in values]
+    lines.insert(5, "")
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines) + end)
+    expected = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line]
+    assert read(path, chunk_bytes) == expected
+
+
+def test_arrays_gzip_and_byte_order_marks(tmp_path):
+    rows = [{"prompt": "é" * i, "completion": "[,]"} for i in range(300)]
+    texts = {"a.json": json.dumps(rows), "b.json": json.dumps(rows, indent=2, ensure_ascii=False)}
+    texts["c.jsonl"] = "\ufeff" + "\r\n".join(json.dumps(row) for row in rows)
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode())
+        (tmp_path / (name + ".gz")).write_bytes(gzip.compress(text.encode()))
+        for path in (tmp_path / name, tmp_path / (name + ".gz")):
+            assert read(path) == list(enumerate(rows, 1)), path
+
+
+def test_arrays_longer_than_a_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "BLOCK", 64)
+    rows = [{"prompt": "p" * (i % 200), "n": i} for i in range(200)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert [row for _, row in read(tmp_path / "a.json")] == rows
+
+
+@pytest.mark.parametrize(
+    "name,content,kind,line",
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "not_json", 2),
+        ("a.jsonl", b'{"a": 1}\n\n{"a": "\xff"}\n', "not_utf8", 3),
+        ("a.json", b'[{"a": 1}, {"a": 2}, {"a"', "not_json", 3),
+        ("a.json", b'[{"a": 1}, {"a": 2}', "not_json", 3),
+        ("a.json", b'[{"a": 1}, {"a": "\xff"}]', "not_utf8", 1),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "truncated_gzip", None),
+        ("a.json.gz", gzip.compress(b'[{"a": 1}]', mtime=0)[:-9], "truncated_gzip", None),
+        ("a.jsonl.gz", b'{"a": 1}\n', "truncated_gzip", 1),
+    ],
+)
+def test_damaged_files(tmp_path, name, content, kind, line):
+    (tmp_path / name).write_bytes(content)
+    number, error = read(tmp_path / name)[-1]
+    assert isinstance(error, RowError) and error.kind == kind
+    assert line in (number, None)
+
+
+def test_files_that_are_not_there(tmp_path):
+    from pipeline.errors import InputError
+
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "table.parquet").write_text("")
+    for spec, said in [
+        ("row.jsonl", "rows.jsonl"),
+        ("*.txt", "matches no file"),
+        ("empty", "holds no data file"),
+        ("table.parquet", "is not JSON"),
+    ]:
+        with pytest.raises(InputError, match=said) as caught:
+            source.find(str(tmp_path / spec), "data.train")
+        assert "data.train" in str(caught.value)
+    assert len(source.find([str(tmp_path), str(tmp_path / "*.jsonl")], "data.train")) == 2
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="third-party data is not here")
+def test_real_preferences():
+    bad = {}
+    with gzip.open(SHARED / "data" / "hh_harmless_test.jsonl.gz") as file:
+        for line in file:
+            try:
+                parse(json.loads(line), "rm")
+            except RowError as error:
+                bad[error.kind] = bad.get(error.kind, 0) + 1
+    assert bad == {"empty_reply": 4, "prompts_differ": 5}
+    for row in json.loads((SHARED / "data" / "lf_dpo_en_demo.json").read_text()):
+        assert parse(row, "dpo").prompt[-1]["role"] == "user"

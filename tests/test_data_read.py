@@ -1,0 +1,239 @@
+"""Files -> token tables on an embedded Ray: reports, errors with file:line, the cache, the hold-out, packing."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline.data import read, source
+from pipeline.data.feed import to_hf
+from pipeline.data.read import prepare
+from pipeline.errors import InputError
+from tests.test_data_formats import SHARED, tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Data:
+    train: object = None
+    eval: object = None
+    eval_fraction: float = 0.0
+    max_length: int | None = None
+    on_error: str = "raise"
+    too_long: str = "error"
+    apply_chat_template: bool | None = None
+    batch_size: int | None = None
+    cache_dir: str | None = None
+    seed: int = 0
+
+
+@pytest.fixture(scope="session")
+def embedded_ray():
+    import ray
+
+    if not ray.is_initialized():
+        os.environ.update(
+            RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled", RAY_DATA_DISABLE_PROGRESS_BARS="1",
+            RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false",
+            OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT),
+        )  # fmt: skip
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            logging_level="warning",
+        )
+    yield
+    ray.shutdown()
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def make(tmp_path, stage="sft", packing=False, context=400, **options):
+    return prepare(stage, Data(**options), tokenizer(), context, str(tmp_path / "cache"), packing)
+
+
+def rows_of(dataset) -> list[dict]:
+    return to_hf(dataset, "x").to_list()
+
+
+ROWS = [{"prompt": f"question {i}", "completion": f" answer {i}"} for i in range(50)]
+
+
+def test_rows_become_tokens_in_order_and_are_reused(tmp_path, embedded_ray, monkeypatch):
+    monkeypatch.setattr(source, "plan", lambda *args, plan=source.plan: plan(*args, 300))  # several chunks
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    first = make(tmp_path, train=path)
+    tok = tokenizer()
+    assert [tok.decode(row["input_ids"]) for row in rows_of(first.train)] == [
+        f"<s>question {i} answer {i}</s>" for i in range(50)
+    ]
+    assert first.eval is None and set(first.fingerprints) == set(first.digests) == {"train"}
+    assert str(first.train.schema().base_schema.field("labels").type) == "list<element: int32>"
+    second = make(tmp_path, train=path)
+    assert (first.report.reused, second.report.reused) == (False, True)
+    assert (second.fingerprints, second.digests) == (first.fingerprints, first.digests)
+    assert rows_of(second.train) == rows_of(first.train)
+    split = second.report.splits["train"]
+    assert (split.read, split.kept, second.report.duplicates) == (50, 50, 0)
+    assert "⟦ answer 0</s>⟧" in second.report.render() and json.dumps(second.report.to_dict())
+    assert not make(tmp_path, train=path, max_length=100).report.reused  # other options, other parts
+    write(tmp_path / "rows.jsonl", [*ROWS, ROWS[0]])
+    changed = make(tmp_path, train=path)
+    assert not changed.report.reused and changed.report.duplicates == 1
+    assert changed.digests != first.digests
+
+
+def test_a_half_written_cache_is_not_used(tmp_path, embedded_ray):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    make(tmp_path, train=path)
+    (manifest,) = (tmp_path / "cache").glob("*/manifest.json")
+    (part,) = manifest.parent.glob("*.parquet")
+    manifest.unlink()
+    part.write_bytes(part.read_bytes()[:40])
+    again = make(tmp_path, train=path)
+    assert not again.report.reused and len(rows_of(again.train)) == 50
+    part = manifest.parent / json.loads(manifest.read_text())["parts"]["train"][0][0]
+    part.unlink()
+    assert not make(tmp_path, train=path).report.reused
+
+
+def test_a_hold_out_keeps_prompts_together(tmp_path, embedded_ray):
+    rows = [
+        {"prompt": f"q{i % 40}", "pos_answers": [f"a{i}", f"b{i}"], "neg_answers": [f"c{i}", f"d{i}"]}
+        for i in range(80)
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    made = make(tmp_path, "dpo", train=path, eval_fraction=0.3)
+    sides = [{tuple(row["prompt_ids"]) for row in rows_of(part)} for part in (made.train, made.eval)]
+    assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 40
+    assert 5 <= len(sides[1]) <= 20
+    assert made.train.count() + made.eval.count() == 160
+    other = make(tmp_path, "dpo", train=path, eval_fraction=0.3, seed=1)
+    assert {tuple(row["prompt_ids"]) for row in rows_of(other.eval)} != sides[1]
+
+
+def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, embedded_ray, monkeypatch):
+    monkeypatch.setattr(source, "plan", lambda *args, plan=source.plan: plan(*args, 200))
+    rows = [*ROWS]
+    rows[17] = {"prompt": "x", "completion": ""}
+    rows[30] = '{"prompt": '
+    rows[41] = {"instruction": "x", "output": "y"}
+    path = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(InputError) as caught:
+        make(tmp_path, train=path)
+    said = str(caught.value)
+    assert f"{path}:18: `completion`" in said and f"{path}:31: found" in said
+    assert (
+        f"{path}:42: found a row of shape instruction+output; expected shape prompt+completion, as in row 1"
+        in said
+    )
+    assert "3 of 50 rows" in said and "data.on_error=skip" in said
+    assert not list((tmp_path / "cache").glob("*/manifest.json"))
+    made = make(tmp_path, train=path, on_error="skip")
+    split = made.report.splits["train"]
+    assert (split.read, split.kept) == (50, 47)
+    assert split.dropped == {"empty_reply": 1, "not_json": 1, "mixed_shapes": 1}
+    assert made.report.skipped[0].startswith(f"{path}:18")
+
+
+def test_elements_of_an_array_are_named_as_such(tmp_path, embedded_ray):
+    (tmp_path / "rows.json").write_text(json.dumps([ROWS[0], {"prompt": 7, "completion": "x"}]))
+    with pytest.raises(InputError, match=r"rows.json: element 2: `prompt`: found number 7"):
+        make(tmp_path, train=str(tmp_path / "rows.json"))
+
+
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        ({"max_length": 500}, "context of 400"),
+        ({"max_length": 8}, "data.too_long=truncate"),
+        ({"max_length": 8, "too_long": "drop"}, "no row is left of 50"),
+        ({"eval_fraction": 1e-9}, "leaves none for `eval`"),
+        ({"eval": "nowhere.jsonl"}, "data.eval: there is no file"),
+        ({"train": None}, "needs rows"),
+        ({"train": "empty.jsonl"}, "empty file"),
+        ({"train": "empty.jsonl", "on_error": "skip"}, "no row is left of 0"),
+    ],
+)
+def test_refused_before_training(tmp_path, embedded_ray, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(InputError, match=said):
+        make(tmp_path, **{"train": "rows.jsonl", **options})
+
+
+def test_packing_keeps_whole_rows(tmp_path, embedded_ray):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    made = make(tmp_path, train=path, packing=True, max_length=100)
+    packed = rows_of(made.train)
+    alone = sorted(
+        tuple(row["input_ids"]) for row in rows_of(make(tmp_path, train=path, max_length=100).train)
+    )
+    pieces = []
+    for row in packed:
+        assert sum(row["seq_lengths"]) == len(row["input_ids"]) == len(row["labels"]) <= 100
+        start = 0
+        for length in row["seq_lengths"]:
+            pieces.append(tuple(row["input_ids"][start : start + length]))
+            start += length
+    assert sorted(pieces) == alone and made.report.packed == len(packed)
+    assert len(packed) == -(-50 // (100 // max(map(len, alone))))  # as few as rows of this length allow
+    assert made.report.splits["train"].kept == 50
+
+
+def test_margins_and_prompt_columns(tmp_path, embedded_ray):
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    path = write(tmp_path / "rows.jsonl", [{**pair, "margin": 0.5}, pair])
+    assert [row["margin"] for row in rows_of(make(tmp_path, "rm", train=path).train)] == [0.5, 0.0]
+    path = write(tmp_path / "plain.jsonl", [pair])
+    assert set(rows_of(make(tmp_path, "rm", train=path).train)[0]) == {"chosen_ids", "rejected_ids"}
+    path = write(tmp_path / "prompts.jsonl", [{"prompt": "p", "gold": 1}])
+    (row,) = rows_of(make(tmp_path, "ppo", train=path).train)
+    assert json.loads(row["row"]) == {"prompt": "p", "gold": 1}
+
+
+def test_tasks_do_not_import_torch(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    code = f"""
+import sys
+from pipeline.data import read, source
+from tests.test_data_formats import tokenizer
+options = read.Options("sft", 400, "error", "raise", False, (1,), 0.0, 0, False)
+(chunk,) = source.plan(source.find({path!r}, "data.train"), "train", "sft")
+assert read.tokenise(chunk, 0, tokenizer(), options, {str(tmp_path)!r}).splits["train"].kept == 50
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_duplicates_are_counted_over_chunks():
+    assert read.duplicates([b"a" * 8 + b"b" * 8, b"a" * 8]) == 1
+    assert read.duplicates([b"", None]) is None
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="third-party data is not here")
+def test_real_files(tmp_path, embedded_ray):
+    from pipeline.models.tokenizer import load_tokenizer
+
+    tok = load_tokenizer(str(SHARED / "models" / "stories260K"))
+    preferences = str(SHARED / "data" / "hh_harmless_test.jsonl.gz")
+    data = Data(train=preferences, on_error="skip", too_long="drop")
+    made = prepare("rm", data, tok, 512, str(tmp_path))
+    split = made.report.splits["train"]
+    assert (split.read, split.kept) == (2312, 1601)
+    assert split.dropped == {"too_long": 702, "empty_reply": 4, "prompts_differ": 5}
+    with pytest.raises(InputError, match=r"hh_harmless_test.jsonl.gz:87: `chosen`"):
+        prepare("rm", Data(train=preferences), tok, 512, str(tmp_path))
+    messages = Data(train=str(SHARED / "data" / "tinker_conversations.jsonl"))
+    assert prepare("sft", messages, tok, 512, str(tmp_path)).train.count() == 128
