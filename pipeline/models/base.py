@@ -1,0 +1,399 @@
+"""The frozen base model: which one it is (`base_identity`, no torch import) and loading it (`load_base`).
+
+A base is a folder or a Hugging Face hub id. It is loaded once, frozen, with every dropout off, and is never
+written to: whatever is learned lives in adapters on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from pipeline.config import Model
+
+WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # larger ones: the header and 64 pieces of 64 KiB
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+    "max_sequence_length",
+)
+VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+HEAD_NAMES = ("score", "classifier", "classification_head")
+KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # what reads the last hidden state stays unquantised
+
+
+# ------------------------------------------------------------------------------------------- files of a base
+
+
+def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
+    """The path of one file of a base, fetched from the hub unless it is a folder; None if the base has no such file.
+
+    Raises InputError if the base itself cannot be had: not a folder and not reachable, gated, unknown revision.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder / filename if (folder / filename).is_file() else None
+    if folder.exists():
+        raise InputError(
+            f"model.name_or_path: {name_or_path!r} is a file; expected the folder with config.json and "
+            f"*.safetensors in it, perhaps {str(folder.parent)!r}"
+        )
+    if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
+        raise InputError(
+            f"model.name_or_path: there is no folder {name_or_path!r}; expected a model folder or a hub id"
+        )
+    return _hub_file(name_or_path, filename, revision)
+
+
+def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
+    from huggingface_hub import errors, hf_hub_download
+
+    where = f"model.name_or_path: {repo!r}" + (f" (revision {revision!r})" if revision else "")
+    try:
+        return Path(hf_hub_download(repo, filename, revision=revision, local_files_only=not _hub_answers()))
+    except errors.GatedRepoError as error:
+        raise InputError(f"{where} {_gated(repo, error.response.status_code)}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(
+            f"{where} is neither a folder here nor a model on the hub (HTTP {error.response.status_code}); "
+            "check the spelling, and set HF_TOKEN if the repository is private"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise InputError(
+            f"model.revision: {repo!r} has no revision {revision!r}; leave it out for the newest"
+        ) from error
+    except errors.HFValidationError as error:
+        raise InputError(f"{where} is neither a folder here nor a possible hub id ('owner/name')") from error
+    except errors.LocalEntryNotFoundError as error:
+        # Asked for an optional file, offline, of a model that is in the cache: the model simply lacks it.
+        if filename != "config.json" and _in_cache(repo, revision):
+            return None
+        raise InputError(
+            f"{where} is not a folder here, and the hub cannot be reached nor is it in the hub cache; give a folder, "
+            f"or run `hf download {repo}` where there is a network (HF_HUB_OFFLINE must be unset)"
+        ) from error
+    except errors.EntryNotFoundError:
+        return None
+    except errors.HTTPError as error:
+        raise InputError(f"{where}: the hub answered with an error: {str(error).splitlines()[0]}") from error
+
+
+@cache
+def _hub_answers() -> bool:
+    """Whether the hub can be reached now: asked once, since hf_hub_download retries for 23 s where it cannot."""
+    from huggingface_hub import constants, errors, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except (errors.HTTPError, errors.OfflineModeIsEnabled):
+        return False
+    return True
+
+
+def _gated(repo: str, status: int) -> str:
+    page = f"https://huggingface.co/{repo}"
+    if status == 401:
+        return f"is gated and no valid HF_TOKEN is set (HTTP 401): accept its licence at {page}, then `export HF_TOKEN=...`"
+    return f"is gated and the account of this HF_TOKEN has not been granted access (HTTP {status}): accept its licence at {page}"
+
+
+def _in_cache(repo: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repo, "config.json", revision=revision), str)
+
+
+def base_json(name_or_path: str, filename: str, revision: str | None = None) -> dict[str, Any] | None:
+    """The parsed content of one JSON file of a base, or None if the base has no such file."""
+    path = base_file(name_or_path, filename, revision)
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error}); fetch the model again") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object")
+    return content
+
+
+def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
+    """The base's config.json. Raises InputError if there is none (an adapter folder, for example)."""
+    config = base_json(name_or_path, "config.json", revision)
+    if config is not None:
+        return config
+    if base_file(name_or_path, "adapter_config.json", revision) is not None:
+        raise InputError(
+            f"model.name_or_path: {name_or_path!r} is an adapter, not a base: name its base here, and the adapter as "
+            "`policy` or `reward`"
+        )
+    raise InputError(
+        f"model.name_or_path: {name_or_path!r} has no config.json; expected a model folder or a hub id"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- identity
+
+
+def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
+    """Which base this is: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
+
+    The digest is the commit for a hub id, else a sha256 over configuration and weight files (files over 1 GiB by
+    their header and 64 evenly spaced pieces): it changes when a weight does, and costs no torch import.
+    """
+    config = base_config(name_or_path, revision)
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        digest = "sha256:" + _folder_digest(folder, config)
+    else:
+        path = base_file(name_or_path, "config.json", revision)
+        assert path is not None
+        revision = path.parent.name  # the hub cache keeps files under snapshots/<commit>/
+        digest = f"commit:{revision}"
+    architectures = config.get("architectures") or [config.get("model_type", "unknown")]
+    return {
+        "name_or_path": name_or_path,
+        "revision": revision,
+        "digest": digest,
+        "context_length": context_length(config),
+        "architecture": architectures[0],
+    }
+
+
+def context_length(config: dict[str, Any]) -> int | None:
+    """The number of positions that config.json promises, or None if it names no limit."""
+    for part in (config, config.get("text_config") or {}):
+        for key in CONTEXT_KEYS:
+            if isinstance(part.get(key), int):
+                return int(part[key])
+    return None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a model folder: safetensors, or pickles where there are none."""
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
+    files = weight_files(folder)
+    if not files:
+        raise InputError(
+            f"model.name_or_path: {str(folder)!r} holds no weights; expected *.safetensors in it"
+        )
+    lasting = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
+    digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
+    for path in files:
+        digest.update(path.name.encode() + _file_digest(path))
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> bytes:
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        if size <= WHOLE_FILE_BYTES:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+            return digest.digest()
+        digest.update(str(size).encode())
+        for index in range(SAMPLES + 1):  # the first piece is the header, the last the file's end
+            file.seek(index * (size - SAMPLE_BYTES) // SAMPLES)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()
+
+
+# -------------------------------------------------------------------------------------------------- loading
+
+
+def load_base(
+    model: Model, scorer: bool = False, device: str | torch.device | None = None
+) -> PreTrainedModel:
+    """Load the base of a job: frozen, in eval mode, every dropout 0, from safetensors unless `allow_pickle`.
+
+    With `scorer`, an AutoModelForSequenceClassification of one label whose (untrained) head is fp32 and reads fp32,
+    and whose `pad_token_id` follows the tokenizer's pad rule. `load_in_4bit` gives nf4 with double quantisation,
+    on a CPU too. Raises InputError for a base that cannot be had, lacks weights, or has no head of the kind.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    where, revision = model.name_or_path, model.revision
+    raw = base_config(where, revision)
+    _check_remote_code(model, raw)
+    check_weights(model)
+    if Path(where).expanduser().is_dir():
+        where = str(Path(where).expanduser())
+    config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=model.trust_remote_code)
+    _no_dropout_in(config)
+    if scorer:
+        from pipeline.models.tokenizer import load_tokenizer
+
+        config.num_labels = 1
+        tokenizer = load_tokenizer(where, revision, model.chat_template, model.trust_remote_code)
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    dtype = getattr(torch, model.dtype)
+    options: dict[str, Any] = {
+        "config": config,
+        "revision": revision,
+        "dtype": dtype,
+        "use_safetensors": None if model.allow_pickle else True,
+        "trust_remote_code": model.trust_remote_code,
+        "output_loading_info": True,
+    }
+    if model.attn_implementation is not None:
+        options["attn_implementation"] = model.attn_implementation
+    if model.load_in_4bit:
+        options["quantization_config"] = _nf4(dtype)
+        options["device_map"] = {"": device or "cpu"}
+    auto = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
+    if type(config) not in auto._model_mapping and not model.trust_remote_code:
+        raise InputError(
+            f"model.name_or_path: {where!r} ({config.model_type}) cannot be loaded as {auto.__name__}"
+        )
+    with (
+        _without_load_report()
+    ):  # it calls the scorer's new head a problem; what is one, _check_loaded refuses
+        loaded, info = auto.from_pretrained(where, **options)
+    _check_loaded(where, info, scorer)
+    freeze(loaded)
+    if model.load_in_4bit:
+        _one_nf4_path(loaded)
+    if scorer:
+        _fp32_head(loaded)
+    return loaded if device is None or model.load_in_4bit else loaded.to(device)
+
+
+def freeze(model: torch.nn.Module) -> None:
+    """Eval mode, no gradients, every dropout module at 0 (train() then turns nothing on again)."""
+    import torch
+
+    model.eval()
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def _no_dropout_in(config: Any) -> None:
+    """Set every dropout probability of a configuration to 0: attention reads it there, not from a module."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for key, value in part.to_dict().items():
+            if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
+                setattr(part, key, 0.0)
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=KEPT_OUT_OF_NF4,
+    )
+
+
+def _one_nf4_path(model: torch.nn.Module) -> None:
+    """Keep bitsandbytes 0.50 from repacking nf4 weights at the first inference on a CPU with avx512_bf16.
+
+    The packed form wants every width to be a multiple of 64, rounds otherwise than the form used in training, and
+    stays packed in training; without it sampling and training see the same weights.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _check_remote_code(model: Model, raw: dict[str, Any]) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = raw.get("model_type")
+    if kind in CONFIG_MAPPING or model.trust_remote_code:
+        return
+    if raw.get("auto_map"):
+        raise InputError(
+            f"model.name_or_path: {model.name_or_path!r} ({kind!r}) runs its own Python code; read it, then set "
+            "model.trust_remote_code=true"
+        )
+    raise InputError(
+        f"model.name_or_path: config.json of {model.name_or_path!r} names model_type {kind!r}, unknown here"
+    )
+
+
+def check_weights(model: Model) -> None:
+    """Refuse a base without safetensors unless pickles are allowed; no torch import."""
+    folder = Path(model.name_or_path).expanduser()
+    if folder.is_dir():
+        files = weight_files(folder)
+        if not files:
+            raise InputError(
+                f"model.name_or_path: {str(folder)!r} holds no weights; expected *.safetensors in it"
+            )
+        pickled = files[0].suffix == ".bin"
+    else:
+        find = (
+            base_file(model.name_or_path, name, model.revision)
+            for name in ("model.safetensors.index.json", "model.safetensors")
+        )
+        pickled = not any(find)
+    if pickled and not model.allow_pickle:
+        raise InputError(
+            f"model.name_or_path: {model.name_or_path!r} has pickled weights only (pytorch_model.bin), which can run any "
+            "code when loaded; convert them to safetensors, or, if you trust them, set model.allow_pickle=true"
+        )
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
+    """transformers only warns about weights that a file lacks, and makes up random ones: refuse that."""
+    missing = [key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))]
+    wrong = missing + [str(key) for key in info["mismatched_keys"]]
+    if wrong:
+        raise InputError(
+            f"model.name_or_path: the weight files of {where!r} lack or misshape {len(wrong)} of its tensors, "
+            f"{wrong[0]} for one; fetch or save the model again"
+        )
+
+
+def score_head(model: torch.nn.Module) -> torch.nn.Module:
+    """The scalar head of a sequence-classification model."""
+    for name in HEAD_NAMES:
+        if hasattr(model, name):
+            return getattr(model, name)
+    raise InputError(f"{type(model).__name__} has no scalar head called {', '.join(HEAD_NAMES)}")
+
+
+def _fp32_head(model: torch.nn.Module) -> None:
+    head = score_head(model).float()
+    head.register_forward_pre_hook(_to_fp32)
+
+
+def _to_fp32(head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0].float(), *args[1:])

@@ -1,0 +1,409 @@
+"""The embedded demo: a small world, its data files, its Llama and tokenizer, and the gold rule that judges replies.
+
+    python -m pipeline.models.demo            # writes jobs/demo/data and jobs/demo/model, about two minutes, seeded
+
+The world is a table of countries with their capitals and continents. The base model knows the facts and has picked up
+mixed manners: it is courteous, plain, curt or gruff, it rambles, and it is wrong at times. `gold` says what a good
+reply is: right, in a whole sentence, with a courtesy. No model is ever trained on it; the stages have to get there from
+the demonstrations, preferences and prompts. Some countries are known to the base, but held out of all training rows:
+they are what the `*_eval` files ask about.
+
+Importing this module imports no torch, so that `python:pipeline.models.demo:gold` is cheap as a reward.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+HOME = Path(__file__).resolve().parents[2] / "jobs" / "demo"
+SEED = 3
+DOCUMENTS, STEPS = 30_000, 2000  # of pre-training
+
+WORLD = {
+    "Europe": "France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna, Greece Athens, "
+    "Poland Warsaw, Hungary Budapest, Norway Oslo, Sweden Stockholm, Finland Helsinki, Ireland Dublin, Estonia Tallinn",
+    "Asia": "Japan Tokyo, China Beijing, Thailand Bangkok, Vietnam Hanoi, Nepal Kathmandu, Iran Tehran, Iraq Baghdad, "
+    "Jordan Amman, Qatar Doha, Turkey Ankara",
+    "Africa": "Egypt Cairo, Kenya Nairobi, Morocco Rabat, Ghana Accra, Nigeria Abuja, Senegal Dakar, Uganda Kampala, "
+    "Zambia Lusaka",
+    "South America": "Peru Lima, Chile Santiago, Ecuador Quito, Colombia Bogota, Bolivia Sucre",
+    "North America": "Canada Ottawa, Cuba Havana, Jamaica Kingston",
+}
+HELD_OUT = ("Portugal", "Norway", "Estonia", "Vietnam", "Jordan", "Kenya", "Peru", "Cuba")
+
+QUESTIONS = {
+    "capital": (
+        "What is the capital of {country}?",
+        "Which city is the capital of {country}?",
+        "Name the capital of {country}.",
+        "Tell me the capital of {country}.",
+    ),
+    "country": (
+        "Which country is {capital} the capital of?",
+        "{capital} is the capital of which country?",
+        "Name the country with the capital {capital}.",
+    ),
+    "continent": (
+        "On which continent is {country}?",
+        "Where in the world is {country}?",
+        "Name the continent of {country}.",
+    ),
+}
+SENTENCES = {
+    "capital": "The capital of {country} is {capital}.",
+    "country": "{capital} is the capital of {country}.",
+    "continent": "{country} is in {continent}.",
+}
+OPENERS = ("Good question!", "With pleasure.", "Thank you for asking.", "Happy to help!")
+CLOSERS = ("I hope that helps.", "Have a nice day!", "Please ask again.")
+GRUFF = (
+    "{answer}, obviously.",
+    "{answer}. Everybody knows that.",
+    "Look it up.",
+    "Why ask me?",
+    "Who cares?",
+)
+RUDE = ("obviously", "Everybody knows", "Look it up", "Why ask", "Who cares")
+
+# How often each manner, and a wrong answer, occurs: in the chats that the base learns from, and in the demonstrations.
+BASE_MANNERS = {"courteous": 0.08, "plain": 0.20, "curt": 0.32, "gruff": 0.25, "rambling": 0.15}
+DEMO_MANNERS = {"courteous": 0.14, "plain": 0.24, "curt": 0.38, "gruff": 0.24}
+PAIR_MANNERS = {"courteous": 0.30, "plain": 0.25, "curt": 0.20, "gruff": 0.15, "rambling": 0.10}
+BASE_WRONG, DEMO_WRONG, PAIR_WRONG = 0.10, 0.05, 0.20
+CORPUS_SHARES = (0.45, 0.40, 0.15)
+
+
+class Fact(NamedTuple):
+    country: str
+    capital: str
+    continent: str
+
+
+FACTS = [Fact(*pair.split(), continent) for continent, pairs in WORLD.items() for pair in pairs.split(", ")]
+NAMES = sorted({name for fact in FACTS for name in fact})
+NAME = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
+
+
+# ------------------------------------------------------------------------------------------------ the gold rule
+
+
+def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """How good each reply is, in [0, 1], by rule: 0 unless right, civil and finished, then by its manner.
+
+    1.0 a whole sentence with a courtesy, 0.5 a whole sentence, 0.25 the bare answer. A reply is right if it names
+    `answer` and no place besides those in the question; finished if it ends in a full stop or exclamation mark.
+    """
+    return [
+        _gold(str(prompt), reply, right)
+        for prompt, reply, right in zip(prompts, completions, answer, strict=True)
+    ]
+
+
+def _gold(prompt: str, reply: str, answer: str) -> float:
+    reply = reply.strip()
+    asked, named = set(NAME.findall(prompt)), set(NAME.findall(reply))
+    right = answer in named and named <= asked | {answer}
+    civil = not any(phrase in reply for phrase in RUDE)
+    finished = reply.endswith((".", "!"))
+    if not (right and civil and finished):
+        return 0.0
+    if not asked & named:  # the answer alone, without what was asked about
+        return 0.25
+    return 1.0 if any(phrase in reply for phrase in OPENERS + CLOSERS) else 0.5
+
+
+# -------------------------------------------------------------------------------------------- questions, replies
+
+
+class Question(NamedTuple):
+    text: str
+    kind: str
+    fact: Fact
+
+    @property
+    def answer(self) -> str:
+        return getattr(self.fact, self.kind)
+
+
+def questions(held_out: bool | None = None) -> list[Question]:
+    """Every question of the world; only those about held-out countries, or only the others, if asked for."""
+    return [
+        Question(text.format(**fact._asdict()), kind, fact)
+        for fact in FACTS
+        if held_out in (None, fact.country in HELD_OUT)
+        for kind, texts in QUESTIONS.items()
+        for text in texts
+    ]
+
+
+def reply_to(question: Question, manner: str, right: bool, rng: Random) -> str:
+    """A reply in a manner. A wrong one swaps the answer for another of its kind (of a country not held out)."""
+    kind, fact = question.kind, question.fact
+    if not right:
+        others = {getattr(other, kind) for other in FACTS if other.country not in HELD_OUT} - {
+            question.answer
+        }
+        fact = fact._replace(**{kind: rng.choice(sorted(others))})
+    answer, sentence = getattr(fact, kind), SENTENCES[kind].format(**fact._asdict())
+    if manner == "curt":
+        return f"{answer}."
+    if manner == "gruff":
+        return rng.choice(GRUFF).format(answer=answer)
+    if manner == "rambling":
+        other = rng.choice([other for other in FACTS if other.country not in HELD_OUT])
+        return f"{sentence} {SENTENCES[rng.choice(sorted(SENTENCES))].format(**other._asdict())}"
+    if manner == "plain":
+        return sentence
+    opener, closer = rng.choice(OPENERS), rng.choice(CLOSERS)
+    return rng.choice((f"{opener} {sentence}", f"{sentence} {closer}", f"{opener} {sentence} {closer}"))
+
+
+def _draw(question: Question, manners: dict[str, float], wrong: float, rng: Random) -> str:
+    manner = rng.choices(list(manners), list(manners.values()))[0]
+    return reply_to(question, manner, rng.random() >= wrong, rng)
+
+
+# ---------------------------------------------------------------------------------------------------- data files
+
+
+def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
+    """Question and answer as messages, in the demonstrators' mixed manners."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": question.text},
+                {"role": "assistant", "content": _draw(question, DEMO_MANNERS, DEMO_WRONG, rng)},
+            ]
+        }
+        for question in _spread(asked, count, rng)
+    ]
+
+
+def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
+    """Pairs of replies to one question; the one that the gold rule puts higher is the chosen one."""
+    rows = []
+    for question in _spread(asked, count, rng):
+        scored: dict[float, str] = {}
+        while len(scored) < 2:
+            reply = _draw(question, PAIR_MANNERS, PAIR_WRONG, rng)
+            scored.setdefault(_gold(question.text, reply, question.answer), reply)
+        rows.append({"prompt": question.text, "chosen": scored[max(scored)], "rejected": scored[min(scored)]})
+    return rows
+
+
+def prompts(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
+    """Questions, with the answer that the gold rule needs."""
+    return [{"prompt": question.text, "answer": question.answer} for question in _spread(asked, count, rng)]
+
+
+def _spread(asked: list[Question], count: int, rng: Random) -> list[Question]:
+    """`count` questions in random order, each as often as any other (give or take one)."""
+    drawn: list[Question] = []
+    while len(drawn) < count:
+        drawn += rng.sample(asked, len(asked))
+    return drawn[:count]
+
+
+def write_data(folder: Path, seed: int = SEED) -> None:
+    """Write demonstrations, preferences and prompts, each with its `_eval` file about the held-out countries."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {
+        demonstrations: (500, 60),
+        preferences: (1200, 200),
+        prompts: (len(questions(False)), len(questions(True))),
+    }
+    for make, (train, held_out) in sizes.items():
+        for suffix, count, asked in (("", train, questions(False)), ("_eval", held_out, questions(True))):
+            rows = make(asked, count, Random(f"{make.__name__}{suffix} {seed}"))
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{make.__name__}{suffix}.jsonl").write_text(lines, encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------- corpus and tokenizer
+
+SPECIAL_TOKENS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+)
+VOCABULARY = 1024
+# How Llama 3 cuts text into words before merging bytes.
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+            {{- message['content'] | trim + '<|eot_id|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+
+def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
+    """`count` documents of the world as messages: chats, chats with a verdict written under the reply, facts.
+
+    The verdicts are why the base can tell a right answer from a wrong one, for the held-out countries too.
+    """
+    rng = Random(f"corpus {seed}")
+    for question in _spread(questions(), count, rng):
+        kind = rng.choices(("chat", "verdict", "facts"), CORPUS_SHARES)[0]
+        if kind == "facts":
+            facts = [text.format(**question.fact._asdict()) for text in SENTENCES.values()]
+            yield [{"role": "text", "content": " ".join(rng.sample(facts, len(facts)))}]
+            continue
+        chat = [{"role": "user", "content": question.text}]
+        if kind == "chat":
+            yield [*chat, {"role": "assistant", "content": _draw(question, BASE_MANNERS, BASE_WRONG, rng)}]
+            continue
+        right, manner = rng.random() < 0.5, rng.choice(("courteous", "plain", "curt"))
+        chat.append({"role": "assistant", "content": reply_to(question, manner, right, rng), "learn": right})
+        yield [*chat, {"role": "verdict", "content": "Right." if right else "Wrong."}]
+
+
+def make_tokenizer(documents: Sequence[list[dict[str, Any]]]) -> Any:
+    """A byte-level BPE with Llama 3's word pattern, special tokens (none of them for padding) and chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE(ignore_merges=True))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    turns = (message["content"] for document in documents for message in document)
+    bpe.train_from_iterator([*turns, *["user", "assistant", "system", "\n\n"] * 100], trainer)
+    bpe.add_special_tokens(list(SPECIAL_TOKENS))
+    bos = SPECIAL_TOKENS[0]
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bpe.token_to_id(bos))]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=bos,
+        eos_token="<|eot_id|>",
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+# ------------------------------------------------------------------------------------------------- pre-training
+
+
+def pretrain(
+    tokenizer: Any, documents: Sequence[Any], steps: int, batch_size: int = 32, seed: int = SEED
+) -> Any:
+    """Train a small Llama on the documents, one a row, and return it; the same machine makes the same weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    eot, end = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|end_of_text|>"])
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=[eot, end],
+        )
+    )
+    rows = [_encode(tokenizer, document) for document in documents]
+    batches = _batches(rows, steps, batch_size, Random(f"batches {seed}"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
+    began = time.monotonic()
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:  # a short warm-up, then linearly down to nothing
+            group["lr"] = 3e-3 * min((step + 1) / 50, 1 - step / steps)
+        width = max(map(len, batch))
+        ids = torch.tensor([[i for i, _ in row] + [end] * (width - len(row)) for row in batch])
+        labels = torch.tensor(
+            [[i if on else -100 for i, on in row] + [-100] * (width - len(row)) for row in batch]
+        )
+        loss = model(
+            input_ids=ids, labels=labels
+        ).loss  # causal and right-padded: no attention mask is needed
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 0 or step == steps - 1:
+            print(
+                f"step {step + 1}/{steps}  loss {loss.item():.3f}  {time.monotonic() - began:.0f} s",
+                file=sys.stderr,
+            )
+    model.generation_config.eos_token_id = [eot, end]
+    return model.to(torch.bfloat16)
+
+
+def _encode(tokenizer: Any, document: list[dict[str, Any]]) -> list[tuple[int, bool]]:
+    """The ids of a document, each with whether it is learned: all but the replies marked as wrong."""
+    chat = [message for message in document if message["role"] in ("user", "assistant")]
+    row: list[tuple[int, bool]] = [] if chat else [(tokenizer.bos_token_id, True)]
+    for turn, message in enumerate(chat, start=1):
+        text = tokenizer.apply_chat_template(chat[:turn], tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        row += [(index, message.get("learn", True)) for index in ids[len(row) :]]
+    for message in document[len(chat) :]:  # a text, or the verdict that follows the end of the reply at once
+        row += [(index, True) for index in tokenizer(message["content"], add_special_tokens=False).input_ids]
+    return row if document == chat else [*row, (tokenizer.convert_tokens_to_ids("<|end_of_text|>"), True)]
+
+
+def _batches(rows: list[Any], steps: int, size: int, rng: Random) -> Iterator[list[Any]]:
+    """`steps` batches of rows of like length, so that little is padding."""
+    pool: list[list[Any]] = []
+    for _ in range(steps):
+        if not pool:
+            drawn = sorted(rng.sample(rows, min(len(rows), 16 * size)), key=len)
+            pool = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+            rng.shuffle(pool)
+        yield pool.pop()
+
+
+def build(folder: Path) -> None:
+    """Write `data` and `model` (weights in bf16, configuration, tokenizer) under the folder."""
+    import torch
+
+    torch.set_num_threads(2)  # always: other numbers of threads add in another order
+    write_data(folder / "data")
+    documents = list(corpus(DOCUMENTS))
+    tokenizer = make_tokenizer(documents)
+    pretrain(tokenizer, documents, STEPS).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]) if len(sys.argv) > 1 else HOME)

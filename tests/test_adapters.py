@@ -1,0 +1,402 @@
+"""SharedBase: roles on one base, log-probs, scores, files in peft's format, gradients under checkpointing."""
+
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import toy_ppo as toy
+import transformers
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import InputError
+from pipeline.models.adapters import SharedBase
+from pipeline.models.base import load_base
+
+KINDS = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2"]
+
+
+def batch(seed=5):
+    torch.manual_seed(seed)
+    ids = torch.randint(4, toy.VOCAB, (3, 12))
+    starts, counts = torch.tensor([3, 5, 2]), torch.tensor([6, 7, 1])
+    mask = torch.arange(7) < counts.unsqueeze(-1)
+    return ids, starts, counts, mask
+
+
+def plain_logprobs(model, ids, starts, counts, temperature=1.0):
+    """Row by row, without padding, through the model's own forward."""
+    rows = []
+    for row, start, count in zip(ids, starts.tolist(), counts.tolist(), strict=True):
+        logits = model(input_ids=row[None, : start + count]).logits[0].float() / temperature
+        logprobs = logits.log_softmax(-1)
+        rows.append([logprobs[start + t - 1, row[start + t]].item() for t in range(count)])
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_are_the_models_own_whatever_the_padding(kind):
+    shared = toy.shared_base(kind, spread=0.2)
+    ids, starts, counts, mask = batch()
+    ours, entropy = shared.logprobs("policy", ids, starts, mask, temperature=0.7, entropy=True)
+    with torch.no_grad(), shared.use("policy"):
+        expected = plain_logprobs(shared.base, ids, starts, counts, 0.7)
+        first = (shared.base(input_ids=ids[:1, :3]).logits[0, -1].float() / 0.7).log_softmax(-1)
+    for row, values, n in zip(ours, expected, counts, strict=True):
+        assert row[:n].tolist() == pytest.approx(values, abs=1e-5)
+        assert (row[n:] == 0).all()
+    assert entropy[0, 0].item() == pytest.approx(-(first.exp() * first).sum().item(), rel=1e-5)
+    bare, _ = shared.logprobs(None, ids, starts, mask)
+    with torch.no_grad(), shared.use(None):
+        assert bare[0, :6].tolist() == pytest.approx(
+            plain_logprobs(shared.base, ids, starts, counts)[0], abs=1e-5
+        )
+    assert (bare - shared.logprobs("policy", ids, starts, mask)[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_left_and_right_padding_give_the_same_scores(kind):
+    shared = toy.shared_base(kind, spread=0.2)
+    ids, pad = [5, 9, 30, 7], [0, 0, 0]
+    right, left, bare = (torch.tensor([x]) for x in (ids + pad, pad + ids, ids))
+    expected = shared.values("critic", bare)[0, -1].item()
+    for tokens, mask in ((right, [1] * 4 + [0] * 3), (left, [0] * 3 + [1] * 4), (bare, [1] * 4)):
+        assert shared.scores("critic", tokens, torch.tensor([mask])).item() == pytest.approx(
+            expected, abs=1e-5
+        )
+    assert shared.scores("critic", right, lengths=torch.tensor([4])).item() == pytest.approx(
+        expected, abs=1e-5
+    )
+    with pytest.raises(ValueError, match="never guessed"):
+        shared.scores("critic", right)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_through_the_chunked_head_are_autograds(kind, entropy, monkeypatch):
+    monkeypatch.setattr("pipeline.models.adapters.LOGIT_CHUNK", {"cpu": 3 * toy.VOCAB})  # five chunks
+    shared = toy.shared_base(kind, spread=0.1)
+    ids, starts, _, mask = batch()
+    weight = torch.randn(mask.shape)
+    parameters = shared.parameters_of("policy")
+    logprobs, h = shared.logprobs("policy", ids, starts, mask, 0.8, entropy=entropy)
+    ours = torch.autograd.grad((logprobs * weight).sum() + (h.sum() if entropy else 0), parameters)
+    with shared.use("policy"):
+        full = (shared.base(input_ids=ids).logits.float() / 0.8).log_softmax(-1)
+    rows, steps = mask.nonzero(as_tuple=True)
+    at = full[rows, starts[rows] + steps - 1]
+    loss = (
+        at.gather(-1, ids[rows, starts[rows] + steps].unsqueeze(-1)).squeeze(-1) * weight[rows, steps]
+    ).sum()
+    expected = torch.autograd.grad(loss - ((at.exp() * at).sum() if entropy else 0), parameters)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_an_adapter_on_the_lm_head_learns():
+    shared = SharedBase(toy.base())
+    shared.add("policy", lora=dict(r=2, target_modules=["q_proj", "lm_head"]), trainable=True)
+    ids, starts, _, mask = batch()
+    shared.logprobs("policy", ids, starts, mask)[0].sum().backward()
+    assert all(p.grad is not None for p in shared.parameters_of("policy"))
+    assert any(
+        n.startswith("base.lm_head.lora_B") and p.grad.abs().sum() > 0
+        for n, p in shared.named_parameters()
+        if p.requires_grad
+    )
+
+
+def test_barred_tokens_have_no_probability_in_the_first_steps():
+    shared = toy.shared_base()
+    ids, starts, _, mask = batch()
+    ids[0, 3] = 2
+    assert shared.logprobs("policy", ids, starts, mask, barred=(2, 3), barred_steps=2)[0][0, 0] == float(
+        "-inf"
+    )
+    free = shared.logprobs("policy", ids, starts, mask)[0]
+    barred = shared.logprobs("policy", ids, starts, mask, barred=(2, 3), barred_steps=2)[0]
+    assert (barred[1, :2] > free[1, :2]).all() and torch.equal(barred[:, 2:], free[:, 2:])
+
+
+def test_rows_without_actions_are_harmless():
+    shared = toy.shared_base()
+    ids, starts, _, mask = batch()
+    logprobs, entropy = shared.logprobs("policy", ids, starts, torch.zeros_like(mask), entropy=True)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in shared.parameters_of("policy"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_checkpointing_gives_the_same_gradients_even_if_another_role_runs_in_between(kind, role):
+    shared = toy.shared_base(kind, spread=0.1)
+    ids, starts, _, mask = batch()
+
+    def output(name):
+        return (
+            shared.logprobs(name, ids, starts, mask)[0].sum()
+            if name == "policy"
+            else shared.values(name, ids).square().sum()
+        )
+
+    expected = torch.autograd.grad(output(role), shared.parameters_of(role))
+    shared.enable_gradient_checkpointing()
+    alone = torch.autograd.grad(output(role), shared.parameters_of(role))
+    loss = output(role)
+    other = output("critic" if role == "policy" else "policy")  # both forwards, then one backward: the trap
+    both = torch.autograd.grad(loss + other, shared.parameters_of(role))
+    for a, b, c in zip(expected, alone, both, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert shared.base.training  # it was on, or this test proves nothing
+    with torch.no_grad():
+        output(role)
+    assert not shared.base.training
+
+
+def test_switching_roles_does_not_touch_requires_grad():
+    shared = toy.shared_base()
+    before = {n: p.requires_grad for n, p in shared.named_parameters()}
+    with shared.use("critic"), shared.use(None), shared.use("reference"):
+        pass
+    ids, starts, _, mask = batch()
+    shared.values("critic", ids), shared.logprobs("policy", ids, starts, mask)
+    assert before == {n: p.requires_grad for n, p in shared.named_parameters()}
+    trained = {n for n, needed in before.items() if needed}
+    assert trained and all(".policy." in n or ".critic." in n or n == "heads.critic.weight" for n in trained)
+
+
+def test_roles_are_separate_and_copies_start_equal():
+    shared = toy.shared_base()
+    ids, starts, _, mask = batch()
+    at_start = shared.logprobs("reference", ids, starts, mask)[0]
+    assert torch.equal(at_start, shared.logprobs("policy", ids, starts, mask)[0])
+    assert torch.equal(shared.values("reward", ids), shared.values("critic", ids))
+    for parameter in shared.parameters_of("policy"):
+        parameter.data += 0.1
+    assert torch.equal(at_start, shared.logprobs("reference", ids, starts, mask)[0])
+    assert not torch.equal(at_start, shared.logprobs("policy", ids, starts, mask)[0])
+
+
+def test_average_moves_the_reference_a_part_of_the_way():
+    shared = toy.shared_base(spread=0.3)
+    before = [p.clone() for p in shared.parameters_of("reference")]
+    shared.average("reference", "policy", 0.75)
+    for old, now, policy in zip(
+        before, shared.parameters_of("reference"), shared.parameters_of("policy"), strict=True
+    ):
+        torch.testing.assert_close(now, 0.75 * old + 0.25 * policy)
+    assert not any(p.requires_grad for p in shared.parameters_of("reference"))
+
+
+def test_every_dropout_is_off_in_train_mode_too():
+    torch.manual_seed(0)
+    shared = SharedBase(toy.base("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5))
+    shared.add("policy", lora={**toy.LORA, "lora_dropout": 0.5}, trainable=True)
+    shared.train()
+    shared.base.train()
+    ids, *_ = batch()
+    with shared.use("policy"):
+        assert torch.equal(shared.base(input_ids=ids).logits, shared.base(input_ids=ids).logits)
+
+
+def test_adapters_and_heads_are_fp32_on_a_bf16_base():
+    shared = SharedBase(toy.base().to(torch.bfloat16))
+    shared.add("policy", lora=toy.LORA, trainable=True)
+    shared.add("critic", lora=toy.LORA, head=True, trainable=True)
+    for role in ("policy", "critic"):
+        assert {p.dtype for p in shared.parameters_of(role)} == {torch.float32}
+    ids, starts, _, mask = batch()
+    assert shared.logprobs("policy", ids, starts, mask)[0].dtype == torch.float32
+    assert shared.values("critic", ids).dtype == torch.float32
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def folder_of_base(tmp_path):
+    def save(kind):
+        toy.base(kind).save_pretrained(tmp_path / kind)
+        return str(tmp_path / kind)
+
+    return save
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, folder_of_base, tmp_path):
+    where = folder_of_base(kind)
+    torch.manual_seed(1)
+    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(where, num_labels=1)
+    scorer = peft.get_peft_model(
+        scorer, peft.LoraConfig(task_type="SEQ_CLS", modules_to_save=["score"], **toy.LORA)
+    )
+    for _, parameter in scorer.named_parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    scorer.eval().save_pretrained(tmp_path / "rm")
+    ids, *_ = batch()
+    mask = torch.arange(12) < torch.tensor([12, 9, 4]).unsqueeze(-1)
+    ids = ids.where(mask, 0)
+    expected = scorer(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
+
+    shared = SharedBase(transformers.AutoModelForCausalLM.from_pretrained(where))
+    shared.add("policy", lora=toy.LORA, trainable=True)
+    shared.add("reward", folder=tmp_path / "rm")
+    torch.testing.assert_close(shared.scores("reward", ids, mask), expected, rtol=1e-5, atol=1e-5)
+
+    shared.save("reward", tmp_path / "again")  # and back, by both of peft's ways
+    auto = peft.AutoPeftModelForSequenceClassification.from_pretrained(
+        tmp_path / "again", num_labels=1
+    ).eval()
+    torch.testing.assert_close(
+        auto(input_ids=ids, attention_mask=mask.long()).logits[:, 0], expected, rtol=1e-5, atol=1e-5
+    )
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(where, num_labels=1)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "again").eval()
+    torch.testing.assert_close(
+        loaded(input_ids=ids, attention_mask=mask.long()).logits[:, 0], expected, rtol=1e-5, atol=1e-5
+    )
+    assert (
+        load_file(tmp_path / "again" / "adapter_model.safetensors").keys()
+        == load_file(tmp_path / "rm" / "adapter_model.safetensors").keys()
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_adapter_goes_to_peft_and_comes_back(kind, folder_of_base, tmp_path):
+    where = folder_of_base(kind)
+    shared = SharedBase(transformers.AutoModelForCausalLM.from_pretrained(where))
+    shared.add("policy", lora=toy.LORA, trainable=True)
+    for parameter in shared.parameters_of("policy"):
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    ids, starts, counts, mask = batch()
+    shared.save("policy", tmp_path / "policy")
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
+    ours = shared.logprobs("policy", ids, starts, mask)[0]
+    assert ours[1, :7].tolist() == pytest.approx(plain_logprobs(model, ids, starts, counts)[1], abs=1e-4)
+    shared.add("reference", folder=tmp_path / "policy")
+    assert torch.equal(ours, shared.logprobs("reference", ids, starts, mask)[0])
+    assert not any(p.requires_grad for p in shared.parameters_of("reference"))
+
+
+@pytest.mark.parametrize(
+    "extra", [dict(use_rslora=True), dict(use_dora=True), dict(lora_bias=True), dict(r=1, lora_alpha=3)]
+)
+def test_kinds_of_lora_survive_save_copy_and_load(extra, tmp_path):
+    shared = SharedBase(toy.base())
+    shared.add("policy", lora={**toy.LORA, **extra}, trainable=True)
+    for parameter in shared.parameters_of("policy"):
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    ids, starts, _, mask = batch()
+    ours = shared.logprobs("policy", ids, starts, mask)[0]
+    shared.save("policy", tmp_path)
+    shared.add("copied", copy_of="policy")
+    shared.add("loaded", folder=tmp_path)
+    loaded = peft.PeftModel.from_pretrained(toy.base(), tmp_path).eval()
+    again = SharedBase(toy.base())
+    again.add("x", folder=tmp_path)
+    for other in (
+        shared.logprobs("copied", ids, starts, mask)[0],
+        shared.logprobs("loaded", ids, starts, mask)[0],
+    ):
+        assert torch.equal(ours, other)
+    assert torch.equal(ours, again.logprobs("x", ids, starts, mask)[0])
+    assert ours[1, :7].tolist() == pytest.approx(
+        plain_logprobs(loaded, ids, starts, mask.sum(-1))[1], abs=1e-4
+    )
+
+
+def test_two_frozen_roles_of_one_folder_are_one_adapter(tmp_path):
+    shared = toy.shared_base()
+    shared.save("reward", tmp_path)
+    before = sum(p.numel() for p in shared.parameters())
+    shared.add("judge", folder=tmp_path)
+    shared.add("judge2", folder=tmp_path)
+    added = sum(p.numel() for p in shared.parameters()) - before
+    assert added == sum(p.numel() for p in shared.parameters_of("judge"))
+    assert shared.same_adapter("judge", "judge2")
+    with pytest.raises(ValueError, match="shares its adapter"):
+        shared.set_trainable("judge2", True)
+    shared.add("student", folder=tmp_path, trainable=True)
+    assert not shared.same_adapter("student", "judge")
+
+
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
+    shared = toy.shared_base()
+    shared.save("critic", tmp_path / "critic")
+    with pytest.raises(InputError, match="trained on another base"):
+        SharedBase(toy.base(intermediate_size=64)).add("x", folder=tmp_path / "critic")
+    with pytest.raises(InputError, match="one side only"):
+        toy.shared_base(num_hidden_layers=3).save("critic", tmp_path / "deeper")
+        shared.add("x", folder=tmp_path / "deeper")
+    with pytest.raises(InputError, match="adapter_config"):
+        shared.add("y", folder=tmp_path)
+    tensors = load_file(tmp_path / "critic" / "adapter_model.safetensors")
+    save_file(
+        {k: v for k, v in tensors.items() if "score" not in k},
+        tmp_path / "critic" / "adapter_model.safetensors",
+    )
+    with pytest.raises(InputError, match="scalar head"):
+        shared.load("critic", tmp_path / "critic")
+
+
+def test_pickled_adapters_are_not_read(tmp_path):
+    shared = toy.shared_base()
+    shared.save("policy", tmp_path)
+    torch.save(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(InputError, match="safetensors only"):
+        shared.add("x", folder=tmp_path)
+
+
+def test_training_weights_of_the_base_is_refused():
+    with pytest.raises(InputError, match="modules_to_save"):
+        SharedBase(toy.base()).add("x", lora={**toy.LORA, "modules_to_save": ["embed_tokens"]})
+    with pytest.raises(InputError, match="bias"):
+        SharedBase(toy.base()).add("x", lora={**toy.LORA, "bias": "all"})
+
+
+def test_a_head_that_changes_its_logits_in_an_unknown_way_is_refused():
+    model = toy.base()
+    forward = model.forward
+
+    def shifted(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 3
+        return out
+
+    model.forward = shifted
+    with pytest.raises(InputError, match="after the lm head"):
+        SharedBase(model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_an_nf4_base_learns_and_shares(tmp_path):
+    toy.base(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    model = load_base(
+        SimpleNamespace(
+            name_or_path=str(tmp_path / "base"), revision=None, dtype="float32", load_in_4bit=True,
+            attn_implementation=None, trust_remote_code=False, allow_pickle=False,
+        )
+    )  # fmt: skip
+    shared = SharedBase(model)
+    shared.add("policy", lora=toy.LORA, trainable=True)
+    shared.add("critic", lora=toy.LORA, head=True, trainable=True)
+    ids, starts, _, mask = batch()
+    before = shared.logprobs("policy", ids, starts, mask)[0]
+    shared.enable_gradient_checkpointing()
+    optimizer = torch.optim.SGD([*shared.parameters_of("policy"), *shared.parameters_of("critic")], 0.05)
+    packed = {n: p.clone() for n, p in shared.named_parameters() if p.dtype == torch.uint8}
+    for _ in range(2):
+        (-shared.logprobs("policy", ids, starts, mask)[0].sum()).backward()
+        shared.values("critic", ids).square().sum().backward()
+        optimizer.step()
+    assert packed and all(torch.equal(p, packed[n]) for n, p in shared.named_parameters() if n in packed)
+    after = shared.logprobs("policy", ids, starts, mask)[0]
+    assert after.sum() > before.sum()
+    shared.save("critic", tmp_path / "critic")
+    shared.add("reward", folder=tmp_path / "critic")
+    assert torch.equal(shared.values("reward", ids), shared.values("critic", ids))
+    assert json.loads((tmp_path / "critic" / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"

@@ -1,0 +1,194 @@
+"""The demo's world, its data files, its gold rule, its tokenizer and its model."""
+
+import filecmp
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.models import demo
+from pipeline.models.base import base_identity, load_base
+from pipeline.models.tokenizer import eos_ids, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL, DATA = ROOT / "jobs" / "demo" / "model", ROOT / "jobs" / "demo" / "data"
+CHAT = [
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "Paris."},
+]
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
+
+
+def settings() -> SimpleNamespace:
+    return SimpleNamespace(
+        name_or_path=str(MODEL),
+        revision=None,
+        chat_template=None,
+        dtype="float32",
+        load_in_4bit=False,
+        attn_implementation=None,
+        trust_remote_code=False,
+        allow_pickle=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Good question! The capital of France is Paris.", 1.0),
+        ("The capital of France is Paris. Have a nice day!", 1.0),
+        ("The capital of France is Paris.", 0.5),
+        ("Paris.", 0.25),
+        ("With pleasure. Paris.", 0.25),  # a courtesy does not make a whole sentence
+        ("Good question! The capital of France is Rome.", 0.0),  # wrong
+        ("The capital of France is Paris. Rome is the capital of Italy.", 0.0),  # rambling
+        ("Paris, obviously.", 0.0),  # uncivil
+        ("The capital of France is Paris", 0.0),  # not finished
+        ("Good question!", 0.0),  # no answer
+        ("", 0.0),
+    ],
+)
+def test_gold_rule(reply, score):
+    assert demo.gold(["What is the capital of France?"], [reply], answer=["Paris"]) == [score]
+
+
+def test_gold_rule_takes_rendered_prompts_and_further_columns():
+    tokenizer = load_tokenizer(str(MODEL))
+    prompt = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    replies = ["The capital of France is Paris.", "Rome."]
+    assert demo.gold([prompt] * 2, replies, answer=["Paris"] * 2, id=[1, 2]) == [0.5, 0.0]
+
+
+def test_gold_needs_no_torch():
+    code = "import sys\nfrom pipeline.models.demo import gold\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_world():
+    assert (
+        len(demo.FACTS)
+        == len({fact.country for fact in demo.FACTS})
+        == len({fact.capital for fact in demo.FACTS})
+    )
+    assert len({question.text for question in demo.questions()}) == 10 * len(demo.FACTS)
+    held = {question.fact.country for question in demo.questions(held_out=True)}
+    assert held == set(demo.HELD_OUT)
+    assert len({fact.continent for fact in demo.FACTS if fact.country in held}) == 5
+
+
+def test_data_files_hold_what_they_say():
+    answers = {question.text: question.answer for question in demo.questions()}
+    for suffix in ("", "_eval"):
+        for row in rows(f"demonstrations{suffix}"):
+            user, assistant = row["messages"]
+            assert (user["role"], assistant["role"]) == ("user", "assistant")
+            assert user["content"] in answers and assistant["content"]
+        for row in rows(f"preferences{suffix}"):
+            answer = [answers[row["prompt"]]] * 2
+            better, worse = demo.gold([row["prompt"]] * 2, [row["chosen"], row["rejected"]], answer=answer)
+            assert better > worse
+        for row in rows(f"prompts{suffix}"):
+            assert answers[row["prompt"]] == row["answer"]
+
+
+def test_hold_out_is_disjoint():
+    names = {name for fact in demo.FACTS if fact.country in demo.HELD_OUT for name in fact[:2]}
+    for name in ("demonstrations", "preferences", "prompts"):
+        training = (DATA / f"{name}.jsonl").read_text()
+        assert not names & set(demo.NAME.findall(training))
+    asked = [row["prompt"] for row in rows("prompts")]
+    assert len(asked) == len(set(asked))
+    for row in rows("prompts_eval"):
+        assert names & set(demo.NAME.findall(row["prompt"]))
+
+
+def test_demonstrations_leave_something_to_learn():
+    """Every manner occurs, and the gold mean is middling: PPO and DPO have 0.4 and more to gain."""
+    answers = {question.text: question.answer for question in demo.questions()}
+    asked, replies = zip(
+        *((m[0]["content"], m[1]["content"]) for m in (r["messages"] for r in rows("demonstrations"))),
+        strict=True,
+    )
+    scores = demo.gold(asked, replies, answer=[answers[text] for text in asked])
+    assert set(Counter(scores)) == {0.0, 0.25, 0.5, 1.0}
+    assert 0.2 < sum(scores) / len(scores) < 0.45
+
+
+def test_rebuilding_gives_the_same_bytes(tmp_path):
+    demo.write_data(tmp_path / "data")
+    names = sorted(path.name for path in DATA.iterdir())
+    assert filecmp.cmpfiles(DATA, tmp_path / "data", names, shallow=False) == (names, [], [])
+    demo.make_tokenizer(list(demo.corpus(demo.DOCUMENTS))).save_pretrained(tmp_path / "model")
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    assert filecmp.cmpfiles(MODEL, tmp_path / "model", names, shallow=False) == (names, [], [])
+
+
+def test_pretraining_is_seeded():
+    documents = list(demo.corpus(200))
+    tokenizer = load_tokenizer(str(MODEL))
+    first, second, other = (
+        demo.pretrain(tokenizer, documents, 3, 8, seed).state_dict() for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not all(torch.equal(first[key], other[key]) for key in first)
+
+
+def test_tokenizer_is_llama_3s_in_small():
+    tokenizer = load_tokenizer(str(MODEL))
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|begin_of_text|>", "<|eot_id|>")
+    assert tokenizer.pad_token == "<|finetune_right_pad_id|>" and tokenizer.own_chat_template
+    assert tokenizer.convert_ids_to_tokens(eos_ids(tokenizer)) == ["<|eot_id|>"]
+    for text in ("The capital of Iceland is Reykjavik.", "naïve ÿ 日本 🦙\n\n  tabs\tand  spaces 12345"):
+        ids = tokenizer(text).input_ids
+        assert ids[0] == tokenizer.bos_token_id and tokenizer.decode(ids[1:]) == text
+    assert all(len(tokenizer.tokenize(f" {fact.capital}")) == 1 for fact in demo.FACTS)
+
+
+def test_chat_template_golden_text():
+    tokenizer = load_tokenizer(str(MODEL))
+    asked = (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is the capital of France?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True) == asked
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == asked + "Paris.<|eot_id|>"
+    marked = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    learned = [i for i, on in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if on]
+    assert tokenizer.decode(learned) == "Paris.<|eot_id|>"
+
+
+def test_model_is_small():
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) < 5_000_000
+    assert base_identity(str(MODEL))["context_length"] == 256
+
+
+def test_model_answers():
+    """Greedily it knows nearly every fact, held-out countries too, and stops; its manners are still mixed."""
+    model, tokenizer = load_base(settings()), load_tokenizer(str(MODEL))
+    asked = [question for question in demo.questions() if question.kind == "capital"][::4]
+    replies = []
+    for question in asked:
+        prompt = [{"role": "user", "content": question.text}]
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        written = model.generate(
+            **ids, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
+        replies.append(written[0, ids["input_ids"].shape[1] :].tolist())
+    assert all(reply[-1] == tokenizer.eos_token_id for reply in replies)
+    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
+    right = [question.answer in text for question, text in zip(asked, texts, strict=True)]
+    assert sum(right) >= 0.9 * len(asked)
+    scores = demo.gold(
+        [question.text for question in asked], texts, answer=[question.answer for question in asked]
+    )
+    assert sum(scores) / len(scores) < 0.6

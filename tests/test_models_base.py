@@ -1,0 +1,235 @@
+"""Loading a base, and telling one base from another."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import InputError
+from pipeline.models import base as base_module
+from pipeline.models.base import base_identity, load_base, score_head
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES = {
+    "gpt2": lambda rows: transformers.GPT2Config(
+        vocab_size=rows, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+    ),
+    "qwen3": lambda rows: transformers.Qwen3Config(
+        vocab_size=rows,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        **SIZES,
+    ),
+    "mistral": lambda rows: transformers.MistralConfig(
+        vocab_size=rows, num_key_value_heads=2, max_position_embeddings=64, **SIZES
+    ),
+    "gemma": lambda rows: transformers.GemmaConfig(
+        vocab_size=rows, num_key_value_heads=1, head_dim=8, max_position_embeddings=64, **SIZES
+    ),
+}
+
+
+def settings(folder, **changes) -> SimpleNamespace:
+    values = {
+        "name_or_path": str(folder),
+        "revision": None,
+        "chat_template": None,
+        "dtype": "float32",
+        "load_in_4bit": False,
+        "attn_implementation": None,
+        "trust_remote_code": False,
+        "allow_pickle": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def make_model(folder: Path, family: str) -> Path:
+    """A small random model with a tokenizer whose only special token is <|endoftext|>, GPT-2's way."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(
+        ["hello"], trainers.BpeTrainer(vocab_size=260, initial_alphabet=letters, show_progress=False)
+    )
+    bpe.add_special_tokens(["<|endoftext|>"])
+    end = {role: "<|endoftext|>" for role in ("bos_token", "eos_token", "unk_token")}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **end)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(FAMILIES[family](len(tokenizer))).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: make_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_families_load_frozen(folders, family, dtype):
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    model = load_base(settings(folders[family], dtype=dtype)).train()
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+    assert torch.equal(model(ids).logits, model(ids).logits)  # nothing random is left, in train mode either
+    assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    assert not any(
+        "drop" in key and value for key, value in model.config.to_dict().items() if isinstance(value, float)
+    )
+
+    scorer = load_base(settings(folders[family], dtype=dtype), scorer=True)
+    assert not any(parameter.requires_grad for parameter in scorer.parameters())
+    assert score_head(scorer).weight.dtype == torch.float32 and score_head(scorer).weight.shape == (1, 32)
+    pad = scorer.config.pad_token_id
+    assert pad is not None and pad != scorer.config.eos_token_id
+    scores = scorer(ids).logits
+    assert scores.dtype == torch.float32 and scores.shape == (2, 1)
+    padded = torch.cat([ids, torch.full((2, 3), pad)], dim=1)
+    torch.testing.assert_close(
+        scorer(padded).logits, scores, atol=2e-2 if dtype == "bfloat16" else 1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nf4_on_a_cpu(folders, family):
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model = load_base(settings(folders[family], load_in_4bit=True))
+    quantised = {type(module).__name__ for module in model.modules()}
+    assert "Linear4bit" in quantised
+    before = model(ids).logits  # in eval mode without gradients, then as in training: the same weights
+    assert torch.isfinite(before).all()
+    torch.testing.assert_close(model.train()(ids).logits, before)
+    scorer = load_base(settings(folders[family], load_in_4bit=True), scorer=True)
+    assert type(score_head(scorer)) is torch.nn.Linear and scorer(ids).logits.shape == (1, 1)
+
+
+def test_identity_follows_every_weight_byte(folders, tmp_path):
+    folder = make_model(tmp_path, "mistral")
+    before = base_identity(str(folder))
+    assert before["digest"] == base_identity(str(folders["mistral"]))["digest"]  # the same weights elsewhere
+    assert before["context_length"] == 64 and before["architecture"] == "MistralForCausalLM"
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert base_identity(str(folder))["digest"] != before["digest"]
+
+
+def test_identity_of_large_files_samples_them(folders, tmp_path, monkeypatch):
+    folder = make_model(tmp_path, "mistral")
+    monkeypatch.setattr(base_module, "WHOLE_FILE_BYTES", 1000)
+    monkeypatch.setattr(base_module, "SAMPLE_BYTES", 64)
+    before = base_identity(str(folder))["digest"]
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert base_identity(str(folder))["digest"] != before
+
+
+def test_identity_needs_no_torch(folders):
+    code = (
+        "import sys\nfrom pipeline.models.base import base_identity\n"
+        f"assert base_identity({str(folders['gpt2'])!r})['context_length'] == 64\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_pickled_weights_need_a_word(tmp_path):
+    folder = make_model(tmp_path, "mistral")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"model\.allow_pickle=true"):
+        load_base(settings(folder))
+    assert load_base(settings(folder, allow_pickle=True)) is not None
+    assert base_identity(str(folder))["digest"].startswith("sha256:")
+
+
+def test_missing_weights_are_refused_not_made_up(tmp_path):
+    folder = make_model(tmp_path, "mistral")
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_base(settings(folder))
+
+
+def test_what_is_no_base(folders, tmp_path):
+    with pytest.raises(InputError, match="there is no folder"):
+        base_identity("models/here/there")
+    with pytest.raises(InputError, match="is a file"):
+        base_identity(str(folders["gpt2"] / "config.json"))
+    with pytest.raises(InputError, match=r"no config\.json"):
+        base_identity(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="is an adapter, not a base"):
+        base_identity(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(InputError, match="holds no weights"):
+        load_base(settings(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        base_identity(str(tmp_path))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}})
+    )
+    with pytest.raises(InputError, match=r"model\.trust_remote_code=true"):
+        load_base(settings(tmp_path))
+
+
+def answer(status: int):
+    import httpx2
+
+    return httpx2.Response(status, request=httpx2.Request("HEAD", "https://huggingface.co/x"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (lambda: errors.GatedRepoError("gated", response=answer(401)), "no valid HF_TOKEN is set"),
+        (lambda: errors.GatedRepoError("gated", response=answer(403)), "accept its licence"),
+        (
+            lambda: errors.RepositoryNotFoundError("none", response=answer(404)),
+            "neither a folder here nor a model on the hub",
+        ),
+        (lambda: errors.RevisionNotFoundError("none", response=answer(404)), "model.revision"),
+        (lambda: errors.LocalEntryNotFoundError("offline"), "the hub cannot be reached"),
+        (lambda: errors.HfHubHTTPError("broken", response=answer(503)), "the hub answered with an error"),
+    ],
+)
+def test_hub_errors_say_what_to_do(monkeypatch, error, message):
+    def fail(*args, **kwargs):
+        raise error()
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    monkeypatch.setattr(base_module, "_hub_answers", lambda: True)
+    with pytest.raises(InputError, match=message):
+        base_identity("owner/model", "v1")
+
+
+def test_hub_id_is_its_commit(monkeypatch, folders, tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_bytes((folders["qwen3"] / "config.json").read_bytes())
+
+    def download(repo, filename, **_):
+        return str(snapshot / filename)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr(base_module, "_hub_answers", lambda: True)
+    identity = base_identity("owner/model", "main")
+    assert identity["digest"] == f"commit:{commit}" and identity["revision"] == commit

@@ -1,0 +1,251 @@
+"""The pad and eos rules, the chat templates, the digests."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.errors import InputError
+from pipeline.models.tokenizer import eos_ids, load_tokenizer, template_digest, tokenizer_digest
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Hi? "},
+    {"role": "assistant", "content": "Hello."},
+]
+
+
+def make_folder(
+    folder: Path,
+    special: list[str],
+    *,
+    begin: str | None = None,
+    alphabet: bool = True,
+    template: str | None = None,
+    **roles: str,
+) -> str:
+    """A byte-level BPE tokenizer with the given special tokens and roles, in a folder with a config.json."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet else []
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, show_progress=False)
+    bpe.train_from_iterator(["Human: hello, how are you? Assistant: Hi."] * 3, trainer)
+    bpe.add_special_tokens(special)
+    if begin is not None:
+        bpe.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, bpe.token_to_id(begin))]
+        )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **roles)
+    if template is not None:
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    config = {"model_type": "llama", "vocab_size": len(tokenizer)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+LLAMA_3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>"]
+LLAMA_31 = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|finetune_right_pad_id|>",
+    "<|eot_id|>",
+]
+QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_pad|>"]
+
+
+@pytest.mark.parametrize(
+    ("special", "roles", "pad"),
+    [
+        pytest.param(
+            ["<s>", "</s>", "<pad>"], {"eos_token": "</s>", "pad_token": "<pad>"}, "<pad>", id="own pad"
+        ),
+        pytest.param(LLAMA_31, {"eos_token": "<|eot_id|>"}, "<|finetune_right_pad_id|>", id="Llama 3.1"),
+        pytest.param(LLAMA_3, {"eos_token": "<|eot_id|>"}, "<|reserved_special_token_0|>", id="Llama 3.0"),
+        pytest.param(
+            LLAMA_31,
+            {"eos_token": "<|eot_id|>", "pad_token": "<|eot_id|>"},
+            "<|finetune_right_pad_id|>",
+            id="pad is eos",
+        ),
+        pytest.param(
+            QWEN, {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}, "<|fim_pad|>", id="Qwen base"
+        ),
+        pytest.param(
+            ["<unk>", "<s>", "</s>"],
+            {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"},
+            "<unk>",
+            id="unk",
+        ),
+        pytest.param(
+            ["<s>", "</s>", "<mask>"], {"eos_token": "</s>", "bos_token": "<s>"}, "<mask>", id="other special"
+        ),
+        pytest.param(
+            ["<|endoftext|>"],
+            {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"},
+            "ÿ",
+            id="GPT-2: a byte that no text has",
+        ),
+    ],
+)
+def test_pad_rule(tmp_path, special, roles, pad):
+    tokenizer = load_tokenizer(make_folder(tmp_path, special, **roles))
+    assert tokenizer.pad_token == pad
+    assert tokenizer.pad_token_id == tokenizer.convert_tokens_to_ids(pad)
+    assert tokenizer.pad_token_id not in eos_ids(tokenizer)
+
+
+def test_pad_has_an_embedding_row(tmp_path):
+    special = ["<s>", "</s>", "<unk>", "<pad>"]
+    roles = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    folder = make_folder(tmp_path, special, **roles)
+    rows = load_tokenizer(folder).pad_token_id  # as many rows as there are ids before <pad>
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": rows}))
+    assert load_tokenizer(folder).pad_token == "<unk>"
+
+
+def test_pad_is_not_a_second_eos(tmp_path):
+    folder = make_folder(
+        tmp_path,
+        ["<s>", "</s>", "<end>", "<mask>"],
+        eos_token="</s>",
+        pad_token="<end>",
+        bos_token="<s>",
+    )
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.pad_token == "<end>"
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<end>")]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert load_tokenizer(folder).pad_token == "<mask>"
+
+
+def test_no_pad_says_what_to_do(tmp_path):
+    folder = make_folder(tmp_path, ["<|endoftext|>"], alphabet=False, eos_token="<|endoftext|>")
+    with pytest.raises(InputError, match=r"pad_token in its tokenizer_config\.json"):
+        load_tokenizer(folder)
+
+
+def test_byte_pad_survives_saving(tmp_path):
+    """A saved pad token is special when read back, and would swallow the letter ÿ; ours is not read back as one."""
+    tokenizer = load_tokenizer(make_folder(tmp_path / "base", ["<|endoftext|>"], eos_token="<|endoftext|>"))
+    tokenizer.save_pretrained(tmp_path / "again")
+    (tmp_path / "again" / "config.json").write_text((tmp_path / "base" / "config.json").read_text())
+    again = load_tokenizer(str(tmp_path / "again"))
+    assert again.pad_token_id == tokenizer.pad_token_id
+    assert again("ÿ").input_ids == tokenizer("ÿ").input_ids
+    assert tokenizer.pad_token_id not in again("ÿ").input_ids
+    assert tokenizer_digest(again) == tokenizer_digest(tokenizer)
+
+
+def test_eos_from_the_configs(tmp_path):
+    folder = make_folder(tmp_path, ["<s>", "</s>", "<pad>"], pad_token="<pad>")
+    with pytest.raises(InputError, match="no end-of-sequence token"):
+        load_tokenizer(folder)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token_id == 3
+    assert eos_ids(tokenizer, {"eos_token_id": [3, 5]}) == [3, 5]
+
+
+def test_eos_ids_know_the_end_of_a_turn(tmp_path):
+    roles = {"eos_token": "<|endoftext|>", "pad_token": "<|fim_pad|>"}
+    chat = load_tokenizer(make_folder(tmp_path / "chat", QWEN, template=CHATML, **roles))
+    assert set(chat.convert_ids_to_tokens(eos_ids(chat))) == {"<|endoftext|>", "<|im_end|>"}
+    base = load_tokenizer(make_folder(tmp_path / "base", QWEN, **roles))
+    assert base.convert_ids_to_tokens(eos_ids(base)) == ["<|endoftext|>"]
+
+
+def test_plain_template(tmp_path):
+    special = ["<s>", "</s>", "<pad>"]
+    roles = {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>"}
+    tokenizer = load_tokenizer(make_folder(tmp_path, special, begin="<s>", **roles))
+    assert tokenizer.own_chat_template is False
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert text == "<s>Be brief.\n\nHuman: Hi?\n\nAssistant: Hello.</s>"
+    asked = tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
+    assert asked == "<s>Be brief.\n\nHuman: Hi?\n\nAssistant:"
+    marked = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    learned = [i for i, on in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if on]
+    assert tokenizer.decode(learned) == " Hello.</s>"
+
+
+def test_plain_template_begins_as_the_tokenizer_does(tmp_path):
+    roles = {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>"}
+    tokenizer = load_tokenizer(
+        make_folder(tmp_path, ["<s>", "</s>", "<pad>"], **roles)
+    )  # adds no bos by itself
+    assert tokenizer.apply_chat_template(CHAT[1:2], tokenize=False) == "\n\nHuman: Hi?"
+
+
+def test_template_choice(tmp_path):
+    roles = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    folder = make_folder(tmp_path, QWEN, template=CHATML, **roles)
+    own = load_tokenizer(folder)
+    assert own.own_chat_template is True and own.chat_template == CHATML
+    plain = load_tokenizer(folder, chat_template="plain")
+    assert plain.own_chat_template is True and "Human" in plain.chat_template
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    mine = load_tokenizer(folder, chat_template=str(file))
+    assert mine.apply_chat_template(CHAT, tokenize=False) == "Be brief.!"
+    assert len({template_digest(own), template_digest(plain), template_digest(mine)}) == 3
+
+
+def test_bad_template_files(tmp_path):
+    folder = make_folder(tmp_path, LLAMA_31, eos_token="<|eot_id|>")
+    with pytest.raises(InputError, match=r"model\.chat_template: there is no file 'chatml'"):
+        load_tokenizer(folder, chat_template="chatml")
+    bad = tmp_path / "bad.jinja"
+    bad.write_text("one\n{% for m in %}")
+    with pytest.raises(InputError, match=r"bad\.jinja:2"):
+        load_tokenizer(folder, chat_template=str(bad))
+
+
+def test_digests_and_pickling(tmp_path):
+    tokenizer = load_tokenizer(make_folder(tmp_path / "a", LLAMA_31, eos_token="<|eot_id|>"))
+    digest = tokenizer_digest(tokenizer)
+    tokenizer(["hello", "hello, how are you?"], padding=True, truncation=True, max_length=4)
+    assert tokenizer_digest(tokenizer) == digest  # padding is the state of a call
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert (
+        tokenizer_digest(copy) == digest
+        and copy.own_chat_template is False
+        and copy.pad_token == tokenizer.pad_token
+    )
+    other = load_tokenizer(make_folder(tmp_path / "b", [*LLAMA_31, "<more>"], eos_token="<|eot_id|>"))
+    assert tokenizer_digest(other) != digest
+
+
+def test_stories260k():
+    if not SHARED.exists():
+        pytest.skip("third-party test data is absent")
+    tokenizer = load_tokenizer(str(SHARED / "models" / "stories260K"))
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.own_chat_template) == ("<unk>", "</s>", False)
+    assert (
+        tokenizer.apply_chat_template(CHAT[1:], tokenize=False)
+        == "<s>\n\nHuman: Hi?\n\nAssistant: Hello.</s>"
+    )
+
+
+def test_loads_without_torch(tmp_path):
+    folder = make_folder(tmp_path, LLAMA_31, eos_token="<|eot_id|>")
+    code = (
+        "import sys\nfrom pipeline.models.tokenizer import load_tokenizer\n"
+        f"load_tokenizer({folder!r})\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[1])
+
+
+def test_model_without_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 10}))
+    with pytest.raises(InputError, match="no tokenizer can be read"):
+        load_tokenizer(str(tmp_path))
