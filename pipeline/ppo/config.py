@@ -1,0 +1,278 @@
+"""`PPOConfig`: everything that PPO can be told. Plain data, no torch import.
+
+Names are those of TRL's last `PPOConfig` (1.12) where it had them, and of TRL 1.16's online trainers (GRPO, RLOO)
+elsewhere. An *episode* is one reply to one prompt; an *update* is one round of rollout and learning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+POSITIVE = (
+    *(
+        "batch_size",
+        "num_ppo_epochs",
+        "num_mini_batches",
+        "num_generations",
+        "response_length",
+        "temperature",
+    ),
+    *(
+        "per_device_train_batch_size",
+        "local_rollout_forward_batch_size",
+        "micro_batch_tokens",
+        "total_episodes",
+    ),
+    *("num_train_epochs", "kl_target", "kl_horizon", "ref_model_sync_steps", "cliprange", "cliprange_value"),
+    *("early_stop_kl", "reward_clip", "adam_epsilon", "logging_steps"),
+)
+NOT_NEGATIVE = (
+    *("min_new_tokens", "kl_coef", "entropy_coef", "vf_coef", "critic_warmup_steps", "missing_eos_penalty"),
+    *("learning_rate", "critic_learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"),
+    *("save_steps", "eval_steps", "seed"),
+)
+
+
+@dataclass
+class PPOConfig:
+    """Settings of one PPO run. A wrong value raises ValueError with the key, the value and what is expected."""
+
+    # ---- how much, and in what portions
+    total_episodes: int | None = None
+    """Episodes over all workers and updates; None: `num_train_epochs` passes over the prompts."""
+    num_train_epochs: float = 1.0
+    """Passes over the prompts, where `total_episodes` does not say."""
+    batch_size: int = 64
+    """Episodes of one update over all workers: the same whatever their number."""
+    num_ppo_epochs: int = 4
+    """Passes over the episodes of an update."""
+    num_mini_batches: int = 1
+    """Optimizer steps of a pass: the episodes are dealt into so many minibatches anew each pass."""
+    num_generations: int = 1
+    """Replies to each prompt. `rloo` and `group` compare them and need 2 or more."""
+    per_device_train_batch_size: int = 16
+    """Rows of one forward and backward. Changes memory and speed, never the update."""
+    micro_batch_tokens: int | None = None
+    """Instead: at most so many tokens, padding included, in one forward and backward."""
+    local_rollout_forward_batch_size: int = 64
+    """Rows decoded together in a rollout, and rows of a forward without gradients."""
+
+    # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs are those of the distribution sampled from
+    response_length: int = 53
+    """Most new tokens of a reply, the end-of-sequence token included."""
+    min_new_tokens: int = 0
+    """Before so many tokens the end has probability 0, in sampling and in every log-prob alike."""
+    temperature: float = 1.0
+    """Divides the logits, in sampling and in every log-prob alike."""
+
+    # ---- reward
+    normalize_rewards: bool = False
+    """Subtract the mean and divide by the standard deviation that are stored with the reward model's version."""
+    reward_clip: float | None = None
+    """Then clip the score to +- this."""
+    missing_eos_penalty: float | None = None
+    """Taken off the score of a reply that was cut off by `response_length`."""
+    bootstrap_truncated: bool = False
+    """Instead: a cut-off reply is not over; the critic's value after its last token takes the place of its score."""
+    mask_truncated_completions: bool = False
+    """Instead: cut-off replies teach nothing (the "overlong filter")."""
+    whiten_rewards: bool = False
+    """Scale the token rewards to variance 1 over the whole batch, keeping their mean."""
+
+    # ---- KL to the reference
+    kl_coef: float = 0.05
+    """Weight of the KL; the start of an adaptive one."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """Per-token estimate of the KL, see functional.kl_estimate."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Part of each token's reward (PPO), or a term of the loss (GRPO)."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """Keep `kl_coef`, or steer it so that the KL of a reply comes to `kl_target`."""
+    kl_target: float = 6.0
+    """Of the adaptive controller: nats per reply, a sum over its tokens."""
+    kl_horizon: float = 10_000
+    """Of the adaptive controller: episodes in which the coefficient may change by about a fifth."""
+    sync_ref_model: bool = False
+    """Let the reference follow: every `ref_model_sync_steps` updates it becomes a mixture with the policy."""
+    ref_model_mixup_alpha: float = 0.6
+    """Share of the policy in that mixture; an average with a small alpha and a step of 1 is the usual EMA."""
+    ref_model_sync_steps: int = 512
+    """Updates between two mixtures."""
+
+    # ---- advantages
+    advantage_estimator: Literal["gae", "rloo", "group", "remax", "reinforce"] = "gae"
+    """gae: with a critic. Without one: rloo (against the mean of the prompt's other replies), group (GRPO: against the
+    group's mean, divided by its deviation), remax (against the greedy reply), reinforce (REINFORCE++: the reward to go,
+    whitened over the batch)."""
+    gamma: float = 1.0
+    """Discount per token, of gae and reinforce."""
+    lam: float = 0.95
+    """Of gae: 1 trusts the rewards alone, 0 the critic alone."""
+    whiten_advantages: bool | None = None
+    """Mean 0 and variance 1 over the whole batch and all workers; None: for gae and reinforce."""
+    scale_rewards: bool = True
+    """Of `group`: divide by the group's standard deviation (False: Dr. GRPO)."""
+
+    # ---- loss
+    cliprange: float = 0.2
+    """The ratio counts up to 1 +- this."""
+    dual_clip: float | None = None
+    """Bound on the loss of an action with negative advantage, in advantages; above 1, often 3."""
+    entropy_coef: float = 0.0
+    """Bonus for entropy."""
+    vf_coef: float = 0.1
+    """Weight of the value loss."""
+    cliprange_value: float | None = 0.2
+    """New values count up to the old +- this (in the reward's unit); None: unclipped."""
+    normalize_values: bool = False
+    """The critic learns returns in units of their running mean and deviation."""
+    critic_warmup_steps: int = 0
+    """So many first updates train the critic alone."""
+    early_stop_kl: float | None = None
+    """End an update's epochs when a minibatch's approximate KL to the old policy exceeds 1.5 times this (nats a token)."""
+
+    # ---- optimizer (AdamW), schedule: one scheduler step for each update
+    learning_rate: float = 3e-6
+    """Of policy and critic."""
+    critic_learning_rate: float | None = None
+    """Of the critic, if it is another."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-5
+    """1e-5 is PPO's lineage; with torch's 1e-8 late, small gradients take full steps."""
+    weight_decay: float = 0.0
+    lr_scheduler_type: str = "linear"
+    """A name of transformers.get_scheduler: linear, cosine, constant, constant_with_warmup, ..."""
+    warmup_steps: int = 0
+    """Updates of linear warm-up."""
+    max_grad_norm: float = 1.0
+    """Gradient norm of policy and of critic, each, is clipped to this; 0: not."""
+
+    # ---- precision, memory
+    bf16: bool = False
+    """Matrix products in bfloat16 (autocast); adapters, heads, log-softmax, ratios and losses stay fp32."""
+    gradient_checkpointing: bool = False
+    """Keep layer inputs instead of activations: about a quarter slower, far less memory."""
+
+    # ---- run
+    seed: int = 42
+    """Of everything: prompt order, sampling (by episode, whatever the batch or worker), minibatches."""
+    logging_steps: int = 1
+    """Updates between two metric records handed out."""
+    save_steps: int = 0
+    """Updates between two checkpoints; 0: only at the end."""
+    eval_steps: int = 0
+    """Updates between two evaluations on the evaluation prompts (greedy); 0: at the end."""
+    check_reference: bool = True
+    """Assert at the first update that the KL to the reference is 0: the policy must start as a copy of it."""
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        for key in POSITIVE:
+            self._require(key, getattr(self, key) is None or getattr(self, key) > 0, "above 0")
+        for key in NOT_NEGATIVE:
+            self._require(key, getattr(self, key) is None or getattr(self, key) >= 0, "0 or more")
+        for key in ("gamma", "lam", "ref_model_mixup_alpha", "adam_beta1", "adam_beta2"):
+            self._require(key, 0 <= getattr(self, key) <= 1, "between 0 and 1")
+        self._check_combinations()
+
+    def _check_types(self) -> None:
+        for key, hint in get_type_hints(PPOConfig).items():
+            value = getattr(self, key)
+            if not _fits(value, hint):
+                raise ValueError(f"trainer.{key}: found {value!r}; expected {_spell(hint)}")
+            if float in _options(hint) and type(value) is int:
+                setattr(self, key, float(value))
+
+    def _check_combinations(self) -> None:
+        estimator = self.advantage_estimator
+        self._require(
+            "min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length"
+        )
+        self._require("dual_clip", self.dual_clip is None or self.dual_clip > 1, "above 1, or null")
+        self._require(
+            "batch_size",
+            self.batch_size % self.num_generations == 0,
+            f"a multiple of num_generations ({self.num_generations}), so that a prompt's replies stay together",
+        )
+        self._require(
+            "num_mini_batches",
+            self.num_mini_batches <= self.batch_size,
+            f"at most batch_size ({self.batch_size})",
+        )
+        if estimator in ("rloo", "group"):
+            self._require(
+                "num_generations",
+                self.num_generations > 1,
+                f"2 or more: {estimator} compares replies to one prompt",
+            )
+        if self.kl_in == "loss":
+            self._require(
+                "kl_estimator",
+                self.kl_estimator in ("k2", "k3"),
+                "'k2' or 'k3' with kl_in: loss (the gradient of k1 is 0 on average: it would not hold the policy)",
+            )
+        truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
+        chosen = [key for key in truncated if getattr(self, key)]
+        self._require(
+            chosen[-1] if chosen else truncated[0],
+            len(chosen) <= 1,
+            f"only one of {', '.join(truncated)}: found {chosen}",
+        )
+        for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
+            self._require(
+                key,
+                not getattr(self, key) or estimator == "gae",
+                "off without a critic (advantage_estimator: gae)",
+            )
+
+    def _require(self, key: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"trainer.{key}: found {getattr(self, key)!r}; expected {expected}")
+
+    @property
+    def whitens_advantages(self) -> bool:
+        if self.whiten_advantages is None:
+            return self.advantage_estimator in ("gae", "reinforce")
+        return self.whiten_advantages
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage_estimator == "gae"
+
+    def total_updates(self, n_prompts: int) -> int:
+        """Updates of the whole run, for so many training prompts: the last one is a full batch, too."""
+        episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
+        return max(1, math.ceil(episodes / self.batch_size))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    for option in _options(hint):
+        if get_origin(option) is Literal:
+            if value in get_args(option) and isinstance(value, str):
+                return True
+        elif option is float:
+            if type(value) in (int, float) and math.isfinite(value):
+                return True
+        elif type(value) is option:
+            return True
+    return False
+
+
+def _spell(hint: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    words = []
+    for option in _options(hint):
+        words += [repr(v) for v in get_args(option)] if get_origin(option) is Literal else [names[option]]
+    return ", ".join(words[:-1]) + f" or {words[-1]}" if len(words) > 1 else words[0]

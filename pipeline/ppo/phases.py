@@ -1,0 +1,66 @@
+"""Seconds and peak memory of each phase of an update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+
+class Phases:
+    """`with phases("rollout"): ...` adds up seconds, and keeps the highest memory, by name.
+
+    Memory is what torch had allocated on a GPU, or the resident memory of the process on a CPU (Linux; elsewhere 0). The
+    system's own peak figure is reset at each phase: take `memory/peak`, not getrusage, for the whole run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.peak_bytes: dict[str, int] = {}
+        self.highest = 0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        _reset_peak(self.device)
+        begin = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a phase ends when its kernels have
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+        self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
+
+    def metrics(self) -> dict[str, float]:
+        """time/<phase> in seconds and memory/<phase> in GiB since the last call, memory/peak in GiB of the run."""
+        found = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        found |= {f"memory/{name}": peak / 2**30 for name, peak in self.peak_bytes.items()}
+        self.highest = max(self.highest, *self.peak_bytes.values(), 0)
+        found["memory/peak"] = self.highest / 2**30
+        self.seconds, self.peak_bytes = {}, {}
+        return found
+
+
+def peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    return next(
+        int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM")
+    )
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        try:
+            clear.write_text("5")  # "reset the peak resident set size" (proc(5))
+        except PermissionError:
+            return  # a locked-down container: the figure is then the peak since the start, which is an upper bound

@@ -1,0 +1,216 @@
+"""Scores of replies: a reward adapter on the shared base, another sequence-classification model, a Python function.
+
+Each is a `Reward` with a name, a weight and the constants that make its scores comparable (mean and standard deviation
+on reference samples, stored with the reward model's version). The trainer sums them, weighted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pipeline.models.adapters import SharedBase
+
+
+@dataclass
+class Samples:
+    """Replies to be scored. `rows` are the prompts' rows as they came from the data: `prompt` and all further columns."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    ended: list[bool]
+    rows: list[dict[str, Any]]
+    tokenizer: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """The prompt as the data has it, or, where it is a list of messages, as the template rendered it."""
+        return [
+            row["prompt"]
+            if isinstance(row.get("prompt"), str)
+            else self.tokenizer.decode(ids, skip_special_tokens=True)
+            for row, ids in zip(self.rows, self.prompt_ids, strict=True)
+        ]
+
+    @cached_property
+    def completions(self) -> list[str]:
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.completion_ids]
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The further columns, one value a row (None where a row lacks it); messages keep their list as `messages`."""
+        names = sorted({key for row in self.rows for key in row} - {"prompt", "completion"})
+        found = {name: [row.get(name) for row in self.rows] for name in names}
+        if any(isinstance(row.get("prompt"), list) for row in self.rows):
+            found.setdefault("messages", [row.get("prompt") for row in self.rows])
+        return found
+
+    def show(self, i: int) -> str:
+        return f"prompt {self.prompts[i]!r}, completion {self.completions[i]!r}, row {self.rows[i]!r}"
+
+
+class Reward:
+    """A source of scores. `normalized` scores are (score - mean) / std."""
+
+    def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
+        self.name, self.weight, self.mean, self.std = name, weight, mean, std
+        if not (std > 0 and math.isfinite(mean) and math.isfinite(std) and math.isfinite(weight)):
+            raise ValueError(
+                f"reward {name!r}: weight {weight}, mean {mean}, std {std}; expected finite numbers, std above 0"
+            )
+
+    def score(self, samples: Samples) -> list[float]:
+        """One raw score for each sample."""
+        raise NotImplementedError
+
+    def checked(self, samples: Samples) -> list[float]:
+        """`score`, with the number and the finiteness of the results checked."""
+        return self._check(self.score(samples), samples)
+
+    def _check(self, scores: Any, samples: Samples) -> list[float]:
+        if not hasattr(scores, "__len__") or len(scores) != len(samples):
+            found = f"{len(scores)} scores" if hasattr(scores, "__len__") else repr(scores)
+            raise ValueError(
+                f"reward {self.name!r} returned {found} for {len(samples)} samples; expected one for each"
+            )
+        values = [float(s) if s is not None else math.nan for s in scores]
+        for i, value in enumerate(values):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"reward {self.name!r} returned {scores[i]!r} for {samples.show(i)}; expected a finite number"
+                )
+        return values
+
+
+class AdapterReward(Reward):
+    """A reward adapter and head on the shared base: the score is the head's at the last token of prompt and reply."""
+
+    def __init__(self, shared: SharedBase, role: str = "reward", rows: int = 64, **settings: Any) -> None:
+        super().__init__(**{"name": role, **settings})
+        self.shared, self.role, self.rows = shared, role, rows
+
+    def score(self, samples: Samples) -> list[float]:
+        texts = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
+        run = lambda ids, mask: self.shared.scores(self.role, ids, lengths=mask.sum(-1))  # noqa: E731
+        return in_batches(texts, self.rows, self.shared.device, run)
+
+
+class ModelReward(Reward):
+    """A sequence-classification model that is not on this base. It costs what it costs.
+
+    With `tokenizer=None` it reads the policy's token ids; with a tokenizer of its own, the text, through its own chat
+    template where the prompt is a list of messages.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, rows: int = 64, **settings: Any) -> None:
+        super().__init__(**{"name": "model", **settings})
+        self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
+
+    def score(self, samples: Samples) -> list[float]:
+        if self.tokenizer is None:
+            texts = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
+        else:
+            texts = [self._encode(samples, i) for i in range(len(samples))]
+        run = lambda ids, mask: self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float()  # noqa: E731
+        pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
+        return in_batches(texts, self.rows, next(self.model.parameters()).device, run, pad)
+
+    def _encode(self, samples: Samples, i: int) -> list[int]:
+        prompt, completion = samples.rows[i].get("prompt"), samples.completions[i]
+        if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
+            messages = [*prompt, {"role": "assistant", "content": completion}]
+            return list(self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+        ids = self.tokenizer(samples.prompts[i] + completion).input_ids
+        eos = self.tokenizer.eos_token_id
+        return [*ids, eos] if samples.ended[i] and eos is not None and ids[-1] != eos else ids
+
+
+class FunctionReward(Reward):
+    """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, TRL's convention.
+
+    It gets what its signature names, or with **kwargs everything: `prompts`, `completions`, `completion_ids` and the data's
+    further columns, a list each. What it raises stops the run, with the sample that it raised for.
+    """
+
+    def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(**{"name": getattr(function, "__name__", type(function).__name__), **settings})
+        self.function = function
+
+    def score(self, samples: Samples) -> list[float]:
+        try:
+            return self._call(samples, range(len(samples)))
+        except Exception as error:
+            error.add_note(f"raised by the reward function {self.name!r} for {self._culprit(samples)}")
+            raise
+
+    def _call(self, samples: Samples, rows: Sequence[int]) -> Any:
+        texts = {"prompts": samples.prompts, "completions": samples.completions}
+        columns = {**samples.columns(), "completion_ids": samples.completion_ids, **texts}
+        parameters = inspect.signature(self.function).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            columns = {name: values for name, values in columns.items() if name in parameters}
+        result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
+        if inspect.isawaitable(result):
+            # in a thread of its own: the caller (a notebook) may have a running event loop in this one
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(asyncio.run, _wait(result)).result()
+        return result
+
+    def _culprit(self, samples: Samples) -> str:
+        """The first sample that makes the function raise when it gets it alone."""
+        for i in range(len(samples)):
+            try:
+                self._call(samples, [i])
+            except Exception:  # the original error is on its way up; here only its place is looked for
+                return samples.show(i)
+        return f"a batch of {len(samples)} samples (each alone does not make it raise)"
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+@torch.no_grad()
+def in_batches(
+    texts: Sequence[Sequence[int]],
+    rows: int,
+    device: torch.device,
+    run: Callable[..., torch.Tensor],
+    pad: int = 0,
+) -> list[float]:
+    """`run(ids, mask) -> (B,)` over right-padded batches sorted by length; results in the order of `texts`."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    scores = torch.zeros(len(texts))
+    for at in range(0, len(order), rows):
+        some = order[at : at + rows]
+        width = len(texts[some[-1]])
+        ids = torch.tensor([list(texts[i]) + [pad] * (width - len(texts[i])) for i in some], device=device)
+        mask = torch.tensor(
+            [[1] * len(texts[i]) + [0] * (width - len(texts[i])) for i in some], device=device
+        )
+        scores[some] = run(ids, mask).float().cpu()
+    return scores.tolist()
+
+
+def weighted(
+    rewards: Sequence[Reward], samples: Samples, normalize: bool
+) -> tuple[list[float], dict[str, list[float]]]:
+    """The weighted sum of all rewards for each sample, and each reward's raw scores by name."""
+    raw = {reward.name: reward.checked(samples) for reward in rewards}
+    if len(raw) < len(rewards):
+        raise ValueError(f"two rewards have the same name: {[reward.name for reward in rewards]}")
+    total = [0.0] * len(samples)
+    for reward in rewards:
+        for i, score in enumerate(raw[reward.name]):
+            total[i] += reward.weight * ((score - reward.mean) / reward.std if normalize else score)
+    return total, raw

@@ -1,0 +1,218 @@
+"""Rollouts: prompts in, sampled replies out, through one small interface (`Engine`).
+
+Sampling is pure: softmax(logits / temperature), no top-k, no top-p, no repetition penalty. Anything else samples from
+a distribution other than the one whose log-probs are learned from, and the KL to the reference goes negative.
+
+A reply depends on seed, episode number, prompt and policy, and on nothing else: each episode has its own stream of
+random numbers (a counter-based generator keyed by seed and episode), so that batches, their order, ended neighbours
+and the number of workers change no sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from pipeline.models.adapters import SharedBase, bar
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. `temperature` 0 is greedy. `eos`: every id that ends a reply."""
+
+    max_new_tokens: int
+    eos: tuple[int, ...]
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class Reply:
+    """Sampled tokens, the end-of-sequence token included; `ended` is False if the length limit cut the reply off.
+
+    `logprobs` are the sampler's own. They are compared with the trainer's, never trained on: a sampler computes in
+    another order or precision, and the first ratio must be 1.
+    """
+
+    tokens: list[int]
+    ended: bool
+    logprobs: list[float]
+
+
+class Engine(Protocol):
+    """What the trainer needs of a sampler. One that holds its own copy of the model (vLLM) takes the policy's adapter
+    in `sync`, and must keep the promise above: a reply is a function of seed, episode and prompt."""
+
+    def sync(self) -> None:
+        """The policy has changed: from the next `generate` on, sample from the new one."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], episodes: Sequence[int], sampling: Sampling
+    ) -> list[Reply]:
+        """One reply to each prompt (token ids), in the order given; `episodes` are their numbers in the run."""
+
+
+class TransformersEngine:
+    """Decodes on the shared base itself, through an adapter: no second copy of any weight, nothing to synchronise.
+
+    Prompts are sorted by length and decoded `rows` at a time with a KV cache, padded on the left (so that the cache is
+    one block and sliding windows are right), with positions counted from each row's first token. When a quarter of the
+    rows have ended, they leave the batch.
+    """
+
+    def __init__(self, shared: SharedBase, role: str = "policy", rows: int = 64, pad: int = 0) -> None:
+        self.shared, self.role, self.rows, self.pad = shared, role, rows, pad
+
+    def sync(self) -> None:
+        """Nothing to do: the adapter that learns is the adapter that samples."""
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], episodes: Sequence[int], sampling: Sampling
+    ) -> list[Reply]:
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        replies: dict[int, Reply] = {}
+        with self.shared.use(self.role):
+            for at in range(0, len(order), self.rows):
+                some = order[at : at + self.rows]
+                answers = self._decode([prompts[i] for i in some], [episodes[i] for i in some], sampling)
+                replies.update(zip(some, answers, strict=True))
+        return [replies[i] for i in range(len(prompts))]
+
+    def _decode(self, prompts: list[Sequence[int]], episodes: list[int], sampling: Sampling) -> list[Reply]:
+        device, limit = self.shared.device, sampling.max_new_tokens
+        ids, mask = pad_left(prompts, self.pad, room=limit, device=device)
+        width = ids.shape[1]
+        padded = not bool(mask[:, :width].all())
+        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+        noise = torch.from_numpy(uniforms(sampling.seed, episodes, limit)).to(device)
+        cache = growing_cache(self.shared)
+        tokens = torch.zeros(len(prompts), limit, dtype=torch.long, device=device)
+        logprobs = torch.zeros(len(prompts), limit, device=device)
+        lengths = torch.full((len(prompts),), limit, device=device)
+        eos = torch.tensor(sampling.eos, device=device)
+        rows = torch.arange(len(prompts), device=device)  # of the full batch, those still in the cache
+        live = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        for step in range(limit):
+            attention = mask[:, : width + step] if padded else None
+            out = self.shared.body(
+                input_ids=ids,
+                attention_mask=attention,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits = self.shared.logits(out.last_hidden_state[:, -1])  # of the last place only
+            barred = sampling.eos if step < sampling.min_new_tokens else ()
+            token, logprob = sample(logits, noise[rows, step], sampling.temperature, barred)
+            tokens[rows, step], logprobs[rows, step] = token, logprob
+            ending = torch.isin(token, eos) & live
+            lengths[rows[ending]] = step + 1
+            live &= ~ending
+            left = int(live.sum())
+            if left == 0:
+                break
+            if left <= 0.75 * len(rows):  # copying the cache pays when a quarter of the rows are gone
+                rows, mask, token, positions, cache = _keep(live, rows, mask, token, positions, cache)
+                live = live[live]
+            ids, positions = token.unsqueeze(-1), positions[:, -1:] + 1
+        ended = torch.isin(tokens[torch.arange(len(prompts), device=device), lengths - 1], eos)
+        return [
+            Reply(tokens=t[:n], ended=e, logprobs=p[:n])
+            for t, n, e, p in zip(
+                tokens.tolist(), lengths.tolist(), ended.tolist(), logprobs.tolist(), strict=True
+            )
+        ]
+
+
+def sample(
+    logits: Tensor, noise: Tensor, temperature: float, barred: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """One token (B,) and its log-prob from logits (B, V), by inverting the distribution function at `noise` (B,) in [0, 1)."""
+    if barred:
+        logits = bar(logits, torch.ones(len(logits), dtype=torch.bool, device=logits.device), barred)
+    if temperature == 0:
+        token = logits.argmax(-1)
+        return token, logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    probabilities = (logits / temperature).softmax(-1)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    # right=True: the first place *above* the noise, so that a token of probability 0 is never drawn
+    token = torch.searchsorted(cumulative, noise.unsqueeze(-1) * cumulative[:, -1:], right=True)
+    token = token.clamp(max=logits.shape[-1] - 1)
+    return token.squeeze(-1), probabilities.gather(-1, token).log().squeeze(-1)
+
+
+def uniforms(seed: int, episodes: Sequence[int], count: int) -> np.ndarray:
+    """(len(episodes), count) random numbers in [0, 1), each row a function of seed and episode alone."""
+    rows = [
+        np.random.Generator(np.random.Philox(key=np.array([seed, e], dtype=np.uint64))).random(count)
+        for e in episodes
+    ]
+    return np.stack(rows)
+
+
+def pad_left(
+    rows: Sequence[Sequence[int]], pad: int, room: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Token ids (B, T) padded on the left, and a mask (B, T + room): 1 on tokens and on the room behind them."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * (len(row) + room) for row in rows], device=device)
+    return ids, mask
+
+
+def _keep(
+    live: Tensor, rows: Tensor, mask: Tensor, token: Tensor, positions: Tensor, cache: DynamicCache
+) -> tuple:
+    """Everything of the batch, reduced to the live rows."""
+    index = live.nonzero().squeeze(-1)
+    cache.batch_select_indices(index)
+    return rows[index], mask[index], token[index], positions[index], cache
+
+
+def growing_cache(shared: SharedBase) -> DynamicCache:
+    """A KV cache that is not copied at every token; layers with a sliding window keep transformers' own kind."""
+    cache = DynamicCache(config=shared.base.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class GrowingLayer(DynamicLayer):
+    """A DynamicLayer with room ahead: it concatenates (that is, copies everything) every `ROOM` tokens, not every one."""
+
+    ROOM = 128
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        before = self.get_seq_length()
+        length = before + key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.all_keys, self.all_values = key_states[..., :0, :], value_states[..., :0, :]
+        if length > self.all_keys.shape[-2]:
+            self.all_keys = self._grown(self.all_keys, before, length + self.ROOM)
+            self.all_values = self._grown(self.all_values, before, length + self.ROOM)
+        self.all_keys[..., before:length, :] = key_states
+        self.all_values[..., before:length, :] = value_states
+        self.keys, self.values = self.all_keys[..., :length, :], self.all_values[..., :length, :]
+        return self.keys, self.values
+
+    @staticmethod
+    def _grown(states: Tensor, used: int, capacity: int) -> Tensor:
+        larger = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
+        larger[..., :used, :] = states[..., :used, :]
+        return larger
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        length = self.get_seq_length()
+        self.all_keys, self.all_values = self.all_keys[indices], self.all_values[indices]
+        self.keys, self.values = self.all_keys[..., :length, :], self.all_values[..., :length, :]

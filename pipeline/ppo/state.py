@@ -1,0 +1,94 @@
+"""What a PPO run is, beyond its job: written to a folder, and read back so that the run continues bit for bit (on a CPU).
+
+No pickle: tensors by safetensors, or torch.save read with weights_only; everything else JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pipeline.ppo.batch import world
+
+if TYPE_CHECKING:
+    from pipeline.ppo.trainer import PPOTrainer
+
+STATE_FILE = "ppo_state.json"
+
+
+def save_state(trainer: PPOTrainer, folder: str | Path) -> None:
+    """Rank 0 writes adapters, optimizer and state; each rank its random number generators. Not atomic: whoever calls it is."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rank, workers = world()
+    torch.save(rng_state(), folder / f"rng_{rank}_of_{workers}.pt")
+    if rank != 0:
+        return
+    for role in trainer.stored_roles():
+        trainer.shared.save(role, folder / role)
+    torch.save(trainer.optimizer.state_dict(), folder / "optimizer.pt")
+    state = {
+        "update": trainer.update,
+        "kl_coef": trainer.kl_coef,
+        "returns": vars(trainer.moments),
+        "skipped_steps": trainer.skipped_steps,
+        "scheduler": trainer.scheduler.state_dict(),
+        "history": trainer.history,
+    }
+    (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+
+
+def restore_state(trainer: PPOTrainer, folder: str | Path) -> None:
+    """Continue from `folder`. With another number of workers the generators of rewards that draw numbers start anew."""
+    folder = Path(folder)
+    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    for role in trainer.stored_roles():
+        trainer.shared.load(role, folder / role)
+    device = trainer.shared.device
+    trainer.optimizer.load_state_dict(
+        torch.load(folder / "optimizer.pt", weights_only=True, map_location=device)
+    )
+    trainer.scheduler.load_state_dict(state["scheduler"])
+    trainer.update = state["update"]
+    trainer.kl_coef = state["kl_coef"]
+    vars(trainer.moments).update(state["returns"])
+    trainer.skipped_steps = state["skipped_steps"]
+    trainer.history = state["history"]
+    rank, workers = world()
+    random_state = folder / f"rng_{rank}_of_{workers}.pt"
+    if random_state.exists():
+        set_rng_state(torch.load(random_state, weights_only=True))
+
+
+def rng_state() -> dict[str, Any]:
+    """The global generators of Python, numpy and torch, as what torch.load(weights_only=True) reads."""
+    version, words, gauss = random.getstate()
+    numpy: Any = np.random.get_state()
+    kind, keys, position, has_gauss, cached = numpy
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [
+            str(kind),
+            torch.from_numpy(keys.astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])

@@ -1,0 +1,276 @@
+"""functional.py against numbers computed by hand, and against plain loops in NumPy on random ragged batches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.ppo import functional as F
+
+NAN = math.nan
+CASES = settings(max_examples=60, deadline=None)
+shapes = dict(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 4),
+    time=st.integers(1, 7),
+    density=st.sampled_from([0.0, 0.4, 0.8, 1.0]),
+)
+
+
+def t(*rows):
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def ragged(seed, rows, time, density, count, scale=1.0):
+    """A mask with gaps and empty rows, and `count` arrays with NaN and inf where it is off."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random((rows, time)) < density
+    arrays = [rng.normal(size=(rows, time)) * scale for _ in range(count)]
+    for i, x in enumerate(arrays):
+        x[~mask] = (NAN, math.inf, -math.inf)[i % 3]
+    return mask, arrays, rng
+
+
+def tensors(arrays):
+    return [torch.tensor(x, dtype=torch.float32) for x in arrays]
+
+
+# --------------------------------------------------------------------------------------------- by hand
+
+
+def test_masked_mean():
+    x, mask = t([1, 2, NAN], [5, NAN, 3]), t([1, 1, 0], [0, 0, 1])
+    assert F.masked_mean(x, mask).item() == 2.0
+    assert F.masked_mean(x, mask, dim=1).tolist() == [1.5, 3.0]
+    assert F.masked_mean(x, torch.zeros(2, 3)).item() == 0.0
+
+
+def test_whiten_by_hand():
+    x, mask = t([1, 2, 99], [3, NAN, 6]), t([1, 1, 0], [1, 0, 1])  # 1 2 3 6: mean 3, unbiased variance 14/3
+    scale = math.sqrt(14 / 3)
+    assert F.whiten(x, mask).tolist() == nested([[-2 / scale, -1 / scale, 0], [0, 0, 3 / scale]])
+    kept = F.whiten(x, mask, shift_mean=False)
+    assert F.masked_mean(kept, mask).item() == pytest.approx(3, rel=1e-5)
+
+
+def test_whiten_of_one_value_is_its_distance_from_the_mean():
+    assert F.whiten(t([7.0, NAN]), t([1, 0])).tolist() == [[0.0, 0.0]]
+    assert F.whiten(t([7.0, NAN]), t([1, 0]), shift_mean=False).tolist() == [[7.0, 0.0]]
+    assert F.whiten(t([7.0]), t([0])).tolist() == [[0.0]]
+
+
+def test_kl_estimators_by_hand():
+    p, q = t([-1.0]), t([-1.5])
+    values = {"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 1 + 0.5, "abs": 0.5}
+    for name, value in values.items():
+        assert F.kl_estimate(p, q, name).item() == pytest.approx(value, rel=1e-6)
+        assert F.kl_estimate(q, p, name).item() == pytest.approx(
+            {"k1": -0.5, "k3": math.exp(0.5) - 1 - 0.5}.get(name, value), rel=1e-6
+        )
+    with pytest.raises(ValueError, match="k9"):
+        F.kl_estimate(p, q, "k9")
+
+
+def test_kl_estimators_agree_with_the_true_kl_in_the_mean():
+    torch.manual_seed(0)
+    p, q = torch.randn(6).log_softmax(-1), torch.randn(6).log_softmax(-1)
+    true = (p.exp() * (p - q)).sum().item()
+    for name in ("k1", "k3"):
+        assert (p.exp() * F.kl_estimate(p, q, name)).sum().item() == pytest.approx(true, rel=1e-5)
+
+
+def test_token_rewards_pay_the_score_once_at_the_last_action():
+    kl, mask = t([0.1, 0.2, NAN, 0.4], [0.1, NAN, NAN, NAN]), t([1, 1, 0, 1], [0, 0, 0, 0])
+    rewards = F.token_rewards(torch.tensor([2.0, 5.0]), kl, mask, 0.5)
+    assert rewards.tolist() == nested([[-0.05, -0.1, 0, 2 - 0.2], [0, 0, 0, 0]])
+
+
+def test_gae_by_hand():
+    rewards, values, mask = t([0.0, 1.0]), t([0.5, 0.25]), t([1, 1])
+    advantages, returns = F.gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    last = 1.0 - 0.25
+    first = 0.9 * 0.25 - 0.5 + 0.72 * last
+    assert advantages.tolist() == nested([[first, last]])
+    assert returns.tolist() == nested([[first + 0.5, last + 0.25]])
+    cut, _ = F.gae(rewards, values, mask, 0.9, 0.8, bootstrap=torch.tensor([2.0]))
+    assert cut[0, 1].item() == pytest.approx(last + 0.9 * 2.0)
+
+
+def test_gae_reads_over_gaps_and_padding_as_if_they_were_not_there():
+    dense = F.gae(t([0.1, 0.2, 1.0]), t([0.5, 0.4, 0.3]), t([1, 1, 1]), 0.99, 0.95)
+    gappy = F.gae(
+        t([NAN, 0.1, 9, 0.2, 1.0, 7]), t([3, 0.5, NAN, 0.4, 0.3, 8]), t([0, 1, 0, 1, 1, 0]), 0.99, 0.95
+    )
+    for a, b in zip(dense, gappy, strict=True):
+        assert b[0, [1, 3, 4]].tolist() == pytest.approx(a[0].tolist())
+        assert b[0, [0, 2, 5]].tolist() == [0, 0, 0]
+
+
+def test_policy_loss_by_hand():
+    old, new = t([0.0, 0.0, 0.0, NAN]), t([math.log(1.5), math.log(0.5), math.log(1.1), NAN])
+    advantages, mask = t([1.0, -1.0, 2.0, NAN]), t([1, 1, 1, 0])
+    loss, stats = F.policy_loss(new, old, advantages, mask, 0.2)
+    assert loss.item() == pytest.approx((-1.2 + 0.8 - 2.2) / 3, rel=1e-5)
+    assert stats["clipfrac"].item() == pytest.approx(2 / 3)
+    assert stats["ratio"].item() == pytest.approx((1.5 + 0.5 + 1.1) / 3)
+    approxkl = sum(math.log(x) ** 2 / 2 for x in (1.5, 0.5, 1.1)) / 3
+    assert stats["approxkl"].item() == pytest.approx(approxkl, rel=1e-5)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_actions_only():
+    new, old = t([math.log(10.0), math.log(10.0)]), t([0.0, 0.0])
+    advantages, mask = t([-1.0, 1.0]), t([1, 1])
+    assert F.policy_loss(new, old, advantages, mask, 0.2)[0].item() == pytest.approx((10 - 1.2) / 2)
+    assert F.policy_loss(new, old, advantages, mask, 0.2, dual_clip=3.0)[0].item() == pytest.approx(
+        (3 - 1.2) / 2
+    )
+
+
+def test_value_loss_by_hand():
+    values, old, returns, mask = t([1.0, 0.5, NAN]), t([0.0, 0.4, NAN]), t([2.0, 0.0, NAN]), t([1, 1, 0])
+    loss, stats = F.value_loss(values, old, returns, mask, 0.2)  # clipped to 0.2 and 0.5
+    assert loss.item() == pytest.approx(0.5 * (1.8**2 + 0.5**2) / 2, rel=1e-6)
+    assert stats["clipfrac"].item() == 0.5
+    assert F.value_loss(values, old, returns, mask, None)[0].item() == pytest.approx(0.5 * (1 + 0.25) / 2)
+
+
+def test_adaptive_controller_moves_the_right_way_and_is_clipped():
+    controller = F.AdaptiveKLController(0.1, target=6.0, horizon=1000)
+    assert controller.update(60.0, 100) == pytest.approx(0.1 * 1.02)  # far above: up, by 0.2 * 100 / 1000
+    assert controller.update(6.6, 100) == pytest.approx(0.1 * 1.02 * 1.01)
+    assert controller.update(0.0, 100) == pytest.approx(0.1 * 1.02 * 1.01 * 0.98)
+    assert controller.coef == pytest.approx(0.1 * 1.02 * 1.01 * 0.98)
+
+
+# ---------------------------------------------------------------------------- against loops, at random
+
+
+@CASES
+@given(**shapes)
+def test_mean_and_whitening_like_numpy(seed, rows, time, density):
+    mask, (x,), _ = ragged(seed, rows, time, density, 1, scale=5)
+    chosen = x[mask]
+    tensor, m = *tensors([x]), torch.tensor(mask)
+    assert F.masked_mean(tensor, m).item() == pytest.approx(chosen.mean() if len(chosen) else 0, abs=1e-5)
+    whitened = F.whiten(tensor, m).numpy()
+    assert (whitened[~mask] == 0).all()
+    if len(chosen) > 1:
+        expected = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
+        np.testing.assert_allclose(whitened[mask], expected, atol=1e-4)
+        kept = F.whiten(tensor, m, shift_mean=False).numpy()[mask]
+        np.testing.assert_allclose(kept, expected + chosen.mean(), atol=1e-4)
+
+
+@CASES
+@given(
+    **shapes, gamma=st.sampled_from([1.0, 0.9, 0.0]), lam=st.sampled_from([1.0, 0.95, 0.0]), cut=st.booleans()
+)
+def test_gae_like_a_loop_over_each_row(seed, rows, time, density, gamma, lam, cut):
+    mask, (rewards, values), rng = ragged(seed, rows, time, density, 2)
+    after = rng.normal(size=rows) if cut else np.zeros(rows)
+    advantages, returns = np.zeros((rows, time)), np.zeros((rows, time))
+    for b in range(rows):
+        places = [i for i in range(time) if mask[b, i]]
+        for n, i in enumerate(places):
+            deltas = []
+            for k in range(n, len(places)):
+                following = values[b, places[k + 1]] if k + 1 < len(places) else after[b]
+                deltas.append(rewards[b, places[k]] + gamma * following - values[b, places[k]])
+            advantages[b, i] = sum((gamma * lam) ** k * d for k, d in enumerate(deltas))
+            returns[b, i] = advantages[b, i] + values[b, i]
+    bootstrap = torch.tensor(after, dtype=torch.float32) if cut else None
+    ours = F.gae(*tensors([rewards, values]), torch.tensor(mask), gamma, lam, bootstrap)
+    np.testing.assert_allclose(ours[0].numpy(), advantages, atol=1e-4)
+    np.testing.assert_allclose(ours[1].numpy(), returns, atol=1e-4)
+    togo = F.rewards_to_go(torch.tensor(rewards, dtype=torch.float32), torch.tensor(mask), gamma).numpy()
+    for b in range(rows):
+        chosen = rewards[b][mask[b]]
+        expected = [sum(gamma**k * r for k, r in enumerate(chosen[n:])) for n in range(len(chosen))]
+        np.testing.assert_allclose(togo[b][mask[b]], expected, atol=1e-4)
+
+
+@CASES
+@given(**shapes, coefficient=st.sampled_from([0.0, 0.1]))
+def test_token_rewards_like_a_loop(seed, rows, time, density, coefficient):
+    mask, (kl,), rng = ragged(seed, rows, time, density, 1)
+    scores = rng.normal(size=rows)
+    expected = np.zeros((rows, time))
+    for b in range(rows):
+        places = np.flatnonzero(mask[b])
+        expected[b, places] = -coefficient * kl[b, places]
+        if len(places):
+            expected[b, places[-1]] += scores[b]
+    ours = F.token_rewards(torch.tensor(scores), *tensors([kl]), torch.tensor(mask), coefficient)
+    np.testing.assert_allclose(ours.numpy(), expected, atol=1e-5)
+
+
+@CASES
+@given(**shapes, scale=st.sampled_from([0.1, 3.0, 1e4]), dual=st.sampled_from([None, 2.0]))
+def test_policy_loss_like_a_loop_and_finite_at_any_ratio(seed, rows, time, density, scale, dual):
+    mask, (new, old, advantages), _ = ragged(seed, rows, time, density, 3)
+    new = new * scale  # log-ratios up to tens of thousands
+    total = 0.0
+    for b, i in zip(*np.nonzero(mask), strict=True):
+        ratio, a = math.exp(min(max(new[b, i] - old[b, i], -20), 20)), advantages[b, i]
+        loss = max(-a * ratio, -a * min(max(ratio, 0.8), 1.2))
+        total += min(loss, -dual * a) if dual and a < 0 else loss
+    a, b, c = tensors([new, old, advantages])
+    a.requires_grad_()
+    ours, stats = F.policy_loss(a, b, c, torch.tensor(mask), 0.2, dual)
+    assert ours.item() == pytest.approx(total / max(mask.sum(), 1), rel=2e-3, abs=1e-4)
+    ours.backward()
+    assert torch.isfinite(a.grad).all() and (a.grad[~torch.tensor(mask)] == 0).all()
+    assert all(math.isfinite(x.item()) for x in stats.values())
+
+
+@CASES
+@given(**shapes, clip=st.sampled_from([0.2, None]))
+def test_value_loss_like_a_loop(seed, rows, time, density, clip):
+    mask, (values, old, returns), _ = ragged(seed, rows, time, density, 3)
+    total = 0.0
+    for b, i in zip(*np.nonzero(mask), strict=True):
+        bounded = values[b, i] if clip is None else old[b, i] + np.clip(values[b, i] - old[b, i], -clip, clip)
+        total += 0.5 * max((values[b, i] - returns[b, i]) ** 2, (bounded - returns[b, i]) ** 2)
+    a, b, c = tensors([values, old, returns])
+    a.requires_grad_()
+    ours, _ = F.value_loss(a, b, c, torch.tensor(mask), clip)
+    assert ours.item() == pytest.approx(total / max(mask.sum(), 1), rel=1e-4, abs=1e-6)
+    ours.backward()
+    assert torch.isfinite(a.grad).all() and (a.grad[~torch.tensor(mask)] == 0).all()
+
+
+@CASES
+@given(**shapes)
+def test_losses_of_parts_add_up_with_a_common_denominator(seed, rows, time, density):
+    mask, arrays, _ = ragged(seed, rows, time, density, 3)
+    m, (a, b, c) = torch.tensor(mask), tensors(arrays)
+    whole, stats = F.policy_loss(a, b, c, m, 0.2)
+    n = max(int(m.sum()), 1)
+    parts = [
+        F.policy_loss(a[i : i + 1], b[i : i + 1], c[i : i + 1], m[i : i + 1], 0.2, denominator=n)
+        for i in range(rows)
+    ]
+    assert sum(p[0].item() for p in parts) == pytest.approx(whole.item(), rel=1e-4, abs=1e-5)
+    for name, value in stats.items():
+        assert sum(p[1][name].item() for p in parts) == pytest.approx(value.item(), rel=1e-4, abs=1e-5)
+
+
+def test_whitening_over_workers_is_whitening_of_the_whole():
+    """Two workers, one after the other: what all_reduce would give is the sum of what both put in."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(6, 5) * 3 + 1, torch.rand(6, 5) > 0.3
+    whole = F.whiten(x, mask)
+    halves = [(x[:3], mask[:3]), (x[3:], mask[3:])]
+    count, total = mask.sum().double(), x.double().where(mask, 0.0).sum()
+    squares = ((x.double() - total / count) ** 2).where(mask, 0.0).sum()
+    for part, (xs, ms) in enumerate(halves):
+        answers = iter([torch.stack([total, count]), squares])
+        ours = F.whiten(xs, ms, all_reduce=lambda _, answers=answers: next(answers))
+        torch.testing.assert_close(ours, whole[3 * part : 3 * part + 3])
+
+
+def nested(rows):
+    return [pytest.approx(row, rel=1e-5, abs=1e-6) for row in rows]

@@ -1,0 +1,109 @@
+"""Tiny random models, prompts and rewards for the tests of adapters and PPO."""
+
+import json
+
+import torch
+import transformers
+
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.rewards import FunctionReward
+from pipeline.ppo.trainer import PPOTrainer
+
+VOCAB, EOS = 64, [2, 3]
+SMALL = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    initializer_range=0.2,
+)
+LORA = dict(r=4, lora_alpha=8, target_modules="all-linear")
+
+
+class Tokenizer:
+    """As much of a tokenizer as the trainer needs: ids are words."""
+
+    pad_token_id, eos_token_id, chat_template = 0, 2, None
+
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(str(i) for i in ids if not (skip_special_tokens and i in EOS))
+
+
+def config(kind="llama", **changes):
+    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    if kind == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=128,
+            initializer_range=0.2,
+            **special,
+            **changes,
+        )
+    name, more = {
+        "llama": ("LlamaConfig", dict(num_key_value_heads=2)),
+        "qwen3": ("Qwen3Config", dict(num_key_value_heads=2, head_dim=8)),
+        "mistral": ("MistralConfig", dict(num_key_value_heads=2, sliding_window=8)),
+        "gemma": ("GemmaConfig", dict(num_key_value_heads=1, head_dim=8)),
+        "gemma2": (
+            "Gemma2Config",
+            dict(num_key_value_heads=1, head_dim=8, sliding_window=8, final_logit_softcapping=5.0),
+        ),
+    }[kind]
+    return getattr(transformers, name)(
+        **{**SMALL, **more, **special, "max_position_embeddings": 128, **changes}
+    )
+
+
+def base(kind="llama", seed=0, **changes):
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config(kind, **changes)).eval()
+
+
+def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
+    """Roles reference, policy (its copy), reward, critic (its copy). `spread`: makes the policy another than the reference."""
+    shared = SharedBase(base(kind, seed, **changes))
+    shared.add("reference", lora=LORA)
+    shared.add("policy", copy_of="reference", trainable=True)
+    if critic:
+        shared.add("reward", lora={**LORA, "r": 3}, head=True)
+        shared.add("critic", copy_of="reward", head=True, trainable=True)
+    for role in ("policy", "critic") if spread else ():
+        for parameter in shared.parameters_of(role) if role in shared.roles else ():
+            parameter.data += spread * torch.randn_like(parameter)
+    return shared
+
+
+def prompts(count=32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(4, VOCAB, (3 + i % 5,), generator=generator).tolist() for i in range(count)]
+    return [
+        dict(input_ids=x, row=json.dumps(dict(prompt=f"question {i}", answer=i))) for i, x in enumerate(ids)
+    ]
+
+
+def low(completion_ids, **columns):
+    """The share of tokens below 20 in the reply: what the toy runs learn."""
+    return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
+
+
+def trainer(shared=None, reward=low, rows=None, engine=None, **changes):
+    settings = dict(
+        total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
+        num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
+    )  # fmt: skip
+    args = PPOConfig(**{**settings, **changes})
+    shared = shared or shared_base(critic=args.uses_critic)
+    rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
+    rewards = [FunctionReward(reward)] if callable(reward) else rewards
+    return PPOTrainer(shared, Tokenizer(), args, rows or prompts(), rewards, eos=EOS, engine=engine)
+
+
+def weights(trainer_or_shared, roles=("policy", "critic")):
+    """All trainable numbers in one vector."""
+    shared = getattr(trainer_or_shared, "shared", trainer_or_shared)
+    return torch.cat([p.data.flatten() for r in roles if r in shared.roles for p in shared.parameters_of(r)])
