@@ -1,6 +1,11 @@
-"""What every test shares: quiet libraries, and no network."""
+"""What every test shares: quiet libraries, no network, one embedded Ray, and `cli`, the command line in this process."""
 
 import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -8,4 +13,30 @@ os.environ.update(
     MLFLOW_DISABLE_TELEMETRY="true",
     RAY_USAGE_STATS_ENABLED="0",
     TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",  # the tests share two cores; and sums of one thread do not depend on the machine
+    PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",  # workers import the test files that define a reward
 )
+os.environ.pop("MLFLOW_TRACKING_URI", None)
+os.environ.pop("RAY_ADDRESS", None)
+
+
+@pytest.fixture(scope="session")
+def embedded_ray():
+    """One Ray for all tests that need one: the stages find it and use it."""
+    from pipeline import cluster
+    from pipeline.config import load_job
+
+    with cluster.session(load_job(ROOT / "jobs/demo/sft.yaml", [], "sft")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def storage(tmp_path_factory):
+    """Where the tests' runs and their MLflow store lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def in_root(monkeypatch):
+    """The shipped jobs name their files relative to the repository."""
+    monkeypatch.chdir(ROOT)

@@ -1,0 +1,224 @@
+"""Ray Train, seen from the driver: a session, a TorchTrainer, failures, resume. (`worker.py` is the other side.)
+
+    with cluster.session(job):                 # an embedded Ray, or the cluster that this driver runs on
+        outcome = cluster.fit(work, rows, train)     # `train(worker)` runs once in every worker
+
+The same `run.name` continues from its last checkpoint; without a name every run is a new one.
+"""
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline import console, registry, storage
+from pipeline.config import Job
+from pipeline.errors import InputError
+from pipeline.worker import Work, Worker, main
+
+# Set before Ray starts, so that every process of it inherits them.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else every line of a worker appears twice
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of a job mean the same in every process
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` uploads the working directory and slows every start
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it in vain
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",  # bars of loading weights; a stage shows its own progress
+    "PYTHONWARNINGS": "ignore",
+}
+# An embedded Ray listens on loopback and serves one user: no token. The health check is also what a checkpoint
+# report waits for (2 s by default).
+EMBEDDED = {"RAY_AUTH_MODE": "disabled", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
+
+
+def name_run(job: Job) -> Job:
+    """The job with a run name and absolute paths: a name given is kept (and resumed), else stage and time."""
+    name = job.run.name or f"{job.stage}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}"
+    return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
+
+
+def folder(job: Job) -> str:
+    """Where everything of a run lies: checkpoints and result.json."""
+    return storage.join(job.run.storage_path, str(job.run.name))
+
+
+@contextlib.contextmanager
+def session(job: Job) -> Iterator[None]:
+    """Ray for the stages inside: the one already running in this process, the cluster's, or an embedded one."""
+    import ray
+
+    check_scaling(job)
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+    quiet = {"log_to_driver": True, "logging_level": "warning"}
+    if os.environ.get("RAY_ADDRESS"):  # set by Ray for the driver of a submitted job
+        ray.init(**quiet)
+        check_shared_storage(job)
+    else:
+        os.environ.update({k: v for k, v in EMBEDDED.items() if k not in os.environ})
+        # A bare init() would join whatever cluster this machine last started, somebody else's included.
+        cpus = max(4, os.cpu_count() or 1)  # logical: data tasks must find a slot beside the workers
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    console.attach()
+    _quiet_data()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _quiet_data() -> None:
+    import logging
+
+    import ray
+
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.print_on_execution_start = False
+    context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+
+
+# ------------------------------------------------------------------------------------------------- preflight
+
+
+def check_scaling(job: Job) -> None:
+    """Refuses more workers than an embedded Ray can ever place: Ray itself would wait for them for ever.
+
+    Raises:
+        InputError: with what is there and what was asked for.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return  # a cluster may autoscale; Ray reports what is missing while it waits
+    least = job.workers[0]
+    each = job.scaling.get("resources_per_worker") or {"CPU": 1}
+    cpus = os.cpu_count() or 1
+    if least * each.get("CPU", 0) > cpus:
+        raise InputError(
+            f"scaling.num_workers: {least} workers with {each.get('CPU', 0)} CPU each, but this machine has {cpus} "
+            f"CPUs; type scaling.num_workers={max(1, int(cpus // max(each.get('CPU', 1), 1e-9)))}, lower "
+            "scaling.resources_per_worker, or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
+        )
+    if job.scaling.get("use_gpu") and least > (gpus := _local_gpus()):
+        raise InputError(
+            f"scaling.use_gpu: {least} workers want a GPU each, but this machine has {gpus}; run on a cluster "
+            "(RAY_ADDRESS=http://HEAD:8265), or try it on the CPU with the demo profile (make rlhf)"
+        )
+
+
+def _local_gpus() -> int:
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+
+
+def check_shared_storage(job: Job) -> None:
+    """On several nodes, proves with a file that each of them sees the driver's `storage_path`.
+
+    Raises:
+        InputError: naming the nodes that do not.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if storage.is_remote(job.run.storage_path) or len(nodes) < 2:
+        return
+    if registry.tracking_uri(job).startswith("sqlite:"):
+        raise InputError(
+            "mlflow.tracking_uri: a SQLite file belongs to one machine, but this cluster has "
+            f"{len(nodes)} nodes; name a server, e.g. mlflow.tracking_uri=http://HEAD:5000"
+        )
+    probe = storage.join(job.run.storage_path, ".shared-probe")
+    storage.write_json(probe, {"driver": os.uname().nodename})
+    sees = ray.remote(num_cpus=0)(os.path.exists)
+    asked = {
+        node["NodeManagerAddress"]: sees.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(probe)
+        for node in nodes
+    }
+    blind = [address for address, answer in asked.items() if not ray.get(answer, timeout=60)]
+    os.remove(probe)
+    if blind:
+        raise InputError(
+            f"run.storage_path: {job.run.storage_path} is not shared: {', '.join(blind)} do not see what the driver "
+            "writes there; use a bucket or a network mount, e.g. run.storage_path=s3://BUCKET/runs"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- what a run is
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left: final metrics, samples, the adapter's folder, the last checkpoint, and what it cost."""
+
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+    adapter: str | None  # None where nothing was trained
+    checkpoint: str
+    seconds: float
+    peak_memory: int  # bytes, the largest worker: of the GPU where there is one, else resident
+
+
+def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]]) -> Outcome:
+    """Runs `train(worker)` on every worker of a TorchTrainer; restarts and resumes as the job says.
+
+    Raises:
+        ray.train.v2.api.exceptions.WorkerGroupError: with each worker's exception; the command line looks into it for
+            an InputError.
+    """
+    from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.config import LoggingConfig
+
+    job = work.job
+    scaling = dict(job.scaling)
+    if isinstance(scaling.get("num_workers"), list):
+        scaling["num_workers"] = tuple(scaling["num_workers"])
+    trainer = TorchTrainer(
+        main,
+        train_loop_config={"train": train, "work": work},
+        datasets=rows,
+        # Every worker sees the whole set: a split shard would be split a second time by accelerate.
+        dataset_config=DataConfig(datasets_to_split=[]),
+        scaling_config=ScalingConfig(**scaling),
+        run_config=RunConfig(
+            name=job.run.name,
+            storage_path=job.run.storage_path,
+            failure_config=FailureConfig(max_failures=job.run.max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=job.run.num_to_keep),
+            logging_config=LoggingConfig(log_level="WARNING"),
+        ),
+    )
+    started = time.monotonic()
+    result = trainer.fit()
+    assert result.checkpoint is not None and result.return_value is not None
+    checkpoint = _uri(job, result.checkpoint.path)
+    adapter = os.path.join(storage.fetch_folder(checkpoint, tempfile.mkdtemp(prefix="adapter-")), "adapter")
+    return Outcome(
+        metrics=result.return_value["metrics"],
+        samples=result.return_value["samples"],
+        adapter=adapter if os.path.isdir(adapter) else None,
+        checkpoint=checkpoint,
+        seconds=time.monotonic() - started,
+        peak_memory=result.return_value["peak_memory"],
+    )
+
+
+def _uri(job: Job, path: str) -> str:
+    """Ray returns a bucket's path without its scheme."""
+    if storage.is_remote(job.run.storage_path) and not storage.is_remote(path):
+        return job.run.storage_path.split("://")[0] + "://" + path
+    return path

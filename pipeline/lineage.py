@@ -1,0 +1,95 @@
+"""Where an adapter comes from: `lineage.json` in its folder, and the checks that read it back.
+
+An adapter is worth nothing without its base. Its folder therefore names the base by digest, the tokenizer and
+chat template that it was trained with, its parents and its data; a stage that takes an adapter as input refuses
+one whose base is not the job's base.
+"""
+
+import hashlib
+import json
+import os
+from importlib.metadata import version
+from typing import Any
+
+from pipeline.errors import InputError
+
+FILE = "lineage.json"
+LIBRARIES = ("torch", "transformers", "peft", "trl", "ray", "mlflow")
+
+
+def describe(
+    stage: str,
+    base: dict[str, Any],
+    tokenizer: Any,
+    parents: dict[str, str],
+    data: dict[str, str],
+    **more: Any,
+) -> dict[str, Any]:
+    """The lineage of an adapter that a stage is about to save; `more` holds e.g. the reward's mean and std."""
+    from pipeline.models.tokenizer import template_digest, tokenizer_digest
+
+    return {
+        "stage": stage,
+        "base": base,
+        "tokenizer": tokenizer_digest(tokenizer),
+        "chat_template": template_digest(tokenizer),
+        "parents": parents,
+        "data": data,
+        "versions": {name: version(name) for name in LIBRARIES},
+        **more,
+    }
+
+
+def write(folder: str, lineage: dict[str, Any]) -> None:
+    with open(os.path.join(folder, FILE), "w", encoding="utf-8") as file:
+        json.dump(lineage, file, indent=2)
+
+
+def read(folder: str, reference: str) -> dict[str, Any]:
+    """The lineage of an adapter folder.
+
+    Raises:
+        InputError: when the folder is missing, is no adapter, or was not saved by this pipeline.
+    """
+    if not os.path.isdir(folder):
+        raise InputError(
+            f"{reference}: no such folder; give a folder, or models:/NAME@ALIAS of a registered adapter"
+        )
+    if not os.path.exists(os.path.join(folder, "adapter_config.json")):
+        found = ", ".join(sorted(os.listdir(folder))[:6]) or "nothing"
+        raise InputError(f"{reference}: no adapter in {folder} (expected adapter_config.json, found {found})")
+    path = os.path.join(folder, FILE)
+    if not os.path.exists(path):
+        return {}  # a plain peft adapter: usable, its base is checked by shape when it is loaded
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def is_adapter(folder: str) -> bool:
+    return os.path.exists(os.path.join(folder, "adapter_config.json"))
+
+
+def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
+    """Refuses an adapter that was trained on another base than the job's.
+
+    Raises:
+        InputError: with both names and digests.
+    """
+    trained_on = lineage.get("base")
+    if trained_on and trained_on["digest"] != base["digest"]:
+        raise InputError(
+            f"{key}: {reference} was trained on base {trained_on['name_or_path']} ({trained_on['digest'][:12]}), but "
+            f"model.name_or_path is {base['name_or_path']} ({base['digest'][:12]}). An adapter works on its own base "
+            f"only: set model.name_or_path={trained_on['name_or_path']}, or train a new adapter on this base"
+        )
+
+
+def folder_digests(folder: str) -> dict[str, str]:
+    """{relative path: sha256} of every file under `folder`."""
+    digests = {}
+    for root, _, files in os.walk(folder):
+        for name in files:
+            path = os.path.join(root, name)
+            with open(path, "rb") as file:
+                digests[os.path.relpath(path, folder)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests

@@ -1,0 +1,354 @@
+"""The only file that knows MLflow: runs and their metrics, lineage, the gate, versions, aliases, load back.
+
+The driver owns a run: it opens it before training, registers what came out, and ends it. Rank 0 of the workers
+logs metrics to the same run by its id. A registered version is the adapter folder as it was saved (adapter, head,
+tokenizer, lineage.json), with tags that say where it comes from. Whatever is registered has been downloaded again
+first and compared file by file.
+"""
+
+import json
+import logging
+import os
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import storage
+from pipeline.config import OPERATORS, Job, parse_gate
+from pipeline.errors import InputError
+from pipeline.lineage import folder_digests
+
+
+@dataclass(frozen=True)
+class Version:
+    """One registered model version; `alias` is None when the gate kept it back, and `gate` says why."""
+
+    name: str
+    version: str
+    alias: str | None
+    gate: str
+
+    def __str__(self) -> str:
+        return f"{self.name} v{self.version}" + (f" @{self.alias}" if self.alias else "")
+
+
+def tracking_uri(job: Job) -> str:
+    """The tracking server of a job: its own, the environment's, or a SQLite file beside the runs."""
+    uri = job.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if uri:
+        return uri
+    if storage.is_remote(job.run.storage_path):
+        raise InputError(
+            f"mlflow.tracking_uri: missing; with run.storage_path={job.run.storage_path} there is no local folder for "
+            "a SQLite file. Name a tracking server, e.g. mlflow.tracking_uri=http://HEAD:5000"
+        )
+    return f"sqlite:///{storage.absolute(job.run.storage_path)}/mlflow.db"
+
+
+def client(uri: str) -> Any:
+    """An MlflowClient that gives up within seconds instead of minutes, and whose migrations do not fill the log."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    import mlflow
+
+    # Downloading by `models:/` asks the process-wide store, whatever URI it is given (mlflow 3.17).
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def check(job: Job) -> None:
+    """Proves before any work that the tracking server answers.
+
+    Raises:
+        InputError: when it does not, with what to type next.
+    """
+    uri = tracking_uri(job)
+    if uri.startswith("sqlite:///"):
+        os.makedirs(os.path.dirname(uri.removeprefix("sqlite:///")), exist_ok=True)
+    try:
+        client(uri).search_experiments(max_results=1)
+    except Exception as error:  # whatever the store's driver raises: it is the address that is wrong
+        reason = str(error).splitlines()[0][:300]
+        raise InputError(
+            f"mlflow.tracking_uri: {uri!r} does not answer ({type(error).__name__}: {reason}); start the server, or "
+            "leave the key out to use a SQLite file in run.storage_path"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------------- runs
+
+
+@contextmanager
+def run(job: Job, digests: dict[str, str]):
+    """Opens the MLflow run of a job, yields its id, and ends it as FINISHED or FAILED.
+
+    A run that was cut short is opened again by the same `run.name`, so that one job stays one run.
+    """
+    mlflow = client(tracking_uri(job))
+    run_key = storage.join(storage.absolute(job.run.storage_path), str(job.run.name))
+    experiment = _experiment(mlflow, job)
+    found = mlflow.search_runs(
+        [experiment],
+        filter_string=f"tags.`pipeline.run` = '{run_key}'",
+        max_results=1,
+        order_by=["start_time DESC"],
+    )
+    if found and found[0].info.status != "FINISHED":
+        run_id = found[0].info.run_id
+        mlflow.update_run(run_id, status="RUNNING")
+    else:
+        tags = {"pipeline.run": run_key, "stage": job.stage}
+        run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
+        _log_inputs(mlflow, run_id, job, digests)
+    try:
+        yield run_id
+    except BaseException:
+        mlflow.set_terminated(run_id, "FAILED")
+        raise
+    mlflow.set_terminated(run_id, "FINISHED")
+
+
+def _experiment(mlflow: Any, job: Job) -> str:
+    found = mlflow.get_experiment_by_name(job.mlflow.experiment)
+    if found:
+        return found.experiment_id
+    location = None
+    if tracking_uri(job).startswith("sqlite:"):  # a server decides for itself where artifacts go
+        location = storage.join(storage.absolute(job.run.storage_path), "artifacts")
+    return mlflow.create_experiment(job.mlflow.experiment, artifact_location=location)
+
+
+def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> None:
+    """The resolved job, its parameters, and each data set by its digest (no row is stored or read)."""
+    import mlflow as mlflow_api
+    from mlflow.data.meta_dataset import MetaDataset
+    from mlflow.entities import DatasetInput, InputTag, Param
+
+    resolved = job.to_dict()
+    mlflow.log_dict(run_id, resolved, "job.json")
+    params = [Param(key, str(value)[:500]) for key, value in _flatten(resolved)]
+    for start in range(0, len(params), 100):  # the store's limit for one call
+        mlflow.log_batch(run_id, params=params[start : start + 100])
+    inputs = []
+    for context, digest in digests.items():
+        paths = getattr(job.data, context, None) or job.data.train
+        with (
+            warnings.catch_warnings()
+        ):  # a local path can be a "local" source in two ways, which are the same
+            warnings.simplefilter("ignore")
+            source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(str(_first(paths)))
+        dataset = MetaDataset(source, name=context, digest=digest[:36])
+        inputs.append(DatasetInput(dataset._to_mlflow_entity(), [InputTag("mlflow.data.context", context)]))
+    mlflow.log_inputs(run_id, inputs)
+
+
+def _first(paths: Any) -> Any:
+    return paths[0] if isinstance(paths, list) else paths
+
+
+def _flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [pair for key, item in value.items() for pair in _flatten(item, f"{prefix}{key}.")]
+    return [] if value is None else [(prefix.rstrip("."), value)]
+
+
+class MetricLog:
+    """Metrics of one run, written as training goes; a server that is away delays them, it does not stop training."""
+
+    def __init__(self, uri: str, run_id: str):
+        self.client = client(uri)
+        self.run_id = run_id
+        self.pending: list[Any] = []
+        self.warned = False
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self.pending += [
+            Metric(_key(k), float(v), now, step) for k, v in metrics.items() if isinstance(v, int | float)
+        ]
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what is pending, 1000 values a call; what cannot be sent stays pending for the next time."""
+        while self.pending:
+            try:
+                self.client.log_batch(self.run_id, metrics=self.pending[:1000])
+            except Exception as error:  # a ten-hour run must not die of its bookkeeping
+                if not self.warned:
+                    print(
+                        f"warning: MLflow does not answer ({error}); metrics are kept and sent later",
+                        flush=True,
+                    )
+                self.warned = True
+                return
+            del self.pending[:1000]
+
+    def close(self) -> None:
+        self.flush()
+        if self.pending:
+            print(
+                f"warning: {len(self.pending)} metric values of run {self.run_id} were not recorded in MLflow"
+            )
+
+
+def _key(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "_-./ " else "_" for c in name)
+
+
+# --------------------------------------------------------------------------------------------------- versions
+
+
+def passes(gate: dict[str, str], metrics: dict[str, float]) -> tuple[bool, str]:
+    """(did every condition hold, the reason in words). A metric that is missing or NaN fails its condition."""
+    failures = []
+    for name, condition in gate.items():
+        symbol, threshold = parse_gate(condition)
+        value = metrics.get(name)
+        if value is None or not OPERATORS[symbol](value, threshold):
+            failures.append(
+                f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
+            )
+    if failures:
+        return False, "failed: " + "; ".join(failures)
+    return True, "passed" if gate else "none set"
+
+
+def publish(
+    job: Job, run_id: str, folder: str, metrics: dict[str, float], lineage: dict[str, Any]
+) -> Version:
+    """Registers an adapter folder as a new version and moves the alias if the gate passes.
+
+    The order makes a crash harmless: files first, then the comparison with what comes back, then the version,
+    then the alias. A run that was already registered (a crash just before its end) is not registered twice.
+
+    Raises:
+        RuntimeError: if the files that come back from the store differ from those that were saved.
+    """
+    mlflow = client(tracking_uri(job))
+    name = job.mlflow.registered_model
+    ok, reason = passes(job.gate, metrics)
+    known = mlflow.search_model_versions(f"run_id = '{run_id}'")
+    if known:
+        version = known[0].version
+    else:
+        model_id = _store(mlflow, job, run_id, folder, lineage)
+        _create_registered_model(mlflow, name)
+        tags = {
+            **_tags(lineage),
+            **{k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")},
+            "gate": reason,
+        }
+        version = mlflow.create_model_version(
+            name, source=f"models:/{model_id}", run_id=run_id, model_id=model_id, tags=tags
+        ).version
+    if ok:
+        mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
+    return Version(name, str(version), job.mlflow.alias if ok else None, reason)
+
+
+def _store(mlflow: Any, job: Job, run_id: str, folder: str, lineage: dict[str, Any]) -> str:
+    """Uploads the folder as a LoggedModel, downloads it again and compares every file; returns the model id."""
+    from mlflow.artifacts import download_artifacts
+
+    experiment = mlflow.get_run(run_id).info.experiment_id
+    model = mlflow.create_logged_model(
+        experiment, name=job.stage, source_run_id=run_id, model_type=f"lora-{job.stage}", tags=_tags(lineage)
+    )
+    try:
+        mlflow.log_model_artifacts(model.model_id, folder)
+        back = download_artifacts(f"models:/{model.model_id}", tracking_uri=tracking_uri(job))
+        sent, received = folder_digests(folder), folder_digests(back)
+        if sent != received:
+            different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
+            raise RuntimeError(
+                f"the artifact store returned other files than were saved: {', '.join(different)}"
+            )
+    except BaseException:
+        mlflow.finalize_logged_model(model.model_id, "FAILED")
+        raise
+    mlflow.finalize_logged_model(model.model_id, "READY")
+    return model.model_id
+
+
+def _create_registered_model(mlflow: Any, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        mlflow.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _tags(lineage: dict[str, Any]) -> dict[str, str]:
+    """Lineage as flat tags: base, tokenizer, parents, data and library versions can be searched for in MLflow."""
+    flat = _flatten({key: lineage[key] for key in lineage if key not in ("parents", "data", "versions")})
+    tags = {key.replace(".", "_"): str(value) for key, value in flat}
+    return tags | {key: json.dumps(lineage.get(key, {})) for key in ("parents", "data", "versions")}
+
+
+def pin(reference: str, uri: str) -> str:
+    """`models:/name@alias` -> `models:/name/VERSION`, so that a run's inputs do not change under it.
+
+    Folders and hub ids are returned as they are.
+
+    Raises:
+        InputError: when the model, alias or version does not exist, with the ones that do.
+    """
+    if not reference.startswith("models:/"):
+        return reference
+    from mlflow.exceptions import MlflowException
+
+    mlflow = client(uri)
+    target = reference.removeprefix("models:/")
+    name, separator, alias = target.partition("@")
+    try:
+        if separator:
+            return f"models:/{name}/{mlflow.get_model_version_by_alias(name, alias).version}"
+        name, _, version = target.partition("/")
+        return f"models:/{name}/{mlflow.get_model_version(name, version).version}"
+    except MlflowException as error:
+        raise InputError(_not_found(mlflow, reference, name, uri)) from error
+
+
+def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
+    models = {m.name: m for m in mlflow.search_registered_models()}
+    if name not in models:
+        known = ", ".join(sorted(models)) or "none yet"
+        return f"{reference}: no registered model {name!r} in {uri} (registered: {known}); {_train_it(name)}"
+    aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[name].aliases.items()) or "none"
+    newest = max(mlflow.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version), default=None)
+    hint = (
+        f"the newest is models:/{name}/{newest.version} (gate {newest.tags.get('gate', '?')})"
+        if newest
+        else ""
+    )
+    return (
+        f"{reference}: no such alias or version of {name!r} (aliases: {aliases}); {hint or _train_it(name)}"
+    )
+
+
+def _train_it(name: str) -> str:
+    stage = name.rpartition("-")[2]
+    return (
+        f"run `make {stage}` first" if stage in ("sft", "rm", "dpo", "ppo") else "train and register it first"
+    )
+
+
+def fetch(reference: str, uri: str) -> str:
+    """The local folder of a version (`models:/name/3`); a local folder is returned as it is. Read only."""
+    if not reference.startswith("models:/"):
+        return reference
+    client(uri)  # quiets the library's loggers before it prints
+    from mlflow.artifacts import download_artifacts
+
+    return download_artifacts(reference, tracking_uri=uri)

@@ -1,0 +1,120 @@
+"""From a job's inputs to roles on one base: which adapter plays the policy, the reference, the rewards and the critic."""
+
+import importlib
+from typing import Any
+
+from pipeline import lineage
+from pipeline.worker import Worker
+
+
+def shared_base(worker: Worker) -> Any:
+    """The job's frozen base on this worker's device, with no role yet."""
+    import torch
+
+    from pipeline.models.adapters import SharedBase
+    from pipeline.models.base import load_base
+
+    device = (
+        f"cuda:{worker.local_rank}"
+        if torch.cuda.is_available() and worker.job.scaling.get("use_gpu")
+        else "cpu"
+    )
+    if device != "cpu":
+        import ray.train.torch
+
+        device = str(ray.train.torch.get_device())
+    autocast = torch.bfloat16 if worker.job.trainer.get("bf16") else None
+    return SharedBase(load_base(worker.job.model, device=worker.device), autocast=autocast)
+
+
+def add_rewards(worker: Worker, shared: Any) -> list[Any]:
+    """The job's rewards, in order; a reward adapter becomes the role `reward` (`reward_1`, ... if there are several)."""
+    return [_reward(worker, shared, index, weight) for index, (_, weight) in enumerate(worker.job.rewards)]
+
+
+def _reward(worker: Worker, shared: Any, index: int, weight: float) -> Any:
+    from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
+
+    source = worker.work.inputs[f"reward.{index}"]
+    role = "reward" if index == 0 else f"reward_{index}"
+    rows = worker.job.trainer.get("local_rollout_forward_batch_size", 64)
+    if source.startswith("python:"):
+        return FunctionReward(load_function(source), weight=weight, name=role)
+    folder = worker.input(f"reward.{index}")
+    if lineage.is_adapter(folder):
+        shared.add(role, folder=folder, head=True)
+        constants = lineage.read(folder, source).get("reward") or {"mean": 0.0, "std": 1.0}
+        return AdapterReward(shared, role, rows=rows, weight=weight, **constants)
+    model, tokenizer = _other_model(worker, folder)
+    return ModelReward(model.to(shared.device), tokenizer, rows=rows, weight=weight, name=role)
+
+
+def _other_model(worker: Worker, where: str) -> tuple[Any, Any]:
+    """A reward model that is not an adapter on this base, with a tokenizer of its own. It costs what it costs."""
+    from dataclasses import replace
+
+    from pipeline.models.base import load_base
+    from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
+
+    settings = replace(worker.job.model, name_or_path=where, revision=None, load_in_4bit=False)
+    tokenizer = load_tokenizer(where, trust_remote_code=settings.trust_remote_code)
+    same = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
+    return load_base(settings, scorer=True), None if same else tokenizer
+
+
+def judge(worker: Worker) -> Any:
+    """The job's judge, a Python rule that no model is trained on; None if it has none."""
+    from pipeline.ppo.rewards import FunctionReward
+
+    return FunctionReward(load_function(worker.job.judge), name="judge") if worker.job.judge else None
+
+
+def load_function(source: str) -> Any:
+    module, _, function = source.removeprefix("python:").partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def add_policy(worker: Worker, shared: Any, args: Any) -> str | None:
+    """The role `policy`, trainable, and its reference: the frozen sft adapter that it starts from.
+
+    Returns:
+        The role of the reference; None, the bare base, where there is no sft adapter.
+    """
+    if "policy" not in worker.work.inputs:
+        shared.add("policy", lora=worker.job.lora, trainable=True)
+        if args.sync_ref_model:  # a reference that moves has to be an adapter
+            shared.add("reference", copy_of="policy")
+            return "reference"
+        return None
+    folder = worker.input("policy")
+    shared.add("policy", folder=folder, trainable=True)
+    shared.add("reference", folder=folder)
+    return "reference"
+
+
+def add_critic(worker: Worker, shared: Any) -> None:
+    """The role `critic`, trainable: a copy of the reward adapter and head; a new adapter if no reward is one."""
+    if "reward" in shared.roles:
+        shared.add("critic", copy_of="reward", head=True, trainable=True)
+    else:
+        shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
+
+
+def verify_reload(shared: Any, folder: str, rows: list[list[int]]) -> None:
+    """Proves that the saved policy, loaded back onto the same base, gives the same log-probs to the last bit.
+
+    Raises:
+        RuntimeError: when it does not.
+    """
+    import torch
+
+    shared.add("reloaded", folder=folder)
+    with torch.no_grad():
+        for row, ids in enumerate(rows):
+            batch = torch.tensor([ids], device=shared.device)
+            ours, theirs = (shared.hidden(role, batch) for role in ("policy", "reloaded"))
+            if not torch.equal(ours, theirs):
+                raise RuntimeError(
+                    f"the saved policy does not reload as it was: row {row} differs by "
+                    f"{(ours - theirs).abs().max().item():.3g}; nothing was registered"
+                )

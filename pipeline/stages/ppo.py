@@ -1,0 +1,78 @@
+"""PPO: the sft adapter writes replies, rewards score them, and what scores well becomes more likely.
+
+    make ppo    or    python -m pipeline ppo jobs/demo/ppo.yaml [section.key=value ...]
+
+Our own trainer (pipeline/ppo) on one frozen base: policy, reference, reward and critic are adapters on it. The policy
+starts as the sft adapter and that adapter, frozen, is the reference; the critic starts as the reward adapter with its
+head. Held-out prompts are answered before and after, and those figures decide the gate.
+"""
+
+import os
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.run import launch
+from pipeline.worker import Worker
+
+
+def run(job: Job) -> dict[str, Any]:
+    return launch(job, train)
+
+
+def train(worker: Worker) -> dict[str, Any]:
+    from transformers import set_seed
+
+    from pipeline import evaluation, roles
+    from pipeline.ppo.config import PPOConfig
+    from pipeline.ppo.trainer import PPOTrainer
+
+    args = PPOConfig(**worker.job.trainer)
+    set_seed(args.seed)  # a head that is made of random numbers is the same on every rank
+    shared = roles.shared_base(worker)
+    reference = roles.add_policy(worker, shared, args)
+    rewards = roles.add_rewards(worker, shared)
+    if args.uses_critic:
+        roles.add_critic(worker, shared)
+
+    def on_step(metrics: dict[str, float], step: int, total: int) -> None:
+        if step % args.logging_steps == 0 or step == total:
+            worker.log(metrics, step, total)
+        if step == total or (args.save_steps and step % args.save_steps == 0):
+            folder = os.path.join(worker.scratch, f"checkpoint-{step}")
+            trainer.save(folder)
+            worker.checkpoint(folder, metrics, step)
+
+    trainer = PPOTrainer(
+        shared,
+        worker.tokenizer,
+        args,
+        prompts=worker.rows("train"),
+        rewards=rewards,
+        on_step=on_step,
+    )
+    if worker.resume:
+        trainer.restore(worker.resume)
+    trainer.train()
+
+    metrics = dict(trainer.history[-1])
+    samples: list[dict[str, Any]] = []
+    held_out = worker.rows("eval")
+    if held_out is not None:
+        figures, samples = evaluation.compare(
+            worker,
+            shared,
+            held_out,
+            evaluation.sampling(worker, shared, args),
+            rewards,
+            roles.judge(worker),
+            policy="policy",
+            baseline=reference,
+        )
+        metrics |= figures
+    probe = [list(row["input_ids"]) for row in worker.rows("train").select(range(4))]
+    return worker.finish(
+        metrics,
+        save=lambda folder: shared.save("policy", folder),
+        verify=lambda folder: roles.verify_reload(shared, folder, probe),
+        samples=samples,
+    )

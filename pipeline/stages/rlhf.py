@@ -1,0 +1,91 @@
+"""The whole pipeline of a profile on one Ray: sft, rm, ppo, evaluate, and a table of what was learned.
+
+    make rlhf    or    python -m pipeline rlhf jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
+
+An override holds for every stage that has the key's section, or for one stage when it begins with the stage's name.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline import cluster
+from pipeline.config import STAGES, load_job
+from pipeline.errors import InputError
+from pipeline.stages import evaluate, ppo, rm, sft
+
+ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
+# What a reader looks at first: (before, after) of each stage, by the names in result.json.
+HEADLINE = {
+    "sft": ("eval_loss", "before_loss", "eval_loss"),
+    "rm": ("held-out accuracy", "before_accuracy", "eval_accuracy"),
+    "ppo": ("reward", "before_reward", "eval_reward"),
+    "evaluate": ("judge", "before_judge", "eval_judge"),
+}
+
+
+def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
+    """Runs the stages of `folder` in order; each registers what the next one takes as input."""
+    started = time.monotonic()
+    jobs = {stage: load_job(Path(folder) / f"{stage}.yaml", _of(stage, overrides), stage) for stage in ORDER}
+    results = []
+    with cluster.session(jobs["sft"]):  # the stages find this session and share it
+        for stage, module in ORDER.items():
+            results.append(module.run(jobs[stage]))
+            missed = results[-1].get("registered_model") and not results[-1]["alias"]
+            if missed:
+                raise RuntimeError(
+                    f"{stage}: {results[-1]['registered_model']} v{results[-1]['version']} was registered, but its gate "
+                    f"{results[-1]['gate']}; the next stage would not find it. Look at {results[-1]['checkpoint']}, or "
+                    f"change the gate: {stage}.gate.METRIC=..."
+                )
+    print(table(results, time.monotonic() - started), flush=True)
+    return results
+
+
+def _of(stage: str, overrides: list[str]) -> list[str]:
+    """The overrides that concern one stage."""
+    mine = []
+    for text in overrides:
+        first, _, rest = text.partition(".")
+        if first == stage:
+            mine.append(rest)
+        elif first not in STAGES:
+            mine.append(text)
+        elif first not in ORDER:
+            raise InputError(f"{text}: `rlhf` has no stage {first!r}; its stages are {', '.join(ORDER)}")
+    return mine
+
+
+def table(results: list[dict[str, Any]], seconds: float) -> str:
+    """Stage, metric, before, after, version, seconds; and where to look next."""
+    rows = [("stage", "metric", "before", "after", "registered", "seconds")]
+    for result in results:
+        label, before, after = HEADLINE[result["stage"]]
+        version = f"{result['registered_model']} v{result['version']}" if result.get("version") else ""
+        numbers = (_number(result["metrics"].get(key)) for key in (before, after))
+        rows.append((result["stage"], label, *numbers, version, f"{result['seconds']:.0f}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    rule = "-" * max(map(len, lines))
+    last = results[-1]
+    return "\n".join(
+        [
+            "",
+            rule,
+            lines[0],
+            rule,
+            *lines[1:],
+            rule,
+            f"{seconds:.0f} s in all. Look next at",
+            f"  {last['job']['run']['storage_path']}/{last['name']}/result.json   every number, and samples before and after",
+            "  make ui                         curves and lineage in MLflow, at http://127.0.0.1:5000",
+            '  jobs/demo/ppo.yaml              what to change, and what it does; then: make ppo ARGS="trainer.kl_coef=0.1"',
+        ]
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

@@ -1,0 +1,87 @@
+"""Reward model: an adapter and a scalar head that score the chosen reply of a pair above the rejected one.
+
+    make rm    or    python -m pipeline rm jobs/demo/rm.yaml [section.key=value ...]
+
+TRL's RewardTrainer (Bradley-Terry loss, optional margin and centering). The version carries the mean and standard
+deviation of its scores on the held-out replies: PPO normalises its reward with them.
+"""
+
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.run import launch
+from pipeline.worker import Worker
+
+
+def run(job: Job) -> dict[str, Any]:
+    return launch(job, train)
+
+
+def train(worker: Worker) -> dict[str, Any]:
+    from peft import LoraConfig
+    from transformers import set_seed
+    from trl import RewardConfig, RewardTrainer
+
+    from pipeline import training
+    from pipeline.data.feed import ExactBatches
+    from pipeline.models.base import load_base
+
+    class Trainer(ExactBatches, RewardTrainer):
+        """TRL's trainer, each pair exactly once an epoch over all workers."""
+
+    rows, held_out = worker.rows("train"), worker.rows("eval")
+    args = training.arguments(
+        worker, RewardConfig, max_length=None
+    )  # too long pairs are gone: TRL would drop them
+    set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
+    trainer = Trainer(
+        model=load_base(worker.job.model, scorer=True),
+        args=args,
+        # SEQ_CLS is what makes peft train and save the head; any other task type leaves it random and frozen.
+        peft_config=LoraConfig(task_type="SEQ_CLS", **worker.job.lora),
+        train_dataset=rows,
+        eval_dataset=held_out,
+        processing_class=worker.tokenizer,
+    )
+    metrics = training.run(worker, trainer)
+    chosen, rejected = score_pairs(worker, trainer, held_out if held_out is not None else rows)
+    scores = chosen + rejected
+    mean = sum(scores) / len(scores)
+    std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
+    if held_out is not None:
+        # Counted pair by pair: TRL's own figure is a mean over batches, in which a short last one weighs too much.
+        metrics["eval_accuracy"] = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
+        metrics["eval_margin"] = sum(c - r for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
+    probe = rows.select(range(min(4, len(rows))))["chosen_ids"]
+    return worker.finish(
+        metrics,
+        save=lambda folder: training.save(trainer, folder),
+        verify=lambda folder: training.verify_reload(trainer, folder, probe),
+        facts={"reward": {"mean": mean, "std": std}},
+    )
+
+
+def score_pairs(
+    worker: Worker, trainer: Any, rows: Any, limit: int = 4096
+) -> tuple[list[float], list[float]]:
+    """Scores of the chosen and of the rejected replies of at most `limit` pairs, shared out over the workers."""
+    import torch
+
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    mine = rows.select(range(worker.rank, min(limit, len(rows)), worker.world))
+    size = trainer.args.per_device_eval_batch_size
+    scored: list[tuple[float, float]] = []
+    for start in range(0, len(mine), size):
+        batch = trainer.data_collator(
+            [dict(r) for r in mine.select(range(start, min(start + size, len(mine))))]
+        )
+        batch = {k: v.to(model.device) for k, v in batch.items() if k in ("input_ids", "attention_mask")}
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            scores = model(**batch).logits.squeeze(-1).float()
+        scored += list(zip(*[part.tolist() for part in scores.chunk(2)], strict=True))
+    gathered: list[Any] = [scored]
+    if worker.world > 1:
+        gathered = [None] * worker.world
+        torch.distributed.all_gather_object(gathered, scored)
+    pairs = [pair for part in gathered for pair in part]
+    return [c for c, _ in pairs], [r for _, r in pairs]

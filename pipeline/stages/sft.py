@@ -1,0 +1,48 @@
+"""Supervised fine-tuning: an adapter that answers as the demonstrations do.
+
+    make sft    or    python -m pipeline sft jobs/demo/sft.yaml [section.key=value ...]
+
+TRL's SFTTrainer on completion-only labels. Registers the adapter that dpo and ppo continue.
+"""
+
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.run import launch
+from pipeline.worker import Worker
+
+
+def run(job: Job) -> dict[str, Any]:
+    return launch(job, train)
+
+
+def train(worker: Worker) -> dict[str, Any]:
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    from pipeline import training
+    from pipeline.data.feed import ExactBatches
+    from pipeline.models.base import load_base
+
+    class Trainer(ExactBatches, SFTTrainer):
+        """TRL's trainer, each row exactly once an epoch over all workers."""
+
+    rows, held_out = worker.rows("train"), worker.rows("eval")
+    trainer = Trainer(
+        model=load_base(worker.job.model),
+        # Rows come tokenised, labelled, truncated and packed: TRL has nothing left to prepare.
+        args=training.arguments(
+            worker, SFTConfig, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None
+        ),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **worker.job.lora),
+        train_dataset=rows,
+        eval_dataset=held_out,
+        processing_class=worker.tokenizer,
+    )
+    metrics = training.run(worker, trainer)
+    probe = rows.select(range(min(4, len(rows))))["input_ids"]
+    return worker.finish(
+        metrics,
+        save=lambda folder: training.save(trainer, folder),
+        verify=lambda folder: training.verify_reload(trainer, folder, probe),
+    )

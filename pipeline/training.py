@@ -1,0 +1,124 @@
+"""What the three TRL stages share inside a worker: their arguments, exact batches, progress and checkpoints, reload.
+
+TRL's trainers stay TRL's: a stage subclasses one only to take its rows from Ray Data and to sample each exactly once.
+"""
+
+import os
+from typing import Any, TypeVar
+
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from pipeline.worker import Worker
+
+Config = TypeVar("Config")
+
+
+def arguments(worker: Worker, config: type[Config], **fixed: Any) -> Config:
+    """The job's `trainer` section as TRL's own configuration class, plus what the pipeline decides.
+
+    `data.batch_size` is the number of rows of one optimizer step over all workers; gradient accumulation follows
+    from it, so that the same job means the same steps on any number of workers.
+    """
+    values = dict(worker.job.trainer)
+    if worker.job.data.batch_size:
+        rows = values.get("per_device_train_batch_size", 8) * worker.world
+        values["gradient_accumulation_steps"] = max(1, worker.job.data.batch_size // rows)
+    return config(
+        output_dir=os.path.join(worker.scratch, "trainer"),
+        report_to="none",  # rank 0 logs to the run that the driver opened
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        **fixed,
+        **values,
+    )
+
+
+class Reporter(TrainerCallback):
+    """Progress, metrics and checkpoints of a transformers Trainer, handed to the worker as they come."""
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, int | float)}
+        if "train_runtime" not in numbers:  # the summary at the end is not a step
+            self.worker.log(numbers, state.global_step, state.max_steps)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        newest: dict[str, float] = {}
+        for entry in state.log_history:
+            newest.update({k: v for k, v in entry.items() if isinstance(v, int | float)})
+        self.worker.checkpoint(folder, newest, state.global_step)
+
+
+def run(worker: Worker, trainer: Any) -> dict[str, float]:
+    """Trains from the start or from the worker's checkpoint; returns the final metrics.
+
+    `eval_*` are those after training, `before_*` those at step 0 where the job asks for `eval_on_start`.
+    """
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Reporter(worker))
+    summary = trainer.train(resume_from_checkpoint=worker.resume).metrics
+    metrics = {k: float(v) for k, v in summary.items()}
+    if trainer.eval_dataset is not None:
+        evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]
+        if not evaluated or evaluated[-1]["step"] != trainer.state.global_step:
+            trainer.evaluate()  # logs what it finds
+        evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]
+        metrics |= {k: float(v) for k, v in evaluated[-1].items() if k.startswith("eval_")}
+        first: dict[str, Any] = next((e for e in evaluated if e["step"] == 0), {})
+        metrics |= {
+            k.replace("eval_", "before_", 1): float(v) for k, v in first.items() if k.startswith("eval_")
+        }
+    return metrics
+
+
+def save(trainer: Any, folder: str) -> None:
+    """The trained adapter, with its head where it has one, in peft's own format."""
+    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, selected_adapters=["default"])
+
+
+def verify_reload(trainer: Any, folder: str, rows: list[list[int]]) -> None:
+    """Proves that the saved adapter, loaded back, gives the same numbers as the one in memory, to the last bit.
+
+    It is loaded beside the trained one onto the same frozen base. Lost heads and renamed keys are the most reported
+    fault of LoRA checkpoints, and peft only warns about them.
+
+    Args:
+        rows: token ids of a few sequences to compare on.
+
+    Raises:
+        RuntimeError: when the outputs differ.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    was_training = model.training
+    model.eval()
+    expected = [_logits(model, row) for row in rows]
+    dtypes = {
+        n.replace(".default", ".reloaded"): p.dtype for n, p in model.named_parameters() if ".default" in n
+    }
+    model.load_adapter(folder, adapter_name="reloaded", is_trainable=False)
+    for name, parameter in model.named_parameters():
+        if name in dtypes:  # peft loads in fp32; TRL trains a quantised model's adapter in bf16
+            parameter.data = parameter.data.to(dtypes[name])
+    model.set_adapter("reloaded")
+    found = [_logits(model, row) for row in rows]
+    model.set_adapter("default")
+    model.delete_adapter("reloaded")
+    model.train(was_training)
+    for row, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if not torch.equal(a, b):
+            raise RuntimeError(
+                f"the saved adapter does not reload as it was: row {row} differs by {(a - b).abs().max().item():.3g}; "
+                f"nothing was registered. Compare {folder} with the parameters listed in adapter_config.json"
+            )
+
+
+@torch.no_grad()
+def _logits(model: Any, row: list[int]) -> torch.Tensor:
+    ids = torch.tensor([row], device=model.device)
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().cpu()

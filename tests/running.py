@@ -1,0 +1,46 @@
+"""How tests run a stage: the real command line, in this process, on the session's Ray."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+
+from pipeline.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+NO_EVAL = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=false"]
+
+
+def stage(
+    verb: str, storage: Path, name: str, *overrides: str, job: str | None = None, status: int = 0
+) -> dict[str, Any]:
+    """Runs one stage under `storage`; its result.json. The gate is open unless the overrides close it."""
+    before = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        arguments = [
+            verb,
+            job or f"jobs/demo/{verb}.yaml",
+            "gate={}",
+            f"run.storage_path={storage}",
+            f"run.name={name}",
+        ]
+        assert main([*arguments, *overrides]) == status
+    finally:
+        os.chdir(before)
+    path = storage / name / "result.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def client(storage: Path) -> MlflowClient:
+    uri = f"sqlite:///{storage}/mlflow.db"
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def curve(storage: Path, result: dict[str, Any], metric: str = "loss") -> list[float]:
+    """A metric over the steps of a run, as MLflow has it."""
+    history = client(storage).get_metric_history(result["mlflow_run_id"], metric)
+    return [point.value for point in sorted(history, key=lambda point: point.step)]

@@ -1,0 +1,159 @@
+"""The pipeline changes nothing about the training: bare TRL gives the same losses, and so do two workers."""
+
+import json
+
+import pytest
+from running import NO_EVAL, ROOT, curve, stage
+
+from pipeline.config import load_job
+
+STEPS, TWO_WORKER_STEPS = 50, 30
+SAME = [
+    "trainer.lr_scheduler_type=constant",
+    "trainer.warmup_steps=0",
+    "trainer.logging_steps=1",
+    "trainer.save_strategy=no",
+]
+QUICK = [*NO_EVAL, *SAME, "data.batch_size=16"]
+pytestmark = pytest.mark.usefixtures("embedded_ray")
+
+
+@pytest.fixture(scope="module")
+def sft_adapter(embedded_ray, storage):
+    result = stage(
+        "sft",
+        storage,
+        "equal-sft",
+        *QUICK,
+        f"trainer.max_steps={STEPS}",
+        "trainer.per_device_train_batch_size=8",
+    )
+    return result
+
+
+@pytest.fixture(scope="module")
+def one_worker(sft_adapter, storage):
+    """stage -> its run with one worker, two micro-batches a step."""
+    found = {"sft": sft_adapter}
+    for name in ("rm", "dpo"):
+        options = [*QUICK, f"trainer.max_steps={STEPS}", "trainer.per_device_train_batch_size=8"]
+        found[name] = stage(name, storage, f"equal-{name}", *options, *policy(name, sft_adapter))
+    return found
+
+
+def policy(name, sft):
+    return [f"policy=models:/rlhf-sft/{sft['version']}"] if name in ("dpo", "ppo") else []
+
+
+@pytest.mark.parametrize("name", ["sft", "rm", "dpo"])
+def test_losses_equal_those_of_bare_trl(name, one_worker, storage):
+    ours = curve(storage, one_worker[name])
+    theirs = BARE[name](one_worker["sft"]["adapter"])
+    assert len(ours) == len(theirs) == STEPS
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert max(theirs) - min(theirs) > 1e-2, "the losses do not move: nothing was compared"
+
+
+@pytest.mark.parametrize("name", ["sft", "rm", "dpo"])
+def test_two_workers_equal_one_with_twice_the_batch(name, one_worker, storage):
+    options = [*QUICK, f"trainer.max_steps={TWO_WORKER_STEPS}", "scaling.num_workers=2"]
+    options += ["trainer.per_device_train_batch_size=8", *policy(name, one_worker["sft"])]
+    two = stage(name, storage, f"equal-{name}-2", *options)
+    ours = curve(storage, two)
+    assert len(ours) == TWO_WORKER_STEPS
+    assert ours == pytest.approx(curve(storage, one_worker[name])[:TWO_WORKER_STEPS], abs=1e-4)
+
+
+def test_ppo_updates_are_those_of_one_worker(one_worker, storage):
+    from safetensors.torch import load_file
+
+    options = ["data.eval=null", "trainer.total_episodes=32", "trainer.batch_size=16", "trainer.save_steps=0"]
+    options += [*policy("ppo", one_worker["sft"]), f"reward=models:/rlhf-rm/{one_worker['rm']['version']}"]
+    one = stage("ppo", storage, "equal-ppo", *options)
+    two = stage("ppo", storage, "equal-ppo-2", *options, "scaling.num_workers=2")
+    a, b = (load_file(f"{result['adapter']}/adapter_model.safetensors") for result in (one, two))
+    start = load_file(f"{one_worker['sft']['adapter']}/adapter_model.safetensors")
+    moved = sum(float((a[key] - start[key]).square().sum()) for key in a) ** 0.5
+    apart = sum(float((a[key] - b[key]).square().sum()) for key in a) ** 0.5
+    assert moved > 1e-3
+    assert apart < 1e-3 * moved
+    for metric in ("objective/scores", "objective/kl", "completions/mean_length"):
+        assert curve(storage, one, metric) == pytest.approx(curve(storage, two, metric), abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ bare TRL
+
+
+def rows(name):
+    """The raw rows as TRL's own messages: the comparison covers templating and tokenising, too."""
+    path = ROOT / "jobs/demo/data" / ("demonstrations.jsonl" if name == "sft" else "preferences.jsonl")
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if name == "sft":
+            yield {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+        else:
+            say = {k: [{"role": "assistant", "content": row[k]}] for k in ("chosen", "rejected")}
+            yield {"prompt": [{"role": "user", "content": row["prompt"]}], **say}
+
+
+def parts(name, config, tmp="bare"):
+    """Tokenizer, raw rows, arguments and LoRA settings of a demo job, for TRL alone."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    job = load_job(ROOT / f"jobs/demo/{name}.yaml", [*QUICK, f"trainer.max_steps={STEPS}"], name)
+    args = dict(job.trainer) | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    args |= {"output_dir": str(ROOT / "runs" / tmp), "report_to": "none", "disable_tqdm": True}
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "jobs/demo/model")
+    # Like Llama 3's, it names no pad token. Left alone TRL pads with eos, and the reward is read before the eos.
+    tokenizer.pad_token = "<|finetune_right_pad_id|>"
+    return tokenizer, datasets.Dataset.from_list(list(rows(name))), config(**args), job.lora
+
+
+def losses(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def bare_sft(_):
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer, data, args, lora = parts("sft", SFTConfig)
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype="float32")
+    return losses(
+        SFTTrainer(
+            model, args, train_dataset=data, processing_class=tokenizer, peft_config=LoraConfig(**lora)
+        )
+    )
+
+
+def bare_rm(_):
+    from peft import LoraConfig
+    from transformers import AutoModelForSequenceClassification, set_seed
+    from trl import RewardConfig, RewardTrainer
+
+    tokenizer, data, args, lora = parts("rm", RewardConfig)
+    set_seed(args.seed)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        ROOT / "jobs/demo/model", num_labels=1, dtype="float32"
+    )
+    lora = LoraConfig(task_type="SEQ_CLS", **lora)
+    return losses(
+        RewardTrainer(model, args, train_dataset=data, processing_class=tokenizer, peft_config=lora)
+    )
+
+
+def bare_dpo(sft_folder):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from trl import DPOConfig, DPOTrainer
+
+    tokenizer, data, args, _ = parts("dpo", DPOConfig)
+    base = AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype="float32")
+    model = PeftModel.from_pretrained(base, sft_folder, is_trainable=True)
+    return losses(DPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer))
+
+
+BARE = {"sft": bare_sft, "rm": bare_rm, "dpo": bare_dpo}
