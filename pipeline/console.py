@@ -10,8 +10,6 @@ from typing import Any
 from pipeline.config import STAGES
 
 NOISE = (
-    # Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start.
-    "Failed to query Ray Train Controller actor state",
     # https://github.com/ray-project/ray/issues/53727: about restarts of an actor of Ray's own.
     "has constructor arguments in the object store and max_restarts > 0",
     # Ray Train repeats the metrics of each checkpoint, which the stage's own line has shown.
@@ -19,6 +17,9 @@ NOISE = (
     # bitsandbytes looks for an optional package of faster CPU kernels when it is imported.
     "from kernels-community: No module named 'kernels'",
 )
+
+# Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second.
+SILENT = ("PlacementGroupCleaner",)
 
 
 def attach() -> None:
@@ -36,6 +37,8 @@ def show(data: dict[str, Any]) -> None:
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
     name = data.get("actor_name") or data.get("task_name")
+    if name in SILENT:
+        return
     prefix = "" if name in STAGES or not name else f"({name}) "
     sink = sys.stderr if data["is_err"] else sys.stdout
     for line in data["lines"]:

@@ -134,14 +134,15 @@ class Worker:
 
     def checkpoint(self, source: str, metrics: dict[str, float], step: int) -> None:
         """Commits the files of `source` as the checkpoint of `step`. A barrier: every rank calls it."""
+        # One worker a node hands in the folder; Ray merges those of several nodes into one checkpoint.
+        mine = source if self.local_rank == 0 else None
+        self._commit(mine, f"checkpoint_{step:08d}", {**metrics, "step": step})
+
+    def _commit(self, folder: str | None, name: str, metrics: dict[str, Any]) -> None:
         import ray.train
 
-        ray.train.report(
-            {**metrics, "step": step},
-            # One worker a node hands in the folder; Ray merges those of several nodes into one checkpoint.
-            checkpoint=ray.train.Checkpoint.from_directory(source) if self.local_rank == 0 else None,
-            checkpoint_dir_name=f"checkpoint_{step:08d}",
-        )
+        checkpoint = ray.train.Checkpoint.from_directory(folder) if folder else None
+        ray.train.report(metrics, checkpoint=checkpoint, checkpoint_dir_name=name)
 
     def finish(
         self,
@@ -160,9 +161,9 @@ class Worker:
             facts: further entries of lineage.json, e.g. the reward's mean and standard deviation.
             samples: prompts with replies before and after, for result.json.
         """
-        import ray.train
-
-        outcome = {"metrics": metrics, "samples": samples or [], "peak_memory": peak_memory()}
+        # PPO resets the system's own peak figure at each of its phases and keeps the highest itself (GiB).
+        peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
+        outcome = {"metrics": metrics, "samples": samples or [], "peak_memory": peak}
         final = os.path.join(self.scratch, "final")
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -174,17 +175,12 @@ class Worker:
                 self.tokenizer.save_pretrained(adapter)
                 lineage.write(adapter, self._lineage(facts or {}))
                 verify(adapter)
-            assert self.metrics is not None
-            self.metrics.log(
-                {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}, self.step
-            )
+            if self.metrics:
+                held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
+                self.metrics.log(held_out, self.step)
             with open(os.path.join(final, OUTCOME), "w", encoding="utf-8") as file:
                 json.dump(outcome, file)
-        ray.train.report(
-            metrics,
-            checkpoint=ray.train.Checkpoint.from_directory(final) if self.rank == 0 else None,
-            checkpoint_dir_name="final",
-        )
+        self._commit(final if self.rank == 0 else None, "final", metrics)
         return outcome
 
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def train(worker: Worker) -> dict[str, Any]:
             baseline=reference,
         )
         metrics |= figures
-    probe = [list(row["input_ids"]) for row in worker.rows("train").select(range(4))]
+    prompts = worker.rows("train")
+    probe = [list(row["input_ids"]) for row in prompts.select(range(min(4, len(prompts))))]
     return worker.finish(
         metrics,
         save=lambda folder: shared.save("policy", folder),

@@ -9,7 +9,8 @@ from typing import Any
 
 from pipeline import cluster, registry, storage
 from pipeline.config import Job
-from pipeline.run import pin_inputs, prepare
+from pipeline.inputs import pin_inputs
+from pipeline.run import prepare
 
 
 def run(job: Job) -> dict[str, Any]:

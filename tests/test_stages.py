@@ -1,0 +1,182 @@
+"""Every stage end to end at toy size: what it leaves, what it registers, and that others can load it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from running import ROOT, client, curve, stage
+
+pytestmark = pytest.mark.usefixtures("embedded_ray")
+TRL_QUICK = [
+    "trainer.max_steps=4",
+    "data.batch_size=16",
+    "trainer.per_device_train_batch_size=8",
+    "trainer.logging_steps=1",
+]
+PPO_QUICK = [
+    "trainer.total_episodes=32",
+    "trainer.batch_size=16",
+    "trainer.save_steps=1",
+    "trainer.logging_steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(embedded_ray, storage):
+    """stage -> its result.json; each takes what the one before it registered."""
+    found = {name: stage(name, storage, f"toy-{name}", *TRL_QUICK) for name in ("sft", "rm")}
+    found["dpo"] = stage("dpo", storage, "toy-dpo", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
+    judge = "judge=python:pipeline.models.demo:gold"
+    found["ppo"] = stage("ppo", storage, "toy-ppo", *PPO_QUICK, judge)
+    found["evaluate"] = stage("evaluate", storage, "toy-evaluate")
+    return found
+
+
+@pytest.mark.parametrize("name", ["sft", "rm", "dpo", "ppo"])
+def test_a_training_stage_leaves_a_result_and_a_version(name, runs, storage):
+    result = runs[name]
+    assert result["stage"] == name
+    assert (result["registered_model"], result["alias"]) == (f"rlhf-{name}", "champion")
+    assert result["seconds"] > 0 and result["peak_memory_bytes"] > 1e6
+    assert result["job"]["model"]["name_or_path"] == "jobs/demo/model"
+    alias = client(storage).get_model_version_by_alias(f"rlhf-{name}", "champion")
+    assert str(alias.version) == result["version"]
+    assert client(storage).get_run(result["mlflow_run_id"]).info.status == "FINISHED"
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "points"), [("sft", "loss", 4), ("rm", "accuracy", 4), ("ppo", "objective/kl", 2)]
+)
+def test_metrics_are_in_mlflow_step_by_step(name, metric, points, runs, storage):
+    assert len(curve(storage, runs[name], metric)) == points
+
+
+def test_versions_know_where_they_come_from(runs, storage):
+    version = client(storage).get_model_version("rlhf-ppo", runs["ppo"]["version"])
+    parents = json.loads(version.tags["parents"])
+    assert parents["policy"] == f"models:/rlhf-sft/{runs['sft']['version']}"
+    assert parents["reward.0"] == f"models:/rlhf-rm/{runs['rm']['version']}"
+    assert json.loads(version.tags["data"])["train"] == runs["ppo"]["data"]["digests"]["train"]
+    sft = client(storage).get_model_version("rlhf-sft", runs["sft"]["version"])
+    for key in ("base_digest", "tokenizer", "chat_template"):
+        assert version.tags[key] == sft.tags[key] != ""
+    assert json.loads(version.tags["versions"])["ray"] == "2.60.0"
+    assert "eval_kl" in version.tags
+
+
+def test_a_run_carries_its_job_and_its_data(runs, storage):
+    run = client(storage).get_run(runs["rm"]["mlflow_run_id"])
+    assert run.data.params["lora.r"] == str(runs["rm"]["job"]["lora"]["r"])
+    inputs = {i.tags[0].value: i.dataset.digest for i in run.inputs.dataset_inputs}
+    assert inputs == {name: digest[:36] for name, digest in runs["rm"]["data"]["digests"].items()}
+    assert any(f.path == "job.json" for f in client(storage).list_artifacts(run.info.run_id))
+
+
+def test_dpo_and_ppo_continue_the_sft_adapter(runs):
+    from safetensors.torch import load_file
+
+    start = load_file(f"{runs['sft']['adapter']}/adapter_model.safetensors")
+    for name in ("dpo", "ppo"):
+        end = load_file(f"{runs[name]['adapter']}/adapter_model.safetensors")
+        assert end.keys() == start.keys()
+        distance = sum(float((end[key] - start[key]).square().sum()) for key in start) ** 0.5
+        length = sum(float(start[key].square().sum()) for key in start) ** 0.5
+        assert 0 < distance < 0.5 * length
+
+
+RELOAD = """
+import json, sys, torch
+from peft import AutoPeftModelForSequenceClassification, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+rm, policy, row = sys.argv[1], sys.argv[2], torch.tensor([json.loads(sys.argv[3])])
+scorer = AutoPeftModelForSequenceClassification.from_pretrained(rm, num_labels=1, dtype=torch.float32).eval()
+base = AutoModelForCausalLM.from_pretrained("jobs/demo/model", dtype=torch.float32)
+model = PeftModel.from_pretrained(base, policy).eval()
+with torch.no_grad():
+    score = scorer(input_ids=row, attention_mask=torch.ones_like(row)).logits.item()
+    text = model.generate(input_ids=row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=12)
+print(json.dumps([score, text[0, row.shape[1]:].tolist()]))
+"""
+
+
+def test_registered_adapters_load_in_plain_peft_with_the_same_score_and_text(runs, storage):
+    import torch
+
+    from pipeline import registry
+    from pipeline.config import load_job
+    from pipeline.models.adapters import SharedBase
+    from pipeline.models.base import load_base
+    from pipeline.models.tokenizer import eos_ids, load_tokenizer
+    from pipeline.ppo.rollout import Sampling, TransformersEngine
+
+    uri = runs["rm"]["tracking_uri"]
+    rm, policy = (
+        registry.fetch(f"models:/{n}/{runs[k]['version']}", uri)
+        for n, k in (("rlhf-rm", "rm"), ("rlhf-ppo", "ppo"))
+    )
+    tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
+    turn = [{"role": "user", "content": "What is the capital of Peru?"}]
+    row = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    out = subprocess.run(
+        [sys.executable, "-c", RELOAD, rm, policy, json.dumps(row)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    score, text = json.loads(out.stdout.splitlines()[-1])
+
+    settings = load_job(
+        ROOT / "jobs/demo/ppo.yaml", [f"model.name_or_path={ROOT}/jobs/demo/model"], "ppo"
+    ).model
+    shared = SharedBase(load_base(settings))
+    shared.add("reward", folder=rm, head=True)
+    shared.add("policy", folder=policy)
+    ids = torch.tensor([row])
+    assert shared.scores("reward", ids, torch.ones_like(ids)).item() == pytest.approx(score, abs=1e-5)
+    greedy = Sampling(12, tuple(eos_ids(tokenizer, shared.base.generation_config)), temperature=0)
+    [reply] = TransformersEngine(shared, "policy", pad=tokenizer.pad_token_id).generate([row], [0], greedy)
+    assert reply.tokens == text[: len(reply.tokens)]
+
+
+def test_evaluate_compares_and_registers_nothing(runs, storage):
+    result = runs["evaluate"]
+    assert result["version"] is None
+    for metric in (
+        "eval_reward",
+        "before_reward",
+        "eval_win_rate",
+        "eval_judge",
+        "eval_judge_win_rate",
+        "eval_kl",
+    ):
+        assert metric in result["metrics"]
+    assert 0 <= result["metrics"]["eval_rm_accuracy"] <= 1
+    assert set(result["samples"][0]) == {"prompt", "before", "after"}
+
+
+def test_a_closed_gate_keeps_the_alias_where_it_was(runs, storage, in_root):
+    closed = stage("sft", storage, "toy-closed", *TRL_QUICK, "gate.eval_loss=<= 0.001")
+    assert closed["alias"] is None and int(closed["version"]) > int(runs["sft"]["version"])
+    mlflow = client(storage)
+    assert str(mlflow.get_model_version_by_alias("rlhf-sft", "champion").version) == runs["sft"]["version"]
+    gate = mlflow.get_model_version("rlhf-sft", closed["version"]).tags["gate"]
+    assert gate.startswith("failed: eval_loss = ") and "<= 0.001" in gate
+
+
+def test_a_finished_run_is_not_run_again(runs, storage, capsys):
+    again = stage("sft", storage, "toy-sft", *TRL_QUICK)
+    assert again == runs["sft"]
+    assert "run toy-sft is finished" in capsys.readouterr().out
+
+
+def test_a_second_seed_is_another_run_and_the_same_seed_the_same(runs, storage):
+    from safetensors.torch import load_file
+
+    def weights(result):
+        return load_file(f"{result['adapter']}/adapter_model.safetensors")
+
+    same = weights(stage("sft", storage, "toy-same", *TRL_QUICK))
+    first = weights(runs["sft"])
+    assert all(bool((first[key] == same[key]).all()) for key in first)
