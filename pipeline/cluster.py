@@ -86,6 +86,7 @@ def _quiet_data() -> None:
     context.print_on_execution_start = False
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that bars are off
     logging.getLogger("ray.train").setLevel(logging.WARNING)
 
 
@@ -103,6 +104,21 @@ def check_scaling(job: Job) -> None:
     least = job.workers[0]
     each = job.scaling.get("resources_per_worker") or {"CPU": 1}
     cpus = os.cpu_count() or 1
+    if strange := sorted(set(each) - {"CPU", "GPU", "memory"}):
+        raise InputError(
+            f"scaling.resources_per_worker: found {', '.join(strange)}, which this machine does not have; expected CPU, "
+            "GPU or memory, or run on a cluster that has it (RAY_ADDRESS=http://HEAD:8265)"
+        )
+    if each.get("GPU") and not job.scaling.get("use_gpu"):
+        raise InputError(
+            f"scaling.resources_per_worker: found GPU: {each['GPU']} without scaling.use_gpu; type scaling.use_gpu=true, "
+            "or take GPU out"
+        )
+    if each.get("CPU", 0) > cpus:
+        raise InputError(
+            f"scaling.resources_per_worker: found CPU: {each['CPU']}, but this machine has {cpus}; type "
+            f"'scaling.resources_per_worker={{CPU: {cpus}}}', or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
+        )
     if least * each.get("CPU", 0) > cpus:
         raise InputError(
             f"scaling.num_workers: {least} workers with {each.get('CPU', 0)} CPU each, but this machine has {cpus} "

@@ -39,7 +39,9 @@ class Model:
 class Data:
     train: str | list[str] | None = None  # a path, a glob, a folder, s3:// gs:// hf://, or a list of them
     eval: str | list[str] | None = None
-    pairs: str | list[str] | None = None  # `evaluate`: held-out preferences that the reward model is judged on
+    pairs: str | list[str] | None = (
+        None  # `evaluate`: held-out preferences that the reward model is judged on
+    )
     eval_fraction: float = 0.0  # held out of `train` by prompt, instead of `eval`
     max_length: int | None = None  # tokens; None: the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out

@@ -78,9 +78,29 @@ def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, referenc
     trained_on = lineage.get("base")
     if trained_on and trained_on["digest"] != base["digest"]:
         raise InputError(
-            f"{key}: {reference} was trained on base {trained_on['name_or_path']} ({trained_on['digest'][:12]}), but "
-            f"model.name_or_path is {base['name_or_path']} ({base['digest'][:12]}). An adapter works on its own base "
+            f"{key}: {reference} was trained on base {trained_on['name_or_path']} ({trained_on['digest'][:19]}), but "
+            f"model.name_or_path is {base['name_or_path']} ({base['digest'][:19]}). An adapter works on its own base "
             f"only: set model.name_or_path={trained_on['name_or_path']}, or train a new adapter on this base"
+        )
+
+
+def check_head(folder: str, scores: bool, reference: str) -> None:
+    """Refuses a policy with a scalar head and a reward without one: its score would be random numbers.
+
+    Raises:
+        InputError: with the stage that trains what is needed.
+    """
+    with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as file:
+        head = json.load(file).get("task_type") == "SEQ_CLS"
+    if scores and not head:
+        raise InputError(
+            f"{reference} is an adapter without a scalar head, so it cannot score a reply; expected one that `rm` "
+            "trained, e.g. models:/rlhf-rm@champion"
+        )
+    if head and not scores:
+        raise InputError(
+            f"{reference} is a reward adapter (it has a scalar head), so it cannot write replies; expected one that "
+            "`sft`, `dpo` or `ppo` trained, e.g. models:/rlhf-sft@champion"
         )
 
 

@@ -50,17 +50,16 @@ def tracking_uri(job: Job) -> str:
 def client(uri: str) -> Any:
     """An MlflowClient that gives up within seconds instead of minutes, and whose migrations do not fill the log."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # its import sets its logger's level from this
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    import mlflow
+    from mlflow import MlflowClient
 
-    # Downloading by `models:/` asks the process-wide store, whatever URI it is given (mlflow 3.17).
-    mlflow.set_tracking_uri(uri)
-    mlflow.set_registry_uri(uri)
-    return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    # Not mlflow.set_tracking_uri: it sets MLFLOW_TRACKING_URI for this process and all jobs after this one.
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def check(job: Job) -> None:
@@ -70,9 +69,9 @@ def check(job: Job) -> None:
         InputError: when it does not, with what to type next.
     """
     uri = tracking_uri(job)
-    if uri.startswith("sqlite:///"):
-        os.makedirs(os.path.dirname(uri.removeprefix("sqlite:///")), exist_ok=True)
     try:
+        if uri.startswith("sqlite:///"):
+            os.makedirs(os.path.dirname(uri.removeprefix("sqlite:///")), exist_ok=True)
         client(uri).search_experiments(max_results=1)
     except Exception as error:  # whatever the store's driver raises: it is the address that is wrong
         reason = str(error).splitlines()[0][:300]
@@ -240,7 +239,7 @@ def publish(
     if known:
         version = known[0].version
     else:
-        model_id = _store(mlflow, job, run_id, folder, lineage)
+        model_id, source = _store(mlflow, job, run_id, folder, lineage)
         _create_registered_model(mlflow, name)
         tags = {
             **_tags(lineage),
@@ -248,24 +247,22 @@ def publish(
             "gate": reason,
         }
         version = mlflow.create_model_version(
-            name, source=f"models:/{model_id}", run_id=run_id, model_id=model_id, tags=tags
+            name, source=source, run_id=run_id, model_id=model_id, tags=tags
         ).version
     if ok:
         mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
     return Version(name, str(version), job.mlflow.alias if ok else None, reason)
 
 
-def _store(mlflow: Any, job: Job, run_id: str, folder: str, lineage: dict[str, Any]) -> str:
-    """Uploads the folder as a LoggedModel, downloads it again and compares every file; returns the model id."""
-    from mlflow.artifacts import download_artifacts
-
+def _store(mlflow: Any, job: Job, run_id: str, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
+    """Uploads the folder as a LoggedModel, downloads it again and compares every file: (model id, location)."""
     experiment = mlflow.get_run(run_id).info.experiment_id
     model = mlflow.create_logged_model(
         experiment, name=job.stage, source_run_id=run_id, model_type=f"lora-{job.stage}", tags=_tags(lineage)
     )
     try:
         mlflow.log_model_artifacts(model.model_id, folder)
-        back = download_artifacts(f"models:/{model.model_id}", tracking_uri=tracking_uri(job))
+        back = _download(mlflow, model.artifact_location)
         sent, received = folder_digests(folder), folder_digests(back)
         if sent != received:
             different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
@@ -276,7 +273,7 @@ def _store(mlflow: Any, job: Job, run_id: str, folder: str, lineage: dict[str, A
         mlflow.finalize_logged_model(model.model_id, "FAILED")
         raise
     mlflow.finalize_logged_model(model.model_id, "READY")
-    return model.model_id
+    return model.model_id, model.artifact_location
 
 
 def _create_registered_model(mlflow: Any, name: str) -> None:
@@ -328,7 +325,7 @@ def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
     aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[name].aliases.items()) or "none"
     newest = max(mlflow.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version), default=None)
     hint = (
-        f"the newest is models:/{name}/{newest.version} (gate {newest.tags.get('gate', '?')})"
+        f"the newest is models:/{name}/{newest.version} (gate {newest.tags.get('gate', '?')}): by its number it can be used"
         if newest
         else ""
     )
@@ -345,10 +342,30 @@ def _train_it(name: str) -> str:
 
 
 def fetch(reference: str, uri: str) -> str:
-    """The local folder of a version (`models:/name/3`); a local folder is returned as it is. Read only."""
+    """The local folder of a version (`models:/name/3`); a local folder is returned as it is. Read only.
+
+    Raises:
+        InputError: when its files are not there, or not to be reached.
+    """
     if not reference.startswith("models:/"):
         return reference
-    client(uri)  # quiets the library's loggers before it prints
-    from mlflow.artifacts import download_artifacts
+    mlflow = client(uri)
+    name, version = reference.removeprefix("models:/").split("/")
+    location = mlflow.get_model_version_download_uri(name, version)
+    try:
+        return _download(mlflow, location)
+    except Exception as error:  # each artifact store raises types of its own
+        raise InputError(
+            f"{reference}: its files cannot be fetched from {location} ({error}); bring them back, or "
+            "take another version"
+        ) from error
 
-    return download_artifacts(reference, tracking_uri=uri)
+
+def _download(mlflow: Any, location: str) -> str:
+    """The local folder of an artifact location; on a local store the stored folder itself, not a copy.
+
+    Locations instead of `models:/` references, because those are resolved by the process-wide server, not this client's.
+    """
+    from mlflow import artifacts
+
+    return artifacts.download_artifacts(location, tracking_uri=mlflow.tracking_uri)

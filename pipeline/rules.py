@@ -143,9 +143,13 @@ def _check_data(tree: Tree, job: Job) -> None:
     if job.stage == "evaluate" and data.train:
         raise tree.error("data.train", "`evaluate` trains nothing; put the prompts under data.eval")
     if data.pairs and job.stage != "evaluate":
-        raise tree.error("data.pairs", f"belongs to `evaluate`; `{job.stage}` takes its held-out rows as data.eval")
+        raise tree.error(
+            "data.pairs", f"belongs to `evaluate`; `{job.stage}` takes its held-out rows as data.eval"
+        )
     if data.pairs and not job.reward:
-        raise tree.error("data.pairs", "there is no reward model to judge: give reward, e.g. models:/rlhf-rm@champion")
+        raise tree.error(
+            "data.pairs", "there is no reward model to judge: give reward, e.g. models:/rlhf-rm@champion"
+        )
     if not 0 <= data.eval_fraction < 1:
         raise tree.error(
             "data.eval_fraction",
@@ -248,6 +252,12 @@ def _check_run(tree: Tree, job: Job) -> None:
             "run.name",
             f"found {show(run.name)}, expected letters, digits, `.`, `_` and `-`: it names a folder below run.storage_path",
         )
+    if run.name in ("data", "artifacts", "mlflow.db"):
+        raise tree.error(
+            "run.name",
+            f"found {show(run.name)}, where run.storage_path keeps things of all runs; expected another name, "
+            f"for example {job.stage}-{run.name}",
+        )
     if not run.storage_path.strip():
         raise tree.error(
             "run.storage_path",
@@ -325,6 +335,11 @@ def _check_inputs(tree: Tree, job: Job) -> None:
                 f"found {show(name)}, expected models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion",
             )
         if name.startswith("python:") and not re.fullmatch(r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+            raise tree.error(
+                key,
+                f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.models.demo:gold",
+            )
+        if key == "judge" and not name.startswith("python:"):
             raise tree.error(
                 key,
                 f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.models.demo:gold",

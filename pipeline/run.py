@@ -6,7 +6,6 @@ Whatever can be wrong is found before the first worker starts, and nothing is wr
 adapter exists, reloads as it was saved, and has been compared with what the store gives back.
 """
 
-import importlib
 import os
 import time
 from dataclasses import replace
@@ -16,6 +15,7 @@ from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job
 from pipeline.errors import InputError
+from pipeline.inputs import check_adapters, check_columns, pin_inputs
 from pipeline.worker import Work
 
 UNINTERESTING = ("runtime", "per_second", "num_tokens")  # of an evaluation's figures
@@ -29,15 +29,18 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
     """
     started = time.monotonic()
     job = cluster.name_run(job)
+    storage.require_writable(job.run.storage_path)
     if done := finished(job):
         return done
-    storage.require_writable(job.run.storage_path)
     registry.check(job)
     job, inputs = pin_inputs(job)
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
     with cluster.session(job):
         work, rows, report = prepare(job, inputs)
         print(report.render(), flush=True)
+        if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
+            storage.remove(cluster.folder(job))
+        storage.write_json(storage.join(cluster.folder(job), "job.json"), job.to_dict())
         with registry.run(job, work.digests) as run_id:
             outcome = cluster.fit(replace(work, run_id=run_id), rows, train)
             version = None
@@ -51,18 +54,24 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
 
 
 def finished(job: Job) -> dict[str, Any] | None:
-    """The result of a run of this name that already ended; `run.fresh=true` clears it away instead."""
-    path = storage.join(cluster.folder(job), "result.json")
-    if job.run.fresh:
-        storage.remove(cluster.folder(job))
-    if not storage.exists(path):
+    """The result of a run of this name that already ended; None for one to be continued, or to be started over.
+
+    Raises:
+        InputError: when the name belongs to a run of another stage, whose checkpoints this one cannot continue.
+    """
+    path, begun = (storage.join(cluster.folder(job), name) for name in ("result.json", "job.json"))
+    found = None if job.run.fresh else next((p for p in (path, begun) if storage.exists(p)), None)
+    if found is None:
         return None
-    result = storage.read_json(path)
+    result = storage.read_json(found)
     if result["stage"] != job.stage:
+        state = "a finished" if found == path else "an unfinished"
         raise InputError(
-            f"run.name: {job.run.name!r} is the name of a finished {result['stage']} run in {job.run.storage_path}; "
+            f"run.name: {job.run.name!r} is the name of {state} {result['stage']} run in {job.run.storage_path}; "
             f"choose another name, e.g. run.name={job.stage}-{job.run.name}"
         )
+    if found == begun:
+        return None
     print(
         f"run {job.run.name} is finished ({path}); run.fresh=true starts it over, another run.name starts a new one"
     )
@@ -87,10 +96,15 @@ def prepare(job: Job, inputs: dict[str, str]) -> tuple[Work, dict[str, Any], Any
     room = room_for_prompts(job, base["context_length"])
     data = prepare_data(job.stage, job.data, tokenizer, room, cache, packing=bool(job.trainer.get("packing")))
     rows = {name: found for name in ("train", "eval") if (found := getattr(data, name)) is not None}
+    if job.stage in ("ppo", "evaluate"):
+        check_columns(job, rows)
     digests, fingerprints = dict(data.digests), dict(data.fingerprints)
     if job.data.pairs:
         held_out = replace(job.data, eval=job.data.pairs, max_length=None)
-        pairs = prepare_data("rm", held_out, tokenizer, base["context_length"], cache)
+        try:
+            pairs = prepare_data("rm", held_out, tokenizer, base["context_length"], cache)
+        except InputError as error:  # it knows the set as what it was given for
+            raise InputError(str(error).replace("data.eval", "data.pairs")) from error
         rows["pairs"], digests["pairs"] = pairs.eval, pairs.digests["eval"]
         fingerprints["pairs"] = pairs.fingerprints["eval"]
     work = Work(job, tokenizer, base, digests, fingerprints, run_id="", inputs=inputs)
@@ -109,71 +123,13 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
             f"trainer.response_length: {reply} tokens leave no room for a prompt in the model's context of {context}; "
             f"type trainer.response_length={context // 2}"
         )
-    return context - reply
-
-
-def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
-    """Every model that the job names, by version instead of alias, so that it cannot change while the job runs.
-
-    A base given as `models:/name@alias` stands for the base that this version was trained on.
-    """
-    uri = registry.tracking_uri(job)
-    if job.model.name_or_path.startswith("models:/"):
-        reference = registry.pin(job.model.name_or_path, uri)
-        base = lineage.read(registry.fetch(reference, uri), reference)["base"]
-        job = replace(
-            job, model=replace(job.model, name_or_path=base["name_or_path"], revision=base["revision"])
-        )
-    inputs = {}
-    for name in ("policy", "baseline"):
-        if (reference := getattr(job, name)) and reference != "base":
-            inputs[name] = registry.pin(reference, uri)
-    for index, (source, _) in enumerate(job.rewards):
-        inputs[f"reward.{index}"] = registry.pin(source, uri)
-    for source in [*inputs.values(), job.judge or ""]:
-        if source.startswith("python:"):
-            check_function(source)
-    return job, inputs
-
-
-def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any]) -> dict[str, str]:
-    """{input: local folder} of those inputs that are adapters; each must have been trained on the job's base.
-
-    Raises:
-        InputError: when an adapter is missing or belongs to another base.
-    """
-    adapters = {}
-    for name, reference in inputs.items():
-        if reference.startswith("python:"):
-            continue
-        folder = registry.fetch(reference, registry.tracking_uri(job))
-        if name.startswith("reward") and not lineage.is_adapter(folder):
-            continue  # a reward model of its own: it brings its base along
-        lineage.check_base(lineage.read(folder, reference), base, name, reference)
-        adapters[name] = folder
-    return adapters
-
-
-def check_function(source: str) -> None:
-    """Proves that `python:module:function` can be imported.
-
-    Raises:
-        InputError: naming the module or the function that is missing.
-    """
-    module_name, _, function = source.removeprefix("python:").partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
-            raise  # the module is there; something that it imports is not
+    room, longest = context - reply, job.data.max_length
+    if longest is not None and longest > room:
         raise InputError(
-            f"{source}: no module {module_name!r} can be imported from {os.getcwd()} (PYTHONPATH adds folders)"
-        ) from error
-    if not callable(getattr(module, function, None)):
-        there = (
-            ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
+            f"data.max_length: {longest} tokens of a prompt and the trainer.response_length={reply} of its reply exceed "
+            f"the model's context of {context}; type data.max_length={room}, or a smaller trainer.response_length"
         )
-        raise InputError(f"{source}: {module_name} has no function {function!r} (functions there: {there})")
+    return room
 
 
 def describe(

@@ -34,6 +34,8 @@ def filesystem(path: str) -> tuple[Any, str]:
     try:
         return pafs.FileSystem.from_uri(path)
     except (ValueError, OSError):  # a scheme that only fsspec knows, such as hf://
+        if path.startswith(("s3://", "gs://")):
+            raise  # pyarrow's own: it is the bucket that is not there, or not to be reached
         import fsspec
 
         fs, inner = fsspec.core.url_to_fs(path)

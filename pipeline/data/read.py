@@ -191,7 +191,10 @@ def run_tasks(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str
     try:
         fs.create_dir(inner, recursive=True)
     except OSError as error:
-        raise InputError(f"data.cache_dir: {folder} cannot be written: {error}") from error
+        raise InputError(
+            f"data.cache_dir: {folder!r} cannot be written ({error}); choose a folder or bucket that this user and all "
+            "workers may write to, e.g. data.cache_dir=./cache"
+        ) from error
     task = functools.partial(make_part, shared=ray.put((chunks, tokenizer, options, folder)))
     ordered_context()
     plan = ray.data.range(len(chunks), override_num_blocks=len(chunks))
@@ -273,7 +276,9 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
 def complaint(name: str, stats: list[Stats], kinds: Counter, read: int) -> str:
     errors = first_errors(stats)
     counts = ", ".join(f"{count:,} {reports.KINDS.get(kind, kind)}" for kind, count in kinds.most_common())
-    lines = [f"data.{name}: {kinds.total():,} of {read:,} rows cannot be used ({counts}):"]
+    rows = kinds.total() - kinds["empty_file"]
+    what = f"{rows:,} of {read:,} rows cannot be used ({counts})" if rows else f"nothing to read ({counts})"
+    lines = [f"data.{name}: {what}:"]
     lines += [f"  {error}" for error in errors]
     if kinds.total() > len(errors):
         lines.append(f"  and {kinds.total() - len(errors):,} more")

@@ -65,6 +65,20 @@ def find(spec: str | list[str], key: str) -> list[File]:
 
 
 def find_one(item: str, key: str) -> list[File]:
+    """Raises InputError for a path that leads nowhere and for a bucket that cannot be reached."""
+    try:
+        return matching(item, key)
+    except InputError:
+        raise
+    except Exception as error:  # pyarrow and each cloud's client raise types of their own
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise InputError(
+            f"{key}: {item!r} cannot be read ({reason}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
+            "the credentials for it in the environment"
+        ) from error
+
+
+def matching(item: str, key: str) -> list[File]:
     fs, inner = storage.filesystem(item)
     pattern = any(char in inner for char in "*?[") and not (
         not storage.is_remote(item) and os.path.exists(inner)
@@ -76,7 +90,8 @@ def find_one(item: str, key: str) -> list[File]:
         infos = [info for info in fs.get_file_info(paths) if info.is_file] if paths else []
         if not infos:
             raise InputError(
-                f"{key}: the pattern {item!r} matches no file; expected JSON files such as data/*.jsonl"
+                f"{key}: the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds JSON "
+                "files, such as jobs/demo/data/pref*.jsonl"
             )
         return [as_file(item, info) for info in infos]
     info = fs.get_file_info(inner)

@@ -85,7 +85,7 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise InputError(
-            f"model.name_or_path: no tokenizer can be read from {name_or_path!r}: {str(error).splitlines()[0]}; "
+            f"model.name_or_path: no tokenizer can be read from {name_or_path!r}: {' '.join(str(error).split())[:200]}; "
             "expected tokenizer.json and tokenizer_config.json beside the model"
         ) from error
     if not tokenizer.is_fast:

@@ -1,0 +1,164 @@
+"""What a job names from outside: adapters, reward models and Python functions. Pinned to versions, and checked before training."""
+
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from pipeline import lineage, registry
+from pipeline.config import Job
+from pipeline.errors import InputError
+
+GIVEN = ("prompts", "completions", "completion_ids")  # to every Python reward, whatever the data holds
+
+
+def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
+    """Every model that the job names, by version instead of alias, so that it cannot change while the job runs.
+
+    A base given as `models:/name@alias` stands for the base that this version was trained on.
+    """
+    uri = registry.tracking_uri(job)
+    if job.model.name_or_path.startswith("models:/"):
+        with about("model.name_or_path"):
+            reference = registry.pin(job.model.name_or_path, uri)
+            base = lineage.read(registry.fetch(reference, uri), reference)["base"]
+        job = replace(
+            job, model=replace(job.model, name_or_path=base["name_or_path"], revision=base["revision"])
+        )
+    inputs = {}
+    for name in ("policy", "baseline"):
+        if (reference := getattr(job, name)) and reference != "base":
+            with about(name):
+                inputs[name] = registry.pin(reference, uri)
+    for index, (source, _) in enumerate(job.rewards):
+        with about(key_of(job, f"reward.{index}")):
+            inputs[f"reward.{index}"] = registry.pin(source, uri)
+    for key, source in functions(job).items():
+        with about(key):
+            check_function(source)
+    return job, inputs
+
+
+def key_of(job: Job, name: str) -> str:
+    """What the job file calls an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
+    return "reward" if name == "reward.0" and not isinstance(job.reward, list) else name
+
+
+def functions(job: Job) -> dict[str, str]:
+    """{key of the job: python:module:function} of its rewards and its judge."""
+    sources = {key_of(job, f"reward.{index}"): source for index, (source, _) in enumerate(job.rewards)}
+    sources["judge"] = job.judge or ""
+    return {key: source for key, source in sources.items() if source.startswith("python:")}
+
+
+@contextmanager
+def about(key: str) -> Iterator[None]:
+    """Begins the InputErrors from within with the key of the job that they are about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{key}: {str(error).removeprefix('model.name_or_path: ')}") from error
+
+
+def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any]) -> dict[str, str]:
+    """{input: local folder} of those inputs that are adapters; each must have been trained on the job's base.
+
+    Raises:
+        InputError: when an adapter is missing or belongs to another base.
+    """
+    adapters = {}
+    for name, reference in inputs.items():
+        if reference.startswith("python:"):
+            continue
+        key, scores = key_of(job, name), name.startswith("reward")
+        with about(key):
+            folder = registry.fetch(reference, registry.tracking_uri(job))
+            if scores and not lineage.is_adapter(folder):
+                check_reward_model(job, folder)
+                continue
+            found = lineage.read(folder, reference)
+        lineage.check_base(found, base, key, reference)
+        with about(key):
+            lineage.check_head(folder, scores, reference)
+        adapters[name] = folder
+    return adapters
+
+
+def check_reward_model(job: Job, where: str) -> None:
+    """Refuses a reward that is neither an adapter nor a model with one score: its head would be random numbers.
+
+    Raises:
+        InputError: naming what it is.
+    """
+    from pipeline.models.base import base_config, check_weights
+
+    try:
+        config = base_config(where)
+    except InputError as error:
+        raise InputError(
+            f"{error}, models:/NAME@ALIAS of a registered one, or python:MODULE:FUNCTION"
+        ) from error
+    kind, labels = (config.get("architectures") or ["unknown"])[0], len(config.get("id2label") or "01")
+    classifies = kind.endswith("ForSequenceClassification") or job.model.trust_remote_code
+    if not classifies or labels != 1:
+        raise InputError(
+            f"{where!r} is a {kind}"
+            + (f" with {labels} labels" if classifies else "")
+            + "; expected an adapter that "
+            "`rm` trained (models:/rlhf-rm@champion, or its folder), a sequence-classification model with one label, or "
+            "python:MODULE:FUNCTION"
+        )
+    check_weights(replace(job.model, name_or_path=where, revision=None))
+
+
+def check_function(source: str) -> Any:
+    """The function of `python:module:function`: proves that it can be imported.
+
+    Raises:
+        InputError: naming the module or the function that is missing.
+    """
+    module_name, _, function = source.removeprefix("python:").partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not module_name.startswith(error.name):
+            raise  # the module is there; something that it imports is not
+        raise InputError(
+            f"{source}: no module {module_name!r} can be imported from {os.getcwd()} (PYTHONPATH adds folders)"
+        ) from error
+    if not callable(getattr(module, function, None)):
+        there = (
+            ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
+        )
+        raise InputError(f"{source}: {module_name} has no function {function!r} (functions there: {there})")
+    return getattr(module, function)
+
+
+def check_columns(job: Job, rows: dict[str, Any]) -> None:
+    """Proves on the first rows that a Python reward or judge will get the columns that it asks for.
+
+    Raises:
+        InputError: naming the parameter that no column fills.
+    """
+    for name in rows if functions(job) else ():
+        some = [json.loads(row["row"]) for row in rows[name].take(100)]
+        columns = {key for row in some for key in row} - {"prompt", "completion"}
+        columns |= {"messages"} if any(isinstance(row.get("prompt"), list) for row in some) else set()
+        for key, source in functions(job).items():
+            if key == "judge" and name == "train":
+                continue  # it only sees held-out prompts
+            for parameter in inspect.signature(check_function(source)).parameters.values():
+                needed = parameter.default is parameter.empty and parameter.kind not in (
+                    parameter.VAR_KEYWORD,
+                    parameter.VAR_POSITIONAL,
+                )
+                if needed and parameter.name not in {*columns, *GIVEN}:
+                    raise InputError(
+                        f"{key}: {source} asks for `{parameter.name}`, which the rows of data.{name} do not have; "
+                        f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
+                        "parameter a default"
+                    )

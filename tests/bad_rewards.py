@@ -1,0 +1,20 @@
+"""Reward functions that tests name as `python:bad_rewards:FUNCTION`: one that is right, and several that go wrong."""
+
+import math
+
+
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+def raises(prompts, completions, **_):
+    scores = {}
+    return [scores[prompt] for prompt in prompts]
+
+
+def nan(completions, **_):
+    return [math.nan] * len(completions)
+
+
+def needs_weight(prompts, completions, weight):
+    return [float(value) for value in weight]

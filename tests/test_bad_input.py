@@ -1,0 +1,414 @@
+"""Wrong input of every kind, through the real command line: exit status 2, one message, an untouched registry.
+
+A message says where (file:line or section.key), what was found, what is expected, and what to type next. The first
+table is about rows, the second about job files and what they name, the third about what only shows while training.
+"""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import NO_EVAL, ROOT, client
+
+from pipeline.__main__ import main
+
+SECONDS = 30  # far above what any case takes on a free machine; a retry loop or a hang is above it
+# Small enough that a mistake that is not found costs seconds, not the demo's minutes.
+TINY = {
+    "sft": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL],
+    "rm": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL],
+    "dpo": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL, "policy=base"],
+    "ppo": [
+        "trainer.total_episodes=4", "trainer.batch_size=4", "trainer.num_mini_batches=1", "trainer.response_length=8",
+        "data.eval=null", "policy=base", "reward=python:bad_rewards:length", "judge=null",
+    ],
+    "evaluate": ["policy=base", "baseline=null", "reward=null", "judge=null", "data.pairs=null"],
+}  # fmt: skip
+
+
+@dataclass
+class Case:
+    """One wrong thing. `{...}` in overrides and patterns are the paths that the fixture `world` makes."""
+
+    name: str
+    verb: str
+    says: list[str]  # patterns, all of which the message has to match
+    overrides: list[str] = field(default_factory=list)
+    rows: Any = None  # content of data.train: bytes, or rows to be written as JSON Lines
+    file: str = "rows.jsonl"
+    key: str = "data.train"
+
+
+def case(name: str, verb: str, *says: str, overrides: list[str] | None = None, **more: Any) -> Case:
+    return Case(name, verb, list(says), overrides or [], **more)
+
+
+def jsonl(rows: list[Any]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+GOOD = {"prompt": "What is the capital of Peru?", "completion": "Lima."}
+PAIR = {"prompt": "What is the capital of Peru?", "chosen": "Lima.", "rejected": "Look it up."}
+ASK = {"prompt": "What is the capital of Peru?", "answer": "Lima"}
+
+
+def chat(*roles: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": f"{role} speaks"} for role in roles]}
+
+
+MEND = r"data\.on_error=skip"
+ROWS = [
+    case("empty file", "sft", r"rows\.jsonl\b", "empty file", "no rows", "one JSON object on each line", rows=b""),
+    case("only blank lines", "sft", r"rows\.jsonl\b", "no rows", "one JSON object on each line", rows=b"\n \n\n"),
+    case("not JSON", "sft", r"rows\.jsonl:2: found .*promt.*column 10.*expected one JSON object on each line", MEND,
+         rows=jsonl([GOOD]) + b'{"promt" "a"}\n'),
+    case("not an object", "sft", r'rows\.jsonl:1: found "just text"; expected a JSON object', MEND, rows=['just text']),
+    case("unclosed array", "sft", r"rows\.jsonl: element 2: found the array is not closed; expected a JSON array", MEND,
+         rows=b"[" + json.dumps(GOOD).encode()),
+    case("truncated gzip", "sft", r"rows\.jsonl\.gz:\d+: found a gzip stream that breaks off.*; expected a whole \.gz", MEND,
+         rows=gzip.compress(jsonl([{**GOOD, "id": str(i * 7919)} for i in range(3000)]))[:9000], file="rows.jsonl.gz"),
+    case("not gzip", "sft", r"rows\.jsonl\.gz:1: found a gzip stream that breaks off", MEND, rows=jsonl([GOOD]), file="rows.jsonl.gz"),
+    case("not UTF-8", "sft", r"rows\.jsonl:2: found byte 0xff at position 13 of the line; expected UTF-8 text", MEND,
+         rows=jsonl([GOOD]) + b'{"prompt": "\xff", "completion": "x"}\n'),
+    case("not UTF-8 in an array", "sft", r"rows\.json: element \d+: found byte 0xe9; expected UTF-8", MEND,
+         rows=b'[{"prompt": "caf\xe9", "completion": "x"}]', file="rows.json"),
+    case("wrong field", "sft", r"rows\.jsonl:1: `prompt`: found fields promt, completion.*`promt` meant to be `prompt`.*expected one of messages",
+         rows=[{"promt": "a", "completion": "b"}]),
+    case("preferences for sft", "sft", r"rows\.jsonl:1: `\w+`: found fields prompt, chosen, rejected; expected one of .*stage sft", rows=[PAIR]),
+    case("null", "sft", r"rows\.jsonl:3: `completion`: found null; expected", MEND, rows=[GOOD, GOOD, {**GOOD, "completion": None}]),
+    case("number instead of text", "sft", r"rows\.jsonl:2: `completion`: found number 42; expected a text", MEND,
+         rows=[GOOD, {**GOOD, "completion": 42}]),
+    case("empty reply", "sft", r'rows\.jsonl:1: `completion`: found "  "; expected a text that is not empty', MEND,
+         rows=[{**GOOD, "completion": "  "}]),
+    case("empty prompt", "sft", r'rows\.jsonl:1: `prompt`: found ""; expected a text that is not empty', rows=[{**GOOD, "prompt": ""}]),
+    case("ends on the wrong role", "sft", r"rows\.jsonl:2: `messages`: found a last turn by `user`; expected .* ends on `assistant`",
+         MEND, rows=[chat("user", "assistant"), chat("user", "assistant", "user")]),
+    case("unknown role", "sft", r'rows\.jsonl:1: `messages\[0\]\.role`: found "narrator"; expected one of system, user', rows=[chat("narrator", "assistant")]),
+    case("mixed shapes", "sft", r"rows\.jsonl:2: found a row of shape messages; expected shape prompt\+completion, as in row 1",
+         MEND, rows=[GOOD, chat("user", "assistant")]),
+    case("longer than the context", "sft", r"rows\.jsonl:2: found \d{3,} tokens; expected at most 256 .*context", r"data\.too_long=truncate",
+         rows=[GOOD, {**GOOD, "completion": "Lima. " * 300}], overrides=["data.max_length=null"]),
+    case("no row short enough", "sft", r"data\.train: no row is left of 1 read \(1 too long\)", r"data\.too_long=truncate or a larger data\.max_length",
+         rows=[{**GOOD, "completion": "Lima. " * 300}], overrides=["data.too_long=drop"]),
+    case("nothing left after skipping", "sft", r"data\.train: no row is left of 1 read \(1 null\); first: .*rows\.jsonl:1: `completion`",
+         rows=[{**GOOD, "completion": None}], overrides=["data.on_error=skip"]),
+    case("chosen equal to rejected", "rm", r'rows\.jsonl:2: `chosen`: found the same text on both sides: "Lima\."; expected two different', MEND,
+         rows=[PAIR, {**PAIR, "rejected": " Lima."}]),
+    case("pos and neg of unequal length", "rm", r"rows\.jsonl:1: `neg_answers`: found 2 pos_answers and 1 neg_answers; expected as many",
+         rows=[{"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d"]}]),
+    case("prompts differ", "rm", r"rows\.jsonl:1: `rejected`: found another prompt than in `chosen` \(from turn 1 on\); expected the same turns",
+         rows=[{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: d"}]),
+    case("empty rejected", "dpo", r'rows\.jsonl:1: `rejected`: found ""; expected a text that is not empty', rows=[{**PAIR, "rejected": ""}]),
+    case("margin in words", "rm", r'rows\.jsonl:1: `margin`: found "large"; expected a number', rows=[{**PAIR, "margin": "large"}]),
+    case("prompt that ends on the reply", "ppo", r"rows\.jsonl:1: `prompt`: found a last turn by `assistant`; expected a prompt that ends on a `user`",
+         rows=[{"prompt": chat("user", "assistant")["messages"]}]),
+    case("prompt that leaves no room", "ppo", r"rows\.jsonl:1: found \d{3} tokens; expected at most 192", rows=[{**ASK, "prompt": "Peru? " * 150}]),
+    case("eval file empty", "sft", r"data\.eval: nothing to read \(1 empty file\)", r"evals\.jsonl.*no rows", key="data.eval", file="evals.jsonl", rows=b""),
+    case("eval row wrong", "sft", r"data\.eval: 1 of 2 rows cannot be used", r"evals\.jsonl:2: `completion`: found null",
+         key="data.eval", file="evals.jsonl", rows=[GOOD, {**GOOD, "completion": None}]),
+    case("held-out pairs wrong", "evaluate", r"data\.pairs: 1 of 1 rows cannot be used", r"rows\.jsonl:1: `chosen`: found null", key="data.pairs",
+         rows=[{**PAIR, "chosen": None}], overrides=["reward={judging}"]),
+    case("held-out pairs missing", "evaluate", r"data\.pairs: there is no file '/nowhere/pairs\.jsonl'; expected a path",
+         overrides=["data.pairs=/nowhere/pairs.jsonl", "reward={judging}"]),
+    case("nothing held out", "sft", r"data\.eval_fraction: 0\.001 of 1 rows.*leaves none for `eval`; set another share, or name",
+         rows=[GOOD], overrides=["data.eval_fraction=0.001"]),
+    case("missing file", "sft", r"data\.train: there is no file 'jobs/demo/data/demonstration\.jsonl'; is '.*demonstrations\.jsonl' meant\?; expected a path",
+         overrides=["data.train=jobs/demo/data/demonstration.jsonl"]),
+    case("glob that matches nothing", "sft", r"data\.train: the pattern 'data/\*\.jsonl' matches no file", r"looked in /.*; expected one that finds JSON", overrides=["data.train=data/*.jsonl"]),
+    case("folder without data", "sft", r"data\.train: the folder 'pipeline/ppo' holds no data file; expected files named \*\.jsonl",
+         overrides=["data.train=pipeline/ppo"]),
+    case("not JSON files", "sft", r"data\.train: .*rows\.parquet is not JSON; expected one of \.jsonl.*to_json", rows=b"PAR1", file="rows.parquet"),
+    case("unknown scheme", "sft", r"data\.train: .*'ftps://host/rows\.jsonl'.*expected a path, a glob, a folder, or s3:// gs:// hf://",
+         overrides=["data.train=ftps://host/rows.jsonl"]),
+]  # fmt: skip
+
+JOB = [
+    case("unknown key", "sft", r"command line: trainer\.learning_rat: unknown key; did you mean trainer\.learning_rate\?", overrides=["trainer.learning_rat=1e-4"]),
+    case("unknown section", "sft", r"command line: trainr: unknown section; did you mean trainer\?", overrides=["trainr={{}}"]),
+    case("wrong type", "sft", r'command line: trainer\.learning_rate: found .fast., expected a number', overrides=["trainer.learning_rate=fast"]),
+    case("key of another stage", "sft", r"command line: trainer\.kl_coef: unknown key", overrides=["trainer.kl_coef=0.1"]),
+    case("override without a value", "sft", r"command line: trainer: expected section\.key=value, for example", overrides=["trainer"]),
+    case("override that is not YAML", "sft", r"command line:1:\d+: not valid YAML.*data\.train=\[a.*put the value in quotes", overrides=["data.train=[a"]),
+    case("override with a repeated key", "sft", r"command line:1: r: repeated key, first on line 1; keep one", overrides=["lora={{r: 8, r: 16}}"]),
+    case("job of another stage", "sft", r"jobs/demo/rm\.yaml:\d+: stage: this is a job for `rm`, not `sft`: type python -m pipeline rm jobs/demo/rm\.yaml", key="jobs/demo/rm.yaml"),
+    case("no such job", "sft", r"jobs/demo/stf\.yaml: no such job file.*for example jobs/demo/sft\.yaml", key="jobs/demo/stf.yaml"),
+    case("no data", "sft", r"data\.train: missing; `sft` needs rows to learn from, for example data\.train=", overrides=["data.train=null"]),
+    case("no policy", "ppo", r"policy: missing; `ppo` needs it: policy: models:/rlhf-sft@champion", overrides=["policy=null"]),
+    case("no reward", "ppo", r"reward: missing; `ppo` needs it: reward: models:/rlhf-rm@champion", overrides=["reward=null"]),
+    case("batch not divisible", "sft", r"data\.batch_size: found 30, expected a multiple of 16.*try data\.batch_size=32", overrides=["data.batch_size=30"]),
+    case("generations do not divide the batch", "ppo", r"trainer\.batch_size: found 4; expected a multiple of num_generations \(3\)", overrides=["trainer.num_generations=3"]),
+    case("gate without operator", "sft", r'gate\.eval_loss: found .?1\.5.?, expected a comparison in quotes', overrides=["gate.eval_loss=1.5"]),
+    case("run.name of the store's own folders", "sft", r"run\.name: found .artifacts..*expected another name", overrides=["run.name=artifacts", "run.fresh=true"]),
+    case("name of a run of another stage", "rm", r"run\.name: 'done' is .*finished sft run in .*run\.name=rm-done", overrides=["run.name=done"]),
+    case("name of an unfinished run of another stage", "rm", r"run\.name: 'halfway' is .*sft run in .*run\.name=rm-halfway", overrides=["run.name=halfway"]),
+    # models
+    case("no such base", "sft", r"model\.name_or_path: there is no folder '/nowhere/model'; expected a model folder or a hub id", overrides=["model.name_or_path=/nowhere/model"]),
+    case("hub id offline", "sft", r"model\.name_or_path: 'nobody/nothing' is not a folder here, and the hub cannot be reached.*hf download nobody/nothing",
+         overrides=["model.name_or_path=nobody/nothing"]),
+    case("pickled base", "sft", r"model\.name_or_path: '.*pickled' has pickled weights only.*model\.allow_pickle=true", overrides=["model.name_or_path={pickled}"]),
+    case("base without weights", "sft", r"model\.name_or_path: '.*weightless' holds no weights; expected \*\.safetensors", overrides=["model.name_or_path={weightless}"]),
+    case("base that is an adapter", "sft", r"model\.name_or_path: '.*other' is an adapter, not a base: name its base here", overrides=["model.name_or_path={other}"]),
+    case("base that is a file", "sft", r"model\.name_or_path: 'pyproject\.toml' is a file; expected the folder", overrides=["model.name_or_path=pyproject.toml"]),
+    case("base without a tokenizer", "sft", r"model\.name_or_path: no tokenizer can be read from '.*mute'.*expected tokenizer\.json", overrides=["model.name_or_path={mute}"]),
+    case("no such template", "sft", r"model\.chat_template: found .?chat\.jinja.?, expected an existing Jinja file", overrides=["model.chat_template=chat.jinja"]),
+    case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
+    case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*type data\.max_length=256", overrides=["data.max_length=512"]),
+    case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; type trainer\.response_length=128", overrides=["trainer.response_length=256"]),
+    case("no room for prompt and reply", "ppo", r"data\.max_length: 192 .*trainer\.response_length=100 .*context of 256; type data\.max_length=156", overrides=["trainer.response_length=100"]),
+    # inputs
+    case("no such registered model", "ppo", r"policy: models:/nothing-sft@champion: no registered model 'nothing-sft' in sqlite.*registered: held-back-rm.*run `make sft` first",
+         overrides=["policy=models:/nothing-sft@champion"]),
+    case("alias that the gate held back", "ppo", r"reward: models:/held-back-rm@champion: no such alias.*newest is models:/held-back-rm/1 \(gate failed: eval_accuracy = 0\.5, required >= 0\.95\): by its number it can be used",
+         overrides=["reward=models:/held-back-rm@champion"]),
+    case("no such version", "evaluate", r"baseline: models:/held-back-rm/7: no such alias or version.*newest is models:/held-back-rm/1", overrides=["baseline=models:/held-back-rm/7"]),
+    case("version whose files are gone", "ppo", r"reward: models:/held-back-rm/1: .*cannot be fetched from .*/gone .*take another version", overrides=["reward=models:/held-back-rm/1"]),
+    case("registered model misspelt", "ppo", r"policy: found .?models:rlhf-sft.?, expected models:/NAME@ALIAS", overrides=["policy=models:rlhf-sft"]),
+    case("no such policy folder", "dpo", r"policy: /nowhere/adapter: no such folder; give a folder, or models:/NAME@ALIAS", overrides=["policy=/nowhere/adapter"]),
+    case("policy folder without adapter", "dpo", r"policy: jobs/demo/model: no adapter in .*expected adapter_config\.json, found ", overrides=["policy=jobs/demo/model"]),
+    case("policy of another base", "ppo", r"policy: .*/other was trained on base tiny-other \(sha256:.*\), but model\.name_or_path is jobs/demo/model.*set model\.name_or_path=tiny-other",
+         overrides=["policy={other}"]),
+    case("reward of another base", "ppo", r"reward: .*/other was trained on base tiny-other \(sha256:.*\), but model\.name_or_path is jobs/demo/model.*train a new",
+         overrides=["reward={other}"]),
+    case("one of two rewards of another base", "ppo", r"reward\.1: .*/other was trained on base tiny-other", overrides=["reward=[python:bad_rewards:length, {{reward: {other}, weight: 2}}]"]),
+    case("reward without a head", "ppo", r"reward: .*/plain is an adapter without a scalar head.*rm", overrides=["reward={plain}"]),
+    case("policy that is a reward", "ppo", r"policy: .*/judging is a reward adapter.*sft", overrides=["policy={judging}"]),
+    case("reward that is no reward model", "ppo", r"reward: 'jobs/demo/model'.*LlamaForCausalLM.*expected", overrides=["reward=jobs/demo/model"]),
+    case("no such reward", "ppo", r"reward: there is no folder '/nowhere/rm'; expected", overrides=["reward=/nowhere/rm"]),
+    case("no such reward module", "ppo", r"reward: python:no_such_rewards:polite: no module 'no_such_rewards' can be imported from .*PYTHONPATH", overrides=["reward=python:no_such_rewards:polite"]),
+    case("no such reward function", "ppo", r"reward: python:bad_rewards:polite: bad_rewards has no function 'polite' \(functions there: .*length", overrides=["reward=python:bad_rewards:polite"]),
+    case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
+    case("reward is not a function's name", "ppo", r"reward: found .?python:bad_rewards.?, expected python:MODULE:FUNCTION", overrides=["reward=python:bad_rewards"]),
+    case("no such judge", "ppo", r"judge: python:bad_rewards:judge: bad_rewards has no function 'judge'", overrides=["judge=python:bad_rewards:judge"]),
+    case("judge that is a model", "ppo", r"judge: found .?models:/rlhf-rm@champion.?, expected python:MODULE:FUNCTION", overrides=["judge=models:/rlhf-rm@champion"]),
+    # the machine
+    case("more workers than CPUs", "sft", r"scaling\.num_workers: 500 workers with 1 CPU each, but this machine has \d+ CPUs; type scaling\.num_workers=\d+",
+         overrides=["scaling.num_workers=500", "data.batch_size=null"]),
+    case("more CPUs a worker than there are", "sft", r"scaling\.resources_per_worker: found CPU: 500, but this machine has \d+; type .*CPU: \d+", overrides=["scaling.resources_per_worker={{CPU: 500}}"]),
+    case("resource that is not there", "sft", r"scaling\.resources_per_worker: .*TPU.*expected CPU", overrides=["scaling.resources_per_worker={{CPU: 1, TPU: 1}}"]),
+    case("GPU of a job without GPUs", "sft", r"scaling\.resources_per_worker: found GPU: 1 without scaling\.use_gpu; type scaling\.use_gpu=true",
+         overrides=["scaling.resources_per_worker={{CPU: 1, GPU: 1}}"]),
+    case("GPU that is not there", "sft", r"scaling\.use_gpu: 99 workers want a GPU each, but this machine has \d+; run on a cluster", overrides=[
+        "scaling.use_gpu=true", "trainer.use_cpu=false", "scaling.num_workers=99", "scaling.resources_per_worker={{CPU: 0.01, GPU: 1}}",
+        "data.batch_size=null"]),
+    case("storage below a file", "sft", r"run\.storage_path: '/dev/null/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/dev/null/runs"]),
+    case("storage that nobody may write", "sft", r"run\.storage_path: '/proc/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/proc/runs"]),
+    case("storage of an unknown scheme", "sft", r"run\.storage_path: 'ftps://host/runs' cannot be written", overrides=["run.storage_path=ftps://host/runs"]),
+    case("cache that cannot be written", "sft", r"data\.cache_dir: '/dev/null/cache/.* cannot be written .*e\.g\. data\.cache_dir=\./cache", overrides=["data.cache_dir=/dev/null/cache"]),
+    case("bucket without a tracking server", "sft", r"mlflow\.tracking_uri: missing; with run\.storage_path=memory://runs", overrides=["run.storage_path=memory://runs"]),
+    case("tracking server that does not answer", "sft", r"mlflow\.tracking_uri: 'http://127\.0\.0\.1:9' does not answer.*start the server, or leave the key out",
+         overrides=["mlflow.tracking_uri=http://127.0.0.1:9"]),
+    case("tracking database below a file", "sft", r"mlflow\.tracking_uri: 'sqlite:////dev/null/mlflow\.db' does not answer", overrides=["mlflow.tracking_uri=sqlite:////dev/null/mlflow.db"]),
+    case("tracking scheme unknown", "sft", r"mlflow\.tracking_uri: 'gopher://host' does not answer", overrides=["mlflow.tracking_uri=gopher://host"]),
+    case("rlhf without its jobs", "rlhf", r"pipeline/sft\.yaml: no such job file", key="pipeline"),
+]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- what they find
+
+
+@pytest.fixture(scope="module")
+def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
+    """Folders that cases name, and a storage path whose registry holds one version that its gate kept back."""
+    home = tmp_path_factory.mktemp("world")
+    paths = {name: home / name for name in ("storage", "pickled", "weightless", "mute")}
+    for path in paths.values():
+        path.mkdir()
+    for path in (home / "pickled", home / "weightless", home / "mute"):
+        shutil.copy(ROOT / "jobs/demo/model/config.json", path)
+    (home / "pickled/pytorch_model.bin").write_bytes(b"\x80\x02.")
+    shutil.copy(ROOT / "jobs/demo/model/model.safetensors", home / "mute")
+    (home / "broken.jinja").write_text("{% if %}")
+    adapters(home)
+    for name, file in (("done", "result.json"), ("halfway", "job.json")):
+        (home / "storage" / name).mkdir()
+        (home / "storage" / name / file).write_text(json.dumps({"stage": "sft", "name": name}))
+    store = client(home / "storage")
+    store.create_registered_model("held-back-rm")
+    store.create_model_version(
+        "held-back-rm",
+        source=str(home / "gone"),
+        tags={"gate": "failed: eval_accuracy = 0.5, required >= 0.95"},
+    )
+    names = (*paths, "other", "plain", "judging", "broken.jinja")
+    return {name.split(".")[0]: str(home / name) for name in names}
+
+
+def adapters(home: Path) -> None:
+    """`other`: of another base, with a head; `plain` and `judging`: of the demo's base, without a head and with one."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    from pipeline import lineage
+    from pipeline.models.adapters import SharedBase
+    from pipeline.models.base import base_identity
+
+    tiny = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(tiny).save_pretrained(home / "tiny")
+    other = {**base_identity(str(home / "tiny")), "name_or_path": "tiny-other"}
+    demo = base_identity(str(ROOT / "jobs/demo/model"))
+    for name, where, base, head in (
+        ("other", home / "tiny", other, True),
+        ("plain", ROOT / "jobs/demo/model", demo, False),
+        ("judging", ROOT / "jobs/demo/model", demo, True),
+    ):
+        shared = SharedBase(AutoModelForCausalLM.from_pretrained(where))
+        shared.add(name, lora={"r": 2, "target_modules": "all-linear"}, head=head)
+        shared.save(name, home / name)
+        lineage.write(str(home / name), {"stage": "rm" if head else "sft", "base": base})
+
+
+def registry(storage: str) -> dict[str, Any]:
+    """All that MLflow holds: experiments' runs with their status, models, versions, aliases."""
+    store = client(Path(storage))
+    experiments = [e.experiment_id for e in store.search_experiments()]
+    return {
+        "runs": {r.info.run_id: r.info.status for r in store.search_runs(experiments)},
+        "models": {m.name: dict(m.aliases) for m in store.search_registered_models()},
+        "versions": sorted((v.name, v.version) for v in store.search_model_versions()),
+    }
+
+
+def arguments(one: Case, world: dict[str, str], folder: Path) -> list[str]:
+    job = one.key if "/" in one.key or one.verb == "rlhf" else f"jobs/demo/{one.verb}.yaml"
+    given = [
+        f"run.storage_path={world['storage']}",
+        f"run.name=bad-{re.sub('[^a-z]+', '-', one.name.lower())}",
+        *TINY.get(one.verb, []),
+    ]
+    if one.rows is not None:
+        path = folder / one.file
+        path.write_bytes(one.rows if isinstance(one.rows, bytes) else jsonl(one.rows))
+        given += [f"{one.key}={path}"]
+    return [one.verb, job, *given, *(text.format(**world) for text in one.overrides)]
+
+
+@pytest.mark.parametrize("one", ROWS + JOB, ids=lambda one: one.name.replace(" ", "-"))
+def test_wrong_input_is_answered(one, world, tmp_path, capsys, in_root):
+    before = registry(world["storage"])
+    folders = set(os.listdir(world["storage"]))
+    started = time.monotonic()
+    status = main(arguments(one, world, tmp_path))
+    seconds = time.monotonic() - started
+    errors = capsys.readouterr().err
+    assert status == 2, errors
+    assert sum(line.startswith("error: ") for line in errors.splitlines()) == 1, errors
+    assert "Traceback" not in errors
+    for pattern in one.says:
+        assert re.search(pattern, errors), f"{pattern}\nis not in\n{errors}"
+    assert registry(world["storage"]) == before
+    made = set(os.listdir(world["storage"])) - folders
+    assert made <= {"data"}, "a run that never began leaves no folder"
+    assert seconds < SECONDS
+
+
+# -------------------------------------------------------------------------------------------- runs of the same name
+
+
+def test_a_finished_run_says_so_and_does_nothing(world, capsys, in_root):
+    before = registry(world["storage"])
+    name = ["run.name=done", f"run.storage_path={world['storage']}"]
+    assert main(["sft", "jobs/demo/sft.yaml", *name]) == 0
+    shown = capsys.readouterr()
+    assert re.search(
+        r"run done is finished \(.*/done/result\.json\); run\.fresh=true starts it over", shown.out
+    )
+    assert shown.err == "" and registry(world["storage"]) == before
+
+
+def test_a_mistake_does_not_cost_the_run_to_be_replaced(world, capsys, in_root):
+    result = Path(world["storage"], "done", "result.json")
+    name = ["run.name=done", f"run.storage_path={world['storage']}", "run.fresh=true"]
+    assert main(["sft", "jobs/demo/sft.yaml", *name, "data.train=/nowhere.jsonl"]) == 2
+    assert "there is no file '/nowhere.jsonl'" in capsys.readouterr().err
+    assert json.loads(result.read_text())["name"] == "done"
+
+
+# --------------------------------------------------------------------------------------------------- while training
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("raises", [r"bad_rewards\.py\", line \d+, in (raises|<listcomp>)", r"KeyError: '", r"raised by the reward function 'reward'",
+                    r"prompt '.+', completion '.*', row \{'prompt': '"]),
+        ("nan", [r"ValueError: reward 'reward' returned nan for prompt '.+', completion '.*', row \{.*expected a finite number"]),
+    ],
+)  # fmt: skip
+def test_a_reward_that_fails_ends_the_run_with_its_row(function, says, world, capsys, in_root):
+    before = registry(world["storage"])
+    given = [*TINY["ppo"], f"reward=python:bad_rewards:{function}", f"run.storage_path={world['storage']}"]
+    status = main(["ppo", "jobs/demo/ppo.yaml", *given, f"run.name=reward-{function}"])
+    errors = capsys.readouterr().err
+    assert status == 1
+    assert not any(line.startswith("error: ") for line in errors.splitlines())
+    for pattern in says:
+        assert re.search(pattern, errors, re.DOTALL), f"{pattern}\nis not in\n{errors}"
+    after = registry(world["storage"])
+    assert [after["runs"][run] for run in after["runs"].keys() - before["runs"].keys()] == ["FAILED"]
+    assert (after["models"], after["versions"]) == (before["models"], before["versions"])
+    assert not Path(world["storage"], f"reward-{function}", "result.json").exists()
+
+
+def test_fewer_prompts_than_a_batch_are_answered_several_times(world, tmp_path, in_root):
+    (tmp_path / "two.jsonl").write_bytes(jsonl([ASK, {**ASK, "prompt": "Where in the world is Peru?"}]))
+    given = [*TINY["ppo"], "gate={}", "mlflow.registered_model=null", f"data.train={tmp_path / 'two.jsonl'}"]
+    given += [f"run.storage_path={world['storage']}", "run.name=two-prompts"]
+    assert main(["ppo", "jobs/demo/ppo.yaml", *given]) == 0
+    result = json.loads(Path(world["storage"], "two-prompts", "result.json").read_text())
+    assert result["data"]["report"]["splits"]["train"]["kept"] == 2 and result["version"] is None
+
+
+# ------------------------------------------------------------------------------------------------ a process of its own
+
+
+def command(*given: str) -> tuple[int, str]:
+    """(exit status, stderr) of `python -m pipeline ...`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", *given], cwd=ROOT, capture_output=True, text=True, timeout=180
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.learning_rat=1"], r"error: command line: trainer\.learning_rat: unknown key; did you mean trainer\.learning_rate\?"),
+        (["scaling.num_workers=500", "data.batch_size=null"], r"error: scaling\.num_workers: 500 workers with 1 CPU each, but this machine has"),
+        (["data.train={rows}"], r"error: data\.train: 1 of 1 rows cannot be used \(1 null\):\n.*rows\.jsonl:1: `completion`: found null"),
+    ],
+    ids=["key", "workers", "rows"],
+)  # fmt: skip
+def test_the_process_ends_with_status_2_and_one_message(overrides, message, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(jsonl([{**GOOD, "completion": None}]))
+    given = [text.format(rows=tmp_path / "rows.jsonl") for text in overrides]
+    status, errors = command(
+        "sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path / 'runs'}", *NO_EVAL, *given
+    )
+    assert status == 2 and re.match(message, errors), errors
+    assert errors.count("error:") == 1 and "Traceback" not in errors
+    if (tmp_path / "runs/mlflow.db").exists():
+        assert registry(str(tmp_path / "runs")) == {"runs": {}, "models": {}, "versions": []}
+
+
+def test_a_wrong_key_is_answered_without_the_heavy_libraries(tmp_path):
+    """In seconds even on a slow disk: none of them is imported before the job file is found to be right."""
+    program = (
+        "import sys; from pipeline.__main__ import main; status = main(sys.argv[1:]);"
+        "print(sorted({'torch', 'ray', 'mlflow', 'transformers', 'trl'} & set(sys.modules))); sys.exit(status)"
+    )
+    given = ["ppo", "jobs/demo/ppo.yaml", "trainer.kl_cof=0.1"]
+    done = subprocess.run([sys.executable, "-c", program, *given], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (2, "[]")
+    assert done.stderr.startswith(
+        "error: command line: trainer.kl_cof: unknown key; did you mean trainer.kl_coef?"
+    )
