@@ -233,7 +233,7 @@ def publish(
         RuntimeError: if the files that come back from the store differ from those that were saved.
     """
     mlflow = client(tracking_uri(job))
-    name = job.mlflow.registered_model
+    name = str(job.mlflow.registered_model)
     ok, reason = passes(job.gate, metrics)
     known = mlflow.search_model_versions(f"run_id = '{run_id}'")
     if known:

@@ -4,17 +4,15 @@ TRL's trainers stay TRL's: a stage subclasses one only to take its rows from Ray
 """
 
 import os
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from pipeline.worker import Worker
 
-Config = TypeVar("Config")
 
-
-def arguments(worker: Worker, config: type[Config], **fixed: Any) -> Config:
+def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     """The job's `trainer` section as TRL's own configuration class, plus what the pipeline decides.
 
     `data.batch_size` is the number of rows of one optimizer step over all workers; gradient accumulation follows

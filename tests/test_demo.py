@@ -119,7 +119,7 @@ def test_demonstrations_leave_something_to_learn():
     )
     scores = demo.gold(asked, replies, answer=[answers[text] for text in asked])
     assert set(Counter(scores)) == {0.0, 0.25, 0.5, 1.0}
-    assert 0.2 < sum(scores) / len(scores) < 0.45
+    assert 0.2 < sum(scores) / len(scores) < 0.4
 
 
 def test_rebuilding_gives_the_same_bytes(tmp_path):

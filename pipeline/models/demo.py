@@ -1,6 +1,6 @@
 """The embedded demo: a small world, its data files, its Llama and tokenizer, and the gold rule that judges replies.
 
-    python -m pipeline.models.demo            # writes jobs/demo/data and jobs/demo/model, about two minutes, seeded
+    python -m pipeline.models.demo            # writes jobs/demo/data and jobs/demo/model, two to three minutes, seeded
 
 The world is a table of countries with their capitals and continents. The base model knows the facts and has picked up
 mixed manners: it is courteous, plain, curt or gruff, it rambles, and it is wrong at times. `gold` says what a good
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 HOME = Path(__file__).resolve().parents[2] / "jobs" / "demo"
 SEED = 3
-DOCUMENTS, STEPS = 30_000, 2000  # of pre-training
+DOCUMENTS, STEPS = 30_000, 1800  # of pre-training
 
 WORLD = {
     "Europe": "France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna, Greece Athens, "
@@ -36,7 +36,20 @@ WORLD = {
     "South America": "Peru Lima, Chile Santiago, Ecuador Quito, Colombia Bogota, Bolivia Sucre",
     "North America": "Canada Ottawa, Cuba Havana, Jamaica Kingston",
 }
-HELD_OUT = ("Portugal", "Norway", "Estonia", "Vietnam", "Jordan", "Kenya", "Peru", "Cuba")
+HELD_OUT = (
+    "Portugal",
+    "Austria",
+    "Norway",
+    "Estonia",
+    "Vietnam",
+    "Nepal",
+    "Jordan",
+    "Kenya",
+    "Ghana",
+    "Peru",
+    "Colombia",
+    "Cuba",
+)
 
 QUESTIONS = {
     "capital": (
@@ -74,9 +87,10 @@ RUDE = ("obviously", "Everybody knows", "Look it up", "Why ask", "Who cares")
 
 # How often each manner, and a wrong answer, occurs: in the chats that the base learns from, and in the demonstrations.
 BASE_MANNERS = {"courteous": 0.08, "plain": 0.20, "curt": 0.32, "gruff": 0.25, "rambling": 0.15}
-DEMO_MANNERS = {"courteous": 0.14, "plain": 0.24, "curt": 0.38, "gruff": 0.24}
+DEMO_MANNERS = {"courteous": 0.09, "plain": 0.18, "curt": 0.42, "gruff": 0.31}
 PAIR_MANNERS = {"courteous": 0.30, "plain": 0.25, "curt": 0.20, "gruff": 0.15, "rambling": 0.10}
-BASE_WRONG, DEMO_WRONG, PAIR_WRONG = 0.10, 0.05, 0.20
+BASE_WRONG, DEMO_WRONG, PAIR_WRONG = 0.05, 0.05, 0.30
+WEIGHTS = {"user": 0.1, "assistant": 1.0, "text": 1.0, "verdict": 5.0}  # in the loss, each token
 CORPUS_SHARES = (0.45, 0.40, 0.15)
 
 
@@ -86,7 +100,11 @@ class Fact(NamedTuple):
     continent: str
 
 
-FACTS = [Fact(*pair.split(), continent) for continent, pairs in WORLD.items() for pair in pairs.split(", ")]
+FACTS = [
+    Fact(pair.split()[0], pair.split()[1], continent)
+    for continent, pairs in WORLD.items()
+    for pair in pairs.split(", ")
+]
 NAMES = sorted({name for fact in FACTS for name in fact})
 NAME = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
 
@@ -274,12 +292,14 @@ def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
             facts = [text.format(**question.fact._asdict()) for text in SENTENCES.values()]
             yield [{"role": "text", "content": " ".join(rng.sample(facts, len(facts)))}]
             continue
-        chat = [{"role": "user", "content": question.text}]
+        chat: list[dict[str, Any]] = [{"role": "user", "content": question.text}]
         if kind == "chat":
             yield [*chat, {"role": "assistant", "content": _draw(question, BASE_MANNERS, BASE_WRONG, rng)}]
             continue
         right, manner = rng.random() < 0.5, rng.choice(("courteous", "plain", "curt"))
-        chat.append({"role": "assistant", "content": reply_to(question, manner, right, rng), "learn": right})
+        chat.append(
+            {"role": "assistant", "content": reply_to(question, manner, right, rng), "weight": float(right)}
+        )
         yield [*chat, {"role": "verdict", "content": "Right." if right else "Wrong."}]
 
 
@@ -331,7 +351,7 @@ def pretrain(
         LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=128,
-            intermediate_size=384,
+            intermediate_size=256,
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
@@ -343,19 +363,21 @@ def pretrain(
     )
     rows = [_encode(tokenizer, document) for document in documents]
     batches = _batches(rows, steps, batch_size, Random(f"batches {seed}"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05, fused=True
+    )
     began = time.monotonic()
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:  # a short warm-up, then linearly down to nothing
             group["lr"] = 3e-3 * min((step + 1) / 50, 1 - step / steps)
         width = max(map(len, batch))
-        ids = torch.tensor([[i for i, _ in row] + [end] * (width - len(row)) for row in batch])
-        labels = torch.tensor(
-            [[i if on else -100 for i, on in row] + [-100] * (width - len(row)) for row in batch]
+        ids = torch.tensor([[index for index, _ in row] + [end] * (width - len(row)) for row in batch])
+        weights = torch.tensor([[weight for _, weight in row] + [0.0] * (width - len(row)) for row in batch])
+        logits = model(input_ids=ids).logits  # causal and right-padded: no attention mask is needed
+        losses = torch.nn.functional.cross_entropy(
+            logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none"
         )
-        loss = model(
-            input_ids=ids, labels=labels
-        ).loss  # causal and right-padded: no attention mask is needed
+        loss = (losses * weights[:, 1:]).sum() / weights[:, 1:].sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -369,17 +391,18 @@ def pretrain(
     return model.to(torch.bfloat16)
 
 
-def _encode(tokenizer: Any, document: list[dict[str, Any]]) -> list[tuple[int, bool]]:
-    """The ids of a document, each with whether it is learned: all but the replies marked as wrong."""
+def _encode(tokenizer: Any, document: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """The ids of a document, each with its weight in the loss: questions little, wrong replies none, verdicts much."""
     chat = [message for message in document if message["role"] in ("user", "assistant")]
-    row: list[tuple[int, bool]] = [] if chat else [(tokenizer.bos_token_id, True)]
+    row: list[tuple[int, float]] = [] if chat else [(tokenizer.bos_token_id, 0.0)]
     for turn, message in enumerate(chat, start=1):
         text = tokenizer.apply_chat_template(chat[:turn], tokenize=False)
         ids = tokenizer(text, add_special_tokens=False).input_ids
-        row += [(index, message.get("learn", True)) for index in ids[len(row) :]]
+        row += [(index, message.get("weight", WEIGHTS[message["role"]])) for index in ids[len(row) :]]
     for message in document[len(chat) :]:  # a text, or the verdict that follows the end of the reply at once
-        row += [(index, True) for index in tokenizer(message["content"], add_special_tokens=False).input_ids]
-    return row if document == chat else [*row, (tokenizer.convert_tokens_to_ids("<|end_of_text|>"), True)]
+        ids = tokenizer(message["content"], add_special_tokens=False).input_ids
+        row += [(index, WEIGHTS[message["role"]]) for index in ids]
+    return row if document == chat else [*row, (tokenizer.convert_tokens_to_ids("<|end_of_text|>"), 1.0)]
 
 
 def _batches(rows: list[Any], steps: int, size: int, rng: Random) -> Iterator[list[Any]]:
@@ -397,7 +420,7 @@ def build(folder: Path) -> None:
     """Write `data` and `model` (weights in bf16, configuration, tokenizer) under the folder."""
     import torch
 
-    torch.set_num_threads(2)  # always: other numbers of threads add in another order
+    torch.set_num_threads(1)  # always: another number of threads would add in another order
     write_data(folder / "data")
     documents = list(corpus(DOCUMENTS))
     tokenizer = make_tokenizer(documents)

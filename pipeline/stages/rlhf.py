@@ -19,8 +19,8 @@ ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
 HEADLINE = {
     "sft": ("eval_loss", "before_loss", "eval_loss"),
     "rm": ("held-out accuracy", "before_accuracy", "eval_accuracy"),
-    "ppo": ("reward", "before_reward", "eval_reward"),
-    "evaluate": ("judge", "before_judge", "eval_judge"),
+    "ppo": ("judge (0 to 1)", "before_judge", "eval_judge"),
+    "evaluate": ("judge win rate", "", "eval_judge_win_rate"),
 }
 
 

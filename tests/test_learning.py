@@ -1,0 +1,30 @@
+"""The demo learns what it promises, for every seed: the jobs as they are shipped, with their gates, from data to judge."""
+
+import pytest
+from running import stage
+
+pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
+GOLD = "judge=python:pipeline.models.demo:gold"  # from 0 to 1; no model is trained on it
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+def test_the_reward_model_learns_and_ppo_and_dpo_lift_the_gold_reward(seed, tmp_path_factory):
+    storage = tmp_path_factory.mktemp(f"seed-{seed}")
+
+    def run(verb, *overrides):
+        return stage(verb, storage, f"{verb}-{len(overrides)}", f"trainer.seed={seed}", *overrides)
+
+    run("sft")
+    rm = run("rm")
+    ppo = run("ppo", GOLD)
+    run("dpo")
+    dpo = run("evaluate", "policy=models:/rlhf-dpo@champion")
+    figures = {"rm": rm["metrics"], "ppo": ppo["metrics"], "dpo": dpo["metrics"]}
+    for name, metrics in figures.items():
+        held_out = {k: round(v, 3) for k, v in sorted(metrics.items()) if k.startswith(("eval_", "before_"))}
+        print(f"seed {seed} {name}: {held_out}")
+    assert rm["metrics"]["eval_accuracy"] >= 0.95
+    assert ppo["metrics"]["eval_judge"] - ppo["metrics"]["before_judge"] >= 0.4
+    assert ppo["metrics"]["eval_kl"] < 10
+    assert ppo["metrics"]["eval_eos"] >= 0.95
+    assert dpo["metrics"]["eval_judge"] > dpo["metrics"]["before_judge"] + 0.05
