@@ -68,7 +68,7 @@ class TransformersEngine:
     rows have ended, they leave the batch.
     """
 
-    def __init__(self, shared: SharedBase, role: str = "policy", rows: int = 64, pad: int = 0) -> None:
+    def __init__(self, shared: SharedBase, role: str | None = "policy", rows: int = 64, pad: int = 0) -> None:
         self.shared, self.role, self.rows, self.pad = shared, role, rows, pad
 
     def sync(self) -> None:

@@ -1,0 +1,145 @@
+"""Every command of the README is run, on a copy of the repository, with settings that make it short."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from running import ROOT
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("  #")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
+PPO = "gate={} trainer.total_episodes=64"
+# What shortens each target; a command keeps its own ARGS before these.
+SHORT = {
+    "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
+    "validate": "",
+    "sft": TRL,
+    "rm": TRL,
+    "dpo": TRL,
+    "ppo": PPO,
+    "evaluate": "",
+}
+
+
+def target(command):
+    return next(word for word in shlex.split(command)[0:] if word not in ("make",) and "=" not in word)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the tracked files, in which `make` finds this environment already set up, and somebody's own data."""
+    folder = tmp_path_factory.mktemp("copy")
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    environment = Path(sys.prefix)
+    (folder / ".venv").symlink_to(environment)
+    for stamp in (".core", ".dev"):
+        (environment / stamp).touch()
+    (folder / "my").mkdir()
+    for name in ("demonstrations", "preferences", "prompts"):
+        shutil.copy(ROOT / f"jobs/demo/data/{name}.jsonl", folder / "my")
+    return folder
+
+
+def shell(command, copy, **more):
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "MAKEFLAGS", "MAKELEVEL")
+    }
+    return subprocess.run(
+        command, shell=True, cwd=copy, capture_output=True, text=True, env=clean, timeout=900, **more
+    )
+
+
+def test_the_readme_is_short_and_has_commands():
+    assert README.count("\n") < 250
+    assert COMMANDS[:2] == ["make rlhf", "make test"]
+
+
+def test_every_file_of_its_tree_exists():
+    tree = re.search(r"## The tree\n+```\n(.*?)```", README, re.DOTALL)[1]
+    named = re.findall(r"^\s*([\w./-]+\.(?:py|yaml|jinja|toml|txt|ipynb)|[\w-]+/)", tree, re.MULTILINE)
+    assert len(named) > 20
+    known = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    missing = [name for name in named if name not in known]
+    assert not missing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if re.match(r"make \w+", c) and target(c) in SHORT])
+def test_a_make_command(command, copy):
+    name = target(command)
+    own = dict(word.split("=", 1) for word in shlex.split(command) if re.match(r"[A-Z]+=", word)).get(
+        "ARGS", ""
+    )
+    done = shell(f"{command} ARGS={shlex.quote(f'{own} {SHORT[name]}'.strip())}", copy)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_make_ui_answers(copy):
+    assert "make ui" in COMMANDS
+    with subprocess.Popen(["make", "ui", "PORT=5077"], cwd=copy, start_new_session=True) as server:
+        try:
+            for _ in range(120):
+                time.sleep(1)
+                try:
+                    with urllib.request.urlopen("http://127.0.0.1:5077/health", timeout=2) as answer:
+                        assert answer.read() == b"OK"
+                        break
+                except OSError:
+                    continue
+            else:
+                pytest.fail("MLflow's pages did not answer within two minutes")
+        finally:
+            os.killpg(server.pid, 15)
+
+
+@pytest.mark.slow
+def test_a_cluster_runs_the_same_job(copy):
+    """`RAY_ADDRESS=auto` on a Ray that was started by itself."""
+    command = next(c for c in COMMANDS if c.startswith("RAY_ADDRESS=auto"))
+    assert "make sft" in command
+    ray = Path(sys.prefix) / "bin/ray"
+    shell(
+        f"{ray} start --head --port 6399 --num-cpus 4 --include-dashboard=false --disable-usage-stats --temp-dir /tmp/rd",
+        copy,
+    )
+    try:
+        small = f"{TRL} scaling.num_workers=2 data.batch_size=16 trainer.per_device_train_batch_size=8 run.name=clustered"
+        done = shell(f"RAY_ADDRESS=127.0.0.1:6399 make sft ARGS={shlex.quote(small)}", copy)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        assert (copy / "runs/clustered/result.json").exists()
+    finally:
+        shell(f"{ray} stop --force", copy)
+
+
+def test_every_command_is_covered():
+    """A command that no test here runs does not belong in the README."""
+    special = (
+        "make test",
+        "make ui",
+        "RAY_ADDRESS=auto",
+        "make setup && .venv/bin/python -m pipeline.models.demo",
+    )
+    for command in COMMANDS:
+        assert command.startswith(special) or target(command) in SHORT, command
