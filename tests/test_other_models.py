@@ -150,7 +150,8 @@ def test_rm_trains_its_head_and_reloads(rm):
 
 
 def test_dpo_continues_the_sft_adapter(train, sft):
-    outcome, folder = train("dpo", policy=sft[1])
+    sigmoid_alone = {"trainer.loss_type": "[sigmoid]", "trainer.loss_weights": "null"}
+    outcome, folder = train("dpo", policy=sft[1], **sigmoid_alone)
     # the first loss is log 2: policy and reference are the same adapter
     assert outcome["metrics"]["train_loss"] == pytest.approx(0.693, abs=0.05)
     assert moved(folder)
