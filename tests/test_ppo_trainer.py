@@ -223,6 +223,15 @@ def test_prompts_come_once_a_pass_in_another_order_each():
     assert prompt_order(7, 6, 10, seed=1) == order[7:13] and prompt_order(0, 10, 10, seed=2) != order[:10]
 
 
+def test_a_long_row_does_not_pad_a_batch_that_is_busy_without_it():
+    lengths = [100, 104, 97, 101, 190, 200, 20]
+    assert micro_batches(lengths, 16, None) == [[6, 2, 0, 3], [1, 4], [5]]
+    assert micro_batches([10, 90], 16, None) == [[0, 1]], (
+        "few tokens: a batch more would cost more than padding"
+    )
+    assert micro_batches([100] * 5, 16, None) == [[0, 1, 2, 3, 4]]
+
+
 def test_micro_batches_keep_to_their_budget_and_lose_nothing():
     lengths = [5, 9, 2, 7, 7, 30, 1]
     for batches in (micro_batches(lengths, 3, None), micro_batches(lengths, 3, 20)):

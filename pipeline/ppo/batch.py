@@ -16,6 +16,8 @@ from torch import Tensor
 
 from pipeline.ppo.rollout import Reply
 
+BUSY = 256  # tokens in one forward that keep the hardware busy: from there on, padding costs more than a further batch
+
 
 def world() -> tuple[int, int]:
     """(rank, number of workers); (0, 1) where torch.distributed is not in use."""
@@ -51,14 +53,18 @@ def deal(batch_size: int, epochs: int, num_mini_batches: int, seed: int, update:
 
 
 def micro_batches(lengths: Sequence[int], rows: int, tokens: int | None) -> list[list[int]]:
-    """Places of `lengths`, sorted and cut: at most `rows` together, or at most `tokens` with padding (a row always fits)."""
+    """Places of `lengths`, sorted and cut: at most `rows` together, or at most `tokens` with padding (a row always fits).
+
+    A batch of BUSY tokens or more also ends where the next, longer row would make more than an eighth of it padding.
+    """
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        size = len(batches[-1]) if batches else 0
-        full = (
-            size >= rows if tokens is None else (size + 1) * lengths[i] > tokens
-        )  # sorted: this row is the longest
-        if size == 0 or full:
+        batch = batches[-1] if batches else []
+        used = sum(lengths[j] for j in batch)
+        wide = (len(batch) + 1) * lengths[i]  # with this row, which is the longest so far
+        full = len(batch) >= rows if tokens is None else wide > tokens
+        sparse = used >= BUSY and wide - used - lengths[i] > wide / 8
+        if not batch or full or sparse:
             batches.append([])
         batches[-1].append(i)
     return batches
