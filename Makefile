@@ -40,7 +40,7 @@ $(VENV)/.dev: $(PINS)
 $(VENV)/.notebook: $(PINS)
 	$(call install,.[notebook])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate validate test test-all lint format notebook ui
+.PHONY: help setup rlhf sft rm dpo ppo evaluate validate test test-all bench lint format notebook ui
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -77,6 +77,15 @@ test: $(VENV)/.dev ## the tests that take seconds each
 
 test-all: $(VENV)/.dev ## every test
 	@$(PY) -m pytest $(ARGS)
+
+# TRL 1.12 is the last with a PPOTrainer. It has a folder of its own: only the process that measures it sees it.
+.bench/trl: $(VENV)/.core
+	@rm -rf $@
+	@$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@ trl==1.12.0
+	@touch $@
+
+bench: setup .bench/trl ## what we cost beside TRL, measured here: make bench ARGS="ppo --size demo"
+	@$(PY) tests/bench $(ARGS)
 
 lint: $(VENV)/.dev ## style, format and types
 	@$(PY) -m ruff check .
