@@ -119,18 +119,19 @@ def test_a_cluster_runs_the_same_job(copy):
     """`RAY_ADDRESS=auto` on a Ray that was started by itself."""
     command = next(c for c in COMMANDS if c.startswith("RAY_ADDRESS=auto"))
     assert "make sft" in command
-    ray = Path(sys.prefix) / "bin/ray"
-    shell(
-        f"{ray} start --head --port 6399 --num-cpus 4 --include-dashboard=false --disable-usage-stats --temp-dir /tmp/rd",
-        copy,
-    )
-    try:
-        small = f"{TRL} scaling.num_workers=2 data.batch_size=16 trainer.per_device_train_batch_size=8 run.name=clustered"
-        done = shell(f"RAY_ADDRESS=127.0.0.1:6399 make sft ARGS={shlex.quote(small)}", copy)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        assert (copy / "runs/clustered/result.json").exists()
-    finally:
-        shell(f"{ray} stop --force", copy)
+    # --block: the cluster belongs to this process and ends with it (`ray stop` would end every Ray on the machine)
+    options = "--head --block --port 6399 --num-cpus 4 --include-dashboard=false --disable-usage-stats --temp-dir /tmp/rd"
+    ray = [str(Path(sys.prefix) / "bin/ray"), "start", *options.split()]
+    with subprocess.Popen(ray, start_new_session=True, stdout=subprocess.DEVNULL) as head:
+        try:
+            time.sleep(15)
+            small = f"{TRL} scaling.num_workers=2 data.batch_size=16 trainer.per_device_train_batch_size=8"
+            arguments = shlex.quote(f"{small} run.name=clustered")
+            done = shell(f"RAY_ADDRESS=127.0.0.1:6399 make sft ARGS={arguments}", copy)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            assert (copy / "runs/clustered/result.json").exists()
+        finally:
+            os.killpg(head.pid, 15)
 
 
 def test_every_command_is_covered():
