@@ -1,9 +1,9 @@
 """From a job's inputs to roles on one base: which adapter plays the policy, the reference, the rewards and the critic."""
 
-import importlib
 from typing import Any
 
 from pipeline import lineage
+from pipeline.inputs import check_function
 from pipeline.worker import Worker
 
 
@@ -14,15 +14,6 @@ def shared_base(worker: Worker) -> Any:
     from pipeline.models.adapters import SharedBase
     from pipeline.models.base import load_base
 
-    device = (
-        f"cuda:{worker.local_rank}"
-        if torch.cuda.is_available() and worker.job.scaling.get("use_gpu")
-        else "cpu"
-    )
-    if device != "cpu":
-        import ray.train.torch
-
-        device = str(ray.train.torch.get_device())
     autocast = torch.bfloat16 if worker.job.trainer.get("bf16") else None
     return SharedBase(load_base(worker.job.model, device=worker.device), autocast=autocast)
 
@@ -39,7 +30,7 @@ def _reward(worker: Worker, shared: Any, index: int, weight: float) -> Any:
     role = "reward" if index == 0 else f"reward_{index}"
     rows = worker.job.trainer.get("local_rollout_forward_batch_size", 64)
     if source.startswith("python:"):
-        return FunctionReward(load_function(source), weight=weight, name=role)
+        return FunctionReward(check_function(source), weight=weight, name=role)
     folder = worker.input(f"reward.{index}")
     if lineage.is_adapter(folder):
         shared.add(role, folder=folder, head=True)
@@ -66,12 +57,7 @@ def judge(worker: Worker) -> Any:
     """The job's judge, a Python rule that no model is trained on; None if it has none."""
     from pipeline.ppo.rewards import FunctionReward
 
-    return FunctionReward(load_function(worker.job.judge), name="judge") if worker.job.judge else None
-
-
-def load_function(source: str) -> Any:
-    module, _, function = source.removeprefix("python:").partition(":")
-    return getattr(importlib.import_module(module), function)
+    return FunctionReward(check_function(worker.job.judge), name="judge") if worker.job.judge else None
 
 
 def add_policy(worker: Worker, shared: Any, args: Any) -> str | None:

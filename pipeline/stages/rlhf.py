@@ -2,7 +2,7 @@
 
     make rlhf    or    python -m pipeline rlhf jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
 
-An override holds for every stage that has the key's section, or for one stage when it begins with the stage's name.
+An override holds for every stage, or for one alone when it begins with the stage's name.
 """
 
 import time
