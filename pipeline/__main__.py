@@ -12,7 +12,7 @@ import importlib
 import sys
 import traceback
 
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError
 
 VERBS = {
     "sft": "supervised fine-tuning on demonstrations",
@@ -21,8 +21,12 @@ VERBS = {
     "ppo": "PPO against the reward model, from the sft adapter",
     "evaluate": "compare a policy with a baseline on held-out prompts",
     "validate": "read the data of a job and report on it, without training",
+    "plan": "memory, time and money that a job will need, from shapes alone",
+    "doctor": "one rollout and one minibatch of a ppo job, examined from all sides",
     "rlhf": "sft, rm, ppo and evaluate of a folder of jobs, on one Ray",
 }
+
+OF_ANY_STAGE = ("validate", "plan", "doctor")  # these look at a job; the others are its stage
 
 EXAMPLES = """\
 examples:
@@ -71,7 +75,7 @@ def run(verb: str, path: str, overrides: list[str]) -> None:
         return
     from pipeline.config import load_job
 
-    job = load_job(path, overrides, None if verb == "validate" else verb)
+    job = load_job(path, overrides, None if verb in OF_ANY_STAGE else verb)
     importlib.import_module(f"pipeline.stages.{verb}").run(job)
 
 
@@ -105,6 +109,9 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
+    except Failure as failure:
+        print(f"failed: {failure}", file=sys.stderr)
+        return 1
     except Exception as error:
         if wrong := input_error(error):
             print(f"error: {wrong}", file=sys.stderr)

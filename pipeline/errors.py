@@ -1,4 +1,4 @@
-"""The one error that is the user's to mend: everything else is a bug or a failed run and keeps its traceback."""
+"""Errors that speak for themselves: the command line prints their message. All others keep their traceback."""
 
 
 class InputError(Exception):
@@ -7,3 +7,7 @@ class InputError(Exception):
     The message says what was wrong, the value found, where it stands (`file:line` or `section.key`),
     what is expected, and what to type next.
     """
+
+
+class Failure(Exception):
+    """Something that was to be proved does not hold; the command line prints the message and exits with status 1."""

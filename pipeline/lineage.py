@@ -69,6 +69,12 @@ def is_adapter(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, "adapter_config.json"))
 
 
+def adapter_config(folder: str) -> dict[str, Any]:
+    """peft's settings of an adapter folder, as its adapter_config.json has them."""
+    with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as file:
+        return json.load(file)
+
+
 def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
     """Refuses an adapter that was trained on another base than the job's.
 
@@ -90,8 +96,7 @@ def check_head(folder: str, scores: bool, reference: str) -> None:
     Raises:
         InputError: with the stage that trains what is needed.
     """
-    with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as file:
-        head = json.load(file).get("task_type") == "SEQ_CLS"
+    head = adapter_config(folder).get("task_type") == "SEQ_CLS"
     if scores and not head:
         raise InputError(
             f"{reference} is an adapter without a scalar head, so it cannot score a reply; expected one that `rm` "

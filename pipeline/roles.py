@@ -86,6 +86,16 @@ def add_critic(worker: Worker, shared: Any) -> None:
         shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
 
 
+def folders(worker: Worker, shared: Any) -> dict[str, str]:
+    """role -> the folder of the adapter that it started as."""
+    found: dict[str, str] = {}
+    if "policy" in worker.work.inputs:
+        found |= dict.fromkeys(("policy", "reference"), worker.input("policy"))
+    if "reward" in shared.roles:
+        found |= dict.fromkeys(("reward", "critic"), worker.input("reward.0"))
+    return {role: folder for role, folder in found.items() if role in shared.roles}
+
+
 def verify_reload(shared: Any, folder: str, rows: list[list[int]]) -> None:
     """Proves that the saved policy, loaded back onto the same base, gives the same log-probs to the last bit.
 

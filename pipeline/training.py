@@ -100,10 +100,10 @@ def verify_reload(trainer: Any, folder: str, rows: list[list[int]]) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     was_training = model.training
     model.eval()
-    expected = [_logits(model, row) for row in rows]
+    expected = [logits(model, row) for row in rows]
     model.load_adapter(folder, adapter_name="reloaded", is_trainable=False)
     model.set_adapter("reloaded")
-    found = [_logits(model, row) for row in rows]
+    found = [logits(model, row) for row in rows]
     model.set_adapter("default")
     model.delete_adapter("reloaded")
     model.train(was_training)
@@ -116,6 +116,7 @@ def verify_reload(trainer: Any, folder: str, rows: list[list[int]]) -> None:
 
 
 @torch.no_grad()
-def _logits(model: Any, row: list[int]) -> torch.Tensor:
+def logits(model: Any, row: list[int]) -> torch.Tensor:
+    """What the model says of one sequence, in fp32 on the CPU: (1, T, V), or (1, 1) of a reward model."""
     ids = torch.tensor([row], device=model.device)
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().cpu()

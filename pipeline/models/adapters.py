@@ -217,17 +217,23 @@ class SharedBase(nn.Module):
         """Write adapter_config.json and adapter_model.safetensors as peft writes them, the head as its `score`."""
         folder, stored = Path(folder), self._stored[role]
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {key: p.data.contiguous().cpu() for key, p in self._adapter(stored).items()}
         config = LoraConfig(**self.configs[stored].to_dict())
         config.inference_mode, config.task_type = True, "CAUSAL_LM"
         config.base_model_name_or_path = (
             config.base_model_name_or_path or self.base.config.name_or_path or None
         )
         if stored in self.heads:
-            tensors[f"{PREFIX}score.weight"] = self.heads[stored].weight.data.contiguous().cpu()
             config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(self.tensors_of(role), folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(folder))
+
+    def tensors_of(self, role: str) -> dict[str, Tensor]:
+        """The role's adapter and head under peft's file names, on the CPU."""
+        stored = self._stored[role]
+        tensors = {key: p.data.contiguous().cpu() for key, p in self._adapter(stored).items()}
+        if stored in self.heads:
+            tensors[f"{PREFIX}score.weight"] = self.heads[stored].weight.data.contiguous().cpu()
+        return tensors
 
     def load(self, role: str, folder: str | Path) -> None:
         """Fill an existing role from an adapter folder; every tensor must be there, and none be left over."""

@@ -1,21 +1,45 @@
-"""What must hold at the start, asserted in every run: the first ratio is 1, and so is policy / reference at step 0.
+"""What must hold at the start, checked in every run on its first rollout, and by `doctor` before one.
 
 Most faults of a PPO implementation (dropout left on, a temperature on one side only, a shifted mask, the wrong adapter)
-break one of these two before they break anything that is seen in a reward curve.
+break one of these before they break anything that is seen in a reward curve.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.batch import Episodes, all_reduce
+from pipeline.ppo.functional import kl_estimate
+
+if TYPE_CHECKING:
+    from pipeline.ppo.trainer import PPOTrainer
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what must hold, what was found, whether it holds; None where it does not apply to this job."""
+
+    check: str
+    found: str
+    holds: bool | None
 
 
 def tolerance(shared: SharedBase) -> float:
     """Largest root mean square difference of log-probs (nats) that is rounding: batches differ in their padding."""
     low = shared.autocast is not None or shared.base.dtype != torch.float32
     return 0.1 if low or getattr(shared.base, "is_quantized", False) else 1e-3
+
+
+def require(findings: list[Finding]) -> None:
+    """Raises RuntimeError with everything that does not hold."""
+    if wrong := [f"{finding.check}: {finding.found}" for finding in findings if finding.holds is False]:
+        raise RuntimeError("PPO would not learn what it says:\n  " + "\n  ".join(wrong))
 
 
 def check_first_ratio(shared: SharedBase, update: int, approxkl: float) -> None:
@@ -32,13 +56,110 @@ def check_first_ratio(shared: SharedBase, update: int, approxkl: float) -> None:
         )
 
 
-def check_reference(shared: SharedBase, episodes: Episodes) -> None:
-    """Before the first update the policy is a copy of the reference: equal log-probs, a KL of 0. Raises RuntimeError."""
-    squares = (episodes.old_logprobs - episodes.ref_logprobs).square().where(episodes.mask, 0.0).sum()
-    total, count = all_reduce(torch.stack([squares, episodes.mask.sum().float()])).tolist()
-    rms = (total / max(count, 1)) ** 0.5
-    if not rms <= tolerance(shared):
-        raise RuntimeError(
-            f"the KL at step 0 is not 0: log-probs of policy and reference differ by {rms:.2g} nats on average. The policy "
-            "must start as a copy of the reference (the sft adapter); set trainer.check_reference=false if it should not"
+def of_rollout(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> list[Finding]:
+    """The checks that need nothing but the first update's episodes and token rewards (B, R), in no more than milliseconds."""
+    checks: list[Callable[[PPOTrainer, Episodes, Tensor], Finding]] = [
+        reference_is_policy,
+        sampler_agrees,
+        ends_inside,
+        score_on_last_action,
+        nothing_after_the_end,
+        frozen,
+    ]
+    return [check(trainer, episodes, rewards) for check in checks]
+
+
+def reference_is_policy(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
+    """Before the first update the policy is a copy of the reference: equal log-probs, a KL of 0."""
+    name = "KL to the reference is 0 before the first step"
+    if not trainer.args.check_reference:
+        return Finding(name, "not asked for (trainer.check_reference: false)", None)
+    rms = _rms(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
+    found = f"log-probs differ by {rms:.2g} nats"
+    if not rms <= tolerance(trainer.shared):
+        found += (
+            ". The policy must start as a copy of the reference (the sft adapter); set "
+            "trainer.check_reference=false if it should not"
         )
+        return Finding(name, found, False)
+    return Finding(name, found, True)
+
+
+def sampler_agrees(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
+    """The sampler and the trainer give the tokens the same log-probs: one temperature, one mask, one adapter."""
+    rms = _rms(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
+    return Finding(
+        "sampler and trainer agree on log-probs",
+        f"they differ by {rms:.2g} nats",
+        rms <= 3 * tolerance(trainer.shared),  # an engine may compute by other kernels
+    )
+
+
+def ends_inside(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
+    """The end-of-sequence token is the last action of a reply that ended, and no other action is one."""
+    ends = torch.tensor(trainer.sampling.eos, device=episodes.mask.device)
+    is_end = torch.isin(_actions(episodes), ends) & episodes.mask
+    steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
+    last = steps == (episodes.counts - 1).unsqueeze(-1)
+    right = (is_end == (last & episodes.ended.unsqueeze(-1))).all(-1)
+    right &= episodes.mask.sum(-1) == episodes.counts
+    right &= episodes.ended | (episodes.counts == trainer.sampling.max_new_tokens)
+    found = f"in {int(right.sum())} of {len(episodes)} replies; {int(episodes.ended.sum())} end by themselves"
+    return Finding("the end token is inside the mask, as the last action", found, bool(right.all()))
+
+
+def score_on_last_action(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
+    """What is paid beside the KL is the score, once, on the last action."""
+    name, args = "the score is paid once, on the last action", trainer.args
+    if args.whiten_rewards:
+        return Finding(name, "not checked: whiten_rewards scales what is paid", None)
+    kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator).where(
+        episodes.mask, 0.0
+    )
+    paid = rewards + (trainer.kl_coef if args.kl_in == "reward" else 0.0) * kl
+    due = torch.zeros_like(paid)
+    scores = episodes.scores.where(episodes.ended, 0.0) if args.bootstrap_truncated else episodes.scores
+    due.scatter_(1, (episodes.counts - 1).clamp(min=0).unsqueeze(-1), scores.unsqueeze(-1))
+    right = torch.isclose(paid, due, rtol=1e-4, atol=1e-5).all(-1)
+    return Finding(name, f"in {int(right.sum())} of {len(episodes)} replies", bool(right.all()))
+
+
+def nothing_after_the_end(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
+    """The value after an end is 0: there, the return is the reward. (Cut-off replies may go on: `bootstrap_truncated`.)"""
+    name, args = "the value after the end is 0", trainer.args
+    if not args.uses_critic:
+        return Finding(name, f"no critic ({args.advantage_estimator})", None)
+    after = episodes.bootstrap if args.bootstrap_truncated else torch.zeros_like(episodes.bootstrap)
+    last = (episodes.counts - 1).clamp(min=0).unsqueeze(-1)
+    expected = rewards.gather(1, last).squeeze(-1) + args.gamma * after
+    right = torch.isclose(episodes.returns.gather(1, last).squeeze(-1), expected, rtol=1e-4, atol=1e-4)
+    right &= ~episodes.ended | (episodes.bootstrap == 0)
+    return Finding(name, f"in {int(right.sum())} of {len(episodes)} replies", bool(right.all()))
+
+
+def frozen(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
+    """The parameters with gradients are those of the roles that learn, in fp32, and no dropout is on."""
+    shared = trainer.shared
+    learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
+    asked = [p for p in shared.parameters() if p.requires_grad]
+    strays = sum(id(p) not in learning for p in asked) + len(learning - {id(p) for p in asked})
+    low = sum(p.dtype != torch.float32 for p in asked)
+    dropouts = sum(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in shared.modules())
+    found = f"{sum(p.numel() for p in asked):,} numbers learn ({', '.join(trainer.roles)})"
+    if strays or low or dropouts:
+        found += f"; {strays} tensors learn or rest that should not, {low} are not fp32, {dropouts} dropouts are on"
+    return Finding("only adapters and heads learn", found, not (strays or low or dropouts))
+
+
+def _actions(episodes: Episodes) -> Tensor:
+    """(B, R) token ids of the actions; of no meaning off the mask."""
+    steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
+    places = episodes.starts.unsqueeze(-1) + steps
+    return episodes.input_ids.gather(1, places.clamp(max=episodes.input_ids.shape[1] - 1))
+
+
+def _rms(difference: Tensor, mask: Tensor) -> float:
+    """Root mean square over the mask, over all workers."""
+    squares = difference.square().where(mask, 0.0).sum()
+    total, count = all_reduce(torch.stack([squares, mask.sum().float()])).tolist()
+    return (total / max(count, 1)) ** 0.5

@@ -25,7 +25,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
 from pipeline.ppo.batch import Episodes, all_reduce, collate, deal, micro_batches, prompt_order, world
-from pipeline.ppo.checks import check_first_ratio, check_reference
+from pipeline.ppo.checks import check_first_ratio, of_rollout, require
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.functional import (
     AdaptiveKLController,
@@ -161,10 +161,10 @@ class PPOTrainer:
             greedy_scores = self.greedy_scores(greedy)
         with self.phases("values"):
             self.judge(episodes)
-            if self.update == 0 and args.check_reference:
-                check_reference(self.shared, episodes)
         kl_coef, learns = self.kl_coef, self.update >= args.critic_warmup_steps
         rewards = self.rewards_and_advantages(episodes, greedy_scores)
+        if self.update == 0:
+            require(of_rollout(self, episodes, rewards))
         with self.phases("update"):
             learned = self.learn(episodes, policy=learns)
         metrics = episode_metrics(args, episodes, rewards, raw, kl_coef) | learned

@@ -24,6 +24,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
     from pipeline import training
     from pipeline.data.feed import ExactBatches
+    from pipeline.models import probes
     from pipeline.models.base import load_base
 
     class Trainer(ExactBatches, RewardTrainer):
@@ -53,9 +54,17 @@ def train(worker: Worker) -> dict[str, Any]:
         metrics["eval_accuracy"] = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
         metrics["eval_margin"] = sum(c - r for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
     probe = rows.select(range(min(4, len(rows))))["chosen_ids"]
+
+    def save(folder: str) -> None:
+        training.save(trainer, folder)
+        model = trainer.accelerator.unwrap_model(trainer.model).eval()
+        vocab_size = model.config.get_text_config().vocab_size
+        known = probes.sequences(vocab_size, worker.tokenizer.pad_token_id)
+        probes.write(folder, known, lambda ids: float(training.logits(model, ids)))
+
     return worker.finish(
         metrics,
-        save=lambda folder: training.save(trainer, folder),
+        save=save,
         verify=lambda folder: training.verify_reload(trainer, folder, probe),
         facts={"reward": {"mean": mean, "std": std}},
     )

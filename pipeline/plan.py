@@ -1,0 +1,477 @@
+"""What a job needs before it is started: memory of one worker, item by item, and on a GPU the time and the money.
+
+Sizes are not guessed from formulas of one architecture: the job's own model is built and run on fake tensors (shapes
+without numbers), and what autograd would keep for backward is counted. One layer is traced and multiplied. Where a
+library's inside decides (the vocabulary-wide tensors of TRL's losses), a factor is used that was fitted to measured
+peaks; tests compare the whole with peaks of real runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import Job
+from pipeline.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by Ray's accelerator type, on the AWS instance that offers it in numbers."""
+
+    memory: float  # GiB that torch can use
+    tflops: float  # dense bf16 matrix products
+    bandwidth: float  # GB/s
+    instance: str
+    per_node: int
+    dollars: float  # an hour of the instance, on demand, us-east-1, as listed in autumn 2026; spot is often a third of it
+
+
+GPUS = {
+    "L4": Gpu(22, 121, 300, "g6.12xlarge", 4, 4.60),
+    "A10G": Gpu(22, 70, 600, "g5.12xlarge", 4, 5.67),
+    "A100-40G": Gpu(39, 312, 1555, "p4d.24xlarge", 8, 21.96),
+    "L40S": Gpu(44, 362, 864, "g6e.12xlarge", 4, 10.49),
+    "A100-80G": Gpu(79, 312, 2039, "p4de.24xlarge", 8, 27.45),
+    "H100": Gpu(79, 989, 3350, "p5.48xlarge", 8, 55.04),
+    "H200": Gpu(139, 989, 4800, "p5en.48xlarge", 8, 63.30),
+}
+UTILISATION = (
+    0.35  # of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it
+)
+LAUNCH = 0.8e-3  # seconds a layer and token that decoding with transformers costs, whatever the GPU: as well
+RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
+SLACK = {"cpu": 1.05, "cuda": 1.1}  # what the allocator loses between blocks of different sizes
+NF4_BYTES = 0.516  # half a byte, and constants of 8 bit for 64 weights, doubly quantised
+# Bytes for each entry of (tokens, vocabulary) that a loss holds at its peak, in the precisions (fp32, bf16).
+LOGIT_BYTES = {"sft": (16, 14), "dpo": (16, 14)}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that a worker holds; `phase` is when: always, or in rollout or update, of which the larger counts."""
+
+    what: str
+    size: float  # bytes
+    phase: str = "always"
+
+
+@dataclass(frozen=True)
+class Plan:
+    job: Job
+    parameters: int
+    trainable: int
+    items: list[Item]
+    device: str  # cpu, cuda
+    layers: int
+    tokens: tuple[int, int]  # longest prompt and reply; of sft, rm, dpo: longest row and 0
+
+    @property
+    def peak(self) -> float:
+        """Bytes of one worker at its highest."""
+        phases = {"rollout": 0.0, "update": 0.0, "always": 0.0}
+        for item in self.items:
+            phases[item.phase] += item.size
+        return phases["always"] + SLACK[self.device] * max(phases["rollout"], phases["update"])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a job decides its memory, with the defaults of its stage."""
+
+    rows: int  # of one forward and backward
+    width: int  # tokens of a row
+    low: bool  # matrix products in bf16
+    checkpointing: bool
+    sequences: int  # in a row of the batch: a pair is two
+    rollout_rows: int = 0
+    prompt: int = 0
+    reply: int = 0
+
+
+def settings(job: Job, context: int) -> Settings:
+    """Rows at their longest, as the job allows them to be."""
+    if job.stage == "ppo":
+        from pipeline.ppo.config import PPOConfig
+
+        args = PPOConfig(**job.trainer)
+        prompt = job.data.max_length or context - args.response_length
+        width = prompt + args.response_length
+        rows = args.per_device_train_batch_size
+        if args.micro_batch_tokens:
+            rows = max(1, args.micro_batch_tokens // width)
+        return Settings(
+            min(rows, args.batch_size),
+            width,
+            args.bf16,
+            args.gradient_checkpointing,
+            1,
+            min(args.local_rollout_forward_batch_size, args.batch_size),
+            prompt,
+            args.response_length,
+        )
+    given = job.trainer
+    return Settings(
+        given.get("per_device_train_batch_size", 8),
+        min(job.data.max_length or context, context),
+        given.get("bf16", True),
+        given.get("gradient_checkpointing", True),
+        1 if job.stage == "sft" else 2,
+    )
+
+
+Ranks = Mapping[str, dict[str, Any]]
+
+
+def make(job: Job, loras: Ranks | None = None) -> Plan:
+    """The plan of a training job.
+
+    Args:
+        loras: peft's settings of the adapters that the job starts from, by input (`policy`, `reward`); where one is not
+            known, it is taken to be like the job's own `lora`.
+
+    Raises:
+        InputError: for a stage that trains nothing, or a model without a config.
+    """
+    if job.stage not in ("sft", "rm", "dpo", "ppo"):
+        raise InputError(f"stage: found {job.stage}; plan is for sft, rm, dpo and ppo jobs")
+    shape = Shape(job)
+    asked = settings(job, shape.context)
+    device = "cuda" if job.scaling.get("use_gpu") else "cpu"
+    roles, learning = _roles(job)
+    starts = {"policy": "policy", "reference": "policy", "reward": "reward", "critic": "reward"}
+    size = {role: 4.0 * shape.adapter((loras or {}).get(starts.get(role, ""), job.lora)) for role in roles}
+    trainable = sum(size[role] for role in learning)
+    items = [
+        Item(f"base, {'nf4' if job.model.load_in_4bit else job.model.dtype}, once", shape.weights),
+        Item(f"adapters: {', '.join(roles)}", sum(size.values())),
+        Item(f"gradients and Adam of {', '.join(learning)}", 3 * trainable),
+        Item("Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces", RUNTIME[device]),
+    ]
+    tokens = asked.rows * asked.sequences * asked.width
+    kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
+    items.append(
+        Item(
+            f"activations for backward: {tokens:,} tokens, {kind}",
+            shape.activations(asked.rows * asked.sequences, asked.width, asked.low, asked.checkpointing),
+            "update",
+        )
+    )
+    items.append(Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"))
+    if asked.rollout_rows:
+        width = asked.width + 128  # the cache grows 128 places at a time
+        items += [
+            Item(
+                f"KV cache: {asked.rollout_rows} rows of {asked.width} tokens",
+                asked.rollout_rows * width * shape.cache(asked.low),
+                "rollout",
+            ),
+            Item(
+                "logits and probabilities of the next token",
+                asked.rollout_rows * shape.vocabulary * 20.0,
+                "rollout",
+            ),
+            Item(
+                "activations of the prompts' forward",
+                asked.rollout_rows * asked.prompt * shape.forward(asked.low),
+                "rollout",
+            ),
+        ]
+    lengths = (asked.prompt, asked.reply) if asked.rollout_rows else (asked.width, 0)
+    return Plan(job, shape.parameters, int(trainable / 4), items, device, shape.layers, lengths)
+
+
+def _roles(job: Job) -> tuple[list[str], list[str]]:
+    """(adapters in memory, those of them that learn)."""
+    if job.stage in ("sft", "rm"):
+        return ["policy" if job.stage == "sft" else "reward"], ["policy" if job.stage == "sft" else "reward"]
+    roles = ["policy"] + ["reference"] * (job.policy not in (None, "base"))
+    if job.stage == "dpo":
+        return roles, ["policy"]
+    rewards = [source for source, _ in job.rewards if not source.startswith("python:")]
+    roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
+    critic = job.trainer.get("advantage_estimator", "gae") == "gae"
+    return roles + ["critic"] * critic, ["policy"] + ["critic"] * critic
+
+
+def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
+    if stage == "rm":
+        return 0.0
+    if stage == "ppo":
+        from pipeline.models.adapters import LOGIT_CHUNK
+
+        return 4.0 * 4 * LOGIT_CHUNK[device]  # a chunk's logits, their soft-max, and the gradients of both
+    per = LOGIT_BYTES[stage][shape.dtype_bytes == 2]
+    return float(tokens) * shape.vocabulary * per
+
+
+class Shape:
+    """A job's model, built on fake tensors: numbers of parameters, and bytes a token."""
+
+    def __init__(self, job: Job) -> None:
+        import logging
+
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends a package when peft imports it
+        from transformers import AutoConfig
+
+        from pipeline.models.base import base_config, context_length
+
+        raw = base_config(job.model.name_or_path, job.model.revision)
+        self.job, self.context = job, context_length(raw) or 2048
+        self.config = AutoConfig.for_model(**raw)
+        text = self.config.get_text_config()
+        self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
+        self.dtype_bytes = 4 if job.model.dtype == "float32" else 2
+        one, two = (self._count(layers) for layers in (1, 2))
+        grown = {key: two[key] - one[key] for key in one}  # of each layer
+        whole = {key: one[key] + (self.layers - 1) * grown[key] for key in one}
+        self.parameters = whole["parameters"]
+        quantised = whole["linear"] if job.model.load_in_4bit else 0
+        self.weights = (self.parameters - quantised) * self.dtype_bytes + quantised * NF4_BYTES
+
+    def _count(self, layers: int) -> dict[str, int]:
+        """Numbers in a model of so many layers: all, in linear layers (the lm head is none of them), in an adapter."""
+        with _Fake(self, layers, low=False) as shared:
+            import torch
+
+            whole = {n: p for n, p in shared.base.named_parameters() if "lora_" not in n}
+            linear = {
+                id(p)
+                for module in shared.base.base_model.modules()
+                if isinstance(module, torch.nn.Linear)
+                for p in module.parameters()
+            }
+            return {
+                "parameters": sum(p.numel() for p in whole.values()),
+                "linear": sum(p.numel() for p in whole.values() if id(p) in linear),
+            }
+
+    def adapter(self, lora: dict[str, Any]) -> int:
+        """Numbers in an adapter of these settings, with its head."""
+        one, two = (self._adapter(layers, lora) for layers in (1, 2))
+        return one + (self.layers - 1) * (two - one)
+
+    def _adapter(self, layers: int, lora: dict[str, Any]) -> int:
+        with _Fake(self, layers, low=False, lora=lora) as shared:
+            return sum(p.numel() for p in shared.parameters_of("policy"))
+
+    def activations(self, rows: int, width: int, low: bool, checkpointing: bool) -> float:
+        """Bytes that the forward of one role keeps for its backward, and what a layer makes on the way."""
+        one, two = (self.saved(layers, rows, width, low) for layers in (1, 2))
+        layer, rest = two - one, max(0.0, 2 * one - two)
+        passing = rows * width * self.forward(low)
+        if not checkpointing:
+            return rest + layer * self.layers + passing
+        return rest + layer + rows * width * self.hidden * self._width(low) * self.layers + passing
+
+    def saved(self, layers: int, rows: int, width: int, low: bool) -> float:
+        """Bytes that autograd keeps of a forward through so many layers, the parameters apart."""
+        from unittest.mock import patch
+
+        import torch
+
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with _Fake(self, layers, low) as shared:
+            own = {p.untyped_storage()._cdata for p in shared.parameters()}
+            ids = torch.zeros(rows, width, dtype=torch.long)
+            # Whether rows are packed is looked for in numbers; without them transformers would make a mask for it.
+            unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
+            with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                hidden = shared.hidden("policy", ids)
+            del hidden
+            return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own))
+
+    def forward(self, low: bool) -> float:
+        """Bytes a token of the largest tensors that a layer makes on the way: its wide middle, thrice."""
+        text = self.config.get_text_config()
+        return 3.0 * (getattr(text, "intermediate_size", None) or 4 * self.hidden) * self._width(low)
+
+    def cache(self, low: bool) -> float:
+        """Bytes a token of keys and values, all layers."""
+        text = self.config.get_text_config()
+        heads = text.num_attention_heads
+        size = getattr(text, "head_dim", None) or self.hidden // heads
+        return (
+            2.0
+            * self.layers
+            * (getattr(text, "num_key_value_heads", None) or heads)
+            * size
+            * self._width(low)
+        )
+
+    def _width(self, low: bool) -> int:
+        return 2 if low else self.dtype_bytes
+
+
+class _Fake:
+    """`with _Fake(shape, layers, low) as shared`: a SharedBase of fake tensors with one trainable role."""
+
+    def __init__(self, shape: Shape, layers: int, low: bool, lora: dict[str, Any] | None = None) -> None:
+        self.shape, self.layers, self.low = shape, layers, low
+        self.lora = lora if lora is not None else shape.job.lora
+
+    def __enter__(self) -> Any:
+        import copy
+
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from transformers import AutoModelForCausalLM
+
+        from pipeline.models.adapters import SharedBase
+
+        class Unchecked(SharedBase):
+            def _check_logits(self) -> None:
+                """Needs numbers."""
+
+        config = copy.deepcopy(self.shape.config)
+        text = config.get_text_config()
+        text.num_hidden_layers = self.layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: self.layers]
+        dtype = getattr(torch, self.shape.job.model.dtype)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            shared = Unchecked(model, autocast=torch.bfloat16 if self.low else None)
+            head = self.shape.job.stage in ("rm", "ppo")
+            shared.add("policy", lora=self.lora, head=head, trainable=True)
+        self.mode = FakeTensorMode()
+        self.mode.__enter__()
+        # From meta to the CPU, where autocast works, still without numbers; tied weights stay one.
+        moved: dict[int, Any] = {}
+        for module in shared.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    new = torch.nn.Parameter(_on_cpu(p), requires_grad=p.requires_grad)
+                    module._parameters[name] = moved.setdefault(id(p), new)
+            for name, b in module._buffers.items():
+                module._buffers[name] = None if b is None else _on_cpu(b)
+        shared._parameters_by_key.clear()
+        return shared
+
+    def __exit__(self, *error: object) -> None:
+        self.mode.__exit__(*error)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------ what follows
+
+
+def fitting(plan: Plan) -> list[str]:
+    """The GPUs that the job fits on, smallest first."""
+    return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
+
+
+def mend(job: Job, memory: float, loras: Ranks | None = None) -> tuple[list[str], Plan] | None:
+    """(overrides, plan) of the mildest changes after which a worker fits into so many bytes; None if none do."""
+    made: dict[str, Any] = {}
+    for key, value in _changes(job):
+        made[key] = value
+        if make(_with(job, made), loras).peak <= memory:
+            break
+    else:
+        return None
+    for key in list(made):  # an earlier, milder change may not be needed beside a later one
+        fewer = {k: v for k, v in made.items() if k != key}
+        if make(_with(job, fewer), loras).peak <= memory:
+            made = fewer
+    return [f"{key}={str(value).lower()}" for key, value in made.items()], make(_with(job, made), loras)
+
+
+def _changes(job: Job) -> list[tuple[str, Any]]:
+    """What makes a job smaller, mildest first: none of it changes what is learned, but nf4, which comes last."""
+    rows = settings(job, 1 << 20).rows
+    fewer = [n for n in range(rows - 1, 0, -1) if rows % n == 0]  # divisors: the batch still comes out even
+    found: list[tuple[str, Any]] = []
+    if job.stage == "ppo":
+        decoded = job.trainer.get("local_rollout_forward_batch_size", 64)
+        found += [
+            ("trainer.local_rollout_forward_batch_size", decoded >> i) for i in (1, 2, 3, 4) if decoded >> i
+        ]
+    found += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
+    found.append(("trainer.gradient_checkpointing", True))
+    found += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
+    if job.scaling.get("use_gpu"):
+        found += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
+    found.append(("model.load_in_4bit", True))
+    return [(key, value) for key, value in found if _value(job, key) != value]
+
+
+def _value(job: Job, key: str) -> Any:
+    section, name = key.split(".")
+    return job.trainer.get(name) if section == "trainer" else getattr(job.model, name)
+
+
+def _with(job: Job, changes: dict[str, Any]) -> Job:
+    for key, value in changes.items():
+        section, name = key.split(".")
+        if section == "trainer":
+            job = replace(job, trainer={**job.trainer, name: value})
+        else:
+            job = replace(job, model=replace(job.model, **{name: value}))
+    return job
+
+
+def length_is_known(job: Job) -> bool:
+    """Whether the job itself says how long it runs; else it depends on the rows of its data."""
+    return bool(job.trainer.get("total_episodes")) or (job.trainer.get("max_steps") or 0) > 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hours of a whole run on one kind of GPU, and what the instances cost."""
+
+    hours: float
+    nodes: int
+    dollars: float
+
+
+def cost(plan: Plan, name: str, rows: int) -> Cost:
+    """From matrix products at UTILISATION of the peak, and decoding at the larger of bandwidth and launch time.
+
+    Args:
+        rows: training rows of an epoch, as far as they are known.
+    """
+    gpu, workers = GPUS[name], plan.job.workers[1]
+    flops = gpu.tflops * 1e12 * UTILISATION
+    forward = 2.0 * plan.parameters
+    prompt, reply = plan.tokens
+    if plan.job.stage == "ppo":
+        from pipeline.ppo.config import PPOConfig
+
+        args = PPOConfig(**plan.job.trainer)
+        episodes = args.total_updates(rows) * args.batch_size
+        passes = 2 + args.uses_critic  # old, reference, values; the reward is one more
+        learn = args.num_ppo_epochs * (1 + args.uses_critic) * (3 if args.gradient_checkpointing else 2)
+        seconds = episodes * (prompt + reply) * forward * (passes + 1 + learn) / flops
+        batches = math.ceil(episodes / args.local_rollout_forward_batch_size)
+        weights = next(item.size for item in plan.items if item.what.startswith("base"))
+        step = max(weights / (gpu.bandwidth * 1e9), plan.layers * LAUNCH)
+        seconds += batches * reply * step
+    else:
+        given = plan.job.trainer
+        learn = 3 if given.get("gradient_checkpointing", True) else 2
+        pairs = 1 if plan.job.stage == "sft" else 2
+        sides = {"sft": 1, "rm": 1, "dpo": 1 + 1 / learn}[plan.job.stage]
+        steps, batch = given.get("max_steps", 0), plan.job.data.batch_size or 8 * workers
+        seen = steps * batch if steps and steps > 0 else rows * given.get("num_train_epochs", 3.0)
+        seconds = seen * pairs * prompt * forward * learn * sides / flops
+    hours = seconds / workers / 3600
+    nodes = math.ceil(workers / gpu.per_node)
+    return Cost(hours, nodes, hours * nodes * gpu.dollars)

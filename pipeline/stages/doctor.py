@@ -1,0 +1,81 @@
+"""Is this PPO job sound? Loads its real models, makes one rollout and one minibatch, and looks at them from all sides.
+
+    python -m pipeline doctor jobs/demo/ppo.yaml [section.key=value ...]
+
+Nothing is trained, nothing is registered, and nothing stays behind. Exit status 1 if something is off.
+"""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from pipeline import cluster, registry, storage
+from pipeline.config import Job
+from pipeline.errors import Failure, InputError
+from pipeline.inputs import pin_inputs
+from pipeline.run import prepare
+from pipeline.worker import Worker
+
+REPLIES = 16  # examined, unless a minibatch of the job is larger
+
+
+def run(job: Job) -> dict[str, Any]:
+    if job.stage != "ppo":
+        raise InputError(
+            f"stage: found {job.stage}; doctor examines ppo jobs (for the data of a {job.stage} job: "
+            f"python -m pipeline validate {job.source})"
+        )
+    job = cluster.name_run(replace(job, run=replace(job.run, name=None, max_failures=0)))
+    job = replace(
+        job,
+        run=replace(
+            job.run, name=f"doctor-{job.run.name}"
+        ),  # beside the run that it is about, not in its place
+        scaling={**job.scaling, "num_workers": 1},
+    )
+    storage.require_writable(job.run.storage_path)
+    registry.check(job)
+    job, inputs = pin_inputs(job)
+    print(f"\n== doctor  {job.source}", flush=True)
+    try:
+        with cluster.session(job):
+            work, rows, _ = prepare(job, inputs)
+            outcome = cluster.fit(replace(work, run_id=str(job.run.name)), rows, train)
+    finally:
+        storage.remove(cluster.folder(job))
+    found = outcome.samples[0]
+    print("\n" + found["table"] + "\n", flush=True)
+    if wrong := [finding["check"] for finding in found["findings"] if finding["holds"] is False]:
+        raise Failure(f"{len(wrong)} of {len(found['findings'])} checks failed: {'; '.join(wrong)}")
+    return found
+
+
+def train(worker: Worker) -> dict[str, Any]:
+    from transformers import set_seed
+
+    from pipeline import roles
+    from pipeline.ppo import doctor
+    from pipeline.ppo.config import PPOConfig
+    from pipeline.ppo.trainer import PPOTrainer
+
+    asked = PPOConfig(**worker.job.trainer)
+    replies = min(asked.batch_size, max(REPLIES, asked.per_device_train_batch_size))
+    replies = max(1, replies // asked.num_generations) * asked.num_generations
+    args = replace(asked, batch_size=replies, num_mini_batches=1, num_ppo_epochs=1, total_episodes=replies)
+    set_seed(args.seed)
+    shared = roles.shared_base(worker)
+    roles.add_policy(worker, shared, args)
+    rewards = roles.add_rewards(worker, shared)
+    if args.uses_critic:
+        roles.add_critic(worker, shared)
+    trainer = PPOTrainer(shared, worker.tokenizer, args, worker.rows("train"), rewards)
+    findings, phases = doctor.examine(trainer, roles.folders(worker, shared))
+    return worker.finish(
+        {},
+        samples=[
+            {
+                "table": doctor.render(findings, phases, replies, asked.batch_size),
+                "findings": [asdict(finding) for finding in findings],
+                "phases": phases,
+            }
+        ],
+    )

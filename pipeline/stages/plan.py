@@ -1,0 +1,120 @@
+"""Will it fit, how long will it take, what will it cost? Answered before anything is started, from shapes alone.
+
+    python -m pipeline plan jobs/llama3-8b/ppo.yaml [section.key=value ...]
+
+No weights are loaded and no GPU is needed. The GPU is the one that `scaling.accelerator_type` names, else all are listed.
+Exit status 1 if the job does not fit on what is named, with the changes after which it does.
+"""
+
+import os
+from typing import Any
+
+from pipeline import plan
+from pipeline.config import Job
+from pipeline.errors import Failure, InputError
+from pipeline.plan import GIB, GPUS, Plan
+
+EPOCH = 10_000  # rows, where the job does not say how long it runs
+
+
+def run(job: Job) -> dict[str, Any]:
+    loras, notes = started_from(job)
+    found = plan.make(job, loras)
+    print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
+    print("\n".join(table(found)))
+    for note in notes:
+        print(f"   note: {note}")
+    print()
+    wanted = job.scaling.get("accelerator_type")
+    if not job.scaling.get("use_gpu"):
+        fits = on_this_machine(found)
+    elif wanted and wanted not in GPUS:
+        raise InputError(f"scaling.accelerator_type: found {wanted!r}; plan knows {', '.join(GPUS)}")
+    else:
+        fits = on_gpus(found, [wanted] if wanted else list(GPUS))
+    if not fits:
+        raise Failure(advice(job, loras, found, GPUS[wanted].memory * GIB if wanted else None))
+    return {"peak_bytes": found.peak, "items": [vars(item) for item in found.items]}
+
+
+def started_from(job: Job) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """peft's settings of the adapters that the job continues, by input; and a note on what could not be found out."""
+    from pipeline import lineage, registry
+    from pipeline.inputs import pin_inputs
+
+    guess = "adapters are taken to be as large as `lora` says"
+    uri = registry.tracking_uri(job)
+    if uri.startswith("sqlite:///") and not os.path.exists(uri.removeprefix("sqlite:///")):
+        return {}, [f"nothing is registered yet; {guess}"] if job.policy or job.reward else []
+    try:
+        _, inputs = pin_inputs(job)
+        models = {name: at for name, at in inputs.items() if not at.startswith("python:")}
+        folders = {name.split(".")[0]: registry.fetch(at, uri) for name, at in models.items()}
+    except InputError as error:
+        return {}, [f"{guess} ({str(error).split(';')[0]})"]
+    return {name: lineage.adapter_config(at) for name, at in folders.items() if lineage.is_adapter(at)}, []
+
+
+def table(found: Plan) -> list[str]:
+    """Each item with its size; what is only there in the rollout or in the update says so."""
+    lines = [
+        f"   {found.parameters / 1e9:.3g} B parameters, frozen; {found.trainable / 1e6:.3g} M learn. "
+        "Memory of one worker, rows at their longest:"
+    ]
+    for item in found.items:
+        when = "" if item.phase == "always" else f"  ({item.phase})"
+        lines.append(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
+    lines.append(f"   {found.peak / GIB:>8.2f} GiB  at the highest, what the allocator loses included")
+    return lines
+
+
+def on_this_machine(found: Plan) -> bool:
+    """Whether all workers and Ray fit into this machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    workers = found.job.workers[1]
+    needed = workers * found.peak + 1.5 * GIB
+    fits = needed <= memory
+    print(
+        f"   {workers} worker{'s' * (workers > 1)} on the CPU and Ray: {needed / GIB:.1f} GiB; this machine has "
+        f"{memory / GIB:.1f} GiB: {'fits' if fits else 'does not fit'}"
+    )
+    return fits
+
+
+def on_gpus(found: Plan, names: list[str]) -> bool:
+    """A line for each kind of GPU: does a worker fit, and what would the whole run take on as many as the job has workers."""
+    workers, known = found.job.workers[1], plan.length_is_known(found.job)
+    whole = "the run" if known else f"{EPOCH:,} rows an epoch"
+    print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  {whole} on {workers}: about")
+    for name in names:
+        gpu = GPUS[name]
+        if found.peak > gpu.memory * GIB:
+            print(f"   {name:<10} {gpu.memory:>5.0f}  no")
+            continue
+        cost = plan.cost(found, name, EPOCH)
+        print(
+            f"   {name:<10} {gpu.memory:>5.0f}  yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand "
+            f"({cost.nodes} x {gpu.instance})"
+        )
+    print(
+        f"   Assumed: {plan.UTILISATION:.0%} of the peak in matrix products, {plan.LAUNCH * 1e3:g} ms a layer and token in "
+        "decoding,\n   prices of us-east-1. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
+    )
+    return any(found.peak <= GPUS[name].memory * GIB for name in names)
+
+
+def advice(job: Job, loras: dict[str, dict[str, Any]], found: Plan, memory: float | None) -> str:
+    """What to type next for a job that does not fit."""
+    if memory is None:
+        on_gpu = job.scaling.get("use_gpu")
+        largest = max(gpu.memory for gpu in GPUS.values()) * GIB
+        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - 1.5 * GIB
+        memory = largest if on_gpu else here / job.workers[1]
+    mended = plan.mend(job, memory, loras)
+    needs = f"a worker needs {found.peak / GIB:.1f} GiB and has {memory / GIB:.1f}"
+    if mended is None:
+        return (
+            f"{needs}; no setting mends that: take larger GPUs, a smaller model, or a shorter data.max_length"
+        )
+    changes, smaller = mended
+    return f"{needs}; with {' '.join(changes)} it needs {smaller.peak / GIB:.1f}"

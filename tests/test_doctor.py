@@ -1,0 +1,178 @@
+"""The doctor: on a sound job every check holds, and each check fails when the thing that it is about is broken."""
+
+import pytest
+import torch
+import toy_ppo as toy
+from running import stage
+
+from pipeline.models import probes
+from pipeline.ppo import checks, doctor
+from pipeline.ppo.rollout import TransformersEngine
+
+
+def rolled(**settings):
+    """A trainer and its first episodes, with everything that is known before it learns."""
+    trainer = toy.trainer(**settings)
+    episodes, samples, greedy = trainer.rollout()
+    trainer.score(episodes, samples)
+    trainer.judge(episodes)
+    rewards = trainer.rewards_and_advantages(episodes, trainer.greedy_scores(greedy))
+    return trainer, episodes, rewards
+
+
+def verdicts(findings):
+    return {finding.check: finding.holds for finding in findings}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bootstrap_truncated": True},
+        {"missing_eos_penalty": 1.0, "temperature": 0.7, "min_new_tokens": 3},
+        {"advantage_estimator": "rloo", "num_generations": 2},
+        {"advantage_estimator": "remax", "kl_in": "loss", "kl_estimator": "k3"},
+        {"gamma": 0.9, "lam": 0.5, "mask_truncated_completions": True},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_a_sound_job_passes_every_check(settings, tmp_path):
+    trainer = toy.trainer(**settings)
+    before = toy.weights(trainer)
+    for role in trainer.shared.roles:
+        trainer.shared.save(role, tmp_path / role)
+    findings, phases = doctor.examine(
+        trainer, {r: str(tmp_path / r) for r in trainer.shared.roles if r != "reward"}
+    )
+    assert False not in verdicts(findings).values(), findings
+    assert list(verdicts(findings).values()).count(True) >= 8
+    assert torch.equal(before, toy.weights(trainer))  # looked at, not trained
+    assert all(p.grad is None for p in trainer.shared.parameters())
+    assert phases["time/update"] > 0
+    table = doctor.render(findings, phases, 16, 64)
+    assert "WRONG" not in table and "one update of 64 replies" in table
+
+
+def test_the_start_of_a_run_raises_what_the_checks_find(monkeypatch):
+    monkeypatch.setattr(checks, "sampler_agrees", lambda *_: checks.Finding("agrees", "it does not", False))
+    with pytest.raises(RuntimeError, match="agrees: it does not"):
+        toy.trainer().step()
+
+
+BREAKS = {
+    "reference_is_policy": lambda t, e, r: e.ref_logprobs.sub_(0.1),
+    "sampler_agrees": lambda t, e, r: e.sampler_logprobs.mul_(1.2),
+    "ends_inside": lambda t, e, r: e.ended.logical_not_(),
+    "score_on_last_action": lambda t, e, r: r.copy_(r.roll(1, -1)),
+    "nothing_after_the_end": lambda t, e, r: e.returns.add_(0.5),
+    "frozen": lambda t, e, r: t.shared.parameters_of("reference")[0].requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_check_sees_what_it_is_about(name):
+    trainer, episodes, rewards = rolled()
+    check = getattr(checks, name)
+    assert check(trainer, episodes, rewards).holds is True
+    BREAKS[name](trainer, episodes, rewards)
+    assert check(trainer, episodes, rewards).holds is False
+
+
+def test_an_end_that_the_mask_leaves_out_is_seen():
+    trainer, episodes, rewards = rolled()
+    row = int(episodes.ended.nonzero()[0])
+    episodes.mask[row, int(episodes.counts[row]) - 1] = False
+    assert checks.ends_inside(trainer, episodes, rewards).holds is False
+
+
+def test_a_score_paid_twice_is_seen():
+    trainer, episodes, rewards = rolled()
+    rewards[:, 0] += episodes.scores
+    assert checks.score_on_last_action(trainer, episodes, rewards).holds is False
+
+
+def test_dropout_and_half_precision_are_seen():
+    trainer, episodes, rewards = rolled()
+    trainer.shared.heads["critic"].append = torch.nn.Dropout(0.1)
+    assert checks.frozen(trainer, episodes, rewards).holds is False
+    trainer, episodes, rewards = rolled()
+    trainer.shared.parameters_of("policy")[0].data = trainer.shared.parameters_of("policy")[0].data.half()
+    assert checks.frozen(trainer, episodes, rewards).holds is False
+
+
+def test_a_sampler_with_a_temperature_of_its_own_is_seen():
+    class Hot(TransformersEngine):
+        def generate(self, prompts, episodes, sampling):
+            return super().generate(
+                prompts, episodes, type(sampling)(**{**vars(sampling), "temperature": 1.5})
+            )
+
+    shared = toy.shared_base()
+    with pytest.raises(RuntimeError, match="sampler and trainer agree"):
+        toy.trainer(shared, engine=Hot(shared)).step()
+
+
+def test_an_adapter_that_is_not_its_file_is_seen(tmp_path):
+    trainer = toy.trainer()
+    trainer.shared.save("critic", tmp_path)
+    assert doctor.same_as_file(trainer, "critic", str(tmp_path)).holds is True
+    trainer.shared.heads["critic"].weight.data[0, 0] += 1e-3  # a lost head is the most reported fault
+    assert doctor.same_as_file(trainer, "critic", str(tmp_path)).holds is False
+
+
+def test_a_reward_that_scores_otherwise_than_in_training_is_seen(tmp_path):
+    from pipeline.ppo.rewards import AdapterReward
+
+    shared = toy.shared_base()
+    trainer = toy.trainer(shared, reward=[AdapterReward(shared)])
+    assert (
+        doctor.scores_as_trained(trainer, "reward", str(tmp_path)).holds is None
+    )  # no probes: nothing to say
+
+    def score(ids):
+        return float(shared.scores("reward", torch.tensor([ids]), lengths=torch.tensor([len(ids)])))
+
+    probes.write(str(tmp_path), probes.sequences(toy.VOCAB, pad=0), score)
+    assert doctor.scores_as_trained(trainer, "reward", str(tmp_path)).holds is True
+    shared.heads["reward"].weight.data.normal_()
+    assert doctor.scores_as_trained(trainer, "reward", str(tmp_path)).holds is False
+
+
+def test_probes_hold_nothing_of_the_data_and_no_pad():
+    rows = probes.sequences(50, pad=7)
+    assert rows == probes.sequences(50, pad=7) and all(0 <= i < 50 and i != 7 for row in rows for i in row)
+
+
+def test_gradients_that_checkpointing_changes_are_seen(monkeypatch):
+    trainer, episodes, _ = rolled(gradient_checkpointing=True)
+    assert doctor.checkpointing_agrees(trainer, episodes).holds is True
+    accumulate = trainer.accumulate
+
+    def wrong_when_checkpointed(*args, **keys):
+        stats = accumulate(*args, **keys)
+        if trainer.shared.gradient_checkpointing:
+            trainer.shared.parameters_of("critic")[1].grad.mul_(2.3)
+        return stats
+
+    monkeypatch.setattr(trainer, "accumulate", wrong_when_checkpointed)
+    assert doctor.checkpointing_agrees(trainer, episodes).holds is False
+
+
+def test_a_base_that_learns_is_seen():
+    trainer, episodes, _ = rolled()
+    trainer.shared.base.get_input_embeddings().weight.requires_grad_(True)
+    assert (
+        verdicts(doctor.one_minibatch(trainer, episodes))[
+            "gradients reach the learning roles and nothing else"
+        ]
+        is False
+    )
+
+
+# ------------------------------------------------------------------------------------------ the command line
+
+
+def test_doctor_wants_a_ppo_job(tmp_path, capsys):
+    stage("doctor", tmp_path, "mine", job="jobs/demo/sft.yaml", status=2)
+    assert "doctor examines ppo jobs" in capsys.readouterr().err

@@ -1,0 +1,175 @@
+"""The plan: what it counts on shapes alone is what real models have, and what it says next can be typed."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import toy_ppo as toy
+from running import ROOT
+
+from pipeline import plan
+from pipeline.__main__ import main
+from pipeline.config import load_job
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo.rollout import growing_cache
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def job(folder, name="demo/ppo", *overrides):
+    return load_job(ROOT / f"jobs/{name}.yaml", [f"model.name_or_path={folder}", *overrides])
+
+
+@pytest.fixture
+def llama_8b(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma", "gpt2"])
+def test_parameters_and_adapters_are_counted_exactly(kind, tmp_path):
+    model = toy.base(kind)
+    model.config.save_pretrained(tmp_path)
+    real = sum(p.numel() for p in model.parameters())
+    shape = plan.Shape(job(tmp_path))
+    assert shape.parameters == real
+    lora = {"r": 5, "target_modules": "all-linear"}
+    shared = SharedBase(model)
+    shared.add("reward", lora=lora, head=True)
+    assert shape.adapter(lora) == sum(p.numel() for p in shared.parameters_of("reward"))
+
+
+def saved_bytes(shared, rows, width):
+    """What autograd really keeps of a forward, the parameters apart."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    own = {p.untyped_storage().data_ptr() for p in shared.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = shared.hidden("policy", torch.randint(4, 60, (rows, width)))
+    del hidden
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_activations_are_those_of_the_real_model(low, tmp_path):
+    model = toy.base("llama", num_hidden_layers=5)
+    model.config.save_pretrained(tmp_path)
+    asked = job(tmp_path, "demo/ppo", "lora.r=4")
+    shape = plan.Shape(asked)
+    shared = SharedBase(model, autocast=torch.bfloat16 if low else None)
+    shared.add("policy", lora=asked.lora, trainable=True)
+    assert shape.saved(5, 6, 100, low) == saved_bytes(shared, 6, 100)
+    whole, checkpointed = (shape.activations(6, 100, low, checkpointing=on) for on in (False, True))
+    assert whole - 600 * shape.forward(low) == pytest.approx(shape.saved(5, 6, 100, low), rel=0.01)
+    assert checkpointed < 0.5 * whole
+
+
+def test_the_cache_is_that_of_the_real_model(tmp_path):
+    model = toy.base("llama", num_hidden_layers=3)
+    model.config.save_pretrained(tmp_path)
+    shared = SharedBase(model)
+    cache = growing_cache(shared)
+    shared.body(input_ids=torch.ones(4, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
+    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert plan.Shape(job(tmp_path)).cache(low=False) * 40 == real
+
+
+def test_an_8b_ppo_job_costs_little_more_than_its_base(llama_8b):
+    found = plan.make(job(llama_8b, "llama3-8b/ppo"))
+    base = next(item.size for item in found.items if item.what.startswith("base"))
+    assert found.parameters == 8_030_261_248  # Llama 3 8B, as its model card counts
+    assert base == 2 * found.parameters
+    roles = sum(item.size for item in found.items if "adapters" in item.what or "Adam" in item.what)
+    assert roles < 0.12 * base  # policy, reference, reward, critic, and what Adam keeps of two of them
+    quantised = plan.make(job(llama_8b, "llama3-8b-qlora/ppo"))
+    assert next(i.size for i in quantised.items if i.what.startswith("base")) < 0.37 * base
+    assert "L4" in plan.fitting(quantised) and "L4" not in plan.fitting(found)
+
+
+def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
+    asked = job(llama_8b, "llama3-8b/ppo")
+    small, large = plan.make(asked), plan.make(asked, {"policy": {**asked.lora, "r": 4 * asked.lora["r"]}})
+    assert large.trainable - small.trainable == 3 * plan.Shape(asked).adapter({**asked.lora}) - 3 * 4096
+
+
+def test_a_critic_free_job_holds_no_critic(llama_8b):
+    asked = job(llama_8b, "llama3-8b/ppo", "trainer.advantage_estimator=rloo", "trainer.num_generations=4",
+                "trainer.critic_warmup_steps=0")  # fmt: skip
+    assert not any("critic" in item.what for item in plan.make(asked).items)
+
+
+def test_what_plan_advises_fits(llama_8b):
+    large = [
+        "trainer.gradient_checkpointing=false",
+        "trainer.per_device_train_batch_size=8",
+        "data.batch_size=32",
+    ]
+    asked = job(llama_8b, "llama3-8b/sft", *large)
+    memory = plan.GPUS["A100-40G"].memory * plan.GIB
+    assert plan.make(asked).peak > memory
+    changes, smaller = plan.mend(asked, memory)
+    assert "model.load_in_4bit=true" not in changes  # quantised only where nothing milder does
+    again = plan.make(job(llama_8b, "llama3-8b/sft", *large, *changes))
+    assert again.peak == smaller.peak <= memory
+    assert plan.mend(asked, 4 * plan.GIB) is None
+
+
+def test_time_is_matrix_products_over_speed(llama_8b):
+    asked = job(
+        llama_8b, "llama3-8b/sft", "trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"
+    )
+    found = dataclasses.replace(plan.make(asked), tokens=(1000, 0))
+    cost = plan.cost(found, "H100", rows=10_000)
+    flops = 4 * 8_030_261_248 * 1000 * 10_000  # forward, and backward through frozen weights: 2 each
+    assert cost.hours == pytest.approx(flops / (989e12 * plan.UTILISATION) / 3600 / asked.workers[1])
+    assert cost.dollars == pytest.approx(cost.hours * plan.GPUS["H100"].dollars)
+
+
+def plan_command(folder, name, *overrides):
+    return main(["plan", str(ROOT / f"jobs/{name}.yaml"), f"model.name_or_path={folder}",
+                 f"run.storage_path={folder}/runs", *overrides])  # fmt: skip
+
+
+def test_the_command_lists_the_gpus_and_leaves_nothing(llama_8b, capsys):
+    assert plan_command(llama_8b, "llama3-8b/ppo") == 0
+    out = capsys.readouterr().out
+    assert "base, bfloat16, once" in out and "nothing is registered yet" in out
+    assert [line.split()[2] for line in out.splitlines() if line.startswith(("   L4 ", "   H100 "))] == [
+        "no",
+        "yes",
+    ]
+    assert not (llama_8b / "runs").exists()
+
+
+def test_a_job_that_does_not_fit_exits_1_and_says_what_does(llama_8b, capsys):
+    assert plan_command(llama_8b, "llama3-8b/ppo", "scaling.accelerator_type=A100-40G",
+                        "trainer.local_rollout_forward_batch_size=512") == 1  # fmt: skip
+    assert "with trainer.local_rollout_forward_batch_size=" in capsys.readouterr().err
+
+
+def test_on_a_cpu_it_looks_at_this_machine(llama_8b, capsys, in_root):
+    assert plan_command("jobs/demo/model", "demo/sft", f"run.storage_path={llama_8b}") == 0
+    assert "1 worker on the CPU and Ray" in capsys.readouterr().out
+    assert plan_command(llama_8b, "demo/sft", "data.max_length=4096") == 1
+    assert "a worker needs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("demo/evaluate", "run.name=x", "stage: found evaluate"),
+        ("llama3-8b/sft", "scaling.accelerator_type=TPU", "scaling.accelerator_type: found 'TPU'"),
+    ],
+)
+def test_what_cannot_be_planned(name, override, message, llama_8b, capsys):
+    assert plan_command(llama_8b, name, override) == 2
+    assert message in capsys.readouterr().err
