@@ -75,7 +75,7 @@ validate: setup ## read a job's data and report on it, without training: make va
 test: $(VENV)/.dev ## the tests that take seconds each
 	@$(PY) -m pytest -m "not slow" $(ARGS)
 
-test-all: $(VENV)/.dev ## every test
+test-all: $(VENV)/.dev .bench/trl ## every test
 	@$(PY) -m pytest $(ARGS)
 
 # TRL 1.12 is the last with a PPOTrainer. It has a folder of its own: only the process that measures it sees it.

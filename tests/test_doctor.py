@@ -7,6 +7,7 @@ from running import stage
 
 from pipeline.models import probes
 from pipeline.ppo import checks, doctor
+from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rollout import TransformersEngine
 
 
@@ -50,8 +51,9 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
     assert torch.equal(before, toy.weights(trainer))  # looked at, not trained
     assert all(p.grad is None for p in trainer.shared.parameters())
     assert phases["time/update"] > 0
-    table = doctor.render(findings, phases, 16, 64)
-    assert "WRONG" not in table and "one update of 64 replies" in table
+    phases |= {"time/rollout": 1.0, "time/score": 1.0, "time/values": 1.0, "time/update": 2.0}
+    table = doctor.render(findings, phases, 16, PPOConfig(batch_size=64, num_ppo_epochs=3))
+    assert "WRONG" not in table and "64 replies, 3 epochs, would take 36 s" in table
 
 
 def test_the_start_of_a_run_raises_what_the_checks_find(monkeypatch):

@@ -8,7 +8,6 @@ roles and nothing else, and are the same with and without gradient checkpointing
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -17,6 +16,7 @@ from torch import Tensor
 from pipeline.models import probes
 from pipeline.ppo.batch import Episodes
 from pipeline.ppo.checks import Finding, of_rollout, tolerance
+from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.trainer import PPOTrainer
 
 ROUNDING = 1e-3  # of a gradient's norm: what another order of the same sums may change in fp32
@@ -135,18 +135,20 @@ def checkpointing_agrees(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     )
 
 
-def render(findings: list[Finding], phases: Mapping[str, Any], episodes: int, batch_size: int) -> str:
-    """The findings as a table, and what an update of the job would take at this speed."""
+def render(findings: list[Finding], phases: Mapping[str, float], replies: int, asked: PPOConfig) -> str:
+    """The findings as a table, and what an update of the job as `asked` for would take at the speed of these `replies`."""
     words = {True: "ok", False: "WRONG", None: "-"}
     width = max(len(finding.check) for finding in findings)
     lines = [f"   {words[f.holds]:<6} {f.check:<{width}}  {f.found}" for f in findings]
     seconds = {k.removeprefix("time/"): v for k, v in phases.items() if k.startswith("time/")}
-    lines += ["", f"   {episodes} replies took " + ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items())]
-    whole = sum(seconds.values()) * batch_size / episodes
-    lines.append(
-        f"   one update of {batch_size} replies: about {whole:.0f} s on one worker such as this, a pass over them each; "
-        f"peak memory {phases['memory/peak']:.2f} GiB"
-    )
+    once = sum(v for k, v in seconds.items() if k != "update")
+    update = (once + asked.num_ppo_epochs * seconds["update"]) * asked.batch_size / replies
+    took = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+    lines += [
+        "",
+        f"   {replies} replies took {took}; peak memory {phases['memory/peak']:.2f} GiB",
+        f"   on one such worker an update of {asked.batch_size} replies, {asked.num_ppo_epochs} epochs, would take {update:.0f} s",
+    ]
     return "\n".join(lines)
 
 

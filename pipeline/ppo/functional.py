@@ -188,7 +188,8 @@ def value_loss(
     if cliprange_value is None:
         worst = clipped = squared
     else:
-        bounded = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+        # Not old + (new - old): its rounding would count values that are not clipped at all as clipped.
+        bounded = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
         clipped = (bounded - returns).square()
         worst = torch.maximum(squared, clipped)
     with torch.no_grad():

@@ -73,7 +73,7 @@ def train(worker: Worker) -> dict[str, Any]:
         {},
         samples=[
             {
-                "table": doctor.render(findings, phases, replies, asked.batch_size),
+                "table": doctor.render(findings, phases, replies, asked),
                 "findings": [asdict(finding) for finding in findings],
                 "phases": phases,
             }
