@@ -1,0 +1,161 @@
+"""Every estimator and every option of PPO learns on the demo: the gold reward, which nothing is trained on, rises.
+
+Each is a short run of jobs/demo/ppo.yaml with that one thing changed. `make test-all` prints the table of gains.
+"""
+
+import json
+
+import pytest
+import torch
+from running import ROOT, stage
+
+from pipeline import lineage
+from pipeline.config import load_job
+from pipeline.models.adapters import SharedBase
+from pipeline.models.base import load_base
+from pipeline.models.demo import gold
+from pipeline.models.tokenizer import load_tokenizer
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
+from pipeline.ppo.trainer import PPOTrainer
+
+pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
+EPISODES = 1280  # half of the demo's
+GROUPS = {"num_generations": 4}
+LOSS_KL = {"kl_in": "loss", "kl_estimator": "k3"}
+
+VARIANTS = {
+    "gae (the demo)": {},
+    "rloo": {"advantage_estimator": "rloo", **GROUPS},
+    "group (GRPO)": {"advantage_estimator": "group", **GROUPS},
+    "group, not scaled (Dr. GRPO)": {"advantage_estimator": "group", "scale_rewards": False, **GROUPS},
+    "remax": {"advantage_estimator": "remax"},
+    "reinforce (REINFORCE++)": {"advantage_estimator": "reinforce"},
+    "kl k2": {"kl_estimator": "k2"},
+    "kl k3": {"kl_estimator": "k3"},
+    "kl abs": {"kl_estimator": "abs"},
+    "kl in the loss": LOSS_KL,
+    "kl adaptive": {"kl_controller": "adaptive", "kl_target": 3.0, "kl_horizon": 1000},
+    "reference follows (EMA)": {
+        "sync_ref_model": True, "ref_model_mixup_alpha": 0.1, "ref_model_sync_steps": 1, "check_reference": True,
+    },
+    "rewards as they are": {"normalize_rewards": False, "reward_clip": None},
+    "rewards whitened": {"whiten_rewards": True},
+    "bootstrap of cut-off replies": {"missing_eos_penalty": None, "bootstrap_truncated": True},
+    "overlong filter": {"missing_eos_penalty": None, "mask_truncated_completions": True},
+    "at least 4 new tokens": {"min_new_tokens": 4},
+    "critic warm-up": {"critic_warmup_steps": 3},
+    "values normalised": {"normalize_values": True},
+    "values unclipped": {"cliprange_value": None},
+    "dual clip": {"dual_clip": 3.0},
+    "entropy bonus": {"entropy_coef": 0.005},
+    "early stop on KL": {"early_stop_kl": 0.02, "num_ppo_epochs": 4},
+    "gamma 0.99, lambda 1": {"gamma": 0.99, "lam": 1.0},
+    "bf16": {"bf16": True},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "token budget": {"micro_batch_tokens": 512},
+}  # fmt: skip
+
+
+def manners(completions, answer, **_):
+    """A Python reward that needs a column of the data: right, and in more than one word."""
+    return [float(a in c) * min(len(c.split()), 6) / 6 for c, a in zip(completions, answer, strict=True)]
+
+
+async def manners_later(completions, answer):
+    return manners(completions, answer)
+
+
+@pytest.fixture(scope="module")
+def trained(embedded_ray, tmp_path_factory):
+    """Folders of the demo's sft and reward adapters, and the table of gains, printed at the end."""
+    storage = tmp_path_factory.mktemp("variants")
+    found = {name: stage(name, storage, name)["adapter"] for name in ("sft", "rm")}
+    gains = []
+    yield found, gains
+    print("\n\n| variant | gold reward before | after | KL, nats a reply |\n| --- | --- | --- | --- |")
+    print("\n".join(gains))
+
+
+def rows(name, tokenizer):
+    lines = (ROOT / f"jobs/demo/data/{name}.jsonl").read_text().splitlines()
+    chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
+    ids = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+    return [{"input_ids": i, "row": line} for i, line in zip(ids, lines, strict=True)]
+
+
+def learn(trained, name, changes, reward=None):
+    """A run of EPISODES; the gold reward of greedy replies to held-out prompts, before and after, and the KL."""
+    folders, gains = trained
+    job = load_job(ROOT / "jobs/demo/ppo.yaml", [f"model.name_or_path={ROOT}/jobs/demo/model"], "ppo")
+    args = PPOConfig(**{**job.trainer, "total_episodes": EPISODES, **changes})
+    tokenizer = load_tokenizer(job.model.name_or_path)
+    torch.manual_seed(args.seed)
+    shared = SharedBase(load_base(job.model), autocast=torch.bfloat16 if args.bf16 else None)
+    shared.add("policy", folder=folders["sft"], trainable=True)
+    if args.sync_ref_model:
+        shared.add("reference", copy_of="policy")
+    else:
+        shared.add("reference", folder=folders["sft"])
+    shared.add("reward", folder=folders["rm"], head=True)
+    if args.uses_critic:
+        shared.add("critic", copy_of="reward", head=True, trainable=True)
+    constants = lineage.read(folders["rm"], "rm")["reward"]
+    rewards = reward(shared, constants) if reward else [AdapterReward(shared, **constants)]
+    trainer = PPOTrainer(
+        shared, tokenizer, args, rows("prompts", tokenizer), rewards, rows("prompts_eval", tokenizer)
+    )
+
+    def judged():
+        before, trainer.rewards = trainer.rewards, [FunctionReward(gold)]
+        score = trainer.evaluate()[0]["eval/score"]
+        trainer.rewards = before
+        return score
+
+    start = judged()
+    history = trainer.train()
+    end, kl = judged(), history[-1]["objective/kl"]
+    gains.append(f"| {name} | {start:.2f} | {end:.2f} | {kl:.1f} |")
+    print(gains[-1], flush=True)
+    assert end - start > 0.1
+    return history
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_learns(name, trained):
+    learn(trained, name, VARIANTS[name])
+
+
+def test_several_rewards_with_weights(trained):
+    learn(
+        trained,
+        "two rewards, weighted",
+        {},
+        lambda shared, constants: [AdapterReward(shared, **constants), FunctionReward(manners, weight=0.5)],
+    )
+
+
+@pytest.mark.parametrize("function", [manners, manners_later])
+def test_a_python_reward(function, trained):
+    learn(
+        trained,
+        f"python reward {function.__name__}, no model",
+        {},
+        lambda *_: [FunctionReward(function, weight=3.0)],
+    )
+
+
+def test_a_reward_model_that_is_not_on_this_base(trained):
+    """The reward adapter merged into a copy of the base: another model, with weights of its own."""
+    from peft import AutoPeftModelForSequenceClassification
+
+    model = AutoPeftModelForSequenceClassification.from_pretrained(trained[0]["rm"], num_labels=1)
+    merged = model.merge_and_unload().float()
+    merged.config.pad_token_id = load_tokenizer(str(ROOT / "jobs/demo/model")).pad_token_id
+    history = learn(
+        trained,
+        "a reward model of its own",
+        {},
+        lambda _, constants: [ModelReward(merged, None, **constants)],
+    )
+    assert "rewards/model/mean" in history[-1]
