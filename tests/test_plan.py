@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -173,3 +176,24 @@ def test_on_a_cpu_it_looks_at_this_machine(llama_8b, capsys, in_root):
 def test_what_cannot_be_planned(name, override, message, llama_8b, capsys):
     assert plan_command(llama_8b, name, override) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing"), [("float32", "false"), ("bfloat16", "false"), ("float32", "true")]
+)
+def test_the_plan_is_what_a_step_holds(stage, dtype, checkpointing):
+    """Measured on the CPU: what the process grows by in a step, with an allocator that gives back what is freed."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, str(ROOT / "tests/peaks.py"), stage, dtype, checkpointing]
+    out = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    found = json.loads(out.splitlines()[-1])
+    print(
+        f"{stage} {dtype} {checkpointing}: {found['grown'] / 2**20:.0f} MiB, planned {found['planned'] / 2**20:.0f}"
+    )
+    assert found["planned"] == pytest.approx(
+        found["grown"], rel=0.2, abs=64 * 2**20
+    )  # 64 MiB: libraries' own buffers
