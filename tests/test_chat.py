@@ -99,12 +99,11 @@ def test_a_conversation_through_a_pipe(models, shared, storage):
 
 
 def test_a_full_context_is_said(models, storage):
-    lines = "What is the capital of Peru?\n" * 12 + "word " * 400 + "\n"
+    lines = "What is the capital of Peru?\n" * 12 + "word " * 400 + "\n" + "And of Chile?\n"
     said = talk(storage, lines, "reward=null")
-    assert re.search(r"the model's context is full: the oldest \d+ messages are forgotten", said)
-    assert re.search(
-        r"too long: found \d+ tokens, but 236 fit beside a reply of trainer\.response_length=20", said
-    )
+    assert re.search(r"the model's context is full: the oldest 2 messages are forgotten", said)
+    assert said.rindex("the oldest 2 messages") > said.index("too long: "), "what was refused costs no memory"
+    assert re.search(r"too long: \d+ tokens, but 236 fit beside a reply of trainer\.response_length=20", said)
 
 
 @pytest.mark.parametrize(

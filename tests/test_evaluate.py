@@ -24,19 +24,21 @@ def models(storage):
 # ------------------------------------------------------------------------------------------------------- figures
 
 
-@pytest.mark.parametrize(("wins", "rows"), [(60, 100), (9, 10), (480, 500), (30, 120)])
+@pytest.mark.parametrize(("wins", "rows"), [(60, 100), (350, 400), (30, 120), (480, 500)])
 def test_the_interval_is_that_of_a_bootstrap(wins, rows):
     shares = [1.0] * wins + [0.0] * (rows - wins)
-    low, high = figures.wilson(shares)
-    # The parametric bootstrap of a share p: its two ends are the p for which this outcome is a 2.5 % tail.
     draws = random.Random(0)
-    for end, tail in ((low, lambda mean: mean >= wins / rows), (high, lambda mean: mean <= wins / rows)):
-        means = [sum(draws.random() < end for _ in range(rows)) / rows for _ in range(4000)]
-        assert sum(map(tail, means)) / 4000 == pytest.approx(0.025, abs=0.025)
-    resampled = sorted(sum(draws.choices(shares, k=rows)) / rows for _ in range(4000))
-    width = resampled[3899] - resampled[99]
-    assert high - low == pytest.approx(width, rel=0.3)
-    assert low < wins / rows < high
+    resampled = sorted(figures.mean(draws.choices(shares, k=rows)) for _ in range(4000))
+    assert figures.wilson(shares) == pytest.approx((resampled[99], resampled[3899]), abs=0.013)
+
+
+@pytest.mark.parametrize(("share", "rows"), [(0.5, 40), (0.9, 10), (0.98, 60)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(share, rows):
+    draws, held = random.Random(0), 0
+    for _ in range(4000):
+        low, high = figures.wilson([float(draws.random() < share) for _ in range(rows)])
+        held += low <= share <= high
+    assert held / 4000 == pytest.approx(0.95, abs=0.03)
 
 
 def test_ties_make_the_interval_no_narrower_than_a_bootstrap():

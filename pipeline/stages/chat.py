@@ -104,29 +104,29 @@ class Chat:
         from pipeline.data.encode import Example
         from pipeline.data.formats import Record, RowError
 
-        forgotten = 0
+        kept = list(self.turns)
         while True:
-            [[found]] = self.encoder.encode([Record([*self.system, *self.turns])])
+            [[found]] = self.encoder.encode([Record([*self.system, *kept])])
             if isinstance(found, Example):
-                if forgotten:
+                if forgotten := len(self.turns) - len(kept):
                     print(f"   (the model's context is full: the oldest {forgotten} messages are forgotten)")
+                self.turns = kept
                 return found.columns["input_ids"]
             assert isinstance(found, RowError)
             if found.kind != "too_long":
                 print(
-                    f"   (the chat template refuses this: found {found.found}; expected {found.expected})",
+                    f"   (the chat template refuses this: {found.found}; expected {found.expected})",
                     flush=True,
                 )
                 return None
-            if len(self.turns) < 2:
+            if len(kept) < 2:
                 print(
                     f"   (too long: {found.found}, but {self.room} fit beside a reply of "
                     f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower that)",
                     flush=True,
                 )
                 return None
-            del self.turns[:2]  # a question and its answer
-            forgotten += 2
+            del kept[:2]  # a question and its answer
 
     def _reward(self, prompt: list[int], tokens: list[int], ended: bool) -> float:
         from pipeline.ppo.rewards import Samples, weighted
