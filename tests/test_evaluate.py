@@ -113,6 +113,7 @@ def alone(models, storage, some_pairs, embedded_ray):
         "judge=models:/other-rm/1",
         "scaling.num_workers=2",
     ]
+    settings += ["gate.eval_rm_accuracy_low=>= 0.01", "mlflow.alias=judged"]
     return stage("evaluate", storage, "alone", *settings)
 
 
@@ -170,21 +171,22 @@ def test_it_leaves_tables_and_metrics(alone, storage, models):
     logged = client(storage).get_run(alone["mlflow_run_id"]).data.metrics
     for name in ("eval_rm_accuracy", "eval_rm_ece", "eval_rm_length_correlation", "eval_rm_accuracy/odd"):
         assert logged[name] == pytest.approx(metrics[name])
-    assert alone["version"] is None, "without a gate nothing is said about a version"
 
 
-@pytest.mark.parametrize(("least", "passed"), [(0.01, True), (0.999, False)])
-def test_the_gate_moves_the_alias(least, passed, models, storage, some_pairs, embedded_ray):
-    gate = [f"gate.eval_rm_accuracy_low=>= {least}", f"mlflow.alias=judged-{passed}"]
-    result = stage("evaluate", storage, f"gate-{passed}", *RM, f"data.pairs={some_pairs}", *gate)
-    assert result["registered_model"] == "toy-rm" and result["alias"] == (
-        f"judged-{passed}" if passed else None
-    )
-    aliases = client(storage).get_registered_model("toy-rm").aliases
-    assert (f"judged-{passed}" in aliases) == passed
+def test_a_gate_that_holds_moves_the_alias(alone, storage):
+    assert (alone["registered_model"], alone["version"], alone["alias"]) == ("toy-rm", "1", "judged")
+    assert str(client(storage).get_model_version_by_alias("toy-rm", "judged").version) == "1"
     tags = client(storage).get_model_version("toy-rm", "1").tags
-    assert tags["evaluate.eval_rm_accuracy"] == f"{result['metrics']['eval_rm_accuracy']:.6g}"
-    assert tags["evaluate.gate"].startswith("passed" if passed else "failed: eval_rm_accuracy_low")
+    assert tags["evaluate.eval_rm_accuracy"] == f"{alone['metrics']['eval_rm_accuracy']:.6g}"
+    assert tags["evaluate.gate"] == "passed"
+
+
+def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
+    result = policy[0]
+    assert (result["registered_model"], result["alias"]) == ("toy-policy", None)
+    assert "judged" not in client(storage).get_registered_model("toy-policy").aliases
+    gate = client(storage).get_model_version("toy-policy", "1").tags["evaluate.gate"]
+    assert gate == result["gate"] and gate.startswith("failed: eval_win_rate_low = ")
 
 
 # ------------------------------------------------------------------------------------------------------- a policy
@@ -203,6 +205,7 @@ def policy(models, storage, tmp_path_factory, embedded_ray):
         "reward=models:/toy-rm/1",
         "judge=models:/other-rm/1",
     ]
+    settings += ["gate.eval_win_rate_low=>= 0.99", "mlflow.alias=judged"]
     return stage("evaluate", storage, "policy", *settings, f"data.eval={path}", "data.pairs=null"), rows
 
 
@@ -213,7 +216,7 @@ def test_a_policy_is_judged_by_a_second_reward_model(policy):
     assert metrics["eval_judge"] != metrics["eval_reward"]
     assert 0 < metrics["eval_distinct_1"] < metrics["eval_distinct_2"] <= 1
     assert 0 <= metrics["eval_repetition"] < 1
-    assert metrics["eval_kl"] > 0
+    assert metrics["eval_kl"] != 0
     assert policy[0]["inputs"]["judge"] == "models:/other-rm/1"
 
 

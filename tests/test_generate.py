@@ -75,33 +75,23 @@ def test_a_line_is_the_row_and_the_engines_reply(models, storage, tmp_path):
     assert not (storage / "plain" / "parts").exists()
 
 
-def test_batches_and_workers_change_nothing(models, storage, tmp_path):
-    prompts(tmp_path / "prompts.jsonl", 30)
-    data = f"data.train={tmp_path}/prompts.jsonl"
-    greedy = [
+def test_batches_change_no_greedy_reply(models, storage, tmp_path):
+    rows = [{"prompt": f"What is the capital of {place}?", "completion": place} for place in PLACES * 2]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"data.train={tmp_path}/rows.jsonl"
+    few, many = (
         generate(
             storage,
             f"greedy-{n}",
             data,
             "trainer.temperature=0",
             f"trainer.local_rollout_forward_batch_size={n}",
-        )
+        )[1]
         for n in (3, 64)
-    ]
-    assert [line["completion"] for line in greedy[0][1]] == [line["completion"] for line in greedy[1][1]]
-    assert len({line["completion"] for line in greedy[0][1]}) > 1
-    small = "trainer.local_rollout_forward_batch_size=2"
-    one, two = (generate(storage, f"workers-{n}", data, small, f"scaling.num_workers={n}")[1] for n in (1, 2))
-    assert one == two
-
-
-def test_a_reference_in_the_row_is_kept(models, storage, tmp_path):
-    row = {"prompt": "What is the capital of Peru?", "completion": "Lima."}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    _, [line] = generate(
-        storage, "reference", f"data.train={tmp_path}/rows.jsonl", "policy=base", "reward=null"
     )
-    assert line["reference_completion"] == "Lima." and line["completion"] != "Lima." and "reward" not in line
+    assert [line["completion"] for line in few] == [line["completion"] for line in many]
+    assert len({line["completion"] for line in few}) > 1
+    assert [line["reference_completion"] for line in few] == [row["completion"] for row in rows]
 
 
 def killed(storage: Path, name: str, overrides: list[str], parts: int) -> int:
@@ -134,7 +124,7 @@ def check_kill_and_resume(storage, tmp_path, name, count, size, settings, capsys
         r"run\.name: '.*' was begun with other settings \(trainer\.temperature was 1\.0, is 0\.5\)",
         capsys.readouterr().err,
     )
-    result, lines = generate(storage, name, *settings)
+    result, lines = generate(storage, name, *settings, "scaling.num_workers=2")  # that may change
     assert [line["number"] for line in lines] == [row["number"] for row in rows]
     assert 0 < result["rows_done_now"] <= count - 4 * size * (there - 1)
     return lines

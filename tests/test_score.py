@@ -48,12 +48,19 @@ def score(storage, name, path, rows, *overrides):
     return result, [json.loads(line) for line in (storage / name / "scores.jsonl").read_text().splitlines()]
 
 
-def test_single_replies_get_their_score(expected, storage, tmp_path, embedded_ray):
-    rows = [{"prompt": QUESTION, "completion": reply, "id": i} for i, reply in enumerate(REPLIES)]
-    result, lines = score(storage, "replies", tmp_path / "rows.jsonl", rows)
-    assert [{k: v for k, v in line.items() if k != "score"} for line in lines] == rows
-    assert [line["score"] for line in lines] == pytest.approx([expected[r] for r in REPLIES], abs=1e-5)
-    assert result["metrics"] == {"score": pytest.approx(sum(expected.values()) / 4)}
+def test_replies_and_several_answers_get_their_scores(expected, storage, tmp_path, embedded_ray):
+    replies = [{"prompt": QUESTION, "completion": reply, "id": i} for i, reply in enumerate(REPLIES)]
+    answers = {"prompt": QUESTION, "pos_answers": REPLIES[:2], "neg_answers": REPLIES[2:]}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(answers))
+    both = f"data.train=[{tmp_path}/replies.jsonl,{tmp_path}/answers.jsonl]"
+    result, lines = score(storage, "replies", tmp_path / "replies.jsonl", replies, both)
+    assert [{k: v for k, v in line.items() if k != "score"} for line in lines[:4]] == replies
+    assert [line["score"] for line in lines[:4]] == pytest.approx([expected[r] for r in REPLIES], abs=1e-5)
+    assert result["metrics"]["score"] == pytest.approx(sum(expected.values()) / 4)
+    assert [line["pair"] for line in lines[4:]] == [0, 1]
+    assert [line["score_chosen"] for line in lines[4:]] == pytest.approx(
+        [expected[r] for r in REPLIES[:2]], abs=1e-5
+    )
 
 
 def test_pairs_get_an_accuracy(expected, storage, tmp_path, embedded_ray):
@@ -74,15 +81,7 @@ def test_pairs_get_an_accuracy(expected, storage, tmp_path, embedded_ray):
     assert result["metrics"]["margin"] == pytest.approx(sum(margins) / 5, abs=1e-5)
 
 
-def test_several_answers_are_several_pairs(expected, storage, tmp_path, embedded_ray):
-    row = {"prompt": QUESTION, "pos_answers": REPLIES[:2], "neg_answers": REPLIES[2:]}
-    _, lines = score(storage, "answers", tmp_path / "rows.jsonl", [row])
-    assert [line["pair"] for line in lines] == [0, 1]
-    assert [line["score_chosen"] for line in lines] == pytest.approx(
-        [expected[r] for r in REPLIES[:2]], abs=1e-5
-    )
-
-
+@pytest.mark.slow
 def test_a_rule_can_score_too(storage, tmp_path, embedded_ray, models):
     rows = [{"prompt": QUESTION, "completion": reply, "answer": "Lima"} for reply in REPLIES]
     _, lines = score(

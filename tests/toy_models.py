@@ -61,5 +61,5 @@ def make(folder: str, seed: int, head: bool) -> None:
     for parameter in shared.parameters_of(
         "toy"
     ):  # peft's B is 0: an adapter that changes nothing tests nothing
-        parameter.data += 0.02 * torch.randn_like(parameter)
+        parameter.data += 0.04 * torch.randn_like(parameter)
     shared.save("toy", folder)
