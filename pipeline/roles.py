@@ -95,7 +95,7 @@ def add_critic(worker: Host, shared: Any) -> None:
         shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
 
 
-def folders(worker: Worker, shared: Any) -> dict[str, str]:
+def folders(worker: Host, shared: Any) -> dict[str, str]:
     """role -> the folder of the adapter that it started as."""
     found: dict[str, str] = {}
     if "policy" in worker.work.inputs:
