@@ -19,7 +19,7 @@ from typing import Any
 from pipeline import cluster, lineage, storage
 from pipeline.card import card
 from pipeline.config import Job
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError
 from pipeline.inference import here, options
 from pipeline.run import finished
 from pipeline.worker import Host
@@ -75,7 +75,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
     """Merges one adapter into `folder`; the figures of the comparison with what the adapter says.
 
     Raises:
-        RuntimeError: when the folder, loaded back, differs; then there is no folder.
+        Failure: when the folder, loaded back, differs; then there is no folder.
     """
     from pipeline.models.base import load_base
 
@@ -140,7 +140,7 @@ def check_files(model: Any, folder: str) -> None:
     """Proves that the files hold the merged weights, to the last bit.
 
     Raises:
-        RuntimeError: naming a tensor that differs.
+        Failure: naming a tensor that differs.
     """
     import torch
     from safetensors import safe_open
@@ -151,7 +151,7 @@ def check_files(model: Any, folder: str) -> None:
             with safe_open(os.path.join(folder, file), framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118  (it is no dict)
                     if not torch.equal(tensors.get_tensor(key), weights[key].cpu()):
-                        raise RuntimeError(f"{file}: {key} is not what was merged; nothing was exported")
+                        raise Failure(f"{file}: {key} is not what was merged; nothing was exported")
 
 
 # ------------------------------------------------------------------------------------------- the comparison
@@ -204,7 +204,7 @@ def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str
     """The folder in plain transformers beside the adapter.
 
     Raises:
-        RuntimeError: when they differ by more than the dtype's rounding.
+        Failure: when they differ by more than the dtype's rounding.
     """
     import torch
     import transformers
@@ -220,7 +220,7 @@ def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str
         differences = [_score(model, row) - score for row, score in zip(probes(host), expected, strict=True)]
         worst = max(abs(d) / max(1.0, abs(s)) for d, s in zip(differences, expected, strict=True))
         if not worst <= score_limit:
-            raise RuntimeError(f"the exported reward scores otherwise, by {worst:.3g}; nothing was exported")
+            raise Failure(f"the exported reward scores otherwise, by {worst:.3g}; nothing was exported")
         return {"largest_score_difference": worst}
     pairs = list(zip(probes(host), expected, strict=True))
     same = [_greedy(host, model, row) == reply.tokens for row, reply in pairs]
@@ -229,7 +229,7 @@ def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str
         for row, reply in pairs
     )
     if not apart <= text_limit or (dtype == "float32" and not all(same)):
-        raise RuntimeError(
+        raise Failure(
             f"the exported policy writes otherwise: {sum(same)} of {len(same)} greedy replies are the same, log-probs differ "
             f"by {apart:.3g} a token; nothing was exported"
         )
