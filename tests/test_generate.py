@@ -40,13 +40,11 @@ def generate(storage: Path, name: str, *overrides: str, status: int = 0) -> tupl
     return result, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_line_is_the_row_and_the_engines_reply(models, storage, tmp_path):
+def by_the_engine(models, rows: list[dict], temperature: float) -> tuple[list, list[float]]:
+    """The replies that the policy's engine gives to all rows in one batch, and their rewards."""
     from pipeline.models.tokenizer import eos_ids
+    from pipeline.ppo.rewards import AdapterReward, Samples
     from pipeline.ppo.rollout import Sampling, TransformersEngine
-
-    rows = prompts(tmp_path / "prompts.jsonl", 11)
-    result, lines = generate(storage, "plain", f"data.train={tmp_path}/prompts.jsonl", "trainer.seed=5")
-    assert [{k: line[k] for k in ("prompt", "number")} for line in lines] == rows
 
     shared = shared_base()
     shared.add("policy", folder=models["toy-policy"])
@@ -57,41 +55,37 @@ def test_a_line_is_the_row_and_the_engines_reply(models, storage, tmp_path):
         )
         for row in rows
     ]
-    how = Sampling(40, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=1.0, seed=5)
-    replies = TransformersEngine(shared, "policy", pad=tokenizer().pad_token_id).generate(ids, range(11), how)
-    assert [line["completion"] for line in lines] == [
-        tokenizer().decode(reply.tokens, skip_special_tokens=True) for reply in replies
+    ends = tuple(eos_ids(tokenizer(), shared.base.generation_config))
+    how = Sampling(40, ends, temperature=temperature, seed=5)
+    engine = TransformersEngine(shared, "policy", rows=len(rows), pad=tokenizer().pad_token_id)
+    replies = engine.generate(ids, range(len(rows)), how)
+    samples = Samples(ids, [r.tokens for r in replies], [r.ended for r in replies], rows, tokenizer())
+    return replies, AdapterReward(shared).score(samples)
+
+
+def text(reply) -> str:
+    return tokenizer().decode(reply.tokens, skip_special_tokens=True)
+
+
+def test_a_line_is_the_row_and_the_engines_reply_whatever_the_batch(models, storage, tmp_path):
+    rows = [
+        {"prompt": f"What is the capital of {place}?", "completion": place} for place in PLACES + PLACES[:3]
     ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["trainer.temperature=0", "trainer.local_rollout_forward_batch_size=2"]
+    result, lines = generate(storage, "plain", f"data.train={tmp_path}/rows.jsonl", *settings)
+    replies, rewards = by_the_engine(models, rows, 0.0)
+    assert [line["prompt"] for line in lines] == [row["prompt"] for row in rows]
+    assert [line["reference_completion"] for line in lines] == [row["completion"] for row in rows]
+    assert [line["completion"] for line in lines] == [text(reply) for reply in replies]
+    assert len({line["completion"] for line in lines}) > 1
     assert [(line["completion_tokens"], line["ended"]) for line in lines] == [
         (len(r.tokens), r.ended) for r in replies
     ]
-    import torch
-
-    whole = torch.tensor([[*ids[0], *replies[0].tokens]])
-    score = shared.scores("reward", whole, torch.ones_like(whole)).item()
-    assert lines[0]["reward"] == pytest.approx(score, abs=1e-4)
+    assert [line["reward"] for line in lines] == pytest.approx(rewards, abs=1e-4)
     assert result["rows"] == 11 and result["inputs"]["policy"] == "models:/toy-policy/1"
-    assert result["metrics"]["reward"] == pytest.approx(sum(line["reward"] for line in lines) / 11)
+    assert result["metrics"]["reward"] == pytest.approx(sum(rewards) / 11, abs=1e-4)
     assert not (storage / "plain" / "parts").exists()
-
-
-def test_batches_change_no_greedy_reply(models, storage, tmp_path):
-    rows = [{"prompt": f"What is the capital of {place}?", "completion": place} for place in PLACES * 2]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = f"data.train={tmp_path}/rows.jsonl"
-    few, many = (
-        generate(
-            storage,
-            f"greedy-{n}",
-            data,
-            "trainer.temperature=0",
-            f"trainer.local_rollout_forward_batch_size={n}",
-        )[1]
-        for n in (3, 64)
-    )
-    assert [line["completion"] for line in few] == [line["completion"] for line in many]
-    assert len({line["completion"] for line in few}) > 1
-    assert [line["reference_completion"] for line in few] == [row["completion"] for row in rows]
 
 
 def killed(storage: Path, name: str, overrides: list[str], parts: int) -> int:
@@ -131,9 +125,9 @@ def check_kill_and_resume(storage, tmp_path, name, count, size, settings, capsys
 
 
 def test_killed_in_the_middle_it_goes_on(models, storage, tmp_path, capsys):
-    lines = check_kill_and_resume(storage, tmp_path, "killed", 240, 2, [], capsys)
-    whole = ["trainer.local_rollout_forward_batch_size=2", f"data.train={tmp_path}/prompts.jsonl"]
-    assert lines == generate(storage, "uninterrupted", *whole)[1]
+    lines = check_kill_and_resume(storage, tmp_path, "killed", 160, 2, ["trainer.seed=5"], capsys)
+    # as if nothing had happened: sampled by row number, whatever the parts, the batches and the workers
+    assert [line["completion"] for line in lines] == [text(r) for r in by_the_engine(models, lines, 1.0)[0]]
 
 
 @pytest.mark.slow

@@ -48,37 +48,32 @@ def score(storage, name, path, rows, *overrides):
     return result, [json.loads(line) for line in (storage / name / "scores.jsonl").read_text().splitlines()]
 
 
-def test_replies_and_several_answers_get_their_scores(expected, storage, tmp_path, embedded_ray):
+def test_replies_pairs_and_several_answers_get_their_scores(expected, storage, tmp_path, embedded_ray):
     replies = [{"prompt": QUESTION, "completion": reply, "id": i} for i, reply in enumerate(REPLIES)]
-    answers = {"prompt": QUESTION, "pos_answers": REPLIES[:2], "neg_answers": REPLIES[2:]}
-    (tmp_path / "answers.jsonl").write_text(json.dumps(answers))
-    both = f"data.train=[{tmp_path}/replies.jsonl,{tmp_path}/answers.jsonl]"
-    result, lines = score(storage, "replies", tmp_path / "replies.jsonl", replies, both)
+    order = [(0, 1), (1, 2), (2, 3), (3, 1), (0, 3)]
+    pairs = [
+        {"prompt": QUESTION, "chosen": REPLIES[a], "rejected": REPLIES[b], "margin": 1.0} for a, b in order
+    ]
+    answers = [{"prompt": QUESTION, "pos_answers": REPLIES[:2], "neg_answers": REPLIES[2:]}]
+    for name, rows in (("1-replies", replies), ("2-pairs", pairs), ("3-answers", answers)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = "trainer.local_rollout_forward_batch_size=1"
+    result = stage("score", storage, "scored", REWARD, f"data.train={tmp_path}", small)
+    lines = [json.loads(line) for line in (storage / "scored" / "scores.jsonl").read_text().splitlines()]
+
     assert [{k: v for k, v in line.items() if k != "score"} for line in lines[:4]] == replies
     assert [line["score"] for line in lines[:4]] == pytest.approx([expected[r] for r in REPLIES], abs=1e-5)
-    assert result["metrics"]["score"] == pytest.approx(sum(expected.values()) / 4)
-    assert [line["pair"] for line in lines[4:]] == [0, 1]
-    assert [line["score_chosen"] for line in lines[4:]] == pytest.approx(
-        [expected[r] for r in REPLIES[:2]], abs=1e-5
-    )
-
-
-def test_pairs_get_an_accuracy(expected, storage, tmp_path, embedded_ray):
-    pairs = [(0, 1), (1, 2), (2, 3), (3, 1), (0, 3)]
-    rows = [
-        {"prompt": QUESTION, "chosen": REPLIES[a], "rejected": REPLIES[b], "margin": 1.0} for a, b in pairs
-    ]
-    result, lines = score(
-        storage, "pairs", tmp_path / "rows.jsonl", rows, "trainer.local_rollout_forward_batch_size=1"
-    )
-    margins = [expected[REPLIES[a]] - expected[REPLIES[b]] for a, b in pairs]
-    assert [line["score_margin"] for line in lines] == pytest.approx(margins, abs=1e-5)
-    assert [line["score_chosen"] for line in lines] == pytest.approx(
-        [expected[REPLIES[a]] for a, _ in pairs], abs=1e-5
-    )
-    assert lines[0]["margin"] == 1.0
-    assert result["metrics"]["accuracy"] == sum(margin > 0 for margin in margins) / 5
-    assert result["metrics"]["margin"] == pytest.approx(sum(margins) / 5, abs=1e-5)
+    order += [(0, 2), (1, 3)]
+    chosen, rejected = ([expected[REPLIES[pair[side]]] for pair in order] for side in (0, 1))
+    assert [line["score_chosen"] for line in lines[4:]] == pytest.approx(chosen, abs=1e-5)
+    assert [line["score_rejected"] for line in lines[4:]] == pytest.approx(rejected, abs=1e-5)
+    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    assert [line["score_margin"] for line in lines[4:]] == pytest.approx(margins, abs=1e-5)
+    assert lines[4]["margin"] == 1.0 and [line["pair"] for line in lines[9:]] == [0, 1]
+    metrics = result["metrics"]
+    assert metrics["score"] == pytest.approx(sum(expected.values()) / 4)
+    assert metrics["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 7)
+    assert metrics["margin"] == pytest.approx(sum(margins) / 7, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -59,6 +59,9 @@ def server(host: Host) -> ThreadingHTTPServer:
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = (
+        128  # connections that wait to be accepted: with the library's 5 a burst of clients is refused
+    )
     scores: "Scores"
     health: dict[str, Any]
 
