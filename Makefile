@@ -40,7 +40,7 @@ $(VENV)/.dev: $(PINS)
 $(VENV)/.notebook: $(PINS)
 	$(call install,.[notebook])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate validate test test-all bench lint format notebook ui
+.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate test test-all bench lint format notebook ui
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -66,7 +66,24 @@ dpo: setup ## direct preference optimisation, from the sft adapter
 ppo: setup ## PPO against the reward model, from the sft adapter
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
-evaluate: setup ## compare a policy with a baseline on held-out prompts
+evaluate: setup ## compare a policy with a baseline, judge a reward model, on held-out rows
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+generate: setup ## completions of a file of prompts: make generate ARGS="data.train=prompts.jsonl"
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+chat: JOB = jobs/$(PROFILE)/generate.yaml
+chat: setup ## talk with the policy in the terminal, each reply with its reward
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+score: setup ## the reward model's scores of a file of pairs or replies
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+serve: JOB = jobs/$(PROFILE)/score.yaml
+serve: setup ## the reward model over HTTP, on http://127.0.0.1:8000/score
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+export: setup ## policy and reward as merged models for plain transformers
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
 validate: setup ## read a job's data and report on it, without training: make validate JOB=jobs/demo/sft.yaml

@@ -1,6 +1,6 @@
 """The command line: one verb for each stage.
 
-    python -m pipeline STAGE JOB.yaml [section.key=value ...]
+    python -m pipeline VERB JOB.yaml [section.key=value ...]
     python -m pipeline rlhf jobs/demo [section.key=value ...]
 
 Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the job file or the data is wrong
@@ -19,20 +19,27 @@ VERBS = {
     "rm": "a reward model from preference pairs",
     "dpo": "direct preference optimisation, from the sft adapter",
     "ppo": "PPO against the reward model, from the sft adapter",
-    "evaluate": "compare a policy with a baseline on held-out prompts",
+    "evaluate": "compare a policy with a baseline on held-out prompts; judge a reward model on held-out pairs",
+    "generate": "completions of a file of prompts",
+    "chat": "talk with a policy in the terminal",
+    "score": "a reward model's scores of a file of pairs or replies",
+    "serve": "a reward model over HTTP, on this machine",
+    "export": "policy and reward as merged models for plain transformers",
     "validate": "read the data of a job and report on it, without training",
     "plan": "memory, time and money that a job will need, from shapes alone",
     "doctor": "one rollout and one minibatch of a ppo job, examined from all sides",
     "rlhf": "sft, rm, ppo and evaluate of a folder of jobs, on one Ray",
 }
 
-OF_ANY_STAGE = ("validate", "plan", "doctor")  # these look at a job; the others are its stage
+# Verbs that take another verb's job; None: they look at any.
+JOBS_OF = {"validate": None, "plan": None, "doctor": None, "chat": "generate", "serve": "score"}
 
 EXAMPLES = """\
 examples:
   python -m pipeline rlhf jobs/demo
   python -m pipeline validate jobs/demo/sft.yaml data.train=my.jsonl
   python -m pipeline sft jobs/demo/sft.yaml trainer.learning_rate=1e-4 scaling.num_workers=2
+  python -m pipeline chat jobs/demo/generate.yaml policy=models:/rlhf-sft@champion
   python -m pipeline ppo jobs/demo/ppo.yaml policy=models:/rlhf-sft/3 run.name=ppo-kl trainer.kl_coef=0.02
 
 A value is YAML: data.train=[a.jsonl,b.jsonl], data.eval=null. Keys are those of the job file: jobs/demo/*.yaml explains them.
@@ -75,7 +82,7 @@ def run(verb: str, path: str, overrides: list[str]) -> None:
         return
     from pipeline.config import load_job
 
-    job = load_job(path, overrides, None if verb in OF_ANY_STAGE else verb)
+    job = load_job(path, overrides, JOBS_OF.get(verb, verb))
     importlib.import_module(f"pipeline.stages.{verb}").run(job)
 
 

@@ -19,6 +19,7 @@ from pipeline.rules import OPERATORS as OPERATORS
 from pipeline.rules import parse_gate as parse_gate
 
 STAGES = ("sft", "rm", "dpo", "ppo", "evaluate")
+JOBS = (*STAGES, "generate", "score", "export")  # what a job file may be about
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Data:
     batch_size: int | None = None  # rows per optimizer step over all workers; gradient accumulation follows
     cache_dir: str | None = None  # None: <run.storage_path>/data
     seed: int = 0  # of eval_fraction
+    subset: str | None = None  # a column of `pairs`: accuracy is also told for each of its values
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Run:
     max_failures: int = 0  # restarts after lost workers; -1: without end
     num_to_keep: int = 2  # checkpoints
     fresh: bool = False  # start anew although a run of this name exists
+    port: int = 8000  # `serve` listens here, on 127.0.0.1; 0: any free one
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,18 @@ class MLflow:
     experiment: str = "rlhf"
     registered_model: str | None = None  # None: nothing is registered
     alias: str = "champion"  # moves to the new version if the gate passes
+
+
+@dataclass(frozen=True)
+class Inference:
+    """The `trainer` section of jobs that train nothing; the names are PPOConfig's."""
+
+    response_length: int = 256  # most new tokens of a reply, its end included
+    min_new_tokens: int = 0  # before so many tokens a reply does not end
+    temperature: float = 1.0  # divides the logits; 0: greedy
+    local_rollout_forward_batch_size: int = 64  # rows in one forward
+    bf16: bool = False  # matrix products in bfloat16 (autocast)
+    seed: int = 42  # of sampling, together with a row's number
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,7 @@ class Job:
     policy: str | None = None  # models:/name@alias, a folder, or `base`: there is no sft adapter
     reward: str | list[Any] | None = None  # one, or a list of names and {reward: name, weight: number}
     baseline: str | None = None
-    judge: str | None = None  # scored and reported, never trained on
+    judge: str | None = None  # a rule or a second reward model: reported, never trained on
     source: str = ""  # the job file
 
     @property
@@ -109,10 +124,10 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
     """Read and check a job file. Raises InputError naming file:line and section.key. `stage` is the verb on the command line."""
     tree = read_tree(path, overrides or [])
     found = tree.data.get("stage")
-    if found not in STAGES:
+    if found not in JOBS:
         what = "missing" if found is None else f"found {show(found)}"
         raise tree.error(
-            "stage", f"{what}, expected one of {', '.join(STAGES)}; for example `stage: {stage or 'sft'}`"
+            "stage", f"{what}, expected one of {', '.join(JOBS)}; for example `stage: {stage or 'sft'}`"
         )
     if stage is not None and found != stage:
         raise tree.error(
@@ -175,7 +190,7 @@ def _own(tree: Tree, section: str) -> dict[str, Any]:
 def _library(tree: Tree, section: str, dotted: str) -> dict[str, Any]:
     """A section that is handed to a library as it stands."""
     values = _section(tree, section)
-    refused = REFUSED[section] if dotted != TRAINERS["ppo"] else {}
+    refused = {} if dotted.startswith("pipeline.") else REFUSED[section]
     for key in values:
         if key in refused:
             raise tree.error(f"{section}.{key}", f"not to be set here: {refused[key]}")

@@ -7,7 +7,7 @@ that mean nothing here. Uses the dispatcher that ray.init() itself uses (ray 2.6
 import sys
 from typing import Any
 
-from pipeline.config import STAGES
+from pipeline.config import JOBS
 
 NOISE = (
     # https://github.com/ray-project/ray/issues/53727: about restarts of an actor of Ray's own.
@@ -39,7 +39,7 @@ def show(data: dict[str, Any]) -> None:
     name = data.get("actor_name") or data.get("task_name")
     if name in SILENT:
         return
-    prefix = "" if name in STAGES or not name else f"({name}) "
+    prefix = "" if name in JOBS or not name else f"({name}) "
     sink = sys.stderr if data["is_err"] else sys.stdout
     for line in data["lines"]:
         if not any(text in line for text in NOISE):

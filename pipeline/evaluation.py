@@ -1,4 +1,4 @@
-"""A policy against a baseline on held-out prompts: reward, win rates, KL, length, endings, and samples side by side.
+"""A policy against a baseline on held-out prompts: reward, win rates, KL, length, diversity, and samples side by side.
 
 Both sample one reply to every prompt with the same random numbers; the prompts are shared out over the workers.
 """
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from pipeline.ppo.rewards import Samples, in_batches, weighted
+from pipeline.figures import distinct, mean, repetition, wilson
+from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Reply, Sampling, TransformersEngine
 from pipeline.worker import Worker
 
@@ -35,8 +36,11 @@ def compare(
 
     Returns:
         (metrics, samples). eval_reward: weighted reward, raw units. eval_win_rate, eval_judge_win_rate: share of prompts
-        on which the policy's reply scores higher, ties counting half. eval_kl: nats per reply, of the policy's replies,
-        sum over tokens of log policy - log baseline. eval_eos: share of replies that ended by themselves.
+        on which the policy's reply scores higher, ties counting half, with *_low and *_high, the ends of the 95 % interval.
+        eval_kl: nats per reply, of the policy's replies, sum over tokens of log policy - log baseline. eval_eos: share of
+        replies that ended by themselves. eval_distinct: share of different replies; _1, _2: of different tokens and
+        bigrams in all replies; eval_repetition: share of a reply's 4-grams that it has said before. eval_perplexity: per
+        token, of the `completion` that rows bring along.
     """
     mine = list(range(worker.rank, len(prompts), worker.world))
     rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
@@ -51,12 +55,18 @@ def compare(
         )
         scored = _score(worker, rows, replies, rewards, judge)
         for result, reply, scores in zip(results, replies, scored, strict=True):
-            result[key] = {"length": len(reply.tokens), "eos": float(reply.ended), **scores}
-        if key == "eval" and rows:
-            divergence = _kl(shared, rows, replies, policy, baseline, sampling, size)
-            for result, kl in zip(results, divergence, strict=True):
-                result[key]["kl"] = kl
-    everything = sorted((r for part in gather(worker, results) for r in part), key=lambda r: r["index"])
+            repeated = {"repetition": repetition(reply.tokens), "tokens": reply.tokens}
+            result[key] = {"length": len(reply.tokens), "eos": float(reply.ended), **repeated, **scores}
+        if key == "eval":
+            texts = [(row["input_ids"], reply.tokens) for row, reply in zip(rows, replies, strict=True)]
+            ours, theirs = (
+                logprobs(shared, r, texts, sampling.temperature, size) for r in (policy, baseline)
+            )
+            for result, a, b in zip(results, ours, theirs, strict=True):
+                result[key]["kl"] = a - b
+        for index, surprise, tokens in _given(worker, shared, role, rows, size):
+            results[index][key] |= {"given_nll": surprise, "given_tokens": tokens}
+    everything = sorted((r for part in worker.gather(results) for r in part), key=lambda r: r["index"])
     return _metrics(everything), [_sample(r) for r in everything[:8]]
 
 
@@ -71,31 +81,6 @@ def sampling(worker: Worker, shared: Any, args: Any) -> Sampling:
         temperature=args.temperature,
         seed=args.seed + SEED_OFFSET,
     )
-
-
-def gather(worker: Worker, mine: Any) -> list[Any]:
-    """[what each rank has], on every rank."""
-    if worker.world == 1:
-        return [mine]
-    parts: list[Any] = [None] * worker.world
-    torch.distributed.all_gather_object(parts, mine)
-    return parts
-
-
-def pair_accuracy(worker: Worker, shared: Any, role: str, pairs: Any) -> dict[str, float]:
-    """Accuracy and mean margin of a reward role on tokenised preference pairs (`chosen_ids`, `rejected_ids`)."""
-    mine = pairs.select(range(worker.rank, len(pairs), worker.world))
-    size = worker.job.trainer.get("local_rollout_forward_batch_size", 64)
-
-    def score(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return shared.scores(role, ids, lengths=mask.sum(-1))
-
-    sides = [in_batches(mine[side], size, shared.device, score) for side in ("chosen_ids", "rejected_ids")]
-    margins = [m for part in gather(worker, [c - r for c, r in zip(*sides, strict=True)]) for m in part]
-    return {
-        "eval_rm_accuracy": sum(m > 0 for m in margins) / len(margins),
-        "eval_rm_margin": sum(margins) / len(margins),
-    }
 
 
 def _prompt(row: dict[str, Any]) -> dict[str, Any]:
@@ -128,50 +113,69 @@ def _score(
 
 
 @torch.no_grad()
-def _kl(
-    shared: Any,
-    rows: list[dict[str, Any]],
-    replies: list[Reply],
-    policy: str | None,
-    baseline: str | None,
-    sampling: Sampling,
-    size: int,
+def logprobs(
+    shared: Any, role: str | None, texts: list[tuple[list[int], list[int]]], temperature: float, size: int
 ) -> list[float]:
-    """Nats per reply: the k1 estimate of KL(policy || baseline) on the policy's own samples."""
+    """Of each (prompt ids, reply ids): the log-probability of the reply, nats, summed over its tokens; `size` rows at a time."""
     found: list[float] = []
-    for start in range(0, len(rows), size):
-        part = list(zip(rows[start : start + size], replies[start : start + size], strict=True))
-        width = max(len(row["input_ids"]) + len(reply.tokens) for row, reply in part)
-        longest = max(len(reply.tokens) for _, reply in part)
+    for start in range(0, len(texts), size):
+        part = texts[start : start + size]
+        width, longest = max(len(p) + len(r) for p, r in part), max(len(r) for _, r in part)
         ids = torch.zeros(len(part), width, dtype=torch.long)
         mask = torch.zeros(len(part), longest)
-        starts = torch.tensor([len(row["input_ids"]) for row, _ in part])
-        for i, (row, reply) in enumerate(part):
-            tokens = row["input_ids"] + reply.tokens
-            ids[i, : len(tokens)] = torch.tensor(tokens)
-            mask[i, : len(reply.tokens)] = 1
-        batch = [t.to(shared.device) for t in (ids, starts, mask)]
-        ours, theirs = (
-            shared.logprobs(role, *batch, temperature=sampling.temperature or 1.0)[0]
-            for role in (policy, baseline)
-        )
-        found += (ours - theirs).sum(-1).tolist()
+        for i, (prompt, reply) in enumerate(part):
+            ids[i, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
+            mask[i, : len(reply)] = 1
+        starts = torch.tensor([len(prompt) for prompt, _ in part])
+        batch = [tensor.to(shared.device) for tensor in (ids, starts, mask)]
+        found += shared.logprobs(role, *batch, temperature=temperature)[0].sum(-1).tolist()
     return found
+
+
+def _given(
+    worker: Worker, shared: Any, role: str | None, rows: list[dict[str, Any]], size: int
+) -> list[tuple[int, float, int]]:
+    """(place in `rows`, -log-probability, tokens) of the completions that rows of the data bring along."""
+    from pipeline.data.encode import Encoder, Example
+    from pipeline.data.formats import parse
+    from pipeline.models.tokenizer import eos_ids
+
+    own, said = worker.tokenizer.own_chat_template, worker.job.data.apply_chat_template
+    room = worker.work.base["context_length"] or 1 << 20
+    ends = eos_ids(worker.tokenizer, shared.base.generation_config)
+    encoder = Encoder(worker.tokenizer, "score", room, "truncate", own if said is None else said, ends)
+    places, texts = [], []
+    for place, row in enumerate(rows):
+        if not row["row"].get("completion"):
+            continue
+        given = {"prompt": row["row"]["prompt"], "completion": row["row"]["completion"]}
+        [[found]] = encoder.encode([parse(given, "score")])
+        if isinstance(found, Example):
+            places.append(place)
+            texts.append((found.columns["prompt_ids"], found.columns["chosen_ids"]))
+    sums = logprobs(shared, role, texts, 1.0, size)
+    return [(at, -total, len(reply)) for at, total, (_, reply) in zip(places, sums, texts, strict=True)]
 
 
 def _metrics(results: list[dict[str, Any]]) -> dict[str, float]:
     metrics = {}
     for key in ("before", "eval"):
-        for name in ("reward", "judge", "length", "eos", "kl"):
-            values = [r[key][name] for r in results if name in r[key]]
-            if values:
-                metrics[f"{key}_{name}"] = sum(values) / len(values)
-        texts = [r[key]["completion"] for r in results]
+        for name in ("reward", "judge", "length", "eos", "kl", "repetition"):
+            if values := [r[key][name] for r in results if name in r[key]]:
+                metrics[f"{key}_{name}"] = mean(values)
+        texts, tokens = ([r[key][name] for r in results] for name in ("completion", "tokens"))
         metrics[f"{key}_distinct"] = len(set(texts)) / max(1, len(texts))
+        for n in (1, 2):
+            if (share := distinct(tokens, n)) is not None:
+                metrics[f"{key}_distinct_{n}"] = share
+        if counted := [r[key] for r in results if "given_tokens" in r[key]]:
+            nats, places = (sum(one[name] for one in counted) for name in ("given_nll", "given_tokens"))
+            metrics[f"{key}_perplexity"] = math.exp(nats / places)
     for name, key in (("reward", "eval_win_rate"), ("judge", "eval_judge_win_rate")):
         if all(name in r["eval"] for r in results):
             wins = [_win(r["eval"][name], r["before"][name]) for r in results]
-            metrics[key] = sum(wins) / len(wins)
+            metrics[key] = mean(wins)
+            metrics[f"{key}_low"], metrics[f"{key}_high"] = wilson(wins)
     return metrics
 
 

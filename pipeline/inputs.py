@@ -30,13 +30,16 @@ def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
             job, model=replace(job.model, name_or_path=base["name_or_path"], revision=base["revision"])
         )
     inputs = {}
-    for name in ("policy", "baseline"):
-        if (reference := getattr(job, name)) and reference != "base":
+    for name in ("policy", "baseline", "judge"):
+        reference = getattr(job, name)
+        if reference and reference != "base" and not reference.startswith("python:"):
             with about(name):
                 inputs[name] = registry.pin(reference, uri)
     for index, (source, _) in enumerate(job.rewards):
         with about(key_of(job, f"reward.{index}")):
             inputs[f"reward.{index}"] = registry.pin(source, uri)
+    if job.judge and job.judge.startswith("python:"):
+        inputs["judge"] = job.judge
     for key, source in functions(job).items():
         with about(key):
             check_function(source)
@@ -74,7 +77,7 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any]) -> di
     for name, reference in inputs.items():
         if reference.startswith("python:"):
             continue
-        key, scores = key_of(job, name), name.startswith("reward")
+        key, scores = key_of(job, name), name == "judge" or name.startswith("reward")
         with about(key):
             folder = registry.fetch(reference, registry.tracking_uri(job))
             if scores and not lineage.is_adapter(folder):
@@ -149,16 +152,22 @@ def check_columns(job: Job, rows: dict[str, Any]) -> None:
         columns = {key for row in some for key in row} - {"prompt", "completion"}
         columns |= {"messages"} if any(isinstance(row.get("prompt"), list) for row in some) else set()
         for key, source in functions(job).items():
-            if key == "judge" and name == "train":
-                continue  # it only sees held-out prompts
-            for parameter in inspect.signature(check_function(source)).parameters.values():
-                needed = parameter.default is parameter.empty and parameter.kind not in (
-                    parameter.VAR_KEYWORD,
-                    parameter.VAR_POSITIONAL,
+            if key == "judge" and name != "eval":
+                continue  # it only sees held-out prompts, and pairs if it can
+            if wanted := unfilled(source, columns):
+                raise InputError(
+                    f"{key}: {source} asks for `{wanted}`, which the rows of data.{name} do not have; "
+                    f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
+                    "parameter a default"
                 )
-                if needed and parameter.name not in {*columns, *GIVEN}:
-                    raise InputError(
-                        f"{key}: {source} asks for `{parameter.name}`, which the rows of data.{name} do not have; "
-                        f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
-                        "parameter a default"
-                    )
+
+
+def unfilled(source: str, columns: set[str]) -> str | None:
+    """The parameter of a Python reward that none of the rows' columns fills; None: it gets all that it asks for."""
+    for parameter in inspect.signature(check_function(source)).parameters.values():
+        optional = parameter.default is not parameter.empty
+        if optional or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if parameter.name not in {*columns, *GIVEN}:
+            return parameter.name
+    return None

@@ -254,6 +254,20 @@ def publish(
     return Version(name, str(version), job.mlflow.alias if ok else None, reason)
 
 
+def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
+    """The gate of an evaluation: its figures become tags of the pinned version, to which the alias moves if they pass."""
+    mlflow = client(tracking_uri(job))
+    name, version = reference.removeprefix("models:/").split("/")
+    ok, reason = passes(job.gate, metrics)
+    for key, value in metrics.items():
+        if key.startswith("eval_"):
+            mlflow.set_model_version_tag(name, version, f"evaluate.{_key(key)}", f"{value:.6g}")
+    mlflow.set_model_version_tag(name, version, "evaluate.gate", reason)
+    if ok:
+        mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
+    return Version(name, version, job.mlflow.alias if ok else None, reason)
+
+
 def _store(mlflow: Any, job: Job, run_id: str, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
     """Uploads the folder as a LoggedModel, downloads it again and compares every file: (model id, location)."""
     experiment = mlflow.get_run(run_id).info.experiment_id
@@ -315,6 +329,14 @@ def pin(reference: str, uri: str) -> str:
         return f"models:/{name}/{mlflow.get_model_version(name, version).version}"
     except MlflowException as error:
         raise InputError(_not_found(mlflow, reference, name, uri)) from error
+
+
+def tags(reference: str, uri: str) -> dict[str, str]:
+    """The tags of a pinned version (`models:/name/3`): lineage and evaluation figures; {} for a folder."""
+    if not reference.startswith("models:/"):
+        return {}
+    name, version = reference.removeprefix("models:/").split("/")
+    return dict(client(uri).get_model_version(name, version).tags)
 
 
 def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:

@@ -4,11 +4,11 @@ from typing import Any
 
 from pipeline import lineage
 from pipeline.inputs import check_function
-from pipeline.worker import Worker
+from pipeline.worker import Host
 
 
-def shared_base(worker: Worker) -> Any:
-    """The job's frozen base on this worker's device, with no role yet."""
+def shared_base(worker: Host) -> Any:
+    """The job's frozen base on this process's device, with no role yet."""
     import torch
 
     from pipeline.models.adapters import SharedBase
@@ -18,20 +18,23 @@ def shared_base(worker: Worker) -> Any:
     return SharedBase(load_base(worker.job.model, device=worker.device), autocast=autocast)
 
 
-def add_rewards(worker: Worker, shared: Any) -> list[Any]:
+def add_rewards(worker: Host, shared: Any) -> list[Any]:
     """The job's rewards, in order; a reward adapter becomes the role `reward` (`reward_1`, ... if there are several)."""
-    return [_reward(worker, shared, index, weight) for index, (_, weight) in enumerate(worker.job.rewards)]
+    return [
+        _scorer(worker, shared, f"reward.{index}", "reward" if index == 0 else f"reward_{index}", weight)
+        for index, (_, weight) in enumerate(worker.job.rewards)
+    ]
 
 
-def _reward(worker: Worker, shared: Any, index: int, weight: float) -> Any:
+def _scorer(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0) -> Any:
+    """What scores replies for an input of the job: an adapter on the base, another model, or a Python function."""
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
-    source = worker.work.inputs[f"reward.{index}"]
-    role = "reward" if index == 0 else f"reward_{index}"
+    source = worker.work.inputs[name]
     rows = worker.job.trainer.get("local_rollout_forward_batch_size", 64)
     if source.startswith("python:"):
         return FunctionReward(check_function(source), weight=weight, name=role)
-    folder = worker.input(f"reward.{index}")
+    folder = worker.input(name)
     if lineage.is_adapter(folder):
         shared.add(role, folder=folder, head=True)
         constants = lineage.read(folder, source).get("reward") or {"mean": 0.0, "std": 1.0}
@@ -40,7 +43,7 @@ def _reward(worker: Worker, shared: Any, index: int, weight: float) -> Any:
     return ModelReward(model.to(shared.device), tokenizer, rows=rows, weight=weight, name=role)
 
 
-def _other_model(worker: Worker, where: str) -> tuple[Any, Any]:
+def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
     """A reward model that is not an adapter on this base, with a tokenizer of its own. It costs what it costs."""
     from dataclasses import replace
 
@@ -53,14 +56,20 @@ def _other_model(worker: Worker, where: str) -> tuple[Any, Any]:
     return load_base(settings, scorer=True), None if same else tokenizer
 
 
-def judge(worker: Worker) -> Any:
-    """The job's judge, a Python rule that no model is trained on; None if it has none."""
-    from pipeline.ppo.rewards import FunctionReward
-
-    return FunctionReward(check_function(worker.job.judge), name="judge") if worker.job.judge else None
+def judge(worker: Host, shared: Any) -> Any:
+    """The job's judge, a Python rule or a second reward model, that nothing is trained on; None if it has none."""
+    return _scorer(worker, shared, "judge", "judge") if worker.job.judge else None
 
 
-def add_policy(worker: Worker, shared: Any, args: Any) -> str | None:
+def add_frozen(worker: Host, shared: Any, name: str, role: str) -> str | None:
+    """A role that only answers, from the input `name` of the job; None, the bare base, where that is no adapter."""
+    if name not in worker.work.inputs:
+        return None
+    shared.add(role, folder=worker.input(name))
+    return role
+
+
+def add_policy(worker: Host, shared: Any, args: Any) -> str | None:
     """The role `policy`, trainable, and its reference: the frozen sft adapter that it starts from.
 
     Returns:
@@ -78,7 +87,7 @@ def add_policy(worker: Worker, shared: Any, args: Any) -> str | None:
     return "reference"
 
 
-def add_critic(worker: Worker, shared: Any) -> None:
+def add_critic(worker: Host, shared: Any) -> None:
     """The role `critic`, trainable: a copy of the reward adapter and head; a new adapter if no reward is one."""
     if "reward" in shared.roles:
         shared.add("critic", copy_of="reward", head=True, trainable=True)
@@ -86,7 +95,7 @@ def add_critic(worker: Worker, shared: Any) -> None:
         shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
 
 
-def folders(worker: Worker, shared: Any) -> dict[str, str]:
+def folders(worker: Host, shared: Any) -> dict[str, str]:
     """role -> the folder of the adapter that it started as."""
     found: dict[str, str] = {}
     if "policy" in worker.work.inputs:

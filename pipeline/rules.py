@@ -21,7 +21,10 @@ INPUTS: dict[str, dict[str, bool]] = {
     "rm": {},
     "dpo": {"policy": True, "judge": False},
     "ppo": {"policy": True, "reward": True, "judge": False},
-    "evaluate": {"policy": True, "baseline": False, "reward": False, "judge": False},
+    "evaluate": {"policy": False, "baseline": False, "reward": False, "judge": False},
+    "generate": {"policy": True, "reward": False},
+    "score": {"reward": True},
+    "export": {"policy": False, "reward": False},
 }
 TRAINERS = {
     "sft": "trl.trainer.sft_config.SFTConfig",
@@ -29,6 +32,7 @@ TRAINERS = {
     "dpo": "trl.trainer.dpo_config.DPOConfig",
     "ppo": "pipeline.ppo.config.PPOConfig",
     "evaluate": "pipeline.ppo.config.PPOConfig",  # sampling, lengths and batch size keep their names
+    **dict.fromkeys(("generate", "score", "export"), "pipeline.config.Inference"),
 }
 
 
@@ -130,16 +134,29 @@ def _check_model(tree: Tree, job: Job) -> None:
 
 def _check_data(tree: Tree, job: Job) -> None:
     data = job.data
-    if job.stage != "evaluate" and not data.train:
+    if job.stage not in ("evaluate", "export") and not data.train:
+        what = "to work on" if job.stage in ("generate", "score") else "to learn from"
         raise tree.error(
             "data.train",
-            f"missing; `{job.stage}` needs rows to learn from, for example data.train=jobs/demo/data/*.jsonl",
+            f"missing; `{job.stage}` needs rows {what}, for example data.train=jobs/demo/data/*.jsonl",
         )
-    if job.stage == "evaluate" and not data.eval:
+    if job.stage in ("generate", "score") and (data.eval or data.eval_fraction):
+        key = "eval" if data.eval else "eval_fraction"
+        raise tree.error(f"data.{key}", f"`{job.stage}` holds nothing out: all its rows are data.train")
+    if job.stage == "evaluate" and not data.eval and not (data.pairs and not job.policy):
         raise tree.error(
             "data.eval",
-            "missing; `evaluate` needs prompts, for example data.eval=jobs/demo/data/prompts_eval.jsonl",
+            "missing; `evaluate` needs prompts, for example data.eval=jobs/demo/data/prompts_eval.jsonl (or, for a reward "
+            "model alone, data.pairs and policy=null)",
         )
+    if job.stage == "evaluate" and data.eval and not job.policy:
+        raise tree.error(
+            "policy",
+            "missing; `evaluate` needs it to answer data.eval: models:/rlhf-ppo@champion (or `base`: no adapter); for a "
+            "reward model alone type data.eval=null",
+        )
+    if data.subset and not data.pairs:
+        raise tree.error("data.subset", "names a column of data.pairs, and there are none")
     if job.stage == "evaluate" and data.train:
         raise tree.error("data.train", "`evaluate` trains nothing; put the prompts under data.eval")
     if data.pairs and job.stage != "evaluate":
@@ -174,11 +191,16 @@ def _check_batches(tree: Tree, job: Job) -> None:
     """batch_size = per_device_train_batch_size x workers x accumulation, exactly, for every worker count that can occur."""
     low, high = _worker_range(tree, job)
     size = job.data.batch_size
-    if job.stage in ("ppo", "evaluate"):
+    if job.stage not in ("sft", "rm", "dpo"):
         if size is not None:
             raise tree.error(
                 "data.batch_size",
-                f"not for `{job.stage}`; use trainer.batch_size, the episodes of one update over all workers",
+                f"not for `{job.stage}`; use "
+                + (
+                    "trainer.batch_size, the episodes of one update over all workers"
+                    if job.stage == "ppo"
+                    else "trainer.local_rollout_forward_batch_size, the rows of one forward"
+                ),
             )
         return
     if low != high and size is None:
@@ -243,6 +265,22 @@ def _check_trainer(tree: Tree, job: Job) -> None:
         except ValueError as error:
             key, _, message = str(error).partition(": ")
             raise tree.error(key, message) from None
+    elif job.stage in ("generate", "score", "export"):
+        _check_inference(tree, trainer)
+
+
+def _check_inference(tree: Tree, trainer: dict[str, Any]) -> None:
+    for key, least in (
+        ("response_length", 1),
+        ("local_rollout_forward_batch_size", 1),
+        ("min_new_tokens", 0),
+        ("temperature", 0),
+        ("seed", 0),
+    ):
+        if trainer.get(key, least) < least:
+            raise tree.error(f"trainer.{key}", f"found {trainer[key]}, expected {least} or more")
+    if (fewest := trainer.get("min_new_tokens", 0)) >= trainer.get("response_length", fewest + 1):
+        raise tree.error("trainer.min_new_tokens", f"found {fewest}, expected less than response_length")
 
 
 def _check_run(tree: Tree, job: Job) -> None:
@@ -267,6 +305,8 @@ def _check_run(tree: Tree, job: Job) -> None:
         raise tree.error(
             "run.max_failures", f"found {run.max_failures}, expected a count, or -1 for no limit"
         )
+    if not 0 <= run.port < 65536:
+        raise tree.error("run.port", f"found {run.port}, expected 0 (any free one) to 65535")
     if run.num_to_keep < 1:
         raise tree.error("run.num_to_keep", f"found {run.num_to_keep}, expected at least 1 checkpoint")
 
@@ -303,6 +343,14 @@ def _check_gate(tree: Tree, job: Job) -> None:
             parse_gate(rule)
         except ValueError as error:
             raise tree.error(f"gate.{metric}", str(error)) from None
+    judged = job.policy or job.reward
+    if job.stage == "evaluate" and job.gate and not str(judged).startswith("models:/"):
+        raise tree.error(
+            "gate",
+            f"found one, but {show(judged)} is no registered version that it could let pass; take it out",
+        )
+    if job.stage in ("generate", "score", "export") and job.gate:
+        raise tree.error("gate", f"`{job.stage}` registers nothing that a gate could hold back; take it out")
 
 
 def _check_inputs(tree: Tree, job: Job) -> None:
@@ -339,15 +387,34 @@ def _check_inputs(tree: Tree, job: Job) -> None:
                 key,
                 f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.models.demo:gold",
             )
-        if key == "judge" and not name.startswith("python:"):
-            raise tree.error(
-                key,
-                f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.models.demo:gold",
-            )
         if name.startswith("python:") and key in ("policy", "baseline"):
             raise tree.error(
                 key, f"found {show(name)}, expected an adapter: models:/NAME@ALIAS, a folder, or base"
             )
+    if job.stage == "export":
+        _check_export(tree, job)
+
+
+def _check_export(tree: Tree, job: Job) -> None:
+    if not job.policy and not job.reward:
+        raise tree.error(
+            "policy", "missing; `export` needs it, or a reward: policy=models:/rlhf-ppo@champion"
+        )
+    if job.policy == "base":
+        raise tree.error(
+            "policy", "found 'base', expected an adapter to merge: models:/rlhf-ppo@champion, or its folder"
+        )
+    if job.reward and (not isinstance(job.reward, str) or job.reward.startswith("python:")):
+        raise tree.error(
+            "reward",
+            f"found {show(job.reward)}, expected one reward adapter: models:/rlhf-rm@champion, or its folder",
+        )
+    if job.model.load_in_4bit:
+        raise tree.error(
+            "model.load_in_4bit",
+            "an adapter is never merged into nf4 weights: take it out, or type model.load_in_4bit=false; the adapter is "
+            "merged into the base as it is stored, in model.dtype",
+        )
 
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {

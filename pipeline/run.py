@@ -15,7 +15,9 @@ from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job
 from pipeline.errors import InputError
+from pipeline.fields import fields_of
 from pipeline.inputs import check_adapters, check_columns, pin_inputs
+from pipeline.rules import TRAINERS
 from pipeline.worker import Work
 
 UNINTERESTING = ("runtime", "per_second", "num_tokens")  # of an evaluation's figures
@@ -81,43 +83,54 @@ def finished(job: Job) -> dict[str, Any] | None:
 def prepare(job: Job, inputs: dict[str, str]) -> tuple[Work, dict[str, Any], Any]:
     """All that workers start from: tokenizer, base, inputs that fit to it; the tokenised rows by name; their report."""
     from pipeline.data.read import prepare as prepare_data
+
+    work = models(job, inputs)
+    cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
+    rows: dict[str, Any] = {}
+    digests, fingerprints = {}, {}
+    if job.data.train or job.data.eval:
+        room, packing = room_for_prompts(job, work.base["context_length"]), bool(job.trainer.get("packing"))
+        data = prepare_data(job.stage, job.data, work.tokenizer, room, cache, packing=packing)
+        rows = {name: found for name in ("train", "eval") if (found := getattr(data, name)) is not None}
+        digests, fingerprints, report = dict(data.digests), dict(data.fingerprints), data.report
+    if job.data.pairs:
+        held_out = replace(job.data, eval=job.data.pairs, max_length=None)
+        try:
+            pairs = prepare_data("pairs", held_out, work.tokenizer, work.base["context_length"], cache)
+        except InputError as error:  # it knows the set as what it was given for
+            raise InputError(str(error).replace("data.eval", "data.pairs")) from error
+        rows["pairs"], digests["pairs"] = pairs.eval, pairs.digests["eval"]
+        fingerprints["pairs"] = pairs.fingerprints["eval"]
+        if not job.data.eval:
+            report = pairs.report
+    if job.stage in ("ppo", "evaluate", "generate", "score"):
+        check_columns(job, rows)
+    return replace(work, digests=digests, fingerprints=fingerprints), rows, report
+
+
+def models(job: Job, inputs: dict[str, str]) -> Work:
+    """The base, its tokenizer, and inputs that fit to it: what there is to say before any row is read."""
     from pipeline.models.base import base_identity, check_weights
     from pipeline.models.tokenizer import load_tokenizer
 
     model = job.model
     base = base_identity(model.name_or_path, model.revision)
     check_weights(model)
-    policy = check_adapters(job, inputs, base).get("policy")
+    adapters = check_adapters(job, inputs, base)
+    learned = adapters.get("policy") or (adapters.get("reward.0") if not job.policy else None)
     template = model.chat_template
-    if template is None and policy and os.path.exists(saved := os.path.join(policy, "chat_template.jinja")):
-        template = saved  # the one that the policy was trained with
+    if template is None and learned and os.path.exists(saved := os.path.join(learned, "chat_template.jinja")):
+        template = saved  # the one that it was trained with
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
-    cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
-    room = room_for_prompts(job, base["context_length"])
-    data = prepare_data(job.stage, job.data, tokenizer, room, cache, packing=bool(job.trainer.get("packing")))
-    rows = {name: found for name in ("train", "eval") if (found := getattr(data, name)) is not None}
-    if job.stage in ("ppo", "evaluate"):
-        check_columns(job, rows)
-    digests, fingerprints = dict(data.digests), dict(data.fingerprints)
-    if job.data.pairs:
-        held_out = replace(job.data, eval=job.data.pairs, max_length=None)
-        try:
-            pairs = prepare_data("rm", held_out, tokenizer, base["context_length"], cache)
-        except InputError as error:  # it knows the set as what it was given for
-            raise InputError(str(error).replace("data.eval", "data.pairs")) from error
-        rows["pairs"], digests["pairs"] = pairs.eval, pairs.digests["eval"]
-        fingerprints["pairs"] = pairs.fingerprints["eval"]
-    work = Work(job, tokenizer, base, digests, fingerprints, run_id="", inputs=inputs)
-    return work, rows, data.report
+    return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id="", inputs=inputs)
 
 
 def room_for_prompts(job: Job, context: int | None) -> int | None:
-    """The longest row: the context, less the reply that `ppo` and `evaluate` still have to write into it."""
-    if context is None or job.stage not in ("ppo", "evaluate"):
+    """The longest row: the context, less the reply that is still to be written into it."""
+    if context is None or job.stage not in ("ppo", "evaluate", "generate"):
         return context
-    from pipeline.ppo.config import PPOConfig
-
-    reply = PPOConfig(**job.trainer).response_length
+    length = fields_of(TRAINERS[job.stage])["response_length"].default
+    reply = job.trainer.get("response_length", length)
     if reply >= context:
         raise InputError(
             f"trainer.response_length: {reply} tokens leave no room for a prompt in the model's context of {context}; "

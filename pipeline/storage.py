@@ -4,9 +4,11 @@ A write is atomic where it matters: `write_json` writes beside the target and mo
 reader never sees half a `result.json`.
 """
 
+import io
 import json
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pipeline.errors import InputError
@@ -55,19 +57,33 @@ def read_json(path: str) -> Any:
 
 def write_json(path: str, value: Any) -> None:
     """Writes `value` as indented JSON; the file appears whole or not at all."""
+    write_lines(path, [json.dumps(value, indent=2, sort_keys=False, default=str)])
+
+
+def write_lines(path: str, lines: Iterable[str]) -> None:
+    """Writes the lines as they come; the file appears whole or not at all."""
     fs, inner = filesystem(path)
     fs.create_dir(inner.rsplit("/", 1)[0], recursive=True)
-    text = json.dumps(value, indent=2, sort_keys=False, default=str)
     if is_remote(path):  # an object store makes an upload visible only when it is complete
         with fs.open_output_stream(inner) as stream:
-            stream.write(text.encode())
+            for line in lines:
+                stream.write(f"{line}\n".encode())
         return
     partial = f"{inner}.{os.getpid()}.partial"
     with open(partial, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
+        for line in lines:
+            file.write(line + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, inner)
+
+
+def read_lines(path: str) -> Iterator[str]:
+    """The lines of a text file, one at a time, without their ends."""
+    fs, inner = filesystem(path)
+    with fs.open_input_stream(inner, compression=None) as stream:
+        for line in io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline="\n"):
+            yield line.removesuffix("\n")
 
 
 def fetch_folder(path: str, into: str) -> str:

@@ -40,7 +40,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
     work: Work = config["work"]
-    _quiet(work.job.stage)
+    quiet(work.job.stage)
     with contextlib.ExitStack() as stack:
         checkpoint = ray.train.get_checkpoint()
         resume = stack.enter_context(checkpoint.as_directory()) if checkpoint else None
@@ -53,13 +53,18 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         return outcome
 
 
-def _quiet(stage: str) -> None:
+def quiet(stage: str) -> None:
     """One name for a stage's lines in the driver's log, and none of the libraries' advice to developers."""
+    print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
+    print(f":actor_name:{stage}", file=sys.stderr, flush=True)
+    hush()
+
+
+def hush() -> None:
+    """None of the libraries' advice to developers, in a process that holds models."""
     import logging
     import warnings
 
-    print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
-    print(f":actor_name:{stage}", file=sys.stderr, flush=True)
     warnings.filterwarnings("ignore")
     for noisy in (
         "transformers",
@@ -75,14 +80,30 @@ def _quiet(stage: str) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
-class Worker:
+class Host:
+    """A process that holds the models of a job: a worker of a stage, an actor of Ray Data, or the driver itself."""
+
+    def __init__(self, work: Work):
+        self.work, self.job, self.tokenizer = work, work.job, work.tokenizer
+
+    @property
+    def device(self) -> str:
+        """The GPU that this process sees, if the job asks for one, else the CPU."""
+        return "cuda" if self.job.scaling.get("use_gpu") else "cpu"
+
+    def input(self, name: str) -> str:
+        """The local folder of an input (`policy`, `reward.0`, ...), fetched on this node if it is a registered one."""
+        return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job))
+
+
+class Worker(Host):
     """One worker of a stage: who it is, what it reads, and the four things that it says while it trains."""
 
     def __init__(self, work: Work, resume: str | None):
         import ray.train
 
+        super().__init__(work)
         context = ray.train.get_context()
-        self.work, self.job, self.tokenizer = work, work.job, work.tokenizer
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.local_rank = context.get_local_rank()
         self.resume = resume  # the folder of the checkpoint to continue from, or None
@@ -113,9 +134,15 @@ class Worker:
         fingerprint = self.work.fingerprints.get(name)
         return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None
 
-    def input(self, name: str) -> str:
-        """The local folder of an input (`policy`, `reward`, ...), fetched on this node if it is a registered one."""
-        return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job))
+    def gather(self, mine: Any) -> list[Any]:
+        """[what each rank has], on every rank."""
+        import torch
+
+        if self.world == 1:
+            return [mine]
+        parts: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(parts, mine)
+        return parts
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
         """One readable line with the time left, and the numbers to MLflow; rank 0 speaks for all."""
@@ -185,7 +212,10 @@ class Worker:
 
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:
         work = self.work
-        return lineage.describe(self.job.stage, work.base, self.tokenizer, work.inputs, work.digests, **facts)
+        parents = {
+            name: source for name, source in work.inputs.items() if name != "judge"
+        }  # it taught nothing
+        return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
     def close(self) -> None:
         if self.metrics:

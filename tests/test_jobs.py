@@ -3,15 +3,17 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipeline.config import JOBS as KINDS
 from pipeline.config import STAGES, load_job
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILES = ("demo", "llama3-8b", "llama3-8b-qlora")
-JOBS = [f"jobs/{profile}/{stage}.yaml" for profile in PROFILES for stage in STAGES]
+JOBS = [f"jobs/{profile}/{stage}.yaml" for profile in PROFILES for stage in KINDS]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,7 @@ def test_a_job_loads_and_its_header_works(path):
     stage, profile = Path(path).stem, Path(path).parent.name
     job = load_job(path, [], stage)
     assert json.loads(json.dumps(job.to_dict())) == job.to_dict()
-    assert job.data.train or stage == "evaluate"
+    assert job.data.train or stage in ("evaluate", "export")
     header = "".join(
         line for line in Path(path).read_text().splitlines(keepends=True) if line.startswith("#")
     )
@@ -47,10 +49,14 @@ def test_the_libraries_take_the_sections(path, tmp_path):
     import trl
     from ray.train import ScalingConfig
 
+    from pipeline.config import Inference
     from pipeline.ppo.config import PPOConfig
 
     job = load_job(path)
-    if job.stage in ("ppo", "evaluate"):
+    if job.stage in ("generate", "score", "export"):
+        Inference(**job.trainer)
+        made = PPOConfig()
+    elif job.stage in ("ppo", "evaluate"):
         made = PPOConfig(**job.trainer)
     else:
         config = {"sft": trl.SFTConfig, "rm": trl.RewardConfig, "dpo": trl.DPOConfig}[job.stage]
@@ -78,6 +84,14 @@ def test_the_stages_of_a_profile_fit_together(profile):
     assert jobs["evaluate"].policy == made["ppo"]
     ppo, evaluate = jobs["ppo"], jobs["evaluate"]
     assert evaluate.data.eval == ppo.data.eval
+    uses = {kind: load_job(f"jobs/{profile}/{kind}.yaml") for kind in ("generate", "score", "export")}
+    assert uses["generate"].policy == uses["export"].policy == made["ppo"]
+    assert uses["generate"].reward == uses["score"].reward == uses["export"].reward == made["rm"]
+    for kind, use in uses.items():  # `export` merges into the base as it is stored
+        assert replace(use.model, load_in_4bit=ppo.model.load_in_4bit) == ppo.model or kind != "export"
+        assert use.model == ppo.model or kind == "export"
+        assert (use.run.storage_path, use.mlflow.experiment) == (ppo.run.storage_path, ppo.mlflow.experiment)
+    assert uses["generate"].trainer["response_length"] == ppo.trainer["response_length"]
     assert all(
         ppo.trainer[key] == value for key, value in evaluate.trainer.items()
     )  # judged as it was trained
@@ -91,7 +105,7 @@ def test_the_demo_is_all_there():
             assert path is None or (ROOT / path).is_file(), path
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", KINDS)
 def test_the_qlora_profile_differs_only_where_it_means_to(stage):
     plain, qlora = (
         load_job(f"jobs/{profile}/{stage}.yaml").to_dict() for profile in ("llama3-8b", "llama3-8b-qlora")
@@ -116,7 +130,7 @@ def test_the_qlora_profile_differs_only_where_it_means_to(stage):
 
     one, two = flat(plain), flat(qlora)
     assert {key for key in one.keys() | two.keys() if one.get(key) != two.get(key)} <= meant
-    assert qlora["model"]["load_in_4bit"] and not plain["model"]["load_in_4bit"]
+    assert qlora["model"]["load_in_4bit"] == (stage != "export") and not plain["model"]["load_in_4bit"]
 
 
 def test_the_llama3_template():

@@ -5,6 +5,7 @@ prompt to the end of `messages[:i+1]`; or the template's own `{% generation %}` 
 their character offsets, so that each text is tokenised once, whole, as the model sees it. No torch import.
 """
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -69,9 +70,13 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
         """For each record its examples (one for each pair of replies), or what is wrong with it."""
-        parts = {"sft": self._demonstrations, "rm": self._pairs, "dpo": self._pairs}.get(
-            self.stage, self._prompts
-        )
+        parts = {
+            "sft": self._demonstrations,
+            "rm": self._pairs,
+            "dpo": self._pairs,
+            "score": self._judged,
+            "pairs": self._judged,
+        }.get(self.stage, self._prompts)
         return parts(records)
 
     # ---- text -> ids -------------------------------------------------------------------------------------------
@@ -305,6 +310,43 @@ class Encoder:
                 return Dropped("equal_after_truncation")
         columns = {"prompt_ids": prompt, "chosen_ids": replies[0], "rejected_ids": replies[1]}
         return Example(columns, len(prompt), len(replies[0]), length > room)
+
+    def _judged(self, records: Sequence[Record]) -> list[list[Outcome]]:
+        """Rows of `score`: prompt and replies together are the ids that `rm` trains on, to the last one."""
+        return [self._replies(record) for record in records]
+
+    def _replies(self, record: Record) -> list[Outcome]:
+        try:
+            turns = [self._turns(record, replies) for replies in record.pairs]
+            texts = [[self._whole(prompt, reply) for reply in replies] for prompt, replies in turns]
+        except RowError as error:
+            return [error]
+        return [self._compared(record, index, pair) for index, pair in enumerate(texts)]
+
+    def _compared(self, record: Record, index: int, texts: list[tuple[str, str]]) -> Outcome:
+        head, *sides = self._ids([texts[0][0], *(whole for _, whole in texts)])
+        sides = [self._ended(side) for side in sides]
+        length = max(map(len, sides))
+        if length > self.max_length:
+            if self.too_long != "truncate":
+                return self._too_long(length)
+            sides = [side[: self.max_length] for side in sides]
+            if len(sides) > 1 and sides[0] == sides[1]:
+                return Dropped("equal_after_truncation")
+        # A token that spans the border belongs to the reply; and the reply is never empty.
+        prompt = min(min(shared_length(head, side), len(side) - 1) for side in sides)
+        chosen, rejected = [*(side[prompt:] for side in sides), None][:2]
+        row = record.row
+        if len(record.pairs) > 1:  # one row of several answers is several pairs
+            row = json.dumps({**json.loads(row), "pair": index}, ensure_ascii=False)
+        columns = {
+            "prompt_ids": sides[0][:prompt],
+            "chosen_ids": chosen,
+            "rejected_ids": rejected,
+            "row": row,
+        }
+        assert chosen is not None
+        return Example(columns, prompt, len(chosen), length > self.max_length)
 
     def _alone(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids

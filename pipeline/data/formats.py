@@ -5,7 +5,9 @@ Pure Python: no tokenizer, no Ray. What a row may look like, by stage:
     sft            prompt+completion | prompt+answer | messages | conversations | instruction[+input]+output
     rm, dpo        prompt+chosen+rejected | chosen+rejected | conversations+chosen+rejected
                    | prompt+pos_answers+neg_answers        (all with an optional `margin`)
-    ppo, evaluate  prompt | messages | conversations | instruction[+input] | chosen+rejected (their shared prompt)
+    ppo, evaluate, generate
+                   prompt | messages | conversations | instruction[+input] | chosen+rejected (their shared prompt)
+    score          every shape of rm and sft: two replies to be compared, or one
 
 A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." becomes a list of messages, so that the chat template of
 the tokenizer applies to it.
@@ -56,7 +58,14 @@ PROMPTS = {
     "instruction": ("instruction",),
     "chosen+rejected": ("chosen", "rejected"),
 }
-SHAPES = {"sft": DEMONSTRATIONS, "rm": PREFERENCES, "dpo": PREFERENCES, "ppo": PROMPTS, "evaluate": PROMPTS}
+SHAPES = {
+    "sft": DEMONSTRATIONS,
+    "rm": PREFERENCES,
+    "dpo": PREFERENCES,
+    **dict.fromkeys(("ppo", "evaluate", "generate"), PROMPTS),
+    "score": {**PREFERENCES, **DEMONSTRATIONS},
+    "pairs": PREFERENCES,  # held-out ones, as `score` reads them
+}
 OPTIONAL = {"input", "margin", "system"}
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
@@ -99,7 +108,7 @@ class Record:
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
     all_turns: bool = False  # train on the assistant turns inside `prompt` too
     margin: float | None = None
-    row: str = ""  # prompts only: JSON text of the prompt and all further columns
+    row: str = ""  # JSON text: of a prompt and all further columns; of a row to be scored, as it is
 
     def prompt_key(self) -> str:
         """The same for two rows with the same prompt, whatever their replies; a hold-out goes by it."""
@@ -128,6 +137,10 @@ def parse(row: Any, stage: str) -> Record:
         return demonstration(row, shape)
     if stage in ("rm", "dpo"):
         return preference(row, shape)
+    if stage in ("score", "pairs"):
+        record = preference(row, shape) if shape in PREFERENCES else demonstration(row, shape)
+        record.row = json.dumps(row, ensure_ascii=False)
+        return record
     return prompt_row(row, shape)
 
 

@@ -324,6 +324,8 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
         "sft": ["input_ids", "labels", *(["seq_lengths"] if options.packing else [])],
         "rm": ["chosen_ids", "rejected_ids", *(["margin"] if any(stat.margins for stat in stats) else [])],
         "dpo": ["prompt_ids", "chosen_ids", "rejected_ids"],
+        "score": (judged := ["prompt_ids", "chosen_ids", "rejected_ids", "row"]),
+        "pairs": judged,
     }.get(options.stage, ["input_ids", "row"])
     digests = {name: content_digest(name, stats, chunks, options) for name in parts}
     return {"parts": parts, "columns": columns, "digests": digests, "report": report.to_dict()}
@@ -542,12 +544,14 @@ def schema(options: Options) -> Any:
     ids = pa.list_(pa.int32())
     if options.stage == "sft":
         names = ["input_ids", "labels", *(["seq_lengths"] if options.packing else [])]
-    elif options.stage in ("rm", "dpo"):
-        names = [*(["prompt_ids"] if options.stage == "dpo" else []), "chosen_ids", "rejected_ids"]
+    elif options.stage in ("rm", "dpo", "score", "pairs"):
+        names = [*(["prompt_ids"] if options.stage != "rm" else []), "chosen_ids", "rejected_ids"]
     else:
-        return pa.schema([("input_ids", ids), ("row", pa.string())])
-    margin = [("margin", pa.float32())] if options.stage == "rm" else []
-    return pa.schema([(name, ids) for name in names] + margin)
+        names = ["input_ids"]
+    further = {"sft": [], "dpo": [], "rm": [("margin", pa.float32())]}.get(
+        options.stage, [("row", pa.string())]
+    )
+    return pa.schema([(name, ids) for name in names] + further)
 
 
 def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:

@@ -134,6 +134,8 @@ def sample(tokenizer: Any, columns: dict[str, Any], limit: int = 1200) -> str:
         prompt, sides = whole[0][:shared], (whole[0][shared:], whole[1][shared:])
     else:
         return clip(tokenizer.decode(columns["input_ids"]), limit)
+    if sides[1] is None:
+        return clip(tokenizer.decode(prompt) + f"⟦{tokenizer.decode(sides[0])}⟧", limit)
     texts = [clip(tokenizer.decode(ids), limit // 3) for ids in (prompt, *sides)]
     return f"{texts[0]}\n  chosen   ⟦{texts[1]}⟧\n  rejected ⟦{texts[2]}⟧"
 

@@ -64,7 +64,7 @@ def train(worker: Worker) -> dict[str, Any]:
             held_out,
             evaluation.sampling(worker, shared, args),
             rewards,
-            roles.judge(worker),
+            roles.judge(worker, shared),
             policy="policy",
             baseline=reference,
         )

@@ -1,0 +1,118 @@
+"""A reward model judged on held-out preference pairs: accuracy, margin, calibration, by subset, length bias, agreement.
+
+It reads a pair exactly as `rm` trained on it, so that the accuracy is TRL's; every pair counts once, whatever the batches
+and workers. A second opinion (the job's `judge`) is asked about the same pairs where they have the columns it needs.
+"""
+
+import json
+import math
+from typing import Any
+
+from pipeline.figures import calibration, correlation, mean, sigmoid, wilson
+from pipeline.inputs import unfilled
+from pipeline.worker import Worker
+
+SIDES = ("chosen_ids", "rejected_ids")
+
+
+def judge_rewards(
+    worker: Worker, rewards: list[Any], judge: Any, rows: Any
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """(metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
+
+    eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_length_correlation: of the score with
+    the length of the reply in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same reply.
+    """
+    mine = [dict(row) for row in rows.select(range(worker.rank, len(rows), worker.world))]
+    given = [json.loads(row["row"]) for row in mine]
+    pairs: list[dict[str, Any]] = [
+        {"margin": c - r, "scores": (c, r), "lengths": tuple(len(row[side]) for side in SIDES)}
+        for row, (c, r) in zip(mine, _scores(worker, rewards, mine, given), strict=True)
+    ]
+    if judge is not None and _has_columns(worker, given):
+        for pair, (c, r) in zip(pairs, _scores(worker, [judge], mine, given), strict=True):
+            pair["judge"] = c - r
+    if column := worker.job.data.subset:
+        for pair, row in zip(pairs, given, strict=True):
+            pair["subset"] = str(row.get(column))
+    gathered = [pair for part in worker.gather(pairs) for pair in part]
+    return figures(gathered)
+
+
+def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and tables of pairs that each have `margin`, `scores`, `lengths`, and perhaps `judge` and `subset`."""
+    margins = [pair["margin"] for pair in pairs]
+    right = [float(margin > 0) for margin in margins]
+    ece, bins = calibration(margins)
+    low, high = wilson(right)
+    metrics = {
+        "eval_rm_accuracy": mean(right),
+        "eval_rm_accuracy_low": low,
+        "eval_rm_accuracy_high": high,
+        "eval_rm_margin": mean(margins),
+        "eval_rm_loss": mean([-math.log(max(sigmoid(margin), 1e-300)) for margin in margins]),
+        "eval_rm_ece": ece,
+    }
+    by_length = {
+        "chosen_shorter": [
+            m > 0 for m, p in zip(margins, pairs, strict=True) if p["lengths"][0] < p["lengths"][1]
+        ],
+        "chosen_longer": [
+            m > 0 for m, p in zip(margins, pairs, strict=True) if p["lengths"][0] > p["lengths"][1]
+        ],
+    }
+    metrics |= {f"eval_rm_accuracy_{name}": mean(found) for name, found in by_length.items() if found}
+    scores, lengths = ([value for pair in pairs for value in pair[key]] for key in ("scores", "lengths"))
+    if (bias := correlation(scores, lengths)) is not None:
+        metrics["eval_rm_length_correlation"] = bias
+    judged = [pair for pair in pairs if "judge" in pair]
+    if judged:
+        metrics["eval_rm_agreement"] = mean([(p["judge"] > 0) == (p["margin"] > 0) for p in judged])
+        metrics["eval_rm_judge_accuracy"] = mean([p["judge"] > 0 for p in judged])
+    subsets: dict[str, dict[str, float]] = {}
+    for name in sorted({pair["subset"] for pair in pairs if "subset" in pair}):
+        mine = [float(pair["margin"] > 0) for pair in pairs if pair["subset"] == name]
+        low, high = wilson(mine)
+        subsets[name] = {"pairs": len(mine), "accuracy": mean(mine), "low": low, "high": high}
+        metrics[f"eval_rm_accuracy/{name}"] = mean(mine)
+    return metrics, {"pairs": len(pairs), "reliability": bins, "subsets": subsets}
+
+
+def table(found: dict[str, Any]) -> str:
+    """The tables of `figures` as aligned text."""
+    lines = ["   confidence     pairs   said   right"]
+    for one in found["reliability"]:
+        shown = f"{one['low']:.2f} to {one['high']:.2f}"
+        lines.append(f"   {shown:<13}{one['pairs']:>7}{one['confidence']:>7.2f}{one['accuracy']:>8.2f}")
+    if found["subsets"]:
+        width = max(len(name) for name in found["subsets"])
+        lines += ["", f"   {'subset':<{width}}  pairs  accuracy (95 %)"]
+        for name, one in found["subsets"].items():
+            interval = f"{one['low']:.3f} to {one['high']:.3f}"
+            lines.append(f"   {name:<{width}}{one['pairs']:>7}  {one['accuracy']:.3f}  ({interval})")
+    return "\n".join(lines)
+
+
+def _scores(
+    worker: Worker, rewards: list[Any], rows: list[Any], given: list[Any]
+) -> list[tuple[float, float]]:
+    """The weighted score of both replies of each row, raw units."""
+    from pipeline.ppo.rewards import Samples, weighted
+
+    if not rows:
+        return []
+    sides = []
+    for side in SIDES:
+        replies = [row[side] for row in rows]
+        prompts = [row["prompt_ids"] for row in rows]
+        samples = Samples(prompts, replies, [True] * len(rows), given, worker.tokenizer)
+        sides.append(weighted(rewards, samples, normalize=False)[0])
+    return list(zip(*sides, strict=True))
+
+
+def _has_columns(worker: Worker, given: list[dict[str, Any]]) -> bool:
+    """A rule for replies to prompts may need columns that pairs do not have; a reward model needs none."""
+    judge = str(worker.job.judge)
+    if not judge.startswith("python:"):
+        return True
+    return all(unfilled(judge, set(row)) is None for row in given)

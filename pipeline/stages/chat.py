@@ -1,0 +1,198 @@
+"""A conversation with a policy in the terminal: replies appear as they are written, each with its reward.
+
+    make chat    or    python -m pipeline chat jobs/demo/generate.yaml [policy=models:/NAME/3] [trainer.temperature=0]
+
+The job is that of `generate`; its data is not read. What one types goes through the chat template that the policy was
+trained with. /reset starts anew, /system TEXT sets the instructions, /quit ends; lines may also come from a pipe.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.errors import InputError
+from pipeline.inference import here
+from pipeline.inputs import functions, unfilled
+from pipeline.run import room_for_prompts
+from pipeline.worker import Host
+
+HELP = "/reset forgets the conversation, /system TEXT sets the instructions (nothing: none), /quit ends"
+
+
+def run(job: Job) -> None:
+    host = here(job)
+    for key, source in functions(job).items():
+        if wanted := unfilled(source, {"messages"}):
+            raise InputError(
+                f"{key}: {source} asks for `{wanted}`, which a conversation does not have; type {key}=null, or name a reward "
+                "model, e.g. models:/rlhf-rm@champion"
+            )
+    inputs = host.work.inputs.items()
+    named = ", ".join(f"{key.removesuffix('.0')} {value}" for key, value in inputs) or "the bare base"
+    print(f"{job.model.name_or_path}: {named}\n{HELP}", flush=True)
+    Chat(host).talk(sys.stdin)
+
+
+class Chat:
+    """A conversation: the messages so far, and the models that answer and judge them."""
+
+    def __init__(self, host: Host):
+        from pipeline import roles
+        from pipeline.data.encode import Encoder
+        from pipeline.models.tokenizer import eos_ids
+        from pipeline.stages.generate import sampling
+
+        self.host = host
+        self.shared = roles.shared_base(host)
+        self.role = roles.add_frozen(host, self.shared, "policy", "policy")
+        self.rewards = roles.add_rewards(host, self.shared)
+        self.sampling = sampling(host, self.shared)
+        self.room = room_for_prompts(host.job, host.work.base["context_length"]) or sys.maxsize
+        ends = eos_ids(host.tokenizer, self.shared.base.generation_config)
+        self.encoder = Encoder(host.tokenizer, "generate", self.room, "error", True, ends)
+        self.system: list[dict[str, str]] = []
+        self.turns: list[dict[str, str]] = []
+        self.replies = 0  # each has its own stream of random numbers
+
+    def talk(self, lines: Any) -> None:
+        """Reads a line, answers it, until /quit or the end of the lines."""
+        for line in _typed(lines):
+            command, _, text = line.strip().partition(" ")
+            if command == "/quit":
+                return
+            if command in ("/reset", "/system"):
+                self.turns = []
+                if command == "/system":
+                    self.system = [{"role": "system", "content": text.strip()}] if text.strip() else []
+                print("   (a new conversation)", flush=True)
+            elif command.startswith("/"):
+                print(f"   (no command {command}: {HELP})", flush=True)
+            elif command:
+                self.answer(line.strip())
+
+    def answer(self, text: str) -> None:
+        """Prints the reply to `text` as it is written, and its reward; both turns are remembered."""
+        self.turns.append({"role": "user", "content": text})
+        prompt = self._prompt()
+        if prompt is None:
+            self.turns.pop()
+            return
+        tokens: list[int] = []
+        writer = Writer(self.host.tokenizer)
+        try:
+            for token in stream(self.shared, self.role, prompt, self.replies, self.sampling):
+                tokens.append(token)
+                writer.show(tokens)
+        except KeyboardInterrupt:
+            print(" (stopped)", end="")
+        self.replies += 1
+        ended = bool(tokens) and tokens[-1] in self.sampling.eos
+        reply = writer.close(tokens)
+        notes = (
+            []
+            if ended or not tokens
+            else [f"cut off at trainer.response_length={self.sampling.max_new_tokens}"]
+        )
+        if self.rewards and tokens:
+            notes.insert(0, f"reward {self._reward(prompt, tokens, ended):.2f}")
+        print(f"   ({', '.join(notes)})\n" if notes else "", flush=True)
+        self.turns.append({"role": "assistant", "content": reply})
+
+    def _prompt(self) -> list[int] | None:
+        """Ids of the conversation; its oldest turns are forgotten where it no longer fits. None: it cannot be asked."""
+        from pipeline.data.encode import Example
+        from pipeline.data.formats import Record, RowError
+
+        kept = list(self.turns)
+        while True:
+            [[found]] = self.encoder.encode([Record([*self.system, *kept])])
+            if isinstance(found, Example):
+                if forgotten := len(self.turns) - len(kept):
+                    print(f"   (the model's context is full: the oldest {forgotten} messages are forgotten)")
+                self.turns = kept
+                return found.columns["input_ids"]
+            assert isinstance(found, RowError)
+            if found.kind != "too_long":
+                print(
+                    f"   (the chat template refuses this: {found.found}; expected {found.expected})",
+                    flush=True,
+                )
+                return None
+            if len(kept) < 2:
+                print(
+                    f"   (too long: {found.found}, but {self.room} fit beside a reply of "
+                    f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower that)",
+                    flush=True,
+                )
+                return None
+            del kept[:2]  # a question and its answer
+
+    def _reward(self, prompt: list[int], tokens: list[int], ended: bool) -> float:
+        from pipeline.ppo.rewards import Samples, weighted
+
+        row = {"prompt": [*self.system, *self.turns]}
+        samples = Samples([prompt], [tokens], [ended], [row], self.host.tokenizer)
+        return weighted(self.rewards, samples, normalize=False)[0][0]
+
+
+def stream(shared: Any, role: str | None, prompt: list[int], episode: int, how: Any) -> Iterator[int]:
+    """The tokens of one reply as they are sampled: those that TransformersEngine gives for the same episode."""
+    import torch
+
+    from pipeline.ppo.rollout import growing_cache, sample, uniforms
+
+    noise = torch.from_numpy(uniforms(how.seed, [episode], how.max_new_tokens)).to(shared.device)
+    ids, cache = torch.tensor([prompt], device=shared.device), growing_cache(shared)
+    positions = torch.arange(len(prompt), device=shared.device).unsqueeze(0)
+    for step in range(how.max_new_tokens):
+        with torch.no_grad(), shared.use(role):
+            inputs = {
+                "input_ids": ids,
+                "position_ids": positions,
+                "past_key_values": cache,
+                "use_cache": True,
+            }
+            logits = shared.logits(shared.body(**inputs).last_hidden_state[:, -1])
+        barred = how.eos if step < how.min_new_tokens else ()
+        token, _ = sample(logits, noise[:, step], how.temperature, barred)
+        yield int(token)
+        if int(token) in how.eos:
+            return
+        ids, positions = token.unsqueeze(-1), positions[:, -1:] + 1
+
+
+class Writer:
+    """Prints the text of a growing list of tokens; a character whose bytes are not all there waits for the rest."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], Any] | None = None):
+        self.decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+        self.put = show or (lambda text: print(text, end="", flush=True))
+        self.shown = ""
+
+    def show(self, tokens: list[int]) -> None:
+        text = self.decode(tokens)
+        if not text.endswith("\ufffd") and text.startswith(self.shown):
+            self.put(text[len(self.shown) :])
+            self.shown = text
+
+    def close(self, tokens: list[int]) -> str:
+        """The whole text; what waited is printed, whole or not."""
+        text = self.decode(tokens)
+        self.put(text[len(self.shown) :])
+        return text
+
+
+def _typed(lines: Any) -> Iterator[str]:
+    """Lines from a terminal, with a prompt and line editing, or from a pipe; Ctrl-C and Ctrl-D end them."""
+    if not lines.isatty():
+        yield from lines
+        return
+    import readline  # noqa: F401  (input() uses it once it is imported)
+
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return

@@ -1,0 +1,265 @@
+"""Policy and reward as models for everybody else: the adapter merged into its base, in a folder for plain transformers.
+
+    make export    or    python -m pipeline export jobs/demo/export.yaml [reward=null] [model.dtype=float32]
+
+This is the only place that merges. The base is loaded as it is stored (never from nf4), each layer's sum is made in
+float32 and rounded once to model.dtype, and the folder holds safetensors, tokenizer, chat template, generation config
+(every token that ends a reply) and a model card with the lineage. It appears only after it has been loaded back with
+plain transformers and answered like the registered adapter: in float32 the same greedy text and scores to 1e-5, in a
+shorter dtype as near as its rounding allows.
+"""
+
+import gc
+import os
+import shutil
+import time
+from dataclasses import replace
+from typing import Any
+
+from pipeline import cluster, lineage, storage
+from pipeline.card import card
+from pipeline.config import Job
+from pipeline.errors import Failure, InputError
+from pipeline.inference import here, options
+from pipeline.run import finished
+from pipeline.worker import Host
+
+# What the loaded model is compared on. Any text would do: it goes through the chat template of the adapter.
+PROBES = (
+    "What is the capital of Peru?",
+    "Name the continent of Norway.",
+    "Write one sentence about the sea.",
+    "What is 17 plus 25?",
+    "Explain to a child why the sky is blue.",
+    "Translate to French: Good morning.",
+)
+# (largest difference of a score, of the mean log-prob of a token): of rounding the merged weights once to that dtype
+TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}
+
+
+def run(job: Job) -> dict[str, Any]:
+    started = time.monotonic()
+    if storage.is_remote(job.run.storage_path):
+        raise InputError(
+            f"run.storage_path: {job.run.storage_path!r} is a bucket, and transformers writes to folders; export to one, e.g. "
+            "run.storage_path=./exports, and copy it"
+        )
+    job = cluster.name_run(job)
+    storage.require_writable(job.run.storage_path)
+    if done := finished(job):
+        return done
+    host = here(job)
+    if "reward.0" in host.work.inputs and not lineage.is_adapter(host.input("reward.0")):
+        raise InputError(
+            f"reward: {job.reward} is a model of its own already: there is nothing to merge; type reward=null"
+        )
+    print(f"\n== export  run {job.run.name}  {job.source}", flush=True)
+    exported = {}
+    for name in ("policy", "reward.0"):
+        if name in host.work.inputs:
+            folder = storage.join(cluster.folder(job), name.removesuffix(".0"))
+            exported[name.removesuffix(".0")] = {"folder": folder, **write(host, name, folder)}
+    result = {
+        "stage": "export",
+        "name": job.run.name,
+        "exported": exported,
+        "inputs": host.work.inputs,
+        "seconds": round(time.monotonic() - started, 2),
+        "job": job.to_dict(),
+    }
+    storage.write_json(storage.join(cluster.folder(job), "result.json"), result)
+    return result
+
+
+def write(host: Host, name: str, folder: str) -> dict[str, float]:
+    """Merges one adapter into `folder`; the figures of the comparison with what the adapter says.
+
+    Raises:
+        Failure: when the folder, loaded back, differs; then there is no folder.
+    """
+    from pipeline.models.base import load_base
+
+    model, adapter = replace(host.job.model, load_in_4bit=False), host.input(name)
+    expected = expectations(host, name)
+    partial = f"{folder}.{os.getpid()}.partial"
+    try:
+        merged = merge(load_base(model, scorer=name != "policy", device=host.device), adapter, model.dtype)
+        describe(merged, host.tokenizer)
+        merged.save_pretrained(partial)
+        host.tokenizer.save_pretrained(partial)
+        check_files(merged, partial)
+        del merged
+        gc.collect()  # a large model is not to be there twice
+        found = compare(host, name, partial, expected)
+        with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as file:
+            file.write(card(host, name, found))
+        if os.path.isdir(folder):  # of a run of this name that was cut short
+            shutil.rmtree(folder)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(
+        f"   {name.removesuffix('.0')}  {folder}  " + "  ".join(f"{k} {v:.3g}" for k, v in found.items()),
+        flush=True,
+    )
+    return found
+
+
+def merge(base: Any, adapter: str, dtype: str) -> Any:
+    """The base with the adapter in its weights (and the adapter's head, if it has one), in `dtype`."""
+    import torch
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = PeftModel.from_pretrained(base, adapter)
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            weight = layer.get_base_layer().weight
+            stored = weight.dtype
+            weight.data = weight.data.float()  # peft would round the change before it adds it
+            layer.merge(safe_merge=True)
+            weight.data = weight.data.to(stored)
+    return model.unload().to(getattr(torch, dtype))
+
+
+def describe(model: Any, tokenizer: Any) -> None:
+    """What a user of the folder relies on: how to pad, and where a reply ends."""
+    from transformers import GenerationConfig
+
+    from pipeline.models.tokenizer import eos_ids
+
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if model.can_generate():
+        ends = eos_ids(tokenizer, model.generation_config)
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+        )
+
+
+def check_files(model: Any, folder: str) -> None:
+    """Proves that the files hold the merged weights, to the last bit.
+
+    Raises:
+        Failure: naming a tensor that differs.
+    """
+    import torch
+    from safetensors import safe_open
+
+    weights = model.state_dict()
+    for file in sorted(os.listdir(folder)):
+        if file.endswith(".safetensors"):
+            with safe_open(os.path.join(folder, file), framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118  (it is no dict)
+                    if not torch.equal(tensors.get_tensor(key), weights[key].cpu()):
+                        raise Failure(f"{file}: {key} is not what was merged; nothing was exported")
+
+
+# ------------------------------------------------------------------------------------------- the comparison
+
+
+def probes(host: Host) -> list[list[int]]:
+    """Token ids of the PROBES, as the chat template writes them."""
+    turns = [[{"role": "user", "content": text}] for text in PROBES]
+    return [
+        list(
+            host.tokenizer.apply_chat_template(
+                one, tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+        )
+        for one in turns
+    ]
+
+
+def reply_length(host: Host, rows: list[list[int]]) -> int:
+    """Tokens of a reply to a probe: the job's, or what the context leaves."""
+    context = host.work.base["context_length"]
+    most = options(host.job).response_length
+    return min(most, context - max(map(len, rows))) if context else most
+
+
+def expectations(host: Host, name: str) -> list[Any]:
+    """What the adapter on its frozen base says to each probe: a greedy reply, or a score."""
+    import torch
+
+    from pipeline import roles
+    from pipeline.ppo.rollout import TransformersEngine
+    from pipeline.stages.generate import sampling
+
+    work = replace(host.work, job=replace(host.job, model=replace(host.job.model, load_in_4bit=False)))
+    shared = roles.shared_base(Host(work))
+    shared.add("exported", folder=host.input(name), head=name != "policy")
+    rows = probes(host)
+    if name != "policy":
+        with torch.no_grad():
+            batches = [torch.tensor([row], device=shared.device) for row in rows]
+            return [shared.scores("exported", ids, torch.ones_like(ids)).item() for ids in batches]
+    how = replace(
+        sampling(host, shared), temperature=0.0, min_new_tokens=0, max_new_tokens=reply_length(host, rows)
+    )
+    engine = TransformersEngine(shared, "exported", rows=1, pad=host.tokenizer.pad_token_id)
+    return engine.generate(rows, range(len(rows)), how)
+
+
+def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
+    """The folder in plain transformers beside the adapter.
+
+    Raises:
+        Failure: when they differ by more than the dtype's rounding.
+    """
+    import torch
+    import transformers
+
+    dtype = host.job.model.dtype
+    kind = "AutoModelForCausalLM" if name == "policy" else "AutoModelForSequenceClassification"
+    model = getattr(transformers, kind).from_pretrained(
+        folder, dtype=getattr(torch, dtype), trust_remote_code=host.job.model.trust_remote_code
+    )
+    model = model.to(host.device).eval()
+    score_limit, text_limit = TOLERANCE[dtype]
+    if name != "policy":
+        differences = [_score(model, row) - score for row, score in zip(probes(host), expected, strict=True)]
+        worst = max(abs(d) / max(1.0, abs(s)) for d, s in zip(differences, expected, strict=True))
+        if not worst <= score_limit:
+            raise Failure(f"the exported reward scores otherwise, by {worst:.3g}; nothing was exported")
+        return {"largest_score_difference": worst}
+    pairs = list(zip(probes(host), expected, strict=True))
+    same = [_greedy(host, model, row) == reply.tokens for row, reply in pairs]
+    apart = max(
+        abs(_logprob(model, row, reply.tokens) - sum(reply.logprobs)) / len(reply.tokens)
+        for row, reply in pairs
+    )
+    if not apart <= text_limit or (dtype == "float32" and not all(same)):
+        raise Failure(
+            f"the exported policy writes otherwise: {sum(same)} of {len(same)} greedy replies are the same, log-probs differ "
+            f"by {apart:.3g} a token; nothing was exported"
+        )
+    return {"same_greedy_replies": sum(same) / len(same), "largest_logprob_difference": apart}
+
+
+def _score(model: Any, row: list[int]) -> float:
+    import torch
+
+    ids = torch.tensor([row], device=model.device)
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().item()
+
+
+def _greedy(host: Host, model: Any, row: list[int]) -> list[int]:
+    import torch
+
+    ids = torch.tensor([row], device=model.device)
+    most = reply_length(host, probes(host))
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most
+    )
+    return out[0, len(row) :].tolist()
+
+
+def _logprob(model: Any, row: list[int], reply: list[int]) -> float:
+    """Of the whole reply: the sum over its tokens, nats."""
+    import torch
+
+    ids = torch.tensor([row + reply], device=model.device)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits.float()[0, len(row) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, ids[0, len(row) :, None]).sum().item()

@@ -1,0 +1,72 @@
+"""Completions of a file of prompts: JSON Lines out, a line a prompt, in the order of the prompts.
+
+    make generate    or    python -m pipeline generate jobs/demo/generate.yaml data.train=prompts.jsonl [section.key=value ...]
+
+A line is the row with `completion`, `completion_tokens`, `ended` (false: cut off at trainer.response_length) and, if the
+job names one, the `reward`. A `completion` that the row had is kept as `reference_completion`. The same run.name
+continues a run that was killed.
+"""
+
+import json
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.inference import Answer, Record, launch, options
+from pipeline.worker import Host
+
+
+def run(job: Job) -> dict[str, Any]:
+    return launch(job, load, measure, "completions.jsonl")
+
+
+def load(host: Host) -> Answer:
+    from pipeline import roles
+    from pipeline.ppo.rewards import Samples, weighted
+    from pipeline.ppo.rollout import TransformersEngine
+
+    shared = roles.shared_base(host)
+    role = roles.add_frozen(host, shared, "policy", "policy")
+    rewards = roles.add_rewards(host, shared)
+    size = options(host.job).local_rollout_forward_batch_size
+    engine = TransformersEngine(shared, role, rows=size, pad=host.tokenizer.pad_token_id)
+    how = sampling(host, shared)
+
+    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
+        prompts = [row["input_ids"] for row in rows]
+        # A row's number in the file is its stream of random numbers.
+        replies = engine.generate(prompts, range(first, first + len(rows)), how)
+        given = [json.loads(row["row"]) for row in rows]
+        tokens, ended = [reply.tokens for reply in replies], [reply.ended for reply in replies]
+        samples = Samples(prompts, tokens, ended, given, host.tokenizer)
+        records = []
+        for row, text, reply in zip(given, samples.completions, replies, strict=True):
+            if "completion" in row:
+                row = {**row, "reference_completion": row.pop("completion")}
+            records.append(
+                {**row, "completion": text, "completion_tokens": len(reply.tokens), "ended": reply.ended}
+            )
+        if rewards:
+            for record, score in zip(records, weighted(rewards, samples, normalize=False)[0], strict=True):
+                record["reward"] = score
+        return records
+
+    return answer
+
+
+def sampling(host: Host, shared: Any) -> Any:
+    """How `generate` and `chat` sample, as pipeline.ppo.rollout.Sampling."""
+    from pipeline.models.tokenizer import eos_ids
+    from pipeline.ppo.rollout import Sampling
+
+    said = options(host.job)
+    return Sampling(
+        max_new_tokens=said.response_length,
+        eos=tuple(eos_ids(host.tokenizer, shared.base.generation_config)),
+        min_new_tokens=said.min_new_tokens,
+        temperature=said.temperature,
+        seed=said.seed,
+    )
+
+
+def measure(record: Record) -> dict[str, float]:
+    return {name: float(record[name]) for name in ("completion_tokens", "ended", "reward") if name in record}

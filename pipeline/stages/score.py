@@ -1,0 +1,66 @@
+"""A reward model's opinion of a file: on pairs how often it prefers the chosen reply, on single replies their score.
+
+    make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
+
+Every shape of preferences and demonstrations is read. A line of scores.jsonl is the row with `score`, or, for a pair,
+`score_chosen`, `score_rejected` and `score_margin`. The same run.name continues a run that was killed.
+"""
+
+import json
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.inference import Answer, Record, launch
+from pipeline.worker import Host
+
+
+def run(job: Job) -> dict[str, Any]:
+    return launch(job, load, measure, "scores.jsonl")
+
+
+def load(host: Host) -> Answer:
+    score = scorer(host)
+
+    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
+        sides = [
+            (row, side) for row in rows for side in ("chosen_ids", "rejected_ids") if row[side] is not None
+        ]
+        found = iter(score([(row["prompt_ids"], row[side], json.loads(row["row"])) for row, side in sides]))
+        records = []
+        for row in rows:
+            record, one = json.loads(row["row"]), next(found)
+            if row["rejected_ids"] is None:
+                records.append({**record, "score": one})
+            else:
+                two = next(found)
+                scores = {"score_chosen": one, "score_rejected": two, "score_margin": one - two}
+                records.append({**record, **scores})
+        return records
+
+    return answer
+
+
+def scorer(host: Host) -> Any:
+    """A function of [(prompt ids, reply ids, row)] that gives the job's weighted reward of each, in raw units."""
+    from pipeline import roles
+    from pipeline.models.tokenizer import eos_ids
+    from pipeline.ppo.rewards import Samples, weighted
+
+    shared = roles.shared_base(host)
+    rewards = roles.add_rewards(host, shared)
+    ends = set(eos_ids(host.tokenizer, shared.base.generation_config))
+
+    def score(replies: list[tuple[list[int], list[int], dict[str, Any]]]) -> list[float]:
+        prompts, completions, rows = (list(column) for column in zip(*replies, strict=True))
+        ended = [reply[-1] in ends for reply in completions]
+        samples = Samples(prompts, completions, ended, rows, host.tokenizer)
+        return weighted(rewards, samples, normalize=False)[0]
+
+    return score
+
+
+def measure(record: Record) -> dict[str, float]:
+    if "score" in record:
+        return {"score": record["score"]}
+    margin = record["score_margin"]
+    return {"accuracy": float(margin > 0), "margin": margin}

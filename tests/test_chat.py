@@ -1,0 +1,120 @@
+"""`chat`: a real process with lines from a pipe, and the stream beside the engine."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from running import ROOT
+from toy_models import registered, shared_base, tokenizer
+
+from pipeline.__main__ import main
+from pipeline.models.tokenizer import eos_ids
+from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.stages.chat import Writer, stream
+
+MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
+
+
+@pytest.fixture(scope="module")
+def models(storage):
+    return registered(storage)
+
+
+@pytest.fixture(scope="module")
+def shared(models):
+    made = shared_base()
+    made.add("policy", folder=models["toy-policy"])
+    made.add("reward", folder=models["toy-rm"], head=True)
+    return made
+
+
+def ask(*turns: str) -> list[int]:
+    roles = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return tokenizer().apply_chat_template(roles, add_generation_prompt=True, return_dict=False)
+
+
+def engine(shared, prompt, temperature, episode=0):
+    ends = tuple(eos_ids(tokenizer(), shared.base.generation_config))
+    how = Sampling(20, ends, temperature=temperature, seed=3)
+    [reply] = TransformersEngine(shared, "policy", pad=tokenizer().pad_token_id).generate(
+        [prompt], [episode], how
+    )
+    return how, reply
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_stream_is_what_the_engine_says(shared, temperature):
+    prompt = ask("What is the capital of Peru?")
+    how, reply = engine(shared, prompt, temperature, episode=7)
+    assert list(stream(shared, "policy", prompt, 7, how)) == reply.tokens
+
+
+def test_half_a_character_waits_for_the_rest():
+    tokens = tokenizer()("é – 東京 🦙", add_special_tokens=False).input_ids
+    shown: list[str] = []
+    writer = Writer(tokenizer(), shown.append)
+    for i in range(len(tokens)):
+        writer.show(tokens[: i + 1])
+    assert writer.close(tokens) == tokenizer().decode(tokens, skip_special_tokens=True)
+    assert "".join(shown) == writer.decode(tokens) and "\ufffd" not in "".join(shown)
+    assert len(tokens) > len([text for text in shown if text]), (
+        "every character was one token: nothing waited"
+    )
+
+
+def talk(storage, lines: str, *overrides: str) -> str:
+    given = [
+        *MODELS,
+        f"run.storage_path={storage}",
+        "trainer.temperature=0",
+        "trainer.response_length=20",
+        *overrides,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "chat", "jobs/demo/generate.yaml", *given],
+        input=lines, capture_output=True, text=True, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_a_conversation_through_a_pipe(models, shared, storage):
+    import torch
+
+    question = "What is the capital of Peru?"
+    _, first = engine(shared, ask(question), 0.0)
+    text = tokenizer().decode(first.tokens, skip_special_tokens=True)
+    _, second = engine(shared, ask(question, text, "And of Chile?"), 0.0)
+    lines = f"{question}\nAnd of Chile?\n/reset\n{question}\n/nonsense\n/system Be brief.\n{question}\n/quit\nnot read\n"
+    said = talk(storage, lines)
+    whole = torch.tensor([[*ask(question), *first.tokens]])
+    score = shared.scores("reward", whole, torch.ones_like(whole)).item()
+    assert said.count(f"{text}   (reward {score:.2f}") == 2, said
+    assert tokenizer().decode(second.tokens, skip_special_tokens=True) in said
+    assert said.count("(a new conversation)") == 2 and "(no command /nonsense: /reset" in said
+    assert said.count("reward ") - said.count("reward models:") == 4
+    assert "policy models:/toy-policy/1, reward models:/toy-rm/1" in said
+
+
+def test_a_full_context_is_said(models, storage):
+    lines = "What is the capital of Peru?\n" * 12 + "word " * 400 + "\n" + "And of Chile?\n"
+    said = talk(storage, lines, "reward=null")
+    assert re.search(r"the model's context is full: the oldest 2 messages are forgotten", said)
+    assert said.rindex("the oldest 2 messages") > said.index("too long: "), "what was refused costs no memory"
+    assert re.search(r"too long: \d+ tokens, but 236 fit beside a reply of trainer\.response_length=20", said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias"),
+        (["reward=python:pipeline.models.demo:gold"], r"reward: .*asks for `answer`, which a conversation does not have; type reward=null"),
+        (["model.name_or_path=/nowhere"], r"model\.name_or_path: there is no folder '/nowhere'"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_answered(overrides, says, models, storage, capsys, in_root):
+    given = [*MODELS, f"run.storage_path={storage}", *overrides]
+    assert main(["chat", "jobs/demo/generate.yaml", *given]) == 2
+    assert re.search(says, capsys.readouterr().err)

@@ -1,0 +1,264 @@
+"""`evaluate`: its figures beside a bootstrap, TRL's own evaluation and counting by hand; reward models alone; the gate."""
+
+import json
+import math
+import random
+import re
+
+import pytest
+import torch
+from running import ROOT, client, stage
+from toy_models import BASE, registered, tokenizer
+
+from pipeline import figures, pairs
+from pipeline.__main__ import main
+
+RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
+
+
+@pytest.fixture(scope="module")
+def models(storage):
+    return registered(storage)
+
+
+# ------------------------------------------------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize(("wins", "rows"), [(60, 100), (350, 400), (30, 120), (480, 500)])
+def test_the_interval_is_that_of_a_bootstrap(wins, rows):
+    shares = [1.0] * wins + [0.0] * (rows - wins)
+    draws = random.Random(0)
+    resampled = sorted(figures.mean(draws.choices(shares, k=rows)) for _ in range(4000))
+    assert figures.wilson(shares) == pytest.approx((resampled[99], resampled[3899]), abs=0.013)
+
+
+@pytest.mark.parametrize(("share", "rows"), [(0.5, 40), (0.9, 10), (0.98, 60)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(share, rows):
+    draws, held = random.Random(0), 0
+    for _ in range(4000):
+        low, high = figures.wilson([float(draws.random() < share) for _ in range(rows)])
+        held += low <= share <= high
+    assert held / 4000 == pytest.approx(0.95, abs=0.03)
+
+
+def test_ties_make_the_interval_no_narrower_than_a_bootstrap():
+    shares = [1.0] * 40 + [0.5] * 40 + [0.0] * 20
+    low, high = figures.wilson(shares)
+    draws = random.Random(0)
+    resampled = sorted(figures.mean(draws.choices(shares, k=100)) for _ in range(4000))
+    assert low < resampled[99] and resampled[3899] < high < resampled[3899] + 0.05
+
+
+def test_calibration_counts():
+    sure, unsure = math.log(0.93 / 0.07), math.log(0.57 / 0.43)
+    margins = [sure] * 8 + [-sure] * 2 + [unsure] * 6 + [-unsure] * 4
+    error, bins = figures.calibration(margins)
+    assert [(one["pairs"], round(one["accuracy"], 6), round(one["confidence"], 6)) for one in bins] == [
+        (10, 0.6, 0.57),
+        (10, 0.8, 0.93),
+    ]
+    assert error == pytest.approx((0.03 + 0.13) / 2)
+    assert figures.calibration([1e9, -1e9])[0] == pytest.approx(0.5)
+
+
+def test_diversity_and_repetition():
+    assert figures.distinct([[1, 2, 1], [1, 2, 3]], 1) == 3 / 6
+    assert figures.distinct([[1, 2, 1], [1, 2, 3]], 2) == 3 / 4
+    assert figures.distinct([[1]], 2) is None
+    assert figures.repetition([1, 2, 3, 4, 5]) == 0.0
+    assert figures.repetition([7] * 13) == pytest.approx(0.9)
+    assert figures.correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0)
+    assert figures.correlation([1, 1], [2, 4]) is None
+
+
+def test_figures_of_pairs():
+    some = [
+        {"margin": 1.0, "scores": (2.0, 1.0), "lengths": (4, 2), "judge": 1.0, "subset": "a"},
+        {"margin": -1.0, "scores": (1.0, 2.0), "lengths": (2, 4), "judge": 1.0, "subset": "b"},
+        {"margin": 3.0, "scores": (4.0, 1.0), "lengths": (8, 2), "judge": 2.0, "subset": "b"},
+    ]
+    metrics, tables = pairs.figures(some)
+    assert metrics["eval_rm_accuracy"] == 2 / 3 and metrics["eval_rm_margin"] == 1.0
+    assert (
+        metrics["eval_rm_accuracy_chosen_shorter"] == 0.0 and metrics["eval_rm_accuracy_chosen_longer"] == 1.0
+    )
+    assert metrics["eval_rm_agreement"] == 2 / 3 and metrics["eval_rm_judge_accuracy"] == 1.0
+    assert metrics["eval_rm_accuracy/a"] == 1.0 and metrics["eval_rm_accuracy/b"] == 0.5
+    assert metrics["eval_rm_length_correlation"] > 0.9
+    assert metrics["eval_rm_loss"] == pytest.approx(sum(math.log(1 + math.exp(-m)) for m in (1, -1, 3)) / 3)
+    assert tables["subsets"]["b"]["pairs"] == 2
+    assert re.search(r"\n   b +2  0\.500  \(0\.095 to 0\.905\)", pairs.table(tables))
+
+
+# -------------------------------------------------------------------------------------------- a reward model alone
+
+
+@pytest.fixture(scope="module")
+def some_pairs(tmp_path_factory):
+    """64 of the demo's held-out pairs, each with a subset."""
+    rows = [json.loads(line) for line in (ROOT / "jobs/demo/data/preferences_eval.jsonl").open()][:64]
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    path.write_text(
+        "".join(json.dumps({**row, "kind": ("odd", "even")[i % 2]}) + "\n" for i, row in enumerate(rows))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(models, storage, some_pairs, embedded_ray):
+    settings = [
+        *RM,
+        f"data.pairs={some_pairs}",
+        "data.subset=kind",
+        "judge=models:/other-rm/1",
+        "scaling.num_workers=2",
+    ]
+    settings += ["gate.eval_rm_accuracy_low=>= 0.01", "mlflow.alias=judged"]
+    return stage("evaluate", storage, "alone", *settings)
+
+
+def test_its_accuracy_is_that_of_trl(alone, models, some_pairs):
+    from datasets import Dataset
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    rows = [json.loads(line) for line in some_pairs.open()]
+    user = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    ids = {
+        f"{side}_ids": [
+            tokenizer().apply_chat_template(
+                [*turn, {"role": "assistant", "content": row[side]}], return_dict=False
+            )
+            for turn, row in zip(user, rows, strict=True)
+        ]
+        for side in ("chosen", "rejected")
+    }
+    ends = {817, 825}
+    for side in ids.values():  # white space that the template writes behind the end is not scored
+        for one in side:
+            while one[-1] not in ends:
+                one.pop()
+    base = AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1, dtype=torch.float32)
+    base.config.pad_token_id = tokenizer().pad_token_id
+    trainer = RewardTrainer(
+        model=PeftModel.from_pretrained(base, models["toy-rm"]),
+        args=RewardConfig(
+            output_dir="/nowhere", per_device_eval_batch_size=16, max_length=None, bf16=False, use_cpu=True,
+            report_to="none", gradient_checkpointing=False, disable_tqdm=True,
+        ),
+        eval_dataset=Dataset.from_dict(ids),
+        train_dataset=Dataset.from_dict(ids),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    theirs = trainer.evaluate()
+    ours = alone["metrics"]
+    assert 0 < theirs["eval_accuracy"] < 1
+    assert ours["eval_rm_accuracy"] == theirs["eval_accuracy"]
+    assert ours["eval_rm_margin"] == pytest.approx(theirs["eval_margin"], abs=1e-5)
+    assert ours["eval_rm_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-5)
+
+
+def test_it_leaves_tables_and_metrics(alone, storage, models):
+    found = json.loads((storage / "alone" / "evaluation.json").read_text())
+    metrics = alone["metrics"]
+    assert found["metrics"] == metrics and found["pairs"]["pairs"] == 64
+    assert sum(one["pairs"] for one in found["pairs"]["reliability"]) == 64
+    subsets = found["pairs"]["subsets"]
+    assert {name: one["pairs"] for name, one in subsets.items()} == {"odd": 32, "even": 32}
+    assert sum(one["accuracy"] for one in subsets.values()) / 2 == pytest.approx(metrics["eval_rm_accuracy"])
+    assert 0 < metrics["eval_rm_agreement"] < 1
+    logged = client(storage).get_run(alone["mlflow_run_id"]).data.metrics
+    for name in ("eval_rm_accuracy", "eval_rm_ece", "eval_rm_length_correlation", "eval_rm_accuracy/odd"):
+        assert logged[name] == pytest.approx(metrics[name])
+
+
+def test_a_gate_that_holds_moves_the_alias(alone, storage):
+    assert (alone["registered_model"], alone["version"], alone["alias"]) == ("toy-rm", "1", "judged")
+    assert str(client(storage).get_model_version_by_alias("toy-rm", "judged").version) == "1"
+    tags = client(storage).get_model_version("toy-rm", "1").tags
+    assert tags["evaluate.eval_rm_accuracy"] == f"{alone['metrics']['eval_rm_accuracy']:.6g}"
+    assert tags["evaluate.gate"] == "passed"
+
+
+def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
+    result = policy[0]
+    assert (result["registered_model"], result["alias"]) == ("toy-policy", None)
+    assert "judged" not in client(storage).get_registered_model("toy-policy").aliases
+    gate = client(storage).get_model_version("toy-policy", "1").tags["evaluate.gate"]
+    assert gate == result["gate"] and gate.startswith("failed: eval_win_rate_low = ")
+
+
+# ------------------------------------------------------------------------------------------------------- a policy
+
+
+@pytest.fixture(scope="module")
+def policy(models, storage, tmp_path_factory, embedded_ray):
+    rows = [json.loads(line) for line in (ROOT / "jobs/demo/data/prompts_eval.jsonl").open()][:24]
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text(
+        "".join(json.dumps({**row, "completion": f"It is {row['answer']}."}) + "\n" for row in rows)
+    )
+    settings = [
+        "policy=models:/toy-policy/1",
+        "baseline=null",
+        "reward=models:/toy-rm/1",
+        "judge=models:/other-rm/1",
+    ]
+    settings += ["gate.eval_win_rate_low=>= 0.99", "mlflow.alias=judged"]
+    return stage("evaluate", storage, "policy", *settings, f"data.eval={path}", "data.pairs=null"), rows
+
+
+def test_a_policy_is_judged_by_a_second_reward_model(policy):
+    metrics = policy[0]["metrics"]
+    for key in ("eval_win_rate", "eval_judge_win_rate"):
+        assert metrics[f"{key}_low"] < metrics[key] < metrics[f"{key}_high"]
+    assert metrics["eval_judge"] != metrics["eval_reward"]
+    assert 0 < metrics["eval_distinct_1"] < metrics["eval_distinct_2"] <= 1
+    assert 0 <= metrics["eval_repetition"] < 1
+    assert metrics["eval_kl"] != 0
+    assert policy[0]["inputs"]["judge"] == "models:/other-rm/1"
+
+
+def test_perplexity_is_that_of_plain_transformers(policy, models):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, models["toy-policy"]).eval()
+    nats = tokens = 0.0
+    for row in policy[1]:
+        user = {"role": "user", "content": row["prompt"]}
+        reply = {"role": "assistant", "content": f"It is {row['answer']}."}
+        head = tokenizer().apply_chat_template([user], add_generation_prompt=True, return_dict=False)
+        whole = tokenizer().apply_chat_template([user, reply], return_dict=False)
+        while whole[-1] not in (817, 825):
+            whole.pop()
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([whole])).logits[0, len(head) - 1 : -1].log_softmax(-1)
+        nats -= logits.gather(-1, torch.tensor(whole[len(head) :])[:, None]).sum().item()
+        tokens += len(whole) - len(head)
+    assert policy[0]["metrics"]["eval_perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert policy[0]["metrics"]["before_perplexity"] != policy[0]["metrics"]["eval_perplexity"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["policy=null"], r"policy: missing; `evaluate` needs it to answer data\.eval.*type data\.eval=null"),
+        (["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
+        (["data.subset=kind", "data.pairs=null"], r"data\.subset: names a column of data\.pairs, and there are none"),
+        (["reward=python:pipeline.models.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
+        (["judge=models:/toy-policy/1"], r"judge: models:/toy-policy/1 is an adapter without a scalar head"),
+        (["policy=base", "gate.eval_reward=>= 0"], r"gate: found one, but 'base' is no registered version"),
+        (["data.pairs={single}"], r"data\.pairs: 1 of 1 rows cannot be used"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, capsys, in_root, embedded_ray):
+    (tmp_path / "single.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    given = ["policy=models:/toy-policy/1", "baseline=null", "reward=models:/toy-rm/1", "judge=null"]
+    given += [f"run.storage_path={storage}", "run.name=never", *overrides]
+    given = [one.format(single=tmp_path / "single.jsonl") for one in given]
+    assert main(["evaluate", "jobs/demo/evaluate.yaml", *given]) == 2
+    assert re.search(says, capsys.readouterr().err)
+    assert not (storage / "never").exists()

@@ -1,0 +1,184 @@
+"""`export`: plain transformers loads what was merged, and says what the registered adapter says."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from running import ROOT, stage
+from toy_models import BASE, registered, shared_base, tokenizer
+
+from pipeline.__main__ import main
+from pipeline.models.tokenizer import eos_ids
+from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.stages import export as exporting
+
+MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
+TEXTS = [
+    "Which country is Lisbon the capital of?",
+    "Name the continent of Ghana.",
+    "Where in the world is China?",
+]
+
+
+@pytest.fixture(scope="module")
+def models(storage):
+    return registered(storage)
+
+
+@pytest.fixture(scope="module")
+def exported(models, storage):
+    return stage("export", storage, "exported", *MODELS)["exported"]
+
+
+def asked(text: str, *reply: str) -> torch.Tensor:
+    turns = [{"role": "user", "content": text}, *({"role": "assistant", "content": one} for one in reply)]
+    return torch.tensor(
+        [tokenizer().apply_chat_template(turns, add_generation_prompt=not reply, return_dict=False)]
+    )
+
+
+def test_the_policy_writes_the_same_text_in_plain_transformers(exported, models):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = exported["policy"]["folder"]
+    plain, reader = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    bare = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    shared = shared_base()
+    shared.add("policy", folder=models["toy-policy"])
+    how = Sampling(30, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=0)
+    engine = TransformersEngine(shared, "policy", pad=tokenizer().pad_token_id)
+    moved = 0.0
+    for text in TEXTS:
+        turn = [{"role": "user", "content": text}]
+        inputs = reader.apply_chat_template(
+            turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        assert torch.equal(inputs["input_ids"], asked(text))
+        out = plain.generate(**inputs, do_sample=False, max_new_tokens=30)
+        [reply] = engine.generate(inputs["input_ids"].tolist(), [0], how)
+        assert out[0, inputs["input_ids"].shape[1] :].tolist() == reply.tokens
+        with torch.no_grad():
+            moved = max(moved, (plain(**inputs).logits - bare(**inputs).logits).abs().max().item())
+    assert moved > 0.1, "the adapter changes nothing: nothing was compared"
+    assert exported["policy"]["same_greedy_replies"] == 1.0
+
+
+def test_the_reward_gives_the_same_scores_in_plain_transformers(exported, models):
+    from transformers import AutoModelForSequenceClassification
+
+    plain = AutoModelForSequenceClassification.from_pretrained(exported["reward"]["folder"])
+    assert plain.config.num_labels == 1 and plain.config.pad_token_id == tokenizer().pad_token_id
+    shared = shared_base()
+    shared.add("reward", folder=models["toy-rm"], head=True)
+    rows = [asked(text, reply)[0] for text in TEXTS for reply in ("Yes.", "I do not know. Who cares?")]
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer().pad_token_id)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    with torch.no_grad():
+        theirs = plain(input_ids=batch, attention_mask=mask).logits.squeeze(-1)
+        ours = shared.scores("reward", batch, lengths=mask.sum(-1))
+    assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
+    assert ours.std() > 1e-3
+
+
+def test_a_folder_has_what_others_need(exported, models):
+    from pathlib import Path
+
+    for kind in ("policy", "reward"):
+        folder = Path(exported[kind]["folder"])
+        names = {path.name for path in folder.iterdir()}
+        assert {
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "chat_template.jinja",
+            "README.md",
+        } <= names
+        assert not any(name.startswith(("adapter", "pytorch_model")) for name in names)
+        card = (folder / "README.md").read_text()
+        version = "toy-policy/1" if kind == "policy" else "toy-rm/1"
+        for text in (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "licence", "trl 1.16.0"):
+            assert text in card
+    assert "as its policy" in card and "models:/toy-policy/1" in card
+    said = json.loads((Path(exported["policy"]["folder"]) / "generation_config.json").read_text())
+    assert said["eos_token_id"] == [817, 825] and said["pad_token_id"] == tokenizer().pad_token_id
+
+
+def test_bfloat16_is_rounded_once(models, storage):
+    from safetensors.torch import load_file
+
+    result = stage("export", storage, "rounded", *MODELS, "reward=null", "model.dtype=bfloat16")["exported"]
+    assert list(result) == ["policy"] and result["policy"]["largest_logprob_difference"] < 0.1
+    weights = load_file(f"{result['policy']['folder']}/model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    base = load_file(f"{BASE}/model.safetensors")[name].float()
+    adapter = load_file(f"{models['toy-policy']}/adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight"] for x in "AB")
+    scale = 8 / 4  # peft's lora_alpha over r
+    assert weights[name].dtype == torch.bfloat16
+    assert torch.equal(weights[name], (base + scale * (b @ a)).bfloat16())
+
+
+def test_a_merge_that_went_wrong_is_not_exported(models, storage, capsys, monkeypatch):
+    right = exporting.merge
+
+    def wrong(base, adapter, dtype):
+        merged = right(base, adapter, dtype)
+        merged.get_output_embeddings().weight.data *= 0.5
+        return merged
+
+    monkeypatch.setattr(exporting, "merge", wrong)
+    assert stage("export", storage, "wrong-merge", *MODELS, "reward=null", status=1) == {}
+    assert "the exported policy writes otherwise" in capsys.readouterr().err
+    assert list((storage / "wrong-merge").glob("*")) == []
+
+
+def test_a_file_that_is_not_what_was_merged_is_not_exported(models, storage, capsys, monkeypatch):
+    describe = exporting.describe
+
+    def later(model, reader):
+        describe(model, reader)
+        save = model.save_pretrained
+
+        def spoiled(folder):
+            save(folder)
+            model.score.weight.data += 1.0  # what lies there is no longer what is in memory
+
+        model.save_pretrained = spoiled
+
+    monkeypatch.setattr(exporting, "describe", later)
+    assert stage("export", storage, "spoiled", *MODELS, "policy=null", status=1) == {}
+    assert "score.weight is not what was merged" in capsys.readouterr().err
+    assert list((storage / "spoiled").glob("*")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.load_in_4bit=true"], r"model\.load_in_4bit: an adapter is never merged into nf4"),
+        (["policy=null", "reward=null"], r"policy: missing; `export` needs it, or a reward"),
+        (["reward=python:m:f"], r"reward: found 'python:m:f', expected one reward adapter"),
+        (["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias"),
+        (["policy=models:/toy-rm/1"], r"policy: models:/toy-rm/1 is a reward adapter"),
+        (["policy=base", "reward=null"], r"policy: found 'base', expected an adapter"),
+        (["run.storage_path=memory://runs"], r"run\.storage_path: 'memory://runs' is a bucket"),
+    ],
+)
+def test_wrong_input_is_answered(overrides, says, models, storage, capsys, in_root):
+    name = [f"run.storage_path={storage}", "run.name=never"]
+    assert main(["export", "jobs/demo/export.yaml", *MODELS, *name, *overrides]) == 2
+    assert re.search(says, capsys.readouterr().err)
+    assert not (storage / "never").exists()
+
+
+def test_a_probe_leaves_room_in_a_short_context(models):
+    from pipeline.config import load_job
+    from pipeline.worker import Host, Work
+
+    settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
+    job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
+    host = Host(Work(job, tokenizer(), {"context_length": 256}, {}, {}, ""))
+    rows = exporting.probes(host)
+    assert exporting.reply_length(host, rows) == 256 - max(map(len, rows))
+    assert exporting.reply_length(Host(replace(host.work, base={"context_length": None})), rows) == 250

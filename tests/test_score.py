@@ -1,0 +1,197 @@
+"""`score` and `serve`: the reward model's own numbers, from a file and over HTTP."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from running import ROOT, stage
+from toy_models import registered, shared_base, tokenizer
+
+from pipeline.__main__ import main
+
+REWARD = "reward=models:/toy-rm@champion"
+QUESTION = "What is the capital of Peru?"
+REPLIES = ["Lima.", "The capital of Peru is Lima. Thank you for asking.", "Why ask me?", "Peru is in Asia."]
+
+
+@pytest.fixture(scope="module")
+def models(storage):
+    return registered(storage)
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    """reply -> its score, by the adapter on the shared base, of the text that the chat template makes."""
+    shared = shared_base()
+    shared.add("reward", folder=models["toy-rm"], head=True)
+    found = {}
+    for reply in REPLIES:
+        turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": reply}]
+        ids = tokenizer().apply_chat_template(turns, return_dict=False)
+        ends = [i for i, token in enumerate(ids) if token in (tokenizer().eos_token_id, 817, 825)]
+        ids = torch.tensor([ids[: ends[-1] + 1]])
+        found[reply] = shared.scores("reward", ids, torch.ones_like(ids)).item()
+    assert len({round(score, 3) for score in found.values()}) == len(REPLIES)
+    return found
+
+
+def score(storage, name, path, rows, *overrides):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = stage("score", storage, name, REWARD, f"data.train={path}", *overrides)
+    return result, [json.loads(line) for line in (storage / name / "scores.jsonl").read_text().splitlines()]
+
+
+def test_replies_pairs_and_several_answers_get_their_scores(expected, storage, tmp_path, embedded_ray):
+    replies = [{"prompt": QUESTION, "completion": reply, "id": i} for i, reply in enumerate(REPLIES)]
+    order = [(0, 1), (1, 2), (2, 3), (3, 1), (0, 3)]
+    pairs = [
+        {"prompt": QUESTION, "chosen": REPLIES[a], "rejected": REPLIES[b], "margin": 1.0} for a, b in order
+    ]
+    answers = [{"prompt": QUESTION, "pos_answers": REPLIES[:2], "neg_answers": REPLIES[2:]}]
+    for name, rows in (("1-replies", replies), ("2-pairs", pairs), ("3-answers", answers)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = "trainer.local_rollout_forward_batch_size=1"
+    result = stage("score", storage, "scored", REWARD, f"data.train={tmp_path}", small)
+    lines = [json.loads(line) for line in (storage / "scored" / "scores.jsonl").read_text().splitlines()]
+
+    assert [{k: v for k, v in line.items() if k != "score"} for line in lines[:4]] == replies
+    assert [line["score"] for line in lines[:4]] == pytest.approx([expected[r] for r in REPLIES], abs=1e-5)
+    order += [(0, 2), (1, 3)]
+    chosen, rejected = ([expected[REPLIES[pair[side]]] for pair in order] for side in (0, 1))
+    assert [line["score_chosen"] for line in lines[4:]] == pytest.approx(chosen, abs=1e-5)
+    assert [line["score_rejected"] for line in lines[4:]] == pytest.approx(rejected, abs=1e-5)
+    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    assert [line["score_margin"] for line in lines[4:]] == pytest.approx(margins, abs=1e-5)
+    assert lines[4]["margin"] == 1.0 and [line["pair"] for line in lines[9:]] == [0, 1]
+    metrics = result["metrics"]
+    assert metrics["score"] == pytest.approx(sum(expected.values()) / 4)
+    assert metrics["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 7)
+    assert metrics["margin"] == pytest.approx(sum(margins) / 7, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_rule_can_score_too(storage, tmp_path, embedded_ray, models):
+    rows = [{"prompt": QUESTION, "completion": reply, "answer": "Lima"} for reply in REPLIES]
+    _, lines = score(
+        storage, "rule", tmp_path / "rows.jsonl", rows, "reward=python:pipeline.models.demo:gold"
+    )
+    assert [line["score"] for line in lines] == [0.25, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["data.train={rows}"], r"rows\.jsonl:1: `completion`: found null"),
+        (["reward=null"], r"reward: missing; `score` needs it"),
+        (["policy=base"], r"policy: `score` takes no policy"),
+        (["run.port=99999"], r"run\.port: found 99999, expected 0 \(any free one\) to 65535"),
+    ],
+)
+def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, capsys, in_root, embedded_ray):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": QUESTION, "completion": None}))
+    given = [one.format(rows=tmp_path / "rows.jsonl") for one in overrides]
+    assert (
+        main(
+            ["score", "jobs/demo/score.yaml", REWARD, f"run.storage_path={storage}", "run.name=wrong", *given]
+        )
+        == 2
+    )
+    errors = capsys.readouterr().err
+    assert re.search(says, errors), errors
+
+
+# -------------------------------------------------------------------------------------------------------- over HTTP
+
+
+@pytest.fixture(scope="module")
+def address(models, storage):
+    """`serve` in a process of its own: its address."""
+    given = [REWARD, f"run.storage_path={storage}", "run.port=0"]
+    command = [sys.executable, "-m", "pipeline", "serve", "jobs/demo/score.yaml", *given]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            found = re.search(r"scoring with models:/toy-rm/1 at (http://127\.0\.0\.1:\d+)/score", line)
+            assert found, line
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+def post(address, body, path="/score"):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address + path, data), timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_a_row_a_list_and_a_pair_are_scored(address, expected):
+    one = {"prompt": QUESTION, "completion": REPLIES[0]}
+    assert post(address, one) == (200, {"score": pytest.approx(expected[REPLIES[0]], abs=1e-5)})
+    status, many = post(address, [{"prompt": QUESTION, "completion": reply} for reply in REPLIES])
+    assert status == 200
+    assert [found["score"] for found in many] == pytest.approx([expected[r] for r in REPLIES], abs=1e-5)
+    _, pair = post(address, {"prompt": QUESTION, "chosen": REPLIES[1], "rejected": REPLIES[2]})
+    assert pair["score_margin"] == pytest.approx(expected[REPLIES[1]] - expected[REPLIES[2]], abs=1e-5)
+    turns = {
+        "messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": REPLIES[0]}]
+    }
+    assert post(address, turns)[1]["score"] == pytest.approx(expected[REPLIES[0]], abs=1e-5)
+    assert post(address, []) == (200, [])
+
+
+def test_requests_that_come_together_get_their_own_scores(address, expected):
+    rows = [REPLIES[i % 4] for i in range(64)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda reply: post(address, {"prompt": QUESTION, "completion": reply}), rows))
+    assert [found["score"] for _, found in answers] == pytest.approx(
+        [expected[reply] for reply in rows], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{oh no", 400, r"not JSON .*expected a row, or a list of rows"),
+        ({"promt": "a", "completion": "b"}, 400, r"request: element 1: `prompt`: found fields promt.*is `promt` meant to be `prompt`"),
+        ([{"prompt": "a", "completion": "b"}, 7], 400, r"request: element 2: found 7; expected a JSON object"),
+        ({"prompt": "a " * 400, "completion": "b"}, 400, r"request: element 1: found \d+ tokens; expected at most 256"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_says_what_is_wrong(address, body, status, says):
+    code, answer = post(address, body)
+    assert code == status and re.search(says, answer["error"])
+
+
+def test_other_pages(address):
+    with urllib.request.urlopen(address + "/health", timeout=60) as answer:
+        assert json.loads(answer.read())["inputs"] == {"reward.0": "models:/toy-rm/1"}
+    assert post(address, {}, "/elsewhere")[0] == 404
+
+
+def test_it_listens_on_this_machine_only(address):
+    port = int(address.rpartition(":")[2])
+    with socket.socket(
+        socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:  # no packet is sent: it asks for the route
+        probe.connect(("192.0.2.1", 9))
+        outside = probe.getsockname()[0]
+    with socket.socket() as attempt:
+        attempt.settimeout(5)
+        assert attempt.connect_ex((outside, port)) != 0
+
+
+def test_a_port_that_is_taken_is_refused(address, storage, capsys, in_root):
+    port = address.rpartition(":")[2]
+    given = [REWARD, f"run.storage_path={storage}", f"run.port={port}"]
+    assert main(["serve", "jobs/demo/score.yaml", *given]) == 2
+    assert f"run.port: {port} cannot be used" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""A policy and a reward model on the demo's base, registered, without the minutes of training: adapters of random numbers."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from running import ROOT
+
+from pipeline import lineage, registry
+from pipeline.config import load_job
+from pipeline.models.adapters import SharedBase
+from pipeline.models.base import base_identity, load_base
+from pipeline.models.tokenizer import load_tokenizer
+
+BASE = str(ROOT / "jobs/demo/model")
+
+
+@cache
+def tokenizer():
+    return load_tokenizer(BASE)
+
+
+def shared_base() -> SharedBase:
+    job = load_job(ROOT / "jobs/demo/generate.yaml", [f"model.name_or_path={BASE}"], "generate")
+    return SharedBase(load_base(job.model))
+
+
+@cache
+def registered(storage: Path) -> dict[str, str]:
+    """{name: folder} of models:/toy-policy@champion, models:/toy-rm@champion and models:/other-rm@champion under `storage`."""
+    folders = {}
+    for seed, name in enumerate(("toy-policy", "toy-rm", "other-rm")):
+        folders[name] = str(storage / f"made-{name}")
+        make(folders[name], seed, head=name.endswith("rm"))
+        parents = {"policy": "models:/toy-policy/1"} if name == "toy-rm" else {}
+        facts = lineage.describe(
+            "rm" if name.endswith("rm") else "ppo",
+            base_identity(BASE),
+            tokenizer(),
+            parents,
+            {"train": "ab" * 32},
+        )
+        lineage.write(folders[name], facts)
+        tokenizer().save_pretrained(folders[name])
+        settings = [
+            f"run.storage_path={storage}",
+            f"run.name=made-{name}",
+            f"mlflow.registered_model={name}",
+            "gate={}",
+        ]
+        job = load_job(ROOT / "jobs/demo/sft.yaml", settings, "sft")
+        with registry.run(job, {}) as run_id:
+            registry.publish(job, run_id, folders[name], {"eval_accuracy": 0.75}, facts)
+    return folders
+
+
+def make(folder: str, seed: int, head: bool) -> None:
+    torch.manual_seed(seed)
+    shared = shared_base()
+    shared.add("toy", lora={"r": 4, "target_modules": "all-linear"}, head=head)
+    for parameter in shared.parameters_of(
+        "toy"
+    ):  # peft's B is 0: an adapter that changes nothing tests nothing
+        parameter.data += 0.04 * torch.randn_like(parameter)
+    shared.save("toy", folder)
