@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Starts Ray on one node of a cluster, and what belongs to it: on the head MLflow, on workers the watcher of spot notices.
+#   start-node.sh head|worker [options of `ray start`]
+# Called by cluster.yaml (and by its variants beside this file) after `ray stop`. MLFLOW_BACKEND, MLFLOW_ARTIFACTS: where
+# MLflow keeps runs, and files.
+set -euo pipefail
+role=$1
+shift
+here=$(cd "$(dirname "$0")" && pwd)
+logs=$HOME/logs
+mkdir -p "$logs"
+ulimit -n 65536 || true
+
+# One secret for Ray and MLflow: the token that file_mounts brought.
+export RAY_AUTH_MODE=token
+RAY_AUTH_TOKEN=$(cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}")
+chmod 600 "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"
+
+# Jobs inherit these from Ray, so that nobody has to name MLflow or its password.
+head_ip=${RAY_HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
+export MLFLOW_TRACKING_URI=http://$head_ip:5000 MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$RAY_AUTH_TOKEN
+export RAY_USAGE_STATS_ENABLED=0 MLFLOW_DISABLE_TELEMETRY=true
+
+if [ "$role" = head ]; then
+  mkdir -p "$HOME/mlflow"
+  if ! curl -sf -o /dev/null "http://$head_ip:5000/health"; then
+    # On all interfaces, since workers log to it too: the security group lets nobody else in, and it asks for a password.
+    (cd "$HOME/mlflow" && MLFLOW_AUTH_ADMIN_PASSWORD=$RAY_AUTH_TOKEN MLFLOW_FLASK_SERVER_SECRET_KEY=$RAY_AUTH_TOKEN \
+      MLFLOW_SERVER_ALLOWED_HOSTS="$head_ip:5000,localhost:5000,127.0.0.1:5000" \
+      setsid nohup mlflow server --app-name basic-auth --workers 2 --host 0.0.0.0 --port 5000 \
+      --backend-store-uri "${MLFLOW_BACKEND:-sqlite:///$HOME/mlflow/mlflow.db}" \
+      --artifacts-destination "${MLFLOW_ARTIFACTS:-$HOME/mlflow/artifacts}" > "$logs/mlflow.log" 2>&1 < /dev/null &)
+  fi
+  # Autoscaler 2: takes the node type of higher `priority` first, and another one when its launch failed.
+  RAY_enable_autoscaler_v2=1 ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \
+    --autoscaling-config="$HOME/ray_bootstrap_config.yaml" "$@"
+else
+  ray start --address="$RAY_HEAD_IP:6379" --object-manager-port=8076 "$@"
+  setsid nohup python "$here/spot.py" > "$logs/spot.log" 2>&1 < /dev/null &
+fi
