@@ -14,7 +14,7 @@ ulimit -n 65536 || true
 # One secret for Ray and MLflow: the token that file_mounts brought.
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}")
-chmod 600 "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"
+chmod 600 "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" || true   # a bind mount may belong to somebody else
 
 # Jobs inherit these from Ray, so that nobody has to name MLflow or its password.
 head_ip=${RAY_HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
@@ -31,8 +31,7 @@ if [ "$role" = head ]; then
       --backend-store-uri "${MLFLOW_BACKEND:-sqlite:///$HOME/mlflow/mlflow.db}" \
       --artifacts-destination "${MLFLOW_ARTIFACTS:-$HOME/mlflow/artifacts}" > "$logs/mlflow.log" 2>&1 < /dev/null &)
   fi
-  # Autoscaler 2: takes the node type of higher `priority` first, and another one when its launch failed.
-  RAY_enable_autoscaler_v2=1 ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \
+  ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \
     --autoscaling-config="$HOME/ray_bootstrap_config.yaml" "$@"
 else
   ray start --address="$RAY_HEAD_IP:6379" --object-manager-port=8076 "$@"
