@@ -60,16 +60,12 @@ def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
     }
 
 
-def types_of(active: set[str]) -> tuple[dict[str, NodeType], int]:
-    """(types, most workers) of the cluster file, if the running cluster is the one that it describes.
-
-    The head only tells which node types are running (`active`); all of them must be in the file, the head's first.
-    """
-    if not path().is_file():
+def types_of(name: str) -> tuple[dict[str, NodeType], int]:
+    """(types, most workers) of the cluster file, if it is the one that the cluster of that name was started from."""
+    if not name or not path().is_file():
         return {}, 0
     config = read(path())
-    known = set(config.get("available_node_types") or {})
-    if not active or not active <= known:
+    if config.get("cluster_name") != name:
         return {}, 0
     return worker_types(config), int(config.get("max_workers", 2))
 
@@ -140,11 +136,11 @@ def summary(file: Path, config: dict[str, Any]) -> str:
     lines = [f"{file}: cluster {config['cluster_name']!r} on {provider['type']} {where}"]
     head = (config.get("available_node_types") or {}).get(config.get("head_node_type"), {}).get("node_config", {})
     if instance := head.get("InstanceType") or head.get("machineType"):
-        lines.append(f"  now        1 x {instance}: it runs, and is paid for, until `make down`, whether a job runs or not")
+        lines.append(f"  now            1 x {instance}: it runs, and is paid for, until `make down`, whether a job runs or not")
     for name, kind in types.items():
         market = "spot" if kind.spot else "on demand"
         lines.append(
-            f"  on demand of a job  0 to {kind.max_workers} x {kind.instance} ({name}, {market}); each ends after "
+            f"  when jobs ask  0 to {kind.max_workers} x {kind.instance} ({name}, {market}); each ends after "
             f"{config.get('idle_timeout_minutes', 5)} idle minutes"
         )
     for ip in [provider.get("head_ip"), *provider.get("worker_ips", [])]:

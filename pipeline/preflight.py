@@ -37,6 +37,7 @@ class Cluster:
     nodes: list[dict[str, Any]]  # alive: node_ip, is_head_node, resources_total
     types: dict[str, NodeType] = field(default_factory=dict)  # what the autoscaler may add; empty: nothing
     max_workers: int = 0
+    mlflow_port: str = ""  # of the server that start-node.sh started on the head
 
     @property
     def several(self) -> bool:
@@ -46,6 +47,11 @@ class Cluster:
     @property
     def head_ip(self) -> str:
         return next((node["node_ip"] for node in self.nodes if node.get("is_head_node")), "HEAD")
+
+    @property
+    def tracking_uri(self) -> str | None:
+        """The cluster's own MLflow, as its nodes see it; they know its password themselves."""
+        return f"http://{self.head_ip}:{self.mlflow_port}" if self.mlflow_port else None
 
     @property
     def is_here(self) -> bool:
@@ -89,14 +95,10 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
         )
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
     alive = [node for node in listed if node["state"] == "ALIVE"]
-    types, most = clusterfile.types_of(_active_types(get("/api/cluster_status")["data"]))
-    return Cluster(address, version, python, alive, types, most)
-
-
-def _active_types(status: dict[str, Any]) -> set[str]:
-    """The node types that the autoscaler says are running now: by them a cluster.yaml is known to be this cluster's."""
-    report = ((status.get("clusterStatus") or {}).get("autoscalerReport")) or {}
-    return set(report.get("activeNodes") or {})
+    # What an autoscaler may add is not told over HTTP. The head's label says which file it was started from.
+    labels = next((node["labels"] or {} for node in alive if node["is_head_node"]), {})
+    types, most = clusterfile.types_of(labels.get("cluster-file", ""))
+    return Cluster(address, version, python, alive, types, most, labels.get("mlflow-port", ""))
 
 
 # --------------------------------------------------------------------------------------------------- the jobs
@@ -139,7 +141,7 @@ def _on_own_disk(path: str) -> bool:
 
 def check_tracking(job: Job, cluster: Cluster) -> None:
     uri = registry.tracking_uri(job)
-    server = f"mlflow.tracking_uri=http://{cluster.head_ip}:5000"
+    server = f"mlflow.tracking_uri={cluster.tracking_uri or f'http://{cluster.head_ip}:5000'}"
     if uri.startswith("sqlite:"):
         if cluster.several:
             raise InputError(

@@ -9,6 +9,7 @@ Secrets are forwarded by name from the environment and never printed.
 """
 
 import asyncio
+import logging
 import os
 import shlex
 import sys
@@ -48,10 +49,13 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
         InputError: when something is wrong; nothing has been submitted then.
     """
     name, jobs = load(verb, path, overrides)
-    if verb in STAGES:
+    if verb in STAGES and jobs[0].run.name is None:
         overrides = [*overrides, f"run.name={name}"]
+    logging.disable(logging.WARNING)  # Ray tells of every ignore file that it reads, three times over
     api = Api(os.environ["RAY_ADDRESS"])
     there = preflight.look(api.get, api.address)
+    if there.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
+        os.environ["MLFLOW_TRACKING_URI"] = there.tracking_uri  # what a job that names no server will use
     files = preflight.upload_files()
     preflight.check_jobs(jobs, there, files)
     submission, attempt = next_attempt(api, name)
@@ -213,17 +217,21 @@ class Log:
 
 def follow(api: Api, submission: str) -> int:
     """Shows the log of a submission until it ends; its exit status. Ctrl-C leaves the job running."""
+    import aiohttp
+
     log, silent_since = Log(), None
     try:
         while True:
             try:
                 client = api.client()
+                silent_since = None
                 asyncio.run(log.tail(client, submission))
                 details = client.get_job_info(submission)
-                silent_since = None
                 if details.status.is_terminal():
                     return ended(details)
-            except (OSError, RuntimeError) as error:  # aiohttp's and requests' errors are OSErrors
+            except (OSError, RuntimeError, aiohttp.ClientError) as error:
+                if "does not exist" in str(error):  # the head is another one, or was started anew
+                    raise
                 if silent_since is None:
                     silent_since = time.monotonic()
                     print(f"\nthe connection was lost ({type(error).__name__}); {submission} goes on", file=sys.stderr)
