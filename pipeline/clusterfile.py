@@ -101,10 +101,14 @@ def check(file: Path) -> dict[str, Any]:
     config = read(file)
     for tool, package in TOOLS.items():
         if not shutil.which(tool):
-            raise InputError(f"`ray up` needs {tool}, which is not installed here: install the package {package}")
+            raise InputError(
+                f"`ray up` needs {tool}, which is not installed here: install the package {package}"
+            )
     lines = file.read_text(encoding="utf-8").splitlines()
     if unedited := [f"{file}:{n}: {line.strip()}" for n, line in enumerate(lines, 1) if _to_edit(line)]:
-        raise InputError("these lines are still to be filled in; the comment at each says how:\n  " + "\n  ".join(unedited))
+        raise InputError(
+            "these lines are still to be filled in; the comment at each says how:\n  " + "\n  ".join(unedited)
+        )
     for remote, local in (config.get("file_mounts") or {}).items():
         if not os.path.exists(os.path.expanduser(local)):
             hint = "; make one with: ray get-auth-token --generate" if "auth_token" in local else ""
@@ -134,9 +138,15 @@ def summary(file: Path, config: dict[str, Any]) -> str:
     provider, types = config["provider"], worker_types(config)
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
     lines = [f"{file}: cluster {config['cluster_name']!r} on {provider['type']} {where}"]
-    head = (config.get("available_node_types") or {}).get(config.get("head_node_type"), {}).get("node_config", {})
+    head = (
+        (config.get("available_node_types") or {})
+        .get(config.get("head_node_type"), {})
+        .get("node_config", {})
+    )
     if instance := head.get("InstanceType") or head.get("machineType"):
-        lines.append(f"  now            1 x {instance}: it runs, and is paid for, until `make down`, whether a job runs or not")
+        lines.append(
+            f"  now            1 x {instance}: it runs, and is paid for, until `make down`, whether a job runs or not"
+        )
     for name, kind in types.items():
         market = "spot" if kind.spot else "on demand"
         lines.append(
@@ -146,7 +156,9 @@ def summary(file: Path, config: dict[str, Any]) -> str:
     for ip in [provider.get("head_ip"), *provider.get("worker_ips", [])]:
         lines += [f"  {ip}"] if ip else []
     if types:
-        lines.append(f"  at most {config.get('max_workers', 2)} workers at a time; disks are deleted with their nodes")
+        lines.append(
+            f"  at most {config.get('max_workers', 2)} workers at a time; disks are deleted with their nodes"
+        )
     return "\n".join(lines)
 
 

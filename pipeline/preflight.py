@@ -22,7 +22,9 @@ from pipeline.clusterfile import NodeType
 from pipeline.config import Job
 from pipeline.errors import InputError
 
-LIMIT = 100 * 2**20  # bytes: Ray keeps an uploaded working directory in the memory of the head (100 MiB at most)
+LIMIT = (
+    100 * 2**20
+)  # bytes: Ray keeps an uploaded working directory in the memory of the head (100 MiB at most)
 # Hub organisations whose models ask for a licence to be accepted: their files need a token on every node.
 GATED = ("meta-llama/", "google/gemma", "mistralai/")
 
@@ -182,7 +184,9 @@ def check_resources(job: Job, cluster: Cluster) -> None:
         return
     wanted = ", ".join(f"{amount:g} {name}" for name, amount in sorted(need.items()))
     there = "; ".join(_shown(node) for node in live)
-    more = ", ".join(f"{kind.max_workers} x {name} ({_shown(kind.resources)})" for name, kind in cluster.types.items())
+    more = ", ".join(
+        f"{kind.max_workers} x {name} ({_shown(kind.resources)})" for name, kind in cluster.types.items()
+    )
     raise InputError(
         f"scaling.num_workers: {count} workers with {wanted} each, but the cluster has room for {room} (nodes: {there}"
         + (f"; may start {more}" if more else "; it does not autoscale")
@@ -212,7 +216,8 @@ def upload_files(folder: str = ".") -> dict[str, int]:
     Raises:
         InputError: above 100 MiB, with the five largest.
     """
-    from ray._private.runtime_env.packaging import _dir_travel  # what the upload itself walks with (ray 2.60, private)
+    # What the upload itself walks with (ray 2.60, private).
+    from ray._private.runtime_env.packaging import _dir_travel
 
     root, found = Path(folder).absolute(), {}
 
@@ -267,7 +272,9 @@ def local_paths(job: Job) -> list[tuple[str, str]]:
     named = {"policy": job.policy, "baseline": job.baseline, "model.name_or_path": job.model.name_or_path}
     named["model.chat_template"] = job.model.chat_template
     named |= {f"reward.{index}": source for index, (source, _) in enumerate(job.rewards)}
-    found += [(key, value) for key, value in named.items() if value and (os.path.exists(value) or value[0] in "/~")]
+    found += [
+        (key, value) for key, value in named.items() if value and (os.path.exists(value) or value[0] in "/~")
+    ]
     return [(key, os.path.expanduser(path)) for key, path in found if not storage.is_remote(path)]
 
 
@@ -283,5 +290,3 @@ def _matches(pattern: str) -> list[str]:
         inside = glob.glob(os.path.join(path, "**"), recursive=True) if os.path.isdir(path) else [path]
         files += [os.path.relpath(one) for one in inside if os.path.isfile(one)]
     return files
-
-

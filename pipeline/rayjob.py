@@ -111,7 +111,9 @@ def pod(job: Job, container: str, resources: dict[str, str]) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     try:
         if not arguments:
-            raise InputError("expected a job file: python -m pipeline.rayjob jobs/demo/sft.yaml run.storage_path=...")
+            raise InputError(
+                "expected a job file: python -m pipeline.rayjob jobs/demo/sft.yaml run.storage_path=..."
+            )
         path, *overrides = arguments
         job = load_job(path, overrides)
         made = manifest(job, path, overrides)

@@ -178,7 +178,9 @@ class Api:
         found = [job for job in self.client().list_jobs() if job.submission_id]
         return sorted(found, key=lambda job: job.start_time or 0)
 
-    def submit(self, submission: str, entrypoint: str, environment: dict[str, Any], metadata: dict[str, str]) -> None:
+    def submit(
+        self, submission: str, entrypoint: str, environment: dict[str, Any], metadata: dict[str, str]
+    ) -> None:
         """Uploads and submits; a head that has just started has no agent to run jobs for some seconds."""
         deadline = time.monotonic() + 60
         while True:
@@ -234,7 +236,10 @@ def follow(api: Api, submission: str) -> int:
                     raise
                 if silent_since is None:
                     silent_since = time.monotonic()
-                    print(f"\nthe connection was lost ({type(error).__name__}); {submission} goes on", file=sys.stderr)
+                    print(
+                        f"\nthe connection was lost ({type(error).__name__}); {submission} goes on",
+                        file=sys.stderr,
+                    )
                 if time.monotonic() - silent_since > GONE_SECONDS:
                     raise
             time.sleep(1)
@@ -277,7 +282,9 @@ def main(arguments: list[str]) -> int:
     verb, name = (*arguments, "", "")[:2]
     try:
         if not os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
-            raise InputError("RAY_ADDRESS: expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265")
+            raise InputError(
+                "RAY_ADDRESS: expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265"
+            )
         api = Api(os.environ["RAY_ADDRESS"])
         api.get("/api/version")
         if verb == "logs":

@@ -1,5 +1,6 @@
 """A Ray cluster of its own for a test: a head with dashboard, jobs and a token, on free ports; and a proxy that can fail."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -33,13 +34,25 @@ class Head:
     def __enter__(self) -> "Head":
         self.token.write_text(TOKEN)
         path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        environment = {
+            **os.environ,
+            "PATH": path,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token),
+        }
         for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONPATH"):
             environment.pop(name, None)
-        ports = {name: str(free_port()) for name in ("port", "dashboard-agent-listen-port", "ray-client-server-port")}
+        ports = {
+            name: str(free_port())
+            for name in ("port", "dashboard-agent-listen-port", "ray-client-server-port")
+        }
         command = [str(Path(sys.prefix) / "bin/ray"), "start", "--head", "--block", "--disable-usage-stats"]
         command += [f"--{name}={port}" for name, port in ports.items()]
-        command += ["--node-ip-address=127.0.0.1", f"--dashboard-port={self.port}", f"--temp-dir={self.folder}"]
+        command += [
+            "--node-ip-address=127.0.0.1",
+            f"--dashboard-port={self.port}",
+            f"--temp-dir={self.folder}",
+        ]
         command += ["--num-cpus=4", "--object-store-memory=150000000", *self.options]
         with open(self.folder / "log", "w") as log:
             self.process = subprocess.Popen(
@@ -98,18 +111,14 @@ class Proxy:
         except OSError:
             pass
         for one in (source, sink):
-            try:
+            with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
     def cut(self) -> None:
         self.broken = True
         for one in self.open:
-            try:
+            with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
     def mend(self) -> None:
         self.broken = False

@@ -92,13 +92,17 @@ def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
 def test_one_ray_and_one_python_everywhere():
     """pyproject.toml, the images of every file, and the Python that setup asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ray = next(re.search(r"ray\[.*\]==(\S+)", pin)[1] for pin in project["dependencies"] if pin.startswith("ray["))
+    ray = next(
+        re.search(r"ray\[.*\]==(\S+)", pin)[1] for pin in project["dependencies"] if pin.startswith("ray[")
+    )
     images = {}
     for path in [*FILES, ROOT / "jobs/cloud/Dockerfile", ROOT / "jobs/rayjob.yaml"]:
         for tag in re.findall(r"(?:rayproject/ray|/rlhf):(\d\S*)", path.read_text()):
             images.setdefault(tag.removesuffix("-gpu"), []).append(path.name)
     assert list(images) == [f"{ray}-py311"], images
-    assert {"cluster.yaml", "gcp.yaml", "Dockerfile", "rayjob.yaml"} == {name for names in images.values() for name in names}
+    assert {"cluster.yaml", "gcp.yaml", "Dockerfile", "rayjob.yaml"} == {
+        name for names in images.values() for name in names
+    }
     assert project["requires-python"].startswith(">=3.11")
     versions = re.findall(r"rayVersion: \"?([\d.]+)", (ROOT / "jobs/rayjob.yaml").read_text())
     assert set(versions) == {ray}
@@ -114,7 +118,9 @@ def test_the_head_works_for_nobody_and_workers_start_from_none():
     assert config["provider"]["cache_stopped_nodes"] is False
     for name, kind in types.items():
         assert kind["min_workers"] == 0
-        assert kind["node_config"]["IamInstanceProfile"]["Name"] == ("rlhf-head" if name == "head" else "rlhf-worker")
+        assert kind["node_config"]["IamInstanceProfile"]["Name"] == (
+            "rlhf-head" if name == "head" else "rlhf-worker"
+        )
         assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
     for size in ("gpu1", "gpu4"):  # each spot type has a fallback of the same size, taken second
         spot, fallback = types[f"{size}_spot"], types[f"{size}_on_demand"]
@@ -143,7 +149,7 @@ def ec2(monkeypatch, home):
 
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
+    _, port = server.get_host_and_port()
     for name, value in {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",
@@ -154,7 +160,9 @@ def ec2(monkeypatch, home):
     import boto3
 
     boto3.setup_default_session()  # forgets credentials that an earlier test found
-    urllib.request.urlopen(urllib.request.Request(os.environ["AWS_ENDPOINT_URL"] + "/moto-api/reset", method="POST"))
+    urllib.request.urlopen(
+        urllib.request.Request(os.environ["AWS_ENDPOINT_URL"] + "/moto-api/reset", method="POST")
+    )
     deploy_stack(boto3)
     yield boto3
     server.stop()
@@ -162,7 +170,9 @@ def ec2(monkeypatch, home):
 
 def deploy_stack(boto3):
     """The roles and the bucket, from the file that cluster.yaml's header names."""
-    assert not re.search(r": [&*]", (ROOT / "jobs/cloud/aws.yaml").read_text())  # CloudFormation knows no YAML aliases
+    assert not re.search(
+        r": [&*]", (ROOT / "jobs/cloud/aws.yaml").read_text()
+    )  # CloudFormation knows no YAML aliases
     cloud = boto3.client("cloudformation")
     cloud.create_stack(
         StackName="rlhf",
@@ -214,13 +224,21 @@ def test_ray_up_asks_ec2_for_the_head(ec2, home):
     assert profile(ec2, head) == "rlhf-head"
     assert disk(ec2, head)["Size"] == 200
     tags = {tag["Key"]: tag["Value"] for tag in head["Tags"]}
-    assert (tags["ray-cluster-name"], tags["ray-user-node-type"], tags["ray-node-type"]) == ("rlhf", "head", "head")
+    assert (tags["ray-cluster-name"], tags["ray-user-node-type"], tags["ray-node-type"]) == (
+        "rlhf",
+        "head",
+        "head",
+    )
     (group,) = head["SecurityGroups"]
-    rules = ec2.client("ec2").describe_security_groups(GroupIds=[group["GroupId"]])["SecurityGroups"][0]["IpPermissions"]
+    rules = ec2.client("ec2").describe_security_groups(GroupIds=[group["GroupId"]])["SecurityGroups"][0][
+        "IpPermissions"
+    ]
     from_outside = [rule for rule in rules if rule["IpRanges"]]
     assert [(rule["FromPort"], rule["ToPort"]) for rule in from_outside] == [(22, 22)]
     from_inside = [rule for rule in rules if rule["UserIdGroupPairs"]]
-    assert [pair["GroupId"] for rule in from_inside for pair in rule["UserIdGroupPairs"]] == [group["GroupId"]]
+    assert [pair["GroupId"] for rule in from_inside for pair in rule["UserIdGroupPairs"]] == [
+        group["GroupId"]
+    ]
 
 
 @needs_moto
@@ -233,10 +251,17 @@ def test_the_autoscaler_asks_ec2_for_the_workers(ec2, home, monkeypatch):
     provider = _get_node_provider(config["provider"], config["cluster_name"])
     for name, kind in config["available_node_types"].items():
         if name != "head":
-            tags = {"ray-node-type": "worker", "ray-user-node-type": name, "ray-node-name": f"ray-rlhf-{name}"}
+            tags = {
+                "ray-node-type": "worker",
+                "ray-user-node-type": name,
+                "ray-node-name": f"ray-rlhf-{name}",
+            }
             provider.create_node(dict(kind["node_config"]), tags, 1)
     found = {
-        tag["Value"]: one for one in instances(ec2) for tag in one["Tags"] if tag["Key"] == "ray-user-node-type"
+        tag["Value"]: one
+        for one in instances(ec2)
+        for tag in one["Tags"]
+        if tag["Key"] == "ray-user-node-type"
     }
     assert set(found) == {"gpu1_spot", "gpu1_on_demand", "gpu4_spot", "gpu4_on_demand"}
     for name, one in found.items():

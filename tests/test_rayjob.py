@@ -31,12 +31,19 @@ def test_the_shipped_manifest_is_the_one_that_its_command_makes(capsys):
 
 
 @pytest.mark.skipif(not CRD.exists(), reason="the operator's schema is not here")
-@pytest.mark.parametrize("path", ["jobs/demo/sft.yaml", "jobs/llama3-8b/ppo.yaml", "jobs/llama3-8b-qlora/rm.yaml"])
+@pytest.mark.parametrize(
+    "path", ["jobs/demo/sft.yaml", "jobs/llama3-8b/ppo.yaml", "jobs/llama3-8b-qlora/rm.yaml"]
+)
 def test_the_operator_takes_it(path, capsys):
     import jsonschema
 
-    versions = {one["name"]: one["schema"]["openAPIV3Schema"] for one in yaml.safe_load(CRD.read_text())["spec"]["versions"]}
-    manifest = yaml.safe_load(made(capsys, path, "run.storage_path=s3://bucket/runs", "mlflow.tracking_uri=http://m:5000"))
+    versions = {
+        one["name"]: one["schema"]["openAPIV3Schema"]
+        for one in yaml.safe_load(CRD.read_text())["spec"]["versions"]
+    }
+    manifest = yaml.safe_load(
+        made(capsys, path, "run.storage_path=s3://bucket/runs", "mlflow.tracking_uri=http://m:5000")
+    )
     schema = strict(versions[manifest["apiVersion"].partition("/")[2]])
     jsonschema.validate(manifest, schema)
     manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["imagee"] = "x"
@@ -69,12 +76,16 @@ def test_workers_get_what_the_job_asks_for(capsys):
     assert {"name": "runs", "mountPath": "/mnt/runs"} in container["volumeMounts"]
     head = spec["rayClusterSpec"]["headGroupSpec"]
     assert head["rayStartParams"]["num-cpus"] == "0"
-    assert spec["entrypoint"] == shlex.join(["python", "-m", "pipeline", "sft", "jobs/llama3-8b/sft.yaml", *overrides])
+    assert spec["entrypoint"] == shlex.join(
+        ["python", "-m", "pipeline", "sft", "jobs/llama3-8b/sft.yaml", *overrides]
+    )
 
 
 def test_secrets_are_named_and_never_written(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
-    text = made(capsys, "jobs/demo/sft.yaml", "run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000")
+    text = made(
+        capsys, "jobs/demo/sft.yaml", "run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"
+    )
     assert "hf_" not in text and "secretKeyRef" in text and "key: HF_TOKEN" in text
 
 

@@ -95,7 +95,7 @@ def test_versions_that_differ(cluster):
         def get(asked):
             answer = api.get(asked)
             if asked == path:
-                (answer["data"] if "data" in answer else answer).update(changed)
+                answer.get("data", answer).update(changed)
             return answer
 
         return get
@@ -111,7 +111,9 @@ def test_versions_that_differ(cluster):
 
 
 def a_cluster(*nodes, types=None, most=0):
-    listed = [{"node_ip": f"10.9.8.{n}", "is_head_node": n == 0, "resources_total": r} for n, r in enumerate(nodes)]
+    listed = [
+        {"node_ip": f"10.9.8.{n}", "is_head_node": n == 0, "resources_total": r} for n, r in enumerate(nodes)
+    ]
     return preflight.Cluster("http://10.9.8.0:8265", "2.60.0", "3.11.7", listed, types or {}, most)
 
 
@@ -123,15 +125,24 @@ def job(monkeypatch):
 
 def test_room_counts_nodes_to_come(job):
     scaled_to_zero = a_cluster({}, types={"gpu": GPU}, most=4)
-    gpus = ("scaling.use_gpu=true", "trainer.use_cpu=false", "data.batch_size=32", "trainer.per_device_train_batch_size=4")
+    gpus = (
+        "scaling.use_gpu=true",
+        "trainer.use_cpu=false",
+        "data.batch_size=32",
+        "trainer.per_device_train_batch_size=4",
+    )
     preflight.check_resources(job(*gpus, "scaling.num_workers=4"), scaled_to_zero)
-    with pytest.raises(InputError, match=r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); type scaling.num_workers=4"):
+    with pytest.raises(
+        InputError, match=r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); type scaling.num_workers=4"
+    ):
         preflight.check_resources(job(*gpus, "scaling.num_workers=8"), scaled_to_zero)
     with pytest.raises(InputError, match="room for 2 "):  # the ceiling of the whole cluster
         preflight.check_resources(job(*gpus, "scaling.num_workers=4"), replace(scaled_to_zero, max_workers=2))
     with pytest.raises(InputError, match="a worker wants 2 GPU"):
         preflight.check_resources(job(*gpus, "scaling.resources_per_worker={GPU: 2}"), scaled_to_zero)
-    preflight.check_resources(job(*gpus, "scaling.num_workers=[2, 8]"), scaled_to_zero)  # elastic: two will do
+    preflight.check_resources(
+        job(*gpus, "scaling.num_workers=[2, 8]"), scaled_to_zero
+    )  # elastic: two will do
 
 
 def test_several_nodes_share_storage_and_mlflow(job, tmp_path, monkeypatch):
@@ -140,7 +151,9 @@ def test_several_nodes_share_storage_and_mlflow(job, tmp_path, monkeypatch):
     mine = load_job(ROOT / "jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"])
     with pytest.raises(InputError, match="on this machine's own disk"):
         preflight.check_storage(mine, two)
-    preflight.check_storage(job("run.storage_path=/mnt/not-here/runs"), two)  # the job itself looks, with a file
+    preflight.check_storage(
+        job("run.storage_path=/mnt/not-here/runs"), two
+    )  # the job itself looks, with a file
     preflight.check_storage(job("run.storage_path=s3://bucket/runs"), two)
     with pytest.raises(InputError, match=r"a SQLite file .*mlflow.tracking_uri=http://10\.9\.8\.0:5000"):
         preflight.check_tracking(mine, two)
@@ -167,10 +180,12 @@ def test_files_that_the_nodes_would_not_have(job, tmp_path, monkeypatch):
     rows = load_job("jobs/demo/sft.yaml", ["data.train=mine/*.jsonl"])
     preflight.check_paths(rows, two, preflight.upload_files())
     (tmp_path / ".rayignore").write_text("mine/\n")
-    with pytest.raises(InputError, match="data.train: 'mine/rows.jsonl' would not be uploaded"):
+    with pytest.raises(InputError, match=r"data\.train: 'mine/rows.jsonl' would not be uploaded"):
         preflight.check_paths(rows, two, preflight.upload_files())
-    with pytest.raises(InputError, match="data.train: .*outside.jsonl' is on this machine's own disk"):
-        preflight.check_paths(load_job("jobs/demo/sft.yaml", [f"data.train={outside}"]), two, {"jobs/demo/sft.yaml": 1})
+    with pytest.raises(InputError, match=r"data\.train: .*outside\.jsonl' is on this machine's own disk"):
+        preflight.check_paths(
+            load_job("jobs/demo/sft.yaml", [f"data.train={outside}"]), two, {"jobs/demo/sft.yaml": 1}
+        )
     with pytest.raises(InputError, match=r"the job file: 'jobs/demo/sft.yaml' would not be uploaded"):
         preflight.check_paths(load_job("jobs/demo/sft.yaml"), two, {})
 
@@ -216,7 +231,11 @@ def test_the_status_of_a_job_is_ours(cluster, capsys, status):
     api = submit.Api(cluster.address)
     say(api, f"status-{status}", status=status)
     assert submit.follow(api, f"status-{status}") == status
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")] == ["line 0", "line 1", "line 2"]
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")] == [
+        "line 0",
+        "line 1",
+        "line 2",
+    ]
 
 
 def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys):
@@ -234,7 +253,9 @@ def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys):
     assert submit.follow(api, "cut") == 0
     shown = capsys.readouterr()
     assert "the connection was lost" in shown.err
-    assert [line for line in shown.out.splitlines() if line.startswith("line")] == [f"line {n}" for n in range(40)]
+    assert [line for line in shown.out.splitlines() if line.startswith("line")] == [
+        f"line {n}" for n in range(40)
+    ]
 
 
 def test_leaving_a_job_and_ending_it(cluster, capsys):
@@ -242,7 +263,9 @@ def test_leaving_a_job_and_ending_it(cluster, capsys):
     api = submit.Api(cluster.address)
     say(api, "long", lines=1000, pause=0.2)
     command = [sys.executable, "-m", "pipeline.submit", "logs", "long"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as follower:
         assert any(line.startswith("line 1") for line in follower.stdout)
         follower.send_signal(signal.SIGINT)
         _, message = follower.communicate(timeout=60)
@@ -266,7 +289,9 @@ def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
     shown = capfd.readouterr().out
     assert "submitting far to" in shown and "step 1/1" in shown and "registered rlhf-sft v1" in shown
     assert (tmp_path / "runs/far/result.json").exists()
-    assert main([*arguments, "data.train=jobs/demo/data/preferences.jsonl"]) == 0  # finished: it says so, and ends
+    assert (
+        main([*arguments, "data.train=jobs/demo/data/preferences.jsonl"]) == 0
+    )  # finished: it says so, and ends
     shown = capfd.readouterr().out
     assert "run far was submitted before" in shown and "run far is finished" in shown
     wrong = [*arguments, "run.name=wrong", "data.train=jobs/demo/data/prompts.jsonl"]

@@ -126,7 +126,14 @@ class Hosts:
         raise RuntimeError(f"no sshd at {host.ip}: {(self.folder / host.name / 'log').read_text()}")
 
     def ssh(self, host: Host, command: str) -> subprocess.CompletedProcess:
-        options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
+        options = [
+            "-o",
+            "StrictHostKeyChecking=no",
+            "-o",
+            "UserKnownHostsFile=/dev/null",
+            "-o",
+            "LogLevel=ERROR",
+        ]
         login = ["ssh", "-i", str(self.key), *options, f"root@{host.ip}", f"bash --login -c {command!r}"]
         return subprocess.run(login, capture_output=True, text=True, timeout=60)
 

@@ -37,7 +37,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def hosts():
     """Three hosts with one shared mount, and a home of the user's own."""
-    folder = Path(os.path.realpath(subprocess.check_output(["mktemp", "-d", "/tmp/rlhf.XXXX"], text=True).strip()))
+    folder = Path(
+        os.path.realpath(subprocess.check_output(["mktemp", "-d", "/tmp/rlhf.XXXX"], text=True).strip())
+    )
     (folder / "shared").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(folder / "shared")], check=True)
     try:
@@ -134,7 +136,9 @@ def nodes(address):
 def trainers(address):
     """{actor id: node id} of the training workers that there have been."""
     actors = get(address, "/api/v0/actors?detail=1&limit=1000")
-    return {actor["actor_id"]: actor["node_id"] for actor in actors if "RayTrainWorker" in actor["class_name"]}
+    return {
+        actor["actor_id"]: actor["node_id"] for actor in actors if "RayTrainWorker" in actor["class_name"]
+    }
 
 
 def wait_for(true, seconds):
@@ -169,7 +173,9 @@ def test_jobs_on_several_hosts(cluster, user, hosts):
         assert len(new) == 2 and len(set(new.values())) == 2, "the two workers were not on two hosts"
     # The registry asks for the password, from wherever it is asked.
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"http://{hosts[0].ip}:5000/api/2.0/mlflow/experiments/search?max_results=1", timeout=20)
+        urllib.request.urlopen(
+            f"http://{hosts[0].ip}:5000/api/2.0/mlflow/experiments/search?max_results=1", timeout=20
+        )
 
 
 def test_two_hosts_learn_what_one_does(cluster, user, hosts):
@@ -193,7 +199,9 @@ def test_two_hosts_learn_what_one_does(cluster, user, hosts):
     assert len(one) == len(two) == 6
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4, (one, two)
     state = json.loads((runs / "nodes-2-6/result.json").read_text())
-    numbers = adapter_numbers(Path(state["adapter"]) if Path(state["adapter"]).exists() else runs / "nodes-2-6")
+    numbers = adapter_numbers(
+        Path(state["adapter"]) if Path(state["adapter"]).exists() else runs / "nodes-2-6"
+    )
     # A ring all-reduce over W workers sends 2 (W - 1) / W times the gradients from each; both hosts' bytes are counted.
     expected = 2 * (2 * (2 - 1) / 2) * 4 * numbers
     a_step = (traffic["nodes-2-36"] - traffic["nodes-2-6"]) / 30
@@ -213,7 +221,9 @@ def carried(host):
 def history(ip, run_id):
     login = base64.b64encode(f"admin:{TOKEN}".encode()).decode()
     url = f"http://{ip}:5000/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key=loss"
-    with urllib.request.urlopen(urllib.request.Request(url, headers={"Authorization": f"Basic {login}"})) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, headers={"Authorization": f"Basic {login}"})
+    ) as answer:
         points = json.loads(answer.read())["metrics"]
     return [point["value"] for point in sorted(points, key=lambda point: int(point["step"]))]
 
@@ -228,7 +238,9 @@ def adapter_numbers(folder):
 
 def test_storage_that_is_not_shared_is_refused(cluster, user):
     """Each host has a /tmp of its own: the job finds that out with a file, before it starts a worker."""
-    status, said = make(user, "sft", "ARGS=run.storage_path=/tmp/alone/runs run.name=alone", RAY_ADDRESS=cluster)
+    status, said = make(
+        user, "sft", "ARGS=run.storage_path=/tmp/alone/runs run.name=alone", RAY_ADDRESS=cluster
+    )
     assert status == 2, said[-3000:]
     assert "is not shared" in said
 
@@ -242,7 +254,7 @@ def test_a_spot_notice_drains_the_node(cluster, hosts):
         "class Say(http.server.BaseHTTPRequestHandler):\n"
         "    def answer(self):\n"
         "        at = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=120)\n"
-        "        body = '{\"action\": \"terminate\", \"time\": \"%sZ\"}' % at.strftime('%Y-%m-%dT%H:%M:%S')\n"
+        '        body = \'{"action": "terminate", "time": "%sZ"}\' % at.strftime(\'%Y-%m-%dT%H:%M:%S\')\n'
         "        self.send_response(200); self.end_headers()\n"
         "        self.wfile.write(b'TOKEN' if self.path.endswith('token') else body.encode())\n"
         "    do_GET = do_PUT = answer\n"
