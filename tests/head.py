@@ -75,7 +75,7 @@ class Head:
     def __exit__(self, *_: object) -> None:
         os.killpg(self.process.pid, 15)
         try:
-            self.process.wait(30)
+            self.process.wait(5)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, 9)
         shutil.rmtree(self.folder, ignore_errors=True)

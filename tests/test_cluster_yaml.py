@@ -20,6 +20,11 @@ from pipeline.errors import InputError
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
+SIZES = {
+    "gpu1": ("g6.2xlarge", 300),
+    "gpu4": ("g6e.12xlarge", 300),
+    "gpu8": ("p4de.24xlarge", 600),
+}  # and GB of disk
 IMAGE = "ami-12c6146b"  # one that the mock knows
 needs_boto = pytest.mark.skipif(importlib.util.find_spec("boto3") is None, reason="needs the extra `cloud`")
 needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
@@ -122,7 +127,7 @@ def test_the_head_works_for_nobody_and_workers_start_from_none():
             "rlhf-head" if name == "head" else "rlhf-worker"
         )
         assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
-    for size in ("gpu1", "gpu4"):  # each spot type has a fallback of the same size, taken second
+    for size in SIZES:  # each spot type has a fallback of the same size, taken second
         spot, fallback = types[f"{size}_spot"], types[f"{size}_on_demand"]
         assert spot["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
         assert "InstanceMarketOptions" not in fallback["node_config"]
@@ -263,13 +268,13 @@ def test_the_autoscaler_asks_ec2_for_the_workers(ec2, home, monkeypatch):
         for tag in one["Tags"]
         if tag["Key"] == "ray-user-node-type"
     }
-    assert set(found) == {"gpu1_spot", "gpu1_on_demand", "gpu4_spot", "gpu4_on_demand"}
+    assert set(found) == {f"{size}_{market}" for size in SIZES for market in ("spot", "on_demand")}
     for name, one in found.items():
-        assert one["InstanceType"] == ("g6.2xlarge" if name.startswith("gpu1") else "g6e.12xlarge")
+        instance, gigabytes = SIZES[name[:4]]
+        assert (one["InstanceType"], disk(ec2, one)["Size"]) == (instance, gigabytes)
         assert (one.get("InstanceLifecycle") == "spot") == name.endswith("_spot")
         assert one["ImageId"] == IMAGE
         assert profile(ec2, one) == "rlhf-worker"
-        assert disk(ec2, one)["Size"] == 300
     assert len({one["SecurityGroups"][0]["GroupId"] for one in found.values()}) == 1
 
 

@@ -53,7 +53,7 @@ def test_nothing_is_submitted_that_cannot_run(cluster, capsys, tmp_path, monkeyp
     assert "s3://BUCKET/runs" in refused(capsys, *sft)  # a relative storage_path
     assert "trainer.learning_rat" in refused(capsys, *sft, runs, "trainer.learning_rat=1")
     assert "32 workers with 1 CPU each, but the cluster has room for 4" in refused(
-        capsys, *sft, runs, "scaling.num_workers=32", "data.batch_size=256"
+        capsys, *sft, runs, "scaling.num_workers=32", "data.batch_size=512"
     )
     wants_gpu = refused(capsys, *sft, runs, "scaling.use_gpu=true", "trainer.use_cpu=false")
     assert "a worker wants 1 CPU, 1 GPU, which no node of the cluster has" in wants_gpu
