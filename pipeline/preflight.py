@@ -183,18 +183,19 @@ def check_resources(job: Job, cluster: Cluster) -> None:
     if room >= count:
         return
     wanted = ", ".join(f"{amount:g} {name}" for name, amount in sorted(need.items()))
-    there = "; ".join(_shown(node) for node in live)
-    more = ", ".join(
-        f"{kind.max_workers} x {name} ({_shown(kind.resources)})" for name, kind in cluster.types.items()
+    more = [f"{kind.max_workers} x {name} ({_shown(kind.resources)})" for name, kind in cluster.types.items()]
+    has = f"nodes: {'; '.join(_shown(node) for node in live)}; "
+    has += (
+        f"may start {', '.join(more)}" if more else "no autoscaling known: CLUSTER=file.yaml names its file"
     )
+    if room:
+        raise InputError(
+            f"scaling.num_workers: {count} workers with {wanted} each, but the cluster has room for {room} ({has}); type "
+            f"scaling.num_workers={room}, or give the cluster more nodes"
+        )
     raise InputError(
-        f"scaling.num_workers: {count} workers with {wanted} each, but the cluster has room for {room} (nodes: {there}"
-        + (f"; may start {more}" if more else "; it does not autoscale")
-        + f"); type scaling.num_workers={room}, or give the cluster more nodes"
-        if room
-        else f"scaling: a worker wants {wanted}, which no node of the cluster has (nodes: {there}"
-        + (f"; may start {more}" if more else "; it does not autoscale")
-        + "); lower scaling.resources_per_worker, scaling.use_gpu=false, or give the cluster such a node type"
+        f"scaling: a worker wants {wanted}, which no node of the cluster has ({has}); lower "
+        "scaling.resources_per_worker, type scaling.use_gpu=false, or give the cluster such nodes"
     )
 
 

@@ -238,8 +238,9 @@ def test_the_status_of_a_job_is_ours(cluster, capsys, status):
     ]
 
 
-def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys):
+def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):
     proxy = Proxy(cluster.port)
+    monkeypatch.setenv("RAY_ADDRESS", proxy.address)
     api = submit.Api(proxy.address)
     say(api, "cut", lines=40, pause=0.2)
 

@@ -2,7 +2,7 @@
 # Starts Ray on one node of a cluster, and what belongs to it: on the head MLflow, on workers the watcher of spot notices.
 #   start-node.sh head|worker [options of `ray start`]
 # Called by cluster.yaml (and by its variants beside this file) after `ray stop`. MLFLOW_BACKEND, MLFLOW_ARTIFACTS: where
-# MLflow keeps runs, and files.
+# MLflow keeps runs, and files. Without a MLFLOW_BACKEND runs lie in a file here, of which the bucket gets a copy.
 set -euo pipefail
 role=$1
 shift
@@ -23,12 +23,17 @@ export RAY_USAGE_STATS_ENABLED=0 MLFLOW_DISABLE_TELEMETRY=true
 
 if [ "$role" = head ]; then
   mkdir -p "$HOME/mlflow"
+  database=$HOME/mlflow/mlflow.db
+  if [ -z "${MLFLOW_BACKEND:-}" ] && [ -n "${MLFLOW_ARTIFACTS:-}" ]; then
+    python "$here/keep.py" restore "$database" "$MLFLOW_ARTIFACTS/mlflow.db"
+    setsid nohup python "$here/keep.py" watch "$database" "$MLFLOW_ARTIFACTS/mlflow.db" > "$logs/keep.log" 2>&1 < /dev/null &
+  fi
   if ! curl -sf -o /dev/null "http://$head_ip:5000/health"; then
     # On all interfaces, since workers log to it too: the security group lets nobody else in, and it asks for a password.
     (cd "$HOME/mlflow" && MLFLOW_AUTH_ADMIN_PASSWORD=$RAY_AUTH_TOKEN MLFLOW_FLASK_SERVER_SECRET_KEY=$RAY_AUTH_TOKEN \
       MLFLOW_SERVER_ALLOWED_HOSTS="$head_ip:5000,localhost:5000,127.0.0.1:5000" \
       setsid nohup mlflow server --app-name basic-auth --workers 2 --host 0.0.0.0 --port 5000 \
-      --backend-store-uri "${MLFLOW_BACKEND:-sqlite:///$HOME/mlflow/mlflow.db}" \
+      --backend-store-uri "${MLFLOW_BACKEND:-sqlite:///$database}" \
       --artifacts-destination "${MLFLOW_ARTIFACTS:-$HOME/mlflow/artifacts}" > "$logs/mlflow.log" 2>&1 < /dev/null &)
   fi
   ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \
