@@ -17,7 +17,7 @@ RAY_AUTH_TOKEN=$(cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}")
 chmod 600 "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" || true   # a bind mount may belong to somebody else
 
 # Jobs inherit these from Ray, so that nobody has to name MLflow or its password.
-head_ip=${RAY_HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
+head_ip=${RAY_HEAD_IP:-$(python -c "import ray; print(ray.util.get_node_ip_address())")}
 export MLFLOW_TRACKING_URI=http://$head_ip:5000 MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$RAY_AUTH_TOKEN
 export RAY_USAGE_STATS_ENABLED=0 MLFLOW_DISABLE_TELEMETRY=true
 
@@ -26,7 +26,8 @@ if [ "$role" = head ]; then
   database=$HOME/mlflow/mlflow.db
   if [ -z "${MLFLOW_BACKEND:-}" ] && [ -n "${MLFLOW_ARTIFACTS:-}" ]; then
     python "$here/keep.py" restore "$database" "$MLFLOW_ARTIFACTS/mlflow.db"
-    setsid nohup python "$here/keep.py" watch "$database" "$MLFLOW_ARTIFACTS/mlflow.db" > "$logs/keep.log" 2>&1 < /dev/null &
+    setsid nohup flock -n "$logs/keep.lock" python "$here/keep.py" watch "$database" "$MLFLOW_ARTIFACTS/mlflow.db" \
+      >> "$logs/keep.log" 2>&1 < /dev/null &
   fi
   if ! curl -sf -o /dev/null "http://$head_ip:5000/health"; then
     # On all interfaces, since workers log to it too: the security group lets nobody else in, and it asks for a password.
@@ -38,7 +39,14 @@ if [ "$role" = head ]; then
   fi
   ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \
     --autoscaling-config="$HOME/ray_bootstrap_config.yaml" "$@"
+  for _ in $(seq 90); do
+    curl -sf -o /dev/null "http://$head_ip:5000/health" && exit 0
+    sleep 2
+  done
+  echo "MLflow does not answer at http://$head_ip:5000; the end of $logs/mlflow.log:" >&2
+  tail -n 20 "$logs/mlflow.log" >&2
+  exit 1
 else
   ray start --address="$RAY_HEAD_IP:6379" --object-manager-port=8076 "$@"
-  setsid nohup python "$here/spot.py" > "$logs/spot.log" 2>&1 < /dev/null &
+  setsid nohup flock -n "$logs/spot.lock" python "$here/spot.py" >> "$logs/spot.log" 2>&1 < /dev/null &
 fi
