@@ -33,6 +33,13 @@ FORWARDED = (
     "MLFLOW_TRACKING_TOKEN",
     "MLFLOW_TRACKING_INSECURE_TLS",
 )
+# Ray's, which tell of every ignore file that they read, three times over.
+CHATTY = (
+    "ray._private.runtime_env.packaging",
+    "ray._private.runtime_env.working_dir",
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+)
 CONNECT_SECONDS, ANSWER_SECONDS = 3, 20
 GONE_SECONDS = 600  # how long a head may be silent before we stop waiting for it; the job may well go on
 
@@ -51,7 +58,6 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
     name, jobs = load(verb, path, overrides)
     if verb in STAGES and jobs[0].run.name is None:
         overrides = [*overrides, f"run.name={name}"]
-    logging.disable(logging.WARNING)  # Ray tells of every ignore file that it reads, three times over
     api = Api(os.environ["RAY_ADDRESS"])
     there = preflight.look(api.get, api.address)
     if there.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
@@ -82,11 +88,11 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
 
         stages = {stage: rlhf._of(stage, overrides) for stage in rlhf.ORDER}
         jobs = [load_job(Path(path) / f"{stage}.yaml", mine, stage) for stage, mine in stages.items()]
-        return f"rlhf-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", jobs
-    job = load_job(path, overrides, None if verb == "validate" else verb)
-    if verb == "validate":
-        return f"validate-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", [job]
-    return str(cluster.name_run(job).run.name), [job]
+    else:
+        jobs = [load_job(path, overrides, verb if verb in STAGES else None)]
+        if verb in STAGES:
+            return str(cluster.name_run(jobs[0]).run.name), jobs
+    return f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", jobs
 
 
 def forwarded() -> dict[str, str]:
@@ -144,7 +150,14 @@ class Api:
 
         try:
             answer = requests.get(
-                self.address + path, headers=self.headers, timeout=(CONNECT_SECONDS, ANSWER_SECONDS)
+                self.address + path, headers=self.headers, timeout=(# Ray's, which tell of every ignore file that they read, three times over.
+CHATTY = (
+    "ray._private.runtime_env.packaging",
+    "ray._private.runtime_env.working_dir",
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+)
+CONNECT_SECONDS, ANSWER_SECONDS)
             )
             if answer.status_code in (401, 403):
                 raise InputError(self._refused())
@@ -171,6 +184,8 @@ class Api:
     def client(self) -> Any:
         from ray.job_submission import JobSubmissionClient
 
+        for chatty in CHATTY:
+            logging.getLogger(chatty).setLevel(logging.ERROR)
         return JobSubmissionClient(self.address, headers=dict(self.headers))
 
     def jobs(self) -> list[Any]:
