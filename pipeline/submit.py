@@ -150,14 +150,7 @@ class Api:
 
         try:
             answer = requests.get(
-                self.address + path, headers=self.headers, timeout=(# Ray's, which tell of every ignore file that they read, three times over.
-CHATTY = (
-    "ray._private.runtime_env.packaging",
-    "ray._private.runtime_env.working_dir",
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-)
-CONNECT_SECONDS, ANSWER_SECONDS)
+                self.address + path, headers=self.headers, timeout=(CONNECT_SECONDS, ANSWER_SECONDS)
             )
             if answer.status_code in (401, 403):
                 raise InputError(self._refused())
