@@ -115,8 +115,7 @@ endif
 
 # ---------------------------------------------------------------- a cluster: cluster.yaml says what it is and costs
 up: $(VENV)/.cloud ## start a cluster, or bring it up to date: CLUSTER=cluster.yaml
-	@$(PY) -m pipeline.clusterfile $(CLUSTER)
-	@PATH=$(abspath $(VENV))/bin:$$PATH ray up $(CLUSTER) --disable-usage-stats $(ARGS)
+	@$(PY) -m pipeline.clusterfile $(CLUSTER) $(ARGS)
 
 status: $(VENV)/.cloud ## nodes, what waits for resources, and jobs of the cluster
 	@PATH=$(abspath $(VENV))/bin:$$PATH ray exec $(CLUSTER) 'PATH=$$HOME/rlhf/.venv/bin:$$PATH RAY_AUTH_MODE=token ray status'

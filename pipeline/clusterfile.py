@@ -1,6 +1,6 @@
 """cluster.yaml, read on the submitter's machine: what `make up` is about to start, and what a job may ask of it.
 
-    python -m pipeline.clusterfile cluster.yaml       # checks it, and says what will run and what it costs to forget
+    python -m pipeline.clusterfile cluster.yaml     # make up: checks it, says what will run, and calls `ray up`
 
 `CLUSTER` names another file than cluster.yaml.
 """
@@ -162,13 +162,27 @@ def summary(file: Path, config: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def up(file: Path, config: dict[str, Any], options: list[str]) -> None:
+    """Becomes `ray up`.
+
+    Autoscaler 2, Ray's default, takes a spot type's fallback after a launch that failed. On machines of one's own it
+    counts the head as a worker and starts one too few (ray 2.60, LocalNodeProvider): those get autoscaler 1.
+    """
+    version = "0" if config["provider"]["type"] == "local" else "1"
+    environment = {**os.environ, "RAY_UP_enable_autoscaler_v2": version}
+    ray = str(Path(sys.executable).parent / "ray")
+    os.execve(ray, [ray, "up", str(file), "--disable-usage-stats", *options], environment)
+
+
 def main(arguments: list[str]) -> int:
-    file = Path(arguments[0]) if arguments else path()
+    file, options = Path(arguments[0]) if arguments else path(), arguments[1:]
     try:
-        print(summary(file, check(file)), flush=True)
+        config = check(file)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(summary(file, config), flush=True)
+    up(file, config, options)
     return 0
 
 

@@ -60,7 +60,7 @@ def strict(schema):
     closed = {key: strict(value) for key, value in schema.items()}
     if schema.get("x-kubernetes-int-or-string"):
         closed["type"] = ["integer", "string"]
-    if isinstance(schema.get("properties"), dict) and "metadata" not in schema["properties"]:
+    if isinstance(schema.get("properties"), dict):
         closed["additionalProperties"] = bool(schema.get("x-kubernetes-preserve-unknown-fields"))
     return closed
 

@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -120,7 +121,7 @@ def a_cluster(*nodes, types=None, most=0):
 @pytest.fixture
 def job(monkeypatch):
     monkeypatch.chdir(ROOT)
-    return lambda *overrides, path="jobs/demo/sft.yaml": load_job(path, list(overrides))
+    return lambda *overrides: load_job(ROOT / "jobs/demo/sft.yaml", list(overrides))
 
 
 def test_room_counts_nodes_to_come(job):
@@ -128,8 +129,8 @@ def test_room_counts_nodes_to_come(job):
     gpus = (
         "scaling.use_gpu=true",
         "trainer.use_cpu=false",
-        "data.batch_size=32",
-        "trainer.per_device_train_batch_size=4",
+        "data.batch_size=840",
+        "trainer.per_device_train_batch_size=1",
     )
     preflight.check_resources(job(*gpus, "scaling.num_workers=4"), scaled_to_zero)
     with pytest.raises(
@@ -147,10 +148,11 @@ def test_room_counts_nodes_to_come(job):
 
 def test_several_nodes_share_storage_and_mlflow(job, tmp_path, monkeypatch):
     two = a_cluster({"CPU": 4}, {"CPU": 4})
+    mine = job(f"run.storage_path={tmp_path}")
     monkeypatch.chdir(tmp_path)  # the disk of this machine, whatever it is
-    mine = load_job(ROOT / "jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"])
     with pytest.raises(InputError, match="on this machine's own disk"):
         preflight.check_storage(mine, two)
+    monkeypatch.chdir(ROOT)
     preflight.check_storage(
         job("run.storage_path=/mnt/not-here/runs"), two
     )  # the job itself looks, with a file
@@ -217,13 +219,19 @@ def test_secrets_go_by_name_and_are_not_shown(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------- real jobs
 
-SAY = "import sys, time\nfor n in range({lines}): print('line', n, flush=True); time.sleep({pause})\nsys.exit({status})"
+SAY = """
+import sys, time
+for n in range({lines}):
+    print("line", n, flush=True)
+    time.sleep({pause})
+sys.exit({status})
+"""
 
 
 def say(api, name, lines=3, pause=0.0, status=0):
     """Submits a small script in place of a stage."""
-    code = SAY.format(lines=lines, pause=pause, status=status).replace("\n", ";", 1)
-    api.submit(name, f"python -c \"exec('''{code}''')\"", {}, {"run": name})
+    code = SAY.format(lines=lines, pause=pause, status=status)
+    api.submit(name, shlex.join(["python", "-c", code]), {}, {"run": name})
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])
@@ -295,6 +303,6 @@ def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
     )  # finished: it says so, and ends
     shown = capfd.readouterr().out
     assert "run far was submitted before" in shown and "run far is finished" in shown
-    wrong = [*arguments, "run.name=wrong", "data.train=jobs/demo/data/prompts.jsonl"]
+    wrong = [*arguments, "run.name=wrong", "data.train=jobs/demo/data/preferences.jsonl"]
     assert main(wrong) == 2
     assert "rows cannot be used" in capfd.readouterr().out
