@@ -118,7 +118,7 @@ up: $(VENV)/.cloud ## start a cluster, or bring it up to date: CLUSTER=cluster.y
 	@$(PY) -m pipeline.clusterfile $(CLUSTER) $(ARGS)
 
 status: $(VENV)/.cloud ## nodes, what waits for resources, and jobs of the cluster
-	@PATH=$(abspath $(VENV))/bin:$$PATH ray exec $(CLUSTER) 'PATH=$$HOME/rlhf/.venv/bin:$$PATH RAY_AUTH_MODE=token ray status'
+	@PATH=$(abspath $(VENV))/bin:$$PATH ray exec $(CLUSTER) "RAY_AUTH_MODE=token ray status"
 
 dashboard: $(VENV)/.cloud ## the tunnel to the cluster's dashboard and jobs, at http://127.0.0.1:8265, while it runs
 	@PATH=$(abspath $(VENV))/bin:$$PATH ray dashboard $(CLUSTER)

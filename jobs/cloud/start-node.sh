@@ -16,8 +16,16 @@ export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}")
 chmod 600 "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" || true   # a bind mount may belong to somebody else
 
+# The address that Ray will use, and its interface: Gloo else takes the one that the host name leads to, which on many
+# machines is loopback, and workers on two nodes then never meet.
+read -r node_ip interface < <(python -c "
+import psutil, ray
+ip = ray.util.get_node_ip_address()
+print(ip, next(name for name, has in psutil.net_if_addrs().items() if ip in [one.address for one in has]))")
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+
 # Jobs inherit these from Ray, so that nobody has to name MLflow or its password.
-head_ip=${RAY_HEAD_IP:-$(python -c "import ray; print(ray.util.get_node_ip_address())")}
+head_ip=${RAY_HEAD_IP:-$node_ip}
 export MLFLOW_TRACKING_URI=http://$head_ip:5000 MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$RAY_AUTH_TOKEN
 export RAY_USAGE_STATS_ENABLED=0 MLFLOW_DISABLE_TELEMETRY=true
 

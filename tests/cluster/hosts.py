@@ -9,7 +9,6 @@ those places, like machines with one network mount. Needs root, ip, unshare and 
 import os
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,9 +93,7 @@ class Hosts:
         for path in (home, folder / "tmp"):
             path.mkdir(parents=True)
         (folder / "tmp").chmod(0o1777)
-        # Login shells find the environment of this test, as a machine's would find its own.
-        path = f"{Path(sys.prefix) / 'bin'}:$PATH"
-        (home / ".bash_profile").write_text(f"export PATH={path} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\n")
+        (home / ".bash_profile").write_text("export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\n")
         users = Path("/etc/passwd").read_text().splitlines()
         users = [f"root:x:0:0:root:{home}:/bin/bash" if user.startswith("root:") else user for user in users]
         (folder / "passwd").write_text("\n".join(users) + "\n")
