@@ -124,6 +124,7 @@ dashboard: $(VENV)/.cloud ## the tunnel to the cluster's dashboard and jobs, at 
 	@PATH=$(abspath $(VENV))/bin:$$PATH ray dashboard $(CLUSTER)
 
 down: $(VENV)/.cloud ## end every node of the cluster
+	-@PATH=$(abspath $(VENV))/bin:$$PATH ray exec $(CLUSTER) "bash ~/rlhf/start-node.sh stop"
 	@PATH=$(abspath $(VENV))/bin:$$PATH ray down $(CLUSTER) $(ARGS)
 
 jobs: setup ## list the jobs of the cluster at RAY_ADDRESS

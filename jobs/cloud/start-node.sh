@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Starts Ray on one node of a cluster, and what belongs to it: on the head MLflow, on workers the watcher of spot notices.
-#   start-node.sh head|worker [options of `ray start`]
+#   start-node.sh head|worker [options of `ray start`]      start-node.sh stop: on the head, before `ray down`
 # Called by cluster.yaml (and by its variants beside this file) after `ray stop`. MLFLOW_BACKEND, MLFLOW_ARTIFACTS: where
 # MLflow keeps runs, and files. Without a MLFLOW_BACKEND runs lie in a file here, of which the bucket gets a copy.
 set -euo pipefail
@@ -10,6 +10,14 @@ here=$(cd "$(dirname "$0")" && pwd)
 logs=$HOME/logs
 mkdir -p "$logs"
 ulimit -n 65536 || true
+database=$HOME/mlflow/mlflow.db
+
+if [ "$role" = stop ]; then   # MLflow ends, and what it wrote last is kept
+  if [ -e "$HOME/mlflow/pid" ]; then kill -- "-$(cat "$HOME/mlflow/pid")" || true; fi
+  if [ -e "$HOME/mlflow/kept_at" ]; then python "$here/keep.py" keep "$database" "$(cat "$HOME/mlflow/kept_at")"; fi
+  rm -f "$HOME/mlflow/pid"
+  exit 0
+fi
 
 # One secret for Ray and MLflow: the token that file_mounts brought.
 export RAY_AUTH_MODE=token
@@ -31,8 +39,8 @@ export RAY_USAGE_STATS_ENABLED=0 MLFLOW_DISABLE_TELEMETRY=true
 
 if [ "$role" = head ]; then
   mkdir -p "$HOME/mlflow"
-  database=$HOME/mlflow/mlflow.db
   if [ -z "${MLFLOW_BACKEND:-}" ] && [ -n "${MLFLOW_ARTIFACTS:-}" ]; then
+    echo "$MLFLOW_ARTIFACTS/mlflow.db" > "$HOME/mlflow/kept_at"
     python "$here/keep.py" restore "$database" "$MLFLOW_ARTIFACTS/mlflow.db"
     setsid nohup flock -n "$logs/keep.lock" python "$here/keep.py" watch "$database" "$MLFLOW_ARTIFACTS/mlflow.db" \
       >> "$logs/keep.log" 2>&1 < /dev/null &
@@ -43,7 +51,8 @@ if [ "$role" = head ]; then
       MLFLOW_SERVER_ALLOWED_HOSTS="$head_ip:5000,localhost:5000,127.0.0.1:5000" \
       setsid nohup mlflow server --app-name basic-auth --workers 2 --host 0.0.0.0 --port 5000 \
       --backend-store-uri "${MLFLOW_BACKEND:-sqlite:///$database}" \
-      --artifacts-destination "${MLFLOW_ARTIFACTS:-$HOME/mlflow/artifacts}" > "$logs/mlflow.log" 2>&1 < /dev/null &)
+      --artifacts-destination "${MLFLOW_ARTIFACTS:-$HOME/mlflow/artifacts}" > "$logs/mlflow.log" 2>&1 < /dev/null &
+      echo $! > "$HOME/mlflow/pid")
   fi
   ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \
     --autoscaling-config="$HOME/ray_bootstrap_config.yaml" "$@"

@@ -105,7 +105,7 @@ def make(user, *arguments, **more):
 
 
 @pytest.fixture(scope="module")
-def cluster(user):
+def cluster(user, hosts):
     status, said = make(user, "up", "ARGS=-y")
     assert status == 0, said[-3000:]
     copy, environment = user
@@ -120,7 +120,10 @@ def cluster(user):
         yield address
     finally:
         os.killpg(tunnel.pid, signal.SIGKILL)
-        make(user, "down", "ARGS=-y")
+        status, _ = make(user, "down", "ARGS=-y")
+    assert status == 0
+    left = "ps ax -o args | grep -E '[r]aylet/raylet|[g]cs_server|[m]lflow'"
+    wait_for(lambda: not any(hosts.ssh(host, left).stdout for host in hosts.hosts), 180)
 
 
 def get(address, path):
