@@ -53,7 +53,6 @@ def filled(file, folder):
     return copy
 
 
-@needs_boto
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_ray_takes_the_file(file, home):
     config = clusterfile.check(filled(file, home))
