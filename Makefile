@@ -9,6 +9,8 @@ JOB ?= jobs/$(PROFILE)/$@.yaml
 PYTHON ?=
 PIP_ARGS ?=
 PORT ?= 5000
+CLUSTER ?= cluster.yaml
+NAME ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -39,14 +41,18 @@ $(VENV)/.dev: $(PINS)
 	$(call install,.[dev])
 $(VENV)/.notebook: $(PINS)
 	$(call install,.[notebook])
+$(VENV)/.cloud: $(PINS)
+	$(call install,.[cloud])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate test test-all bench lint format notebook ui
+.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate test test-all bench lint format \
+        notebook ui up status dashboard down jobs logs stop
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "  PROFILE=demo|llama3-8b|llama3-8b-qlora picks jobs/PROFILE, JOB=file.yaml names one job, ARGS=\"section.key=value ...\" overrides."
+	@echo "  PROFILE=demo|llama3-8b|llama3-8b-qlora|llama3-70b-qlora picks jobs/PROFILE, JOB=file.yaml names one job, ARGS=\"section.key=value ...\" overrides."
 	@echo "  For example: make sft PROFILE=llama3-8b ARGS=\"trainer.learning_rate=1e-4 data.train=my.jsonl\""
+	@echo "  With RAY_ADDRESS=http://HEAD:8265 the stages are submitted to that cluster; cluster.yaml says how to get one."
 
 setup: $(VENV)/.core ## make .venv and install, once; again only if pyproject.toml or constraints.txt changed
 	@:
@@ -116,6 +122,34 @@ format: $(VENV)/.dev ## rewrite the sources in the format that `make lint` asks 
 notebook: $(VENV)/.notebook ## JupyterLab in this environment
 	@$(PY) -m jupyterlab
 
-ui: setup ## MLflow's pages about the local runs, on http://127.0.0.1:5000 (PORT=...)
+ui: setup ## MLflow's pages on http://127.0.0.1:5000 (PORT=...): of the local runs, with RAY_ADDRESS of the cluster's
+ifdef RAY_ADDRESS
+	@echo "user admin, password: the token in ~/.ray/auth_token"
+	@PATH=$(abspath $(VENV))/bin:$$PATH ray dashboard $(CLUSTER) --port $(PORT) --remote-port 5000
+else
 	@mkdir -p runs
 	@$(PY) -m mlflow ui --backend-store-uri sqlite:///runs/mlflow.db --host 127.0.0.1 --port $(PORT)
+endif
+
+# ---------------------------------------------------------------- a cluster: cluster.yaml says what it is and costs
+up: $(VENV)/.cloud ## start a cluster, or bring it up to date: CLUSTER=cluster.yaml
+	@$(PY) -m pipeline.clusterfile $(CLUSTER) $(ARGS)
+
+status: $(VENV)/.cloud ## nodes, what waits for resources, and jobs of the cluster
+	@PATH=$(abspath $(VENV))/bin:$$PATH ray exec $(CLUSTER) "RAY_AUTH_MODE=token ray status"
+
+dashboard: $(VENV)/.cloud ## the tunnel to the cluster's dashboard and jobs, at http://127.0.0.1:8265, while it runs
+	@PATH=$(abspath $(VENV))/bin:$$PATH ray dashboard $(CLUSTER)
+
+down: $(VENV)/.cloud ## end every node of the cluster
+	-@PATH=$(abspath $(VENV))/bin:$$PATH ray exec $(CLUSTER) "bash ~/rlhf/start-node.sh stop"
+	@PATH=$(abspath $(VENV))/bin:$$PATH ray down $(CLUSTER) $(ARGS)
+
+jobs: setup ## list the jobs of the cluster at RAY_ADDRESS
+	@$(PY) -m pipeline.submit jobs
+
+logs: setup ## follow a job of that cluster: NAME=... (default: the newest)
+	@$(PY) -m pipeline.submit logs $(NAME)
+
+stop: setup ## stop a job of that cluster: NAME=...
+	@$(PY) -m pipeline.submit stop $(NAME)

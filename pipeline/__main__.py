@@ -4,7 +4,7 @@
     python -m pipeline rlhf jobs/demo [section.key=value ...]
 
 Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the job file or the data is wrong
-(`error: ...`), 130 interrupted.
+(`error: ...`), 130 interrupted. With RAY_ADDRESS=http://HEAD:8265 the stages run as jobs on that cluster (submit.py).
 """
 
 import argparse
@@ -75,15 +75,23 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(verb: str, path: str, overrides: list[str]) -> None:
-    """Check the job, then import the stage and run it. The job comes first: its mistakes are answered at once."""
+def run(verb: str, path: str, overrides: list[str]) -> int:
+    """Check the job, then import the stage and run it, here or on a cluster; the exit status.
+
+    The job comes first: its mistakes are answered at once.
+    """
+    from pipeline import submit
+
+    if submit.wanted(verb):
+        return submit.run(verb, path, overrides)
     if verb == "rlhf":
         importlib.import_module("pipeline.stages.rlhf").run(path, overrides)
-        return
+        return 0
     from pipeline.config import load_job
 
     job = load_job(path, overrides, JOBS_OF.get(verb, verb))
     importlib.import_module(f"pipeline.stages.{verb}").run(job)
+    return 0
 
 
 def input_error(error: BaseException) -> InputError | None:
@@ -109,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb; the exit status."""
     given = parser().parse_args(arguments)
     try:
-        run(given.verb, given.job, given.overrides)
+        return run(given.verb, given.job, given.overrides)
     except KeyboardInterrupt:
         print(
             "\ninterrupted; the same command with the same run.name continues from the last checkpoint",
@@ -125,7 +133,6 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         traceback.print_exc()
         return 1
-    return 0
 
 
 if __name__ == "__main__":

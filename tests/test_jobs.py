@@ -12,7 +12,7 @@ from pipeline.config import JOBS as KINDS
 from pipeline.config import STAGES, load_job
 
 ROOT = Path(__file__).resolve().parents[1]
-PROFILES = ("demo", "llama3-8b", "llama3-8b-qlora")
+PROFILES = ("demo", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora")
 JOBS = [f"jobs/{profile}/{stage}.yaml" for profile in PROFILES for stage in KINDS]
 
 
@@ -22,7 +22,8 @@ def at_the_root(monkeypatch):
 
 
 def test_each_profile_has_each_stage():
-    assert sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("jobs/*/*.yaml")) == sorted(JOBS)
+    found = [path for path in ROOT.glob("jobs/*/*.yaml") if path.parent.name != "cloud"]
+    assert sorted(str(path.relative_to(ROOT)) for path in found) == sorted(JOBS)
 
 
 @pytest.mark.parametrize("path", JOBS)

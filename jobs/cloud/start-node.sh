@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Starts Ray on one node of a cluster, and what belongs to it: on the head MLflow, on workers the watcher of spot notices.
+#   start-node.sh head|worker [options of `ray start`]      start-node.sh stop: on the head, before `ray down`
+# Called by cluster.yaml (and by its variants beside this file) after `ray stop`. MLFLOW_BACKEND, MLFLOW_ARTIFACTS: where
+# MLflow keeps runs, and files. Without a MLFLOW_BACKEND runs lie in a file here, of which the bucket gets a copy.
+set -euo pipefail
+role=$1
+shift
+here=$(cd "$(dirname "$0")" && pwd)
+logs=$HOME/logs
+mkdir -p "$logs"
+ulimit -n 65536 || true
+database=$HOME/mlflow/mlflow.db
+
+if [ "$role" = stop ]; then   # MLflow ends, and what it wrote last is kept
+  if [ -e "$HOME/mlflow/pid" ]; then kill -- "-$(cat "$HOME/mlflow/pid")" || true; fi
+  if [ -e "$HOME/mlflow/kept_at" ]; then python "$here/keep.py" keep "$database" "$(cat "$HOME/mlflow/kept_at")"; fi
+  rm -f "$HOME/mlflow/pid"
+  exit 0
+fi
+
+# One secret for Ray and MLflow: the token that file_mounts brought.
+export RAY_AUTH_MODE=token
+RAY_AUTH_TOKEN=$(cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}")
+chmod 600 "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" || true   # a bind mount may belong to somebody else
+
+# The address that Ray will use, and its interface: Gloo else takes the one that the host name leads to, which on many
+# machines is loopback, and workers on two nodes then never meet.
+read -r node_ip interface < <(python -c "
+import psutil, ray
+ip = ray.util.get_node_ip_address()
+print(ip, next(name for name, has in psutil.net_if_addrs().items() if ip in [one.address for one in has]))")
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+
+# Jobs inherit these from Ray, so that nobody has to name MLflow or its password.
+head_ip=${RAY_HEAD_IP:-$node_ip}
+export MLFLOW_TRACKING_URI=http://$head_ip:5000 MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$RAY_AUTH_TOKEN
+export RAY_USAGE_STATS_ENABLED=0 MLFLOW_DISABLE_TELEMETRY=true
+
+if [ "$role" = head ]; then
+  mkdir -p "$HOME/mlflow"
+  if [ -z "${MLFLOW_BACKEND:-}" ] && [ -n "${MLFLOW_ARTIFACTS:-}" ]; then
+    echo "$MLFLOW_ARTIFACTS/mlflow.db" > "$HOME/mlflow/kept_at"
+    python "$here/keep.py" restore "$database" "$MLFLOW_ARTIFACTS/mlflow.db"
+    setsid nohup flock -n "$logs/keep.lock" python "$here/keep.py" watch "$database" "$MLFLOW_ARTIFACTS/mlflow.db" \
+      >> "$logs/keep.log" 2>&1 < /dev/null &
+  fi
+  if ! curl -sf -o /dev/null "http://$head_ip:5000/health"; then
+    # On all interfaces, since workers log to it too: the security group lets nobody else in, and it asks for a password.
+    (cd "$HOME/mlflow" && MLFLOW_AUTH_ADMIN_PASSWORD=$RAY_AUTH_TOKEN MLFLOW_FLASK_SERVER_SECRET_KEY=$RAY_AUTH_TOKEN \
+      MLFLOW_SERVER_ALLOWED_HOSTS="$head_ip:5000,localhost:5000,127.0.0.1:5000" \
+      setsid nohup mlflow server --app-name basic-auth --workers 2 --host 0.0.0.0 --port 5000 \
+      --backend-store-uri "${MLFLOW_BACKEND:-sqlite:///$database}" \
+      --artifacts-destination "${MLFLOW_ARTIFACTS:-$HOME/mlflow/artifacts}" > "$logs/mlflow.log" 2>&1 < /dev/null &
+      echo $! > "$HOME/mlflow/pid")
+  fi
+  ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \
+    --autoscaling-config="$HOME/ray_bootstrap_config.yaml" "$@"
+  for _ in $(seq 90); do
+    curl -sf -o /dev/null "http://$head_ip:5000/health" && exit 0
+    sleep 2
+  done
+  echo "MLflow does not answer at http://$head_ip:5000; the end of $logs/mlflow.log:" >&2
+  tail -n 20 "$logs/mlflow.log" >&2
+  exit 1
+else
+  ray start --address="$RAY_HEAD_IP:6379" --object-manager-port=8076 "$@"
+  setsid nohup flock -n "$logs/spot.lock" python "$here/spot.py" >> "$logs/spot.log" 2>&1 < /dev/null &
+fi

@@ -1,0 +1,67 @@
+"""Keeps the database of a cluster's MLflow in a bucket, so that runs and versions outlive the head that they were made on.
+
+    python keep.py restore mlflow.db s3://BUCKET/mlflow/mlflow.db      # before the server: fetch it, if there is none here
+    python keep.py watch   mlflow.db s3://BUCKET/mlflow/mlflow.db      # beside the server: copy it there when it changed
+    python keep.py keep    mlflow.db s3://BUCKET/mlflow/mlflow.db      # at the end: once more
+
+start-node.sh calls them on the head. A copy is taken by SQLite itself, so it is whole while the server writes; only a head
+that ends without `make down` loses its last minute. A team with a database server sets MLFLOW_BACKEND and needs none of this.
+"""
+
+import os
+import sqlite3
+import sys
+import tempfile
+import time
+from contextlib import closing
+
+import pyarrow.fs as pafs
+
+EVERY_SECONDS = 60
+
+
+def restore(database: str, uri: str) -> bool:
+    """Fetches the kept copy to `database`, unless that exists; whether it did. Moved into place when complete."""
+    fs, inner = pafs.FileSystem.from_uri(uri)
+    if os.path.exists(database) or not fs.get_file_info(inner).is_file:
+        return False
+    pafs.copy_files(inner, f"{database}.partial", source_filesystem=fs)
+    os.replace(f"{database}.partial", database)
+    return True
+
+
+def keep(database: str, uri: str) -> None:
+    """Copies `database` as it is at this moment to `uri`, which shows the new copy whole or the old one."""
+    fs, inner = pafs.FileSystem.from_uri(uri)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = os.path.join(folder, "copy.db")
+        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as sink:
+            source.backup(sink)
+        if fs.type_name == "local":
+            fs.create_dir(os.path.dirname(inner))
+        pafs.copy_files(copy, f"{inner}.partial", destination_filesystem=fs)
+        fs.move(f"{inner}.partial", inner)
+
+
+def changed(database: str) -> float:
+    """When the database was last written to; 0 before it exists."""
+    parts = [part for part in (database, f"{database}-wal") if os.path.exists(part)]
+    return max((os.stat(part).st_mtime for part in parts), default=0.0)
+
+
+def watch(database: str, uri: str) -> None:
+    """Never returns. A bucket that is away for a while delays a copy; it is said, and tried again."""
+    kept = 0.0
+    while True:
+        if (now := changed(database)) > kept:
+            try:
+                keep(database, uri)
+                kept = now
+            except (OSError, sqlite3.Error) as error:
+                print(f"not kept, trying again in {EVERY_SECONDS} s: {error}", flush=True)
+        time.sleep(EVERY_SECONDS)
+
+
+if __name__ == "__main__":
+    verb, *where = sys.argv[1:]
+    {"restore": restore, "keep": keep, "watch": watch}[verb](*where)

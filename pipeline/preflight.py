@@ -1,0 +1,293 @@
+"""What is checked on the submitter's machine before anything is uploaded, started or paid for.
+
+    cluster = look(client)                    # two seconds of HTTP: versions, nodes, what the autoscaler may add
+    check_jobs(jobs, cluster, files)          # InputError: one message, nothing submitted
+
+The checks are those of the failures that are reported most: an address that nobody listens at, versions that differ, a
+local folder as storage of several nodes, a missing HF_TOKEN, more GPUs than the cluster can ever have, data that stays
+on the laptop.
+"""
+
+import glob
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline import clusterfile, registry, storage
+from pipeline.clusterfile import NodeType
+from pipeline.config import Job
+from pipeline.errors import InputError
+
+LIMIT = (
+    100 * 2**20
+)  # bytes: Ray keeps an uploaded working directory in the memory of the head (100 MiB at most)
+# Hub organisations whose models ask for a licence to be accepted: their files need a token on every node.
+GATED = ("meta-llama/", "google/gemma", "mistralai/")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster as its head describes it over HTTP."""
+
+    address: str
+    ray: str  # version
+    python: str  # version
+    nodes: list[dict[str, Any]]  # alive: node_ip, is_head_node, resources_total
+    types: dict[str, NodeType] = field(default_factory=dict)  # what the autoscaler may add; empty: nothing
+    max_workers: int = 0
+    mlflow_port: str = ""  # of the server that start-node.sh started on the head
+
+    @property
+    def several(self) -> bool:
+        """Whether a job's processes can come to lie on more than one node."""
+        return len(self.nodes) > 1 or any(kind.max_workers for kind in self.types.values())
+
+    @property
+    def head_ip(self) -> str:
+        return next((node["node_ip"] for node in self.nodes if node.get("is_head_node")), "HEAD")
+
+    @property
+    def tracking_uri(self) -> str | None:
+        """The cluster's own MLflow, as its nodes see it; they know its password themselves."""
+        return f"http://{self.head_ip}:{self.mlflow_port}" if self.mlflow_port else None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all its nodes are this very machine, whose paths it then knows."""
+        return not self.several and all(_own_address(node["node_ip"]) for node in self.nodes)
+
+
+def _own_address(ip: str) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((ip, 0))
+        except OSError:
+            return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ the cluster
+
+
+def look(get: Callable[[str], Any], address: str) -> Cluster:
+    """The cluster behind `address`; `get(path)` is an authorised GET that returns parsed JSON.
+
+    Raises:
+        InputError: when its Ray or Python is not this one's.
+    """
+    import ray
+
+    version = get("/api/version")["ray_version"]
+    if version != ray.__version__:
+        raise InputError(
+            f"RAY_ADDRESS: the cluster at {address} runs Ray {version}, this environment has {ray.__version__}; jobs and "
+            f"checkpoints need the same one. Start the cluster with the pinned image (make up), or install "
+            f"ray=={version} here"
+        )
+    python = get("/api/v0/cluster_metadata")["data"]["pythonVersion"]
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if python.split(".")[:2] != here.split("."):
+        raise InputError(
+            f"RAY_ADDRESS: the cluster at {address} runs Python {python}, this environment {here}; objects that travel "
+            f"between them need the same one: make setup PYTHON=python{'.'.join(python.split('.')[:2])}"
+        )
+    listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
+    alive = [node for node in listed if node["state"] == "ALIVE"]
+    # What an autoscaler may add is not told over HTTP. The head's label says which file it was started from.
+    labels = next((node["labels"] or {} for node in alive if node["is_head_node"]), {})
+    types, most = clusterfile.types_of(labels.get("cluster-file", ""))
+    return Cluster(address, version, python, alive, types, most, labels.get("mlflow-port", ""))
+
+
+# --------------------------------------------------------------------------------------------------- the jobs
+
+
+def check_jobs(jobs: Iterable[Job], cluster: Cluster, files: dict[str, int]) -> None:
+    """Every check of every job; `files` are those that would be uploaded, with their bytes.
+
+    Raises:
+        InputError: the first thing that is wrong, with what to type.
+    """
+    for job in jobs:
+        check_storage(job, cluster)
+        check_tracking(job, cluster)
+        check_token(job)
+        check_paths(job, cluster, files)
+        check_resources(job, cluster)
+
+
+def check_storage(job: Job, cluster: Cluster) -> None:
+    path = job.run.storage_path
+    if storage.is_remote(path):
+        return
+    if not os.path.isabs(path):
+        raise InputError(
+            f"run.storage_path: {path!r} would lie in the job's copy of this folder on the head, which is deleted with "
+            "it; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs"
+        )
+    if cluster.several and _on_own_disk(path):
+        raise InputError(
+            f"run.storage_path: {path!r} is on this machine's own disk, but the cluster has or may get several nodes; use "
+            "a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs"
+        )
+
+
+def _on_own_disk(path: str) -> bool:
+    """Whether a path exists here, on the disk that also holds the working directory: nodes do not share that."""
+    return os.path.exists(path) and os.stat(path).st_dev == os.stat(".").st_dev
+
+
+def check_tracking(job: Job, cluster: Cluster) -> None:
+    uri = registry.tracking_uri(job)
+    server = f"mlflow.tracking_uri={cluster.tracking_uri or f'http://{cluster.head_ip}:5000'}"
+    if uri.startswith("sqlite:"):
+        if cluster.several:
+            raise InputError(
+                f"mlflow.tracking_uri: a SQLite file ({uri}) belongs to one machine, but the cluster has or may get "
+                f"several nodes; name a server, e.g. the one that cluster.yaml starts on the head: {server}"
+            )
+        return
+    host = uri.split("://")[-1].split("/")[0].rpartition(":")[0]
+    if cluster.several and host in ("localhost", "127.0.0.1", "[::1]"):
+        raise InputError(
+            f"mlflow.tracking_uri: {uri!r} means another machine on each node; name the server as the nodes see it, "
+            f"e.g. {server}"
+        )
+
+
+def check_token(job: Job) -> None:
+    name = job.model.name_or_path
+    if os.environ.get("HF_TOKEN") or os.environ.get("HF_HUB_OFFLINE") or os.path.isdir(name):
+        return
+    if name.startswith(GATED):
+        raise InputError(
+            f"model.name_or_path: {name!r} is gated and HF_TOKEN is not set, so that no node could fetch it; accept its "
+            f"licence at https://huggingface.co/{name} and `export HF_TOKEN=...` (HF_HUB_OFFLINE=1 says that the nodes "
+            "have the model already)"
+        )
+
+
+def check_resources(job: Job, cluster: Cluster) -> None:
+    """Refuses workers that no node of the cluster, present or to come, has room for: Ray would wait for ever."""
+    need = dict(job.scaling.get("resources_per_worker") or {})
+    need.setdefault("CPU", 0 if need else 1)
+    if job.scaling.get("use_gpu"):
+        need.setdefault("GPU", 1)
+    need = {name: amount for name, amount in need.items() if amount}
+    count, live = job.workers[0], [_resources(node) for node in cluster.nodes]
+    room = clusterfile.room(need, live, cluster.types, cluster.max_workers)
+    if room >= count:
+        return
+    wanted = ", ".join(f"{amount:g} {name}" for name, amount in sorted(need.items()))
+    more = [f"{kind.max_workers} x {name} ({_shown(kind.resources)})" for name, kind in cluster.types.items()]
+    has = f"nodes: {'; '.join(_shown(node) for node in live)}; "
+    has += (
+        f"may start {', '.join(more)}" if more else "no autoscaling known: CLUSTER=file.yaml names its file"
+    )
+    if room:
+        raise InputError(
+            f"scaling.num_workers: {count} workers with {wanted} each, but the cluster has room for {room} ({has}); type "
+            f"scaling.num_workers={room}, or give the cluster more nodes"
+        )
+    raise InputError(
+        f"scaling: a worker wants {wanted}, which no node of the cluster has ({has}); lower "
+        "scaling.resources_per_worker, type scaling.use_gpu=false, or give the cluster such nodes"
+    )
+
+
+def _resources(node: dict[str, Any]) -> dict[str, float]:
+    return node.get("resources_total") or {}
+
+
+def _shown(resources: dict[str, Any]) -> str:
+    shown = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
+    return " + ".join(shown) or "no CPU"
+
+
+# -------------------------------------------------------------------------------------------------- the files
+
+
+def upload_files(folder: str = ".") -> dict[str, int]:
+    """{path below `folder`: bytes} of what Ray would upload: everything but what .rayignore and .gitignore name.
+
+    Raises:
+        InputError: above 100 MiB, with the five largest.
+    """
+    # What the upload itself walks with (ray 2.60, private).
+    from ray._private.runtime_env.packaging import _dir_travel
+
+    root, found = Path(folder).absolute(), {}
+
+    def note(path: Path) -> None:
+        if path.is_file():
+            found[path.relative_to(root).as_posix()] = path.stat().st_size
+
+    _dir_travel(root, [], note, include_gitignore=True, logger=_Silent())  # type: ignore[arg-type]
+    total = sum(found.values())
+    if total > LIMIT:
+        largest = sorted(found, key=lambda name: found[name], reverse=True)[:5]
+        sizes = "\n".join(f"  {found[name] / 2**20:8.1f} MiB  {name}" for name in largest)
+        raise InputError(
+            f"the working directory {root} is {total / 2**20:.0f} MiB, and an upload may have {LIMIT / 2**20:.0f}; name "
+            f"what a job does not need in .rayignore, or put data into a bucket. The largest:\n{sizes}"
+        )
+    return found
+
+
+class _Silent:
+    def info(self, *_: Any) -> None: ...
+
+    def error(self, *_: Any) -> None: ...
+
+
+def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
+    """Refuses paths that exist on this machine only: data, models and templates travel in the upload, or not at all."""
+    for key, path in local_paths(job):
+        if cluster.is_here and os.path.isabs(path):
+            continue
+        if os.path.isabs(path) and not _inside(path):
+            if _on_own_disk(path):
+                raise InputError(
+                    f"{key}: {path!r} is on this machine's own disk, which the nodes do not have; move it below "
+                    f"{os.getcwd()}, or into a bucket, e.g. s3://BUCKET/data"
+                )
+            continue  # a folder that the nodes mount; the job looks before it starts a worker
+        missing = [name for name in _matches(path) if name not in files]
+        if missing:
+            raise InputError(
+                f"{key}: {missing[0]!r} would not be uploaded, since .rayignore or .gitignore leaves it out; change the "
+                "pattern there, or put the file into a bucket, e.g. s3://BUCKET/data"
+            )
+
+
+def local_paths(job: Job) -> list[tuple[str, str]]:
+    """(key, path) of all that a job names by a path: rows, base, template, adapters, the job file itself."""
+    found = [("the job file", job.source)]
+    for key in ("train", "eval", "pairs"):
+        value = getattr(job.data, key)
+        found += [(f"data.{key}", path) for path in (value if isinstance(value, list) else [value]) if path]
+    named = {"policy": job.policy, "baseline": job.baseline, "model.name_or_path": job.model.name_or_path}
+    named["model.chat_template"] = job.model.chat_template
+    named |= {f"reward.{index}": source for index, (source, _) in enumerate(job.rewards)}
+    found += [
+        (key, value) for key, value in named.items() if value and (os.path.exists(value) or value[0] in "/~")
+    ]
+    return [(key, os.path.expanduser(path)) for key, path in found if not storage.is_remote(path)]
+
+
+def _inside(path: str) -> bool:
+    return not os.path.relpath(path).startswith("..")
+
+
+def _matches(pattern: str) -> list[str]:
+    """The files, relative to here, that a path, a glob or a folder stands for."""
+    paths = glob.glob(pattern, recursive=True) or [pattern]
+    files: list[str] = []
+    for path in paths:
+        inside = glob.glob(os.path.join(path, "**"), recursive=True) if os.path.isdir(path) else [path]
+        files += [os.path.relpath(one) for one in inside if os.path.isfile(one)]
+    return files

@@ -1,0 +1,319 @@
+"""Jobs on a cluster, from outside it: with RAY_ADDRESS=http(s)://HEAD:8265 every stage is submitted instead of run here.
+
+    RAY_ADDRESS=http://HEAD:8265 make sft PROFILE=llama3-8b ARGS="run.storage_path=s3://BUCKET/runs"
+    python -m pipeline.submit logs|stop|jobs [NAME]        # later, from any machine
+
+Uploads the working directory (less .rayignore), runs `python -m pipeline STAGE JOB ...` beside the head, shows its log
+and ends with its exit status. The job belongs to the cluster: this process, its connection and its machine may go away.
+Secrets are forwarded by name from the environment and never printed.
+"""
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline import cluster, preflight
+from pipeline.config import STAGES, Job, load_job
+from pipeline.errors import InputError
+
+VERBS = (*STAGES, "validate", "rlhf")
+# Set there if set here. AWS_* is not among them: nodes have a role of their own, and a person's keys are mightier.
+FORWARDED = (
+    "HF_TOKEN",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "MLFLOW_TRACKING_URI",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "MLFLOW_TRACKING_INSECURE_TLS",
+)
+# Ray's, which tell of every ignore file that they read, three times over.
+CHATTY = (
+    "ray._private.runtime_env.packaging",
+    "ray._private.runtime_env.working_dir",
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+)
+CONNECT_SECONDS, ANSWER_SECONDS = 3, 20
+GONE_SECONDS = 600  # how long a head may be silent before we stop waiting for it; the job may well go on
+
+
+def wanted(verb: str) -> bool:
+    """Whether this verb is to be submitted to a cluster that is named by its dashboard's address."""
+    return verb in VERBS and os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://"))
+
+
+def run(verb: str, path: str, overrides: list[str]) -> int:
+    """Checks, submits, follows; the exit status of the job.
+
+    Raises:
+        InputError: when something is wrong; nothing has been submitted then.
+    """
+    name, jobs = load(verb, path, overrides)
+    if verb in STAGES and jobs[0].run.name is None:
+        overrides = [*overrides, f"run.name={name}"]
+    api = Api(os.environ["RAY_ADDRESS"])
+    there = preflight.look(api.get, api.address)
+    if there.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
+        os.environ["MLFLOW_TRACKING_URI"] = there.tracking_uri  # what a job that names no server will use
+    files = preflight.upload_files()
+    preflight.check_jobs(jobs, there, files)
+    submission, attempt = next_attempt(api, name)
+    environment = forwarded()
+    size = sum(files.values()) / 2**20
+    print(f"submitting {submission} to {api.address}: {len(files)} files, {size:.1f} MiB", flush=True)
+    if environment:
+        print(f"forwarding {', '.join(sorted(environment))}", flush=True)
+    if attempt > 1:
+        print(f"run {name} was submitted before: it continues from its last checkpoint", flush=True)
+    api.submit(
+        submission,
+        shlex.join(["python", "-m", "pipeline", verb, path, *overrides]),
+        {"working_dir": ".", "env_vars": {**cluster.ENVIRONMENT, **environment}},
+        {"run": name, "verb": verb, "job": path},
+    )
+    return follow(api, submission)
+
+
+def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
+    """(name of the submission, the jobs that it will run), checked as they would be here."""
+    if verb == "rlhf":
+        from pipeline.stages import rlhf
+
+        stages = {stage: rlhf._of(stage, overrides) for stage in rlhf.ORDER}
+        jobs = [load_job(Path(path) / f"{stage}.yaml", mine, stage) for stage, mine in stages.items()]
+    else:
+        jobs = [load_job(path, overrides, verb if verb in STAGES else None)]
+        if verb in STAGES:
+            return str(cluster.name_run(jobs[0]).run.name), jobs
+    return f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", jobs
+
+
+def forwarded() -> dict[str, str]:
+    """The environment of the job: names of FORWARDED, and those that $FORWARD lists, where they are set here."""
+    names = {*FORWARDED, *os.environ.get("FORWARD", "").replace(",", " ").split()}
+    if unset := sorted(name for name in names - {*FORWARDED} if not os.environ.get(name)):
+        raise InputError(f"FORWARD: {', '.join(unset)} is not set here; export it, or take it out of FORWARD")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def next_attempt(api: "Api", name: str) -> tuple[str, int]:
+    """(submission id, which attempt) for a run name: Ray takes each id once, and a run may be submitted again.
+
+    Raises:
+        InputError: when a submission of that name is still running.
+    """
+    earlier = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
+    if running := [job for job in earlier if not job.status.is_terminal()]:
+        raise InputError(
+            f"run.name: {name!r} is {running[0].status.value.lower()} on this cluster already "
+            f"({running[0].submission_id}); follow it: make logs NAME={name}, end it: make stop NAME={name}, or choose "
+            "another name"
+        )
+    attempt = len(earlier) + 1
+    return (name if attempt == 1 else f"{name}.{attempt}"), attempt
+
+
+# ------------------------------------------------------------------------------------------------------ the API
+
+
+def token() -> str | None:
+    """The cluster's token, from where Ray itself looks for it."""
+    if value := os.environ.get("RAY_AUTH_TOKEN"):
+        return value.strip()
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+class Api:
+    """The head's Jobs API, with the failures of its address and token told in our words."""
+
+    def __init__(self, address: str):
+        self.address = address.rstrip("/")
+        secret = token()
+        self.headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        self.has_token = bool(secret)
+
+    def get(self, path: str) -> Any:
+        """Parsed JSON of an authorised GET.
+
+        Raises:
+            InputError: when nobody answers, the token is refused, or it is no Ray that answers.
+        """
+        import requests
+
+        try:
+            answer = requests.get(
+                self.address + path, headers=self.headers, timeout=(CONNECT_SECONDS, ANSWER_SECONDS)
+            )
+            if answer.status_code in (401, 403):
+                raise InputError(self._refused())
+            answer.raise_for_status()
+            return answer.json()
+        except (requests.ConnectionError, requests.Timeout) as error:
+            raise InputError(
+                f"RAY_ADDRESS: nothing answers at {self.address} ({type(error).__name__}); is the cluster up (make "
+                "status), and the tunnel to its dashboard open (make dashboard)?"
+            ) from error
+        except requests.RequestException as error:  # another status, or no JSON
+            raise InputError(
+                f"RAY_ADDRESS: what answers at {self.address} is not the dashboard of a Ray cluster ({error}); "
+                "expected http://HEAD:8265"
+            ) from error
+
+    def _refused(self) -> str:
+        which = "the token found here is not the cluster's" if self.has_token else "there is no token here"
+        return (
+            f"RAY_ADDRESS: the cluster at {self.address} wants a token, and {which}; copy the cluster's ~/.ray/auth_token "
+            "to the same place here, or export RAY_AUTH_TOKEN"
+        )
+
+    def client(self) -> Any:
+        from ray.job_submission import JobSubmissionClient
+
+        for chatty in CHATTY:
+            logging.getLogger(chatty).setLevel(logging.ERROR)
+        return JobSubmissionClient(self.address, headers=dict(self.headers))
+
+    def jobs(self) -> list[Any]:
+        """All submissions that the cluster remembers, as Ray's JobDetails, the oldest first."""
+        found = [job for job in self.client().list_jobs() if job.submission_id]
+        return sorted(found, key=lambda job: job.start_time or 0)
+
+    def submit(
+        self, submission: str, entrypoint: str, environment: dict[str, Any], metadata: dict[str, str]
+    ) -> None:
+        """Uploads and submits; a head that has just started has no agent to run jobs for some seconds."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.client().submit_job(
+                    entrypoint=entrypoint,
+                    submission_id=submission,
+                    runtime_env=environment,
+                    metadata=metadata,
+                )
+                return
+            except RuntimeError as error:
+                if "No available agent" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(2)
+
+
+# ---------------------------------------------------------------------------------------------------- following
+
+
+class Log:
+    """A job's log on this terminal: what was shown is not shown again after a lost connection."""
+
+    def __init__(self) -> None:
+        self.shown = 0  # characters
+
+    async def tail(self, client: Any, submission: str) -> None:
+        """Prints until the log ends. Raises whatever a broken connection raises."""
+        seen = 0
+        async for text in client.tail_job_logs(submission):
+            seen += len(text)
+            if new := text[max(0, len(text) - (seen - self.shown)) :] if seen > self.shown else "":
+                print(new, end="", flush=True)
+                self.shown = seen
+
+
+def follow(api: Api, submission: str) -> int:
+    """Shows the log of a submission until it ends; its exit status. Ctrl-C leaves the job running."""
+    import aiohttp
+
+    log, silent_since = Log(), None
+    try:
+        while True:
+            try:
+                client = api.client()
+                silent_since = None
+                asyncio.run(log.tail(client, submission))
+                details = client.get_job_info(submission)
+                if details.status.is_terminal():
+                    return ended(details)
+            except (OSError, RuntimeError, aiohttp.ClientError) as error:
+                if "does not exist" in str(error):  # the head is another one, or was started anew
+                    raise
+                if silent_since is None:
+                    silent_since = time.monotonic()
+                    print(
+                        f"\nthe connection was lost ({type(error).__name__}); {submission} goes on",
+                        file=sys.stderr,
+                    )
+                if time.monotonic() - silent_since > GONE_SECONDS:
+                    raise
+            time.sleep(1)
+    except KeyboardInterrupt:
+        print(
+            f"\n{submission} goes on without this terminal. Follow it: make logs NAME={submission}   "
+            f"end it: make stop NAME={submission}",
+            file=sys.stderr,
+        )
+        return 130
+
+
+def ended(details: Any) -> int:
+    """The exit status of a job that ended: its own, else 1 for one that was stopped or never started."""
+    status = details.status.value
+    if status == "SUCCEEDED":
+        return 0
+    code = details.driver_exit_code
+    if code in (1, 2) and status == "FAILED":
+        return int(code)  # its log has said why
+    print(f"{details.submission_id} {status.lower()}: {details.message}", file=sys.stderr)
+    return 1
+
+
+# ----------------------------------------------------------------------------------------- logs, stop and jobs
+
+
+def find(api: Api, name: str) -> Any:
+    """The newest submission of a run name, or the submission of that id; without a name the newest of all."""
+    jobs = api.jobs()
+    found = [job for job in jobs if not name or name in (job.submission_id, (job.metadata or {}).get("run"))]
+    if not found:
+        known = ", ".join(job.submission_id for job in jobs[-10:]) or "none"
+        raise InputError(f"NAME: no job {name!r} on {api.address}; the newest there: {known}")
+    return found[-1]
+
+
+def main(arguments: list[str]) -> int:
+    """`logs`, `stop` or `jobs`; NAME may be left out for the newest job (not for `stop`)."""
+    verb, name = (*arguments, "", "")[:2]
+    try:
+        if not os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
+            raise InputError(
+                "RAY_ADDRESS: expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265"
+            )
+        api = Api(os.environ["RAY_ADDRESS"])
+        api.get("/api/version")
+        if verb == "logs":
+            return follow(api, find(api, name).submission_id)
+        if verb == "stop":
+            if not name:
+                raise InputError("NAME: which job? make stop NAME=...; make jobs lists them")
+            submission = find(api, name).submission_id
+            was_running = api.client().stop_job(submission)
+            print(f"{submission} {'is being stopped' if was_running else 'had ended already'}")
+            return 0
+        if verb == "jobs":
+            for job in api.jobs():
+                started = time.strftime("%Y-%m-%d %H:%M", time.localtime((job.start_time or 0) / 1000))
+                print(f"{started}  {job.status.value:<9}  {job.submission_id}  {job.entrypoint}")
+            return 0
+        raise InputError(f"expected logs, stop or jobs, found {verb!r}")
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

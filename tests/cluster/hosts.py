@@ -1,0 +1,148 @@
+"""Several hosts on one machine: each has its own address, host name, process table, /tmp, /dev/shm, home and sshd.
+
+    with Hosts(folder, 3) as hosts:         # hosts[0].ip, ...; hosts.key is the private key that logs in as root
+
+Made of Linux namespaces (network, mount, process, UTS, IPC) around one bridge; what they share is the file system outside
+those places, like machines with one network mount. Needs root, ip, unshare and sshd; nothing is left behind.
+"""
+
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = ("ip", "unshare", "sshd", "ssh", "ssh-keygen", "rsync", "mount")
+SUBNET = "10.213.7"
+# Runs as process 1 of a host. /tmp becomes the host's own, with the folders that hold the code and the test put back.
+INIT = """
+set -e
+hostname {name}
+mount --make-rprivate /
+mount --bind {folder}/passwd /etc/passwd
+mount -t tmpfs -o size=1g tmpfs /dev/shm
+for path in {visible}; do
+  case $path in /tmp/*) mkdir -p {folder}/tmp/${{path#/tmp/}}; mount --rbind $path {folder}/tmp/${{path#/tmp/}} ;; esac
+done
+mount --rbind {folder}/tmp /tmp
+mkdir -p /run/sshd
+exec {sshd} -D -e -f {folder}/sshd_config
+"""
+SSHD = """
+Port 22
+ListenAddress {ip}
+HostKey {folder}/host_key
+AuthorizedKeysFile {keys}
+PermitRootLogin prohibit-password
+StrictModes no
+UsePAM no
+PidFile none
+MaxStartups 100
+"""
+
+
+def missing() -> str | None:
+    """Why hosts cannot be made here; None if they can."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    absent = [tool for tool in TOOLS if not shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
+    if absent:
+        return f"needs {', '.join(absent)}"
+    probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
+    return None if probe.returncode == 0 else "this kernel or container allows no namespaces"
+
+
+@dataclass
+class Host:
+    name: str
+    ip: str
+    home: Path
+    process: subprocess.Popen
+
+
+class Hosts:
+    """Several hosts, from `with` to its end."""
+
+    def __init__(self, folder: Path, count: int, visible: list[Path]):
+        self.folder, self.count, self.visible = folder, count, visible
+        self.key = folder / "key"
+        self.hosts: list[Host] = []
+
+    def __getitem__(self, index: int) -> Host:
+        return self.hosts[index]
+
+    def __enter__(self) -> "Hosts":
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key))
+        _run("ip", "link", "add", "rlhfbr", "type", "bridge")
+        try:
+            _run("ip", "addr", "add", f"{SUBNET}.1/24", "dev", "rlhfbr")
+            _run("ip", "link", "set", "rlhfbr", "up")
+            for number in range(self.count):
+                self.hosts.append(self._start(f"rlhf{number}", f"{SUBNET}.{number + 10}"))
+            for host in self.hosts:
+                self._wait(host)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self, name: str, ip: str) -> Host:
+        folder = self.folder / name
+        home = folder / "home"
+        for path in (home, folder / "tmp"):
+            path.mkdir(parents=True)
+        (folder / "tmp").chmod(0o1777)
+        (home / ".bash_profile").write_text("export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\n")
+        users = Path("/etc/passwd").read_text().splitlines()
+        users = [f"root:x:0:0:root:{home}:/bin/bash" if user.startswith("root:") else user for user in users]
+        (folder / "passwd").write_text("\n".join(users) + "\n")
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key"))
+        (folder / "sshd_config").write_text(SSHD.format(ip=ip, folder=folder, keys=f"{self.key}.pub"))
+        visible = " ".join(map(str, self.visible))
+        sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+        (folder / "init").write_text(INIT.format(name=name, folder=folder, visible=visible, sshd=sshd))
+        _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", f"v{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        _run("ip", "link", "set", f"v{name}", "master", "rlhfbr", "up")
+        _run("ip", "-n", name, "addr", "add", f"{ip}/24", "dev", "eth0")
+        for link in ("eth0", "lo"):
+            _run("ip", "-n", name, "link", "set", link, "up")
+        _run("ip", "-n", name, "route", "add", "default", "via", f"{SUBNET}.1")
+        own = ["--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "--ipc"]
+        command = ["ip", "netns", "exec", name, "unshare", *own, "bash", str(folder / "init")]
+        with open(folder / "log", "w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        return Host(name, ip, home, process)
+
+    def _wait(self, host: Host) -> None:
+        for _ in range(50):
+            if self.ssh(host, "true").returncode == 0:
+                return
+            time.sleep(0.2)
+        raise RuntimeError(f"no sshd at {host.ip}: {(self.folder / host.name / 'log').read_text()}")
+
+    def ssh(self, host: Host, command: str) -> subprocess.CompletedProcess:
+        options = [
+            "-o",
+            "StrictHostKeyChecking=no",
+            "-o",
+            "UserKnownHostsFile=/dev/null",
+            "-o",
+            "LogLevel=ERROR",
+        ]
+        login = ["ssh", "-i", str(self.key), *options, f"root@{host.ip}", f"bash --login -c {command!r}"]
+        return subprocess.run(login, capture_output=True, text=True, timeout=60)
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts:
+            host.process.kill()  # unshare takes its process 1, and with it everything on the host, along
+            host.process.wait()
+            subprocess.run(["ip", "netns", "del", host.name])
+        subprocess.run(["ip", "link", "del", "rlhfbr"])
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

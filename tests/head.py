@@ -1,0 +1,124 @@
+"""A Ray cluster of its own for a test: a head with dashboard, jobs and a token, on free ports; and a proxy that can fail."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+TOKEN = "0123456789abcdef" * 2
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Head:
+    """From `with` to its end. `--block` ties the cluster to one process; `ray stop` would end every Ray here."""
+
+    def __init__(self, *options: str):
+        self.options = options
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.folder = Path(tempfile.mkdtemp(prefix="rh"))  # short: socket names in it have a limit
+        self.token = self.folder / "token"
+
+    def __enter__(self) -> "Head":
+        self.token.write_text(TOKEN)
+        path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+        environment = {
+            **os.environ,
+            "PATH": path,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token),
+        }
+        for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONPATH"):
+            environment.pop(name, None)
+        ports = {
+            name: str(free_port())
+            for name in ("port", "dashboard-agent-listen-port", "ray-client-server-port")
+        }
+        command = [str(Path(sys.prefix) / "bin/ray"), "start", "--head", "--block", "--disable-usage-stats"]
+        command += [f"--{name}={port}" for name, port in ports.items()]
+        command += [
+            "--node-ip-address=127.0.0.1",
+            f"--dashboard-port={self.port}",
+            f"--temp-dir={self.folder}",
+        ]
+        command += ["--num-cpus=4", "--object-store-memory=150000000", *self.options]
+        with open(self.folder / "log", "w") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        request = urllib.request.Request(
+            f"{self.address}/api/v0/nodes?detail=1", headers={"Authorization": f"Bearer {TOKEN}"}
+        )
+        for _ in range(240):
+            try:
+                with urllib.request.urlopen(request, timeout=5) as answer:
+                    if b"ALIVE" in answer.read():
+                        return self
+            except OSError:
+                pass
+            time.sleep(0.5)
+        self.__exit__()
+        raise RuntimeError("the head did not start within two minutes")
+
+    def __exit__(self, *_: object) -> None:
+        os.killpg(self.process.pid, 15)
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, 9)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Proxy:
+    """A connection to a head that `cut` breaks: those that are open end, new ones are refused until `mend`."""
+
+    def __init__(self, port: int):
+        self.target, self.open, self.broken = port, [], False
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self.server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here, _ = self.server.accept()
+            except OSError:
+                return
+            if self.broken:
+                here.close()
+                continue
+            there = socket.create_connection(("127.0.0.1", self.target))
+            self.open += [here, there]
+            for source, sink in ((here, there), (there, here)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            pass
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        self.broken = True
+        for one in self.open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self.broken = False

@@ -1,0 +1,294 @@
+"""cluster.yaml and its variants: Ray's own check, EC2's own shapes, the pins, and what `ray up` asks a mock EC2 for."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from running import ROOT
+
+from pipeline import clusterfile
+from pipeline.errors import InputError
+
+AWS = ROOT / "cluster.yaml"
+FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
+SIZES = {
+    "gpu1": ("g6.2xlarge", 300),
+    "gpu4": ("g6e.12xlarge", 300),
+    "gpu8": ("p4de.24xlarge", 600),
+}  # and GB of disk
+IMAGE = "ami-12c6146b"  # one that the mock knows
+needs_boto = pytest.mark.skipif(importlib.util.find_spec("boto3") is None, reason="needs the extra `cloud`")
+needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home folder with the token that file_mounts wants, and nothing of the user's."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("a" * 32)
+    return tmp_path
+
+
+def filled(file, folder):
+    """The file with its lines filled in, as its user would."""
+    text = file.read_text().replace("ami-EDIT", IMAGE).replace("[EDIT]", "[10.0.0.2, 10.0.0.3]")
+    text = text.replace("EDIT", "filled-in")
+    copy = folder / file.name
+    copy.write_text(text)
+    return copy
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_ray_takes_the_file(file, home):
+    config = clusterfile.check(filled(file, home))
+    shown = clusterfile.summary(file, config)
+    assert config["cluster_name"] in shown
+    if file == AWS:
+        assert "1 x m7i.xlarge: it runs, and is paid for, until `make down`" in shown
+        assert "0 to 4 x g6.2xlarge (gpu1_spot, spot)" in shown
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_lines_that_are_not_filled_in_are_named(file, home):
+    with pytest.raises(InputError, match="still to be filled in") as error:
+        clusterfile.check(file)
+    lines = file.read_text().splitlines()
+    named = [int(number) for number in re.findall(r"\.yaml:(\d+): ", str(error.value))]
+    assert named and all("EDIT" in lines[number - 1] for number in named)
+
+
+def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
+    def refused(change, message):
+        copy = filled(AWS, home)
+        config = yaml.safe_load(copy.read_text())
+        change(config)
+        copy.write_text(yaml.safe_dump(config))
+        with pytest.raises(InputError, match=message):
+            clusterfile.check(copy)
+
+    refused(lambda c: c.update(idle_timeout_minute=3), "idle_timeout_minute")
+    refused(lambda c: c["available_node_types"]["gpu1_spot"].update(GPU=1), "GPU")
+    refused(lambda c: c["file_mounts"].update({"~/x": "nowhere.txt"}), "there is no nowhere.txt")
+    (home / ".ray/auth_token").unlink()
+    refused(lambda c: None, "ray get-auth-token --generate")
+    monkeypatch.setenv("PATH", "")
+    refused(lambda c: None, "needs ssh")
+
+
+# ------------------------------------------------------------------------------------------------------- the pins
+
+
+def test_one_ray_and_one_python_everywhere():
+    """pyproject.toml, the images of every file, and the Python that setup asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ray = next(
+        re.search(r"ray\[.*\]==(\S+)", pin)[1] for pin in project["dependencies"] if pin.startswith("ray[")
+    )
+    images = {}
+    for path in [*FILES, ROOT / "jobs/cloud/Dockerfile", ROOT / "jobs/rayjob.yaml"]:
+        for tag in re.findall(r"(?:rayproject/ray|/rlhf):(\d\S*)", path.read_text()):
+            images.setdefault(tag.removesuffix("-gpu"), []).append(path.name)
+    assert list(images) == [f"{ray}-py311"], images
+    assert {"cluster.yaml", "gcp.yaml", "Dockerfile", "rayjob.yaml"} == {
+        name for names in images.values() for name in names
+    }
+    assert project["requires-python"].startswith(">=3.11")
+    versions = re.findall(r"rayVersion: \"?([\d.]+)", (ROOT / "jobs/rayjob.yaml").read_text())
+    assert set(versions) == {ray}
+
+
+# ------------------------------------------------------------------------------------------------ what it asks for
+
+
+def test_the_head_works_for_nobody_and_workers_start_from_none():
+    config = yaml.safe_load(AWS.read_text())
+    types = config["available_node_types"]
+    assert types["head"]["resources"] == {"CPU": 0, "GPU": 0}
+    assert config["provider"]["cache_stopped_nodes"] is False
+    for name, kind in types.items():
+        assert kind["min_workers"] == 0
+        assert kind["node_config"]["IamInstanceProfile"]["Name"] == (
+            "rlhf-head" if name == "head" else "rlhf-worker"
+        )
+        assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
+    for size in SIZES:  # each spot type has a fallback of the same size, taken second
+        spot, fallback = types[f"{size}_spot"], types[f"{size}_on_demand"]
+        assert spot["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+        assert "InstanceMarketOptions" not in fallback["node_config"]
+        assert spot["resources"] == fallback["resources"] and spot["priority"] > fallback["priority"]
+        assert spot["node_config"]["InstanceType"] == fallback["node_config"]["InstanceType"]
+
+
+@needs_boto
+def test_ec2_takes_every_node_config():
+    import botocore.session
+    import botocore.validate
+
+    model = botocore.session.Session().get_service_model("ec2").operation_model("RunInstances").input_shape
+    for name, kind in yaml.safe_load(AWS.read_text())["available_node_types"].items():
+        request = {"MinCount": 1, "MaxCount": 1, **kind["node_config"]}
+        report = botocore.validate.ParamValidator().validate(request, model)
+        assert not report.has_errors(), f"{name}: {report.generate_report()}"
+
+
+@pytest.fixture
+def ec2(monkeypatch, home):
+    """A mock of AWS on a free port, for this process and its children."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-west-2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    import boto3
+
+    boto3.setup_default_session()  # forgets credentials that an earlier test found
+    urllib.request.urlopen(
+        urllib.request.Request(os.environ["AWS_ENDPOINT_URL"] + "/moto-api/reset", method="POST")
+    )
+    deploy_stack(boto3)
+    yield boto3
+    server.stop()
+
+
+def deploy_stack(boto3):
+    """The roles and the bucket, from the file that cluster.yaml's header names."""
+    assert not re.search(
+        r": [&*]", (ROOT / "jobs/cloud/aws.yaml").read_text()
+    )  # CloudFormation knows no YAML aliases
+    cloud = boto3.client("cloudformation")
+    cloud.create_stack(
+        StackName="rlhf",
+        TemplateBody=(ROOT / "jobs/cloud/aws.yaml").read_text(),
+        Parameters=[{"ParameterKey": "Bucket", "ParameterValue": "my-bucket"}],
+        Capabilities=["CAPABILITY_NAMED_IAM"],
+    )
+    assert cloud.describe_stacks(StackName="rlhf")["Stacks"][0]["StackStatus"] == "CREATE_COMPLETE"
+
+
+def instances(boto3):
+    pages = boto3.client("ec2").describe_instances()["Reservations"]
+    return [one for page in pages for one in page["Instances"]]
+
+
+def profile(boto3, instance):
+    """The name of an instance's profile; the mock tells it by its association."""
+    filters = [{"Name": "instance-id", "Values": [instance["InstanceId"]]}]
+    found = boto3.client("ec2").describe_iam_instance_profile_associations(Filters=filters)
+    arns = [one["IamInstanceProfile"]["Arn"] for one in found["IamInstanceProfileAssociations"]]
+    return arns[0].rpartition("/")[2] if arns else ""
+
+
+def disk(boto3, instance):
+    volume = instance["BlockDeviceMappings"][0]["Ebs"]["VolumeId"]
+    return boto3.client("ec2").describe_volumes(VolumeIds=[volume])["Volumes"][0]
+
+
+@needs_moto
+def test_ray_up_asks_ec2_for_the_head(ec2, home):
+    """The real `ray up`, as far as a cloud without machines lets it come: to the instance that it then wants to log in to."""
+    file = filled(AWS, home)
+    command = [str(Path(sys.prefix) / "bin/ray"), "up", "-y", "--no-config-cache", str(file)]
+    with open(home / "up.log", "w") as log:
+        up = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+        try:
+            for _ in range(60):
+                time.sleep(0.5)
+                found = instances(ec2)
+                if (found and profile(ec2, found[0])) or up.poll() is not None:
+                    break
+        finally:
+            os.killpg(up.pid, signal.SIGKILL)
+            up.wait()
+    assert found, (home / "up.log").read_text()[-3000:]
+    (head,) = found
+    assert (head["InstanceType"], head["ImageId"]) == ("m7i.xlarge", IMAGE)
+    assert "InstanceLifecycle" not in head  # on demand: a head that is taken away takes the cluster with it
+    assert profile(ec2, head) == "rlhf-head"
+    assert disk(ec2, head)["Size"] == 200
+    tags = {tag["Key"]: tag["Value"] for tag in head["Tags"]}
+    assert (tags["ray-cluster-name"], tags["ray-user-node-type"], tags["ray-node-type"]) == (
+        "rlhf",
+        "head",
+        "head",
+    )
+    (group,) = head["SecurityGroups"]
+    rules = ec2.client("ec2").describe_security_groups(GroupIds=[group["GroupId"]])["SecurityGroups"][0][
+        "IpPermissions"
+    ]
+    from_outside = [rule for rule in rules if rule["IpRanges"]]
+    assert [(rule["FromPort"], rule["ToPort"]) for rule in from_outside] == [(22, 22)]
+    from_inside = [rule for rule in rules if rule["UserIdGroupPairs"]]
+    assert [pair["GroupId"] for rule in from_inside for pair in rule["UserIdGroupPairs"]] == [
+        group["GroupId"]
+    ]
+
+
+@needs_moto
+def test_the_autoscaler_asks_ec2_for_the_workers(ec2, home, monkeypatch):
+    """What Ray's AWS provider, which the head's autoscaler calls, makes of each worker type."""
+    from ray.autoscaler._private.commands import _bootstrap_config
+    from ray.autoscaler._private.providers import _get_node_provider
+
+    config = _bootstrap_config(yaml.safe_load(filled(AWS, home).read_text()), no_config_cache=True)
+    provider = _get_node_provider(config["provider"], config["cluster_name"])
+    for name, kind in config["available_node_types"].items():
+        if name != "head":
+            tags = {
+                "ray-node-type": "worker",
+                "ray-user-node-type": name,
+                "ray-node-name": f"ray-rlhf-{name}",
+            }
+            provider.create_node(dict(kind["node_config"]), tags, 1)
+    found = {
+        tag["Value"]: one
+        for one in instances(ec2)
+        for tag in one["Tags"]
+        if tag["Key"] == "ray-user-node-type"
+    }
+    assert set(found) == {f"{size}_{market}" for size in SIZES for market in ("spot", "on_demand")}
+    for name, one in found.items():
+        instance, gigabytes = SIZES[name[:4]]
+        assert (one["InstanceType"], disk(ec2, one)["Size"]) == (instance, gigabytes)
+        assert (one.get("InstanceLifecycle") == "spot") == name.endswith("_spot")
+        assert one["ImageId"] == IMAGE
+        assert profile(ec2, one) == "rlhf-worker"
+    assert len({one["SecurityGroups"][0]["GroupId"] for one in found.values()}) == 1
+
+
+@needs_moto
+def test_the_roles_allow_what_they_need_and_no_more(ec2):
+    iam = ec2.client("iam")
+    for name in ("rlhf-head", "rlhf-worker"):
+        (role,) = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]["Roles"]
+        assert role["RoleName"] == name
+        attached = iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]
+        assert [policy["PolicyName"] for policy in attached] == ["rlhf-bucket"]
+    assert iam.list_role_policies(RoleName="rlhf-worker")["PolicyNames"] == []  # a worker starts nothing
+    policy = iam.get_role_policy(RoleName="rlhf-head", PolicyName="autoscale")["PolicyDocument"]
+    policy = yaml.safe_load(policy) if isinstance(policy, str) else policy  # the mock keeps it as text
+    for statement in policy["Statement"]:
+        assert "*" not in "".join(statement["Action"])
+        if "ec2:TerminateInstances" in statement["Action"]:
+            assert statement["Condition"]["StringEquals"] == {"ec2:ResourceTag/ray-cluster-name": "rlhf"}

@@ -1,0 +1,102 @@
+"""The watcher of spot notices, against a metadata service that answers as AWS's and Google Cloud's do."""
+
+import http.server
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from running import ROOT
+
+from pipeline import spot
+
+
+@pytest.fixture
+def service(monkeypatch):
+    """A metadata service; `service.answers` maps a path to its text, other paths are 404, as without a notice."""
+
+    class Say(http.server.BaseHTTPRequestHandler):
+        def answer(self):
+            text = self.server.answers.get((self.command, self.path))
+            self.server.asked.append(self.headers)
+            self.send_response(404 if text is None else 200)
+            self.end_headers()
+            self.wfile.write((text or "").encode())
+
+        do_GET = do_PUT = answer
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Say) as server:
+        server.answers, server.asked = {}, []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(spot, "METADATA", server.address)
+        yield server
+        server.shutdown()
+
+
+def aws_notice(seconds):
+    at = datetime.now(UTC) + timedelta(seconds=seconds)
+    return f'{{"action": "terminate", "time": "{at:%Y-%m-%dT%H:%M:%SZ}"}}'
+
+
+def test_aws(service):
+    service.answers[("PUT", "/latest/api/token")] = "T0KEN"
+    assert spot.seconds_left() is None
+    service.answers[("GET", "/latest/meta-data/spot/instance-action")] = aws_notice(120)
+    assert 100 < spot.seconds_left() <= 120
+    assert (
+        service.asked[-1].get("X-aws-ec2-metadata-token") == "T0KEN"
+    )  # IMDSv2: cluster.yaml allows nothing else
+
+
+def test_google(service):
+    path = ("GET", "/computeMetadata/v1/instance/preempted")
+    service.answers[path] = "FALSE"
+    assert spot.seconds_left() is None
+    service.answers[path] = "TRUE"
+    assert spot.seconds_left() == spot.GCP_SECONDS
+
+
+def test_a_machine_that_is_no_spot_instance(service):
+    assert spot.seconds_left() is None
+    service.shutdown()
+    service.server_close()
+    assert spot.seconds_left() is None
+
+
+def test_a_notice_drains_the_node_once_ray_takes_it(service, tmp_path):
+    """The script as nodes run it; a stand-in for `ray` notes what it is asked, and fails the first time."""
+    ray = tmp_path / "ray"
+    ray.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ntest -e {tmp_path}/second || {{ touch {tmp_path}/second; exit 1; }}\n'
+    )
+    ray.chmod(0o755)
+    service.answers[("PUT", "/latest/api/token")] = "T0KEN"
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "METADATA_ADDRESS": service.address,
+    }
+    code = "import spot, sys; spot.EVERY_SECONDS = 0.1; sys.exit(spot.main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "pipeline",
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as watcher:
+        time.sleep(1)
+        assert watcher.poll() is None and not (tmp_path / "asked").exists()
+        service.answers[("GET", "/latest/meta-data/spot/instance-action")] = aws_notice(90)
+        said, _ = watcher.communicate(timeout=60)
+    assert watcher.returncode == 0 and "draining this node" in said and "trying again" in said
+    calls = (tmp_path / "asked").read_text().splitlines()
+    assert len(calls) == 2 and calls[0].startswith(
+        "drain-node --address auto --reason DRAIN_NODE_REASON_PREEMPTION"
+    )

@@ -1,0 +1,301 @@
+"""Jobs submitted from outside a cluster: a real head with a token, real jobs, and every refusal before the upload."""
+
+import http.server
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from head import TOKEN, Head, Proxy
+from running import ROOT
+
+from pipeline import preflight, submit
+from pipeline.__main__ import main
+from pipeline.clusterfile import NodeType
+from pipeline.config import load_job
+from pipeline.errors import InputError
+
+GPU = NodeType({"CPU": 8.0, "GPU": 1.0}, max_workers=4)
+
+
+@pytest.fixture(scope="module")
+def head():
+    with Head() as one:
+        yield one
+
+
+@pytest.fixture
+def cluster(head, monkeypatch):
+    """The environment of somebody who submits to that head, from the repository."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("RAY_ADDRESS", head.address)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    return head
+
+
+def refused(capsys, *arguments):
+    assert main(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------- refused, with a head
+
+
+def test_nothing_is_submitted_that_cannot_run(cluster, capsys, tmp_path, monkeypatch):
+    """Each mistake: one message, exit status 2; and the head has seen no job at the end."""
+    sft = ("sft", "jobs/demo/sft.yaml")
+    runs = f"run.storage_path={tmp_path}/runs"
+    assert "s3://BUCKET/runs" in refused(capsys, *sft)  # a relative storage_path
+    assert "trainer.learning_rat" in refused(capsys, *sft, runs, "trainer.learning_rat=1")
+    assert "32 workers with 1 CPU each, but the cluster has room for 4" in refused(
+        capsys, *sft, runs, "scaling.num_workers=32", "data.batch_size=512"
+    )
+    wants_gpu = refused(capsys, *sft, runs, "scaling.use_gpu=true", "trainer.use_cpu=false")
+    assert "a worker wants 1 CPU, 1 GPU, which no node of the cluster has" in wants_gpu
+    gated = refused(capsys, "sft", "jobs/llama3-8b/sft.yaml", runs)
+    assert "HF_TOKEN is not set" in gated or "HF_HUB_OFFLINE" in os.environ
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert "HF_TOKEN is not set" in refused(capsys, "sft", "jobs/llama3-8b/sft.yaml", runs)
+    monkeypatch.setenv("FORWARD", "NOT_SET_HERE")
+    assert "NOT_SET_HERE is not set here" in refused(capsys, *sft, runs)
+    monkeypatch.delenv("FORWARD")
+
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 32)
+    assert "the token found here is not the cluster's" in refused(capsys, *sft, runs)
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "nothing"))
+    assert "there is no token here" in refused(capsys, *sft, runs)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    assert submit.Api(cluster.address).jobs() == []
+
+
+def test_an_address_that_is_no_cluster(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
+    assert "nothing answers at http://127.0.0.1:9" in refused(capsys, "sft", "jobs/demo/sft.yaml")
+    handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{server.server_port}")
+        assert "is not the dashboard of a Ray cluster" in refused(capsys, "sft", "jobs/demo/sft.yaml")
+        server.shutdown()
+
+
+def test_versions_that_differ(cluster):
+    """The head's own answers, with the version changed: another Ray cannot be installed beside this one."""
+    api = submit.Api(cluster.address)
+
+    def says(path, **changed):
+        def get(asked):
+            answer = api.get(asked)
+            if asked == path:
+                answer.get("data", answer).update(changed)
+            return answer
+
+        return get
+
+    assert preflight.look(api.get, api.address).ray
+    with pytest.raises(InputError, match=r"runs Ray 2\.59\.0, this environment has"):
+        preflight.look(says("/api/version", ray_version="2.59.0"), api.address)
+    with pytest.raises(InputError, match=r"runs Python 3\.10\.4, .*make setup PYTHON=python3\.10"):
+        preflight.look(says("/api/v0/cluster_metadata", pythonVersion="3.10.4"), api.address)
+
+
+# ---------------------------------------------------------------------------------------- refused, without a head
+
+
+def a_cluster(*nodes, types=None, most=0):
+    listed = [
+        {"node_ip": f"10.9.8.{n}", "is_head_node": n == 0, "resources_total": r} for n, r in enumerate(nodes)
+    ]
+    return preflight.Cluster("http://10.9.8.0:8265", "2.60.0", "3.11.7", listed, types or {}, most)
+
+
+@pytest.fixture
+def job(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    return lambda *overrides: load_job(ROOT / "jobs/demo/sft.yaml", list(overrides))
+
+
+def test_room_counts_nodes_to_come(job):
+    scaled_to_zero = a_cluster({}, types={"gpu": GPU}, most=4)
+    gpus = (
+        "scaling.use_gpu=true",
+        "trainer.use_cpu=false",
+        "data.batch_size=840",
+        "trainer.per_device_train_batch_size=1",
+    )
+    preflight.check_resources(job(*gpus, "scaling.num_workers=4"), scaled_to_zero)
+    with pytest.raises(
+        InputError, match=r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); type scaling.num_workers=4"
+    ):
+        preflight.check_resources(job(*gpus, "scaling.num_workers=8"), scaled_to_zero)
+    with pytest.raises(InputError, match="room for 2 "):  # the ceiling of the whole cluster
+        preflight.check_resources(job(*gpus, "scaling.num_workers=4"), replace(scaled_to_zero, max_workers=2))
+    with pytest.raises(InputError, match="a worker wants 2 GPU"):
+        preflight.check_resources(job(*gpus, "scaling.resources_per_worker={GPU: 2}"), scaled_to_zero)
+    preflight.check_resources(
+        job(*gpus, "scaling.num_workers=[2, 8]"), scaled_to_zero
+    )  # elastic: two will do
+
+
+def test_several_nodes_share_storage_and_mlflow(job, tmp_path, monkeypatch):
+    two = a_cluster({"CPU": 4}, {"CPU": 4})
+    mine = job(f"run.storage_path={tmp_path}")
+    monkeypatch.chdir(tmp_path)  # the disk of this machine, whatever it is
+    with pytest.raises(InputError, match="on this machine's own disk"):
+        preflight.check_storage(mine, two)
+    monkeypatch.chdir(ROOT)
+    preflight.check_storage(
+        job("run.storage_path=/mnt/not-here/runs"), two
+    )  # the job itself looks, with a file
+    preflight.check_storage(job("run.storage_path=s3://bucket/runs"), two)
+    with pytest.raises(InputError, match=r"a SQLite file .*mlflow.tracking_uri=http://10\.9\.8\.0:5000"):
+        preflight.check_tracking(mine, two)
+    with pytest.raises(InputError, match="means another machine on each node"):
+        preflight.check_tracking(job("mlflow.tracking_uri=http://127.0.0.1:5000"), two)
+    preflight.check_tracking(job("mlflow.tracking_uri=http://10.9.8.0:5000"), two)
+    preflight.check_tracking(mine, a_cluster({"CPU": 4}))
+
+
+def test_files_that_the_nodes_would_not_have(job, tmp_path, monkeypatch):
+    two = a_cluster({"CPU": 4}, {"CPU": 4})
+    monkeypatch.chdir(ROOT)
+    files = preflight.upload_files()
+    assert "jobs/demo/sft.yaml" in files and "pipeline/submit.py" in files
+    assert not [name for name in files if name.startswith((".git/", ".venv", "tests/", "runs/"))]
+    preflight.check_paths(job(), two, files)
+    monkeypatch.chdir(tmp_path)
+    for name in ("jobs", "pipeline"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/rows.jsonl").write_text("{}\n")
+    outside = tmp_path.parent / f"{tmp_path.name}-outside.jsonl"
+    outside.write_text("{}\n")
+    rows = load_job("jobs/demo/sft.yaml", ["data.train=mine/*.jsonl"])
+    preflight.check_paths(rows, two, preflight.upload_files())
+    (tmp_path / ".rayignore").write_text("mine/\n")
+    with pytest.raises(InputError, match=r"data\.train: 'mine/rows.jsonl' would not be uploaded"):
+        preflight.check_paths(rows, two, preflight.upload_files())
+    with pytest.raises(InputError, match=r"data\.train: .*outside\.jsonl' is on this machine's own disk"):
+        preflight.check_paths(
+            load_job("jobs/demo/sft.yaml", [f"data.train={outside}"]), two, {"jobs/demo/sft.yaml": 1}
+        )
+    with pytest.raises(InputError, match=r"the job file: 'jobs/demo/sft.yaml' would not be uploaded"):
+        preflight.check_paths(load_job("jobs/demo/sft.yaml"), two, {})
+
+
+def test_an_upload_that_is_too_large_names_the_largest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(7):
+        with open(tmp_path / f"big{number}.bin", "wb") as file:
+            file.truncate((20 + number) * 2**20)
+    with pytest.raises(InputError) as error:
+        preflight.upload_files()
+    assert "is 161 MiB, and an upload may have 100" in str(error.value)
+    named = [line.split()[-1] for line in str(error.value).splitlines()[1:]]
+    assert named == [f"big{number}.bin" for number in (6, 5, 4, 3, 2)]
+    (tmp_path / ".rayignore").write_text("*.bin\n")
+    assert preflight.upload_files() == {".rayignore": 6}
+
+
+def test_secrets_go_by_name_and_are_not_shown(monkeypatch):
+    for name in submit.FORWARDED:
+        monkeypatch.delenv(name, raising=False)
+    assert submit.forwarded() == {}
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "mighty")
+    assert submit.forwarded() == {"HF_TOKEN": "hf_secret"}  # nodes have a role of their own
+    monkeypatch.setenv("FORWARD", "AWS_SECRET_ACCESS_KEY")
+    assert submit.forwarded() == {"HF_TOKEN": "hf_secret", "AWS_SECRET_ACCESS_KEY": "mighty"}
+
+
+# ------------------------------------------------------------------------------------------------------- real jobs
+
+SAY = """
+import sys, time
+for n in range({lines}):
+    print("line", n, flush=True)
+    time.sleep({pause})
+sys.exit({status})
+"""
+
+
+def say(api, name, lines=3, pause=0.0, status=0):
+    """Submits a small script in place of a stage."""
+    code = SAY.format(lines=lines, pause=pause, status=status)
+    api.submit(name, shlex.join(["python", "-c", code]), {}, {"run": name})
+
+
+def test_the_status_of_a_job_is_ours(cluster, capsys):
+    api = submit.Api(cluster.address)
+    for status in (0, 1, 2):
+        say(api, f"status-{status}", status=status)
+    for status in (0, 1, 2):
+        assert submit.follow(api, f"status-{status}") == status
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
+        assert lines == ["line 0", "line 1", "line 2"]
+
+
+def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):
+    proxy = Proxy(cluster.port)
+    monkeypatch.setenv("RAY_ADDRESS", proxy.address)
+    api = submit.Api(proxy.address)
+    say(api, "cut", lines=40, pause=0.2)
+
+    def cut_and_mend():
+        time.sleep(5)
+        proxy.cut()
+        time.sleep(2)
+        proxy.mend()
+
+    threading.Thread(target=cut_and_mend).start()
+    assert submit.follow(api, "cut") == 0
+    shown = capsys.readouterr()
+    assert "the connection was lost" in shown.err
+    assert [line for line in shown.out.splitlines() if line.startswith("line")] == [
+        f"line {n}" for n in range(40)
+    ]
+
+
+def test_leaving_a_job_and_ending_it(cluster, capsys):
+    """Ctrl-C leaves it running, its name is taken as long as it does, `stop` ends it, and the name continues."""
+    api = submit.Api(cluster.address)
+    say(api, "long", lines=1000, pause=0.2)
+    command = [sys.executable, "-m", "pipeline.submit", "logs", "long"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as follower:
+        assert any(line.startswith("line 1") for line in follower.stdout)
+        follower.send_signal(signal.SIGINT)
+        _, message = follower.communicate(timeout=60)
+        assert follower.returncode == 130
+    assert "make logs NAME=long" in message and "make stop NAME=long" in message
+    with pytest.raises(InputError, match="'long' is running on this cluster already"):
+        submit.next_attempt(api, "long")
+    assert submit.main(["stop", "long"]) == 0
+    assert submit.follow(api, "long") == 1
+    assert "long stopped" in capsys.readouterr().err
+    assert submit.next_attempt(api, "long") == ("long.2", 2)
+    assert submit.main(["logs", "nobody"]) == 2
+    assert "no job 'nobody'" in capsys.readouterr().err
+
+
+def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
+    """`RAY_ADDRESS=http://... python -m pipeline sft`: uploaded, trained, registered; wrong rows end it with status 2."""
+    short = ["gate={}", "trainer.max_steps=1", "trainer.eval_on_start=false", "trainer.eval_strategy=no"]
+    arguments = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}/runs", "run.name=far", *short]
+    assert main(arguments) == 0
+    shown = capfd.readouterr().out
+    assert "submitting far to" in shown and "step 1/1" in shown and "registered rlhf-sft v1" in shown
+    assert (tmp_path / "runs/far/result.json").exists()
+    wrong = [*arguments, "run.name=wrong", "data.train=jobs/demo/data/preferences.jsonl"]
+    assert main(wrong) == 2
+    assert "rows cannot be used" in capfd.readouterr().out
