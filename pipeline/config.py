@@ -59,6 +59,7 @@ class Run:
     max_failures: int = 0  # restarts after lost workers; -1: without end
     num_to_keep: int = 2  # checkpoints
     fresh: bool = False  # start anew although a run of this name exists
+    report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,7 @@ class Worker:
         verify: Callable[[str], None] | None = None,
         facts: dict[str, Any] | None = None,
         samples: list[dict[str, Any]] | None = None,
+        tables: dict[str, list[dict[str, Any]]] | None = None,
     ) -> dict[str, Any]:
         """Saves the adapter, proves that it reloads as it was, and commits it as the run's last checkpoint.
 
@@ -160,6 +161,7 @@ class Worker:
             verify: raises if the adapter in that folder does not behave like the one in memory (on rank 0).
             facts: further entries of lineage.json, e.g. the reward's mean and standard deviation.
             samples: prompts with replies before and after, for result.json.
+            tables: further rows for the report, each kept as NAME.json beside the adapter.
         """
         # PPO resets the system's own peak figure at each of its phases and keeps the highest itself (GiB).
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
@@ -178,8 +180,9 @@ class Worker:
             if self.metrics:
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
                 self.metrics.log(held_out, self.step)
-            with open(os.path.join(final, OUTCOME), "w", encoding="utf-8") as file:
-                json.dump(outcome, file)
+            for name, content in {"outcome": outcome, **(tables or {})}.items():
+                with open(os.path.join(final, f"{name}.json"), "w", encoding="utf-8") as file:
+                    json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final", metrics)
         return outcome
 

@@ -1,0 +1,343 @@
+"""The page: one self-contained HTML file about one run, or about several, with everything in it escaped."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pipeline.config import OPERATORS, parse_gate
+from pipeline.data.report import KINDS
+from pipeline.report import pairs, plots
+from pipeline.report.gather import Node, Run, lineage
+from pipeline.report.panels import GROUPS, Panel
+from pipeline.report.plots import Draw, number
+
+STAGES = {
+    "sft": "Supervised fine-tuning",
+    "rm": "Reward model",
+    "dpo": "Direct preference optimisation",
+    "ppo": "PPO",
+    "evaluate": "Evaluation",
+}
+# What a reader looks at first: (what it is, metric before, metric after, unit).
+HEADLINES = {
+    "sft": (
+        ("held-out loss", "before_loss", "eval_loss", ""),
+        ("tokens predicted", "before_mean_token_accuracy", "eval_mean_token_accuracy", "%"),
+    ),
+    "rm": (
+        ("held-out pairs right", "before_accuracy", "eval_accuracy", "%"),
+        ("margin", "before_margin", "eval_margin", ""),
+    ),
+    "dpo": (
+        ("held-out pairs right", "", "eval_rewards/accuracies", "%"),
+        ("held-out loss", "before_loss", "eval_loss", ""),
+        ("margin", "", "eval_rewards/margins", ""),
+    ),
+    "ppo": (
+        ("judge", "before_judge", "eval_judge", ""),
+        ("reward", "before_reward", "eval_reward", ""),
+        ("replies preferred to before", "", "eval_win_rate", "%"),
+        ("KL", "", "eval_kl", "nats a reply"),
+        ("length", "before_length", "eval_length", "tokens"),
+    ),
+    "evaluate": (
+        ("preferred by the judge", "", "eval_judge_win_rate", "%"),
+        ("preferred by the reward", "", "eval_win_rate", "%"),
+        ("reward", "before_reward", "eval_reward", ""),
+        ("KL", "", "eval_kl", "nats a reply"),
+        ("reward model, pairs right", "", "eval_rm_accuracy", "%"),
+    ),
+}
+OVERVIEW = (("rm", 0), ("dpo", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
+BOX, GAP, ROW = 178, 74, 104  # of the lineage graph: width of a box, between columns, height of a row
+
+
+def render(runs: list[Run]) -> str:
+    """The page as text."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("pipeline.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.jinja").render(
+        title=title(runs),
+        runs=[section(run, f"r{i}", Markup) for i, run in enumerate(runs)],
+        cards=overview(runs) if len(runs) > 1 else cards(runs[0]),
+        compared=[comparison(same, Markup) for same in _same_stage(runs)],
+        graph=graph(lineage(runs)),
+    )
+
+
+def title(runs: list[Run]) -> str:
+    return runs[0].name if len(runs) == 1 else " → ".join(dict.fromkeys(run.stage for run in runs))
+
+
+def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
+    """Everything that the page says about one run, as plain data for the template."""
+    return {
+        "run": run,
+        "anchor": anchor,
+        "stage": STAGES.get(run.stage, run.stage),
+        "cards": cards(run),
+        "facts": facts(run),
+        "gate": gate(run),
+        "groups": groups(run, anchor, safe),
+        "samples": run.result.get("samples", []),
+        "data": data_tables(run),
+        "rows": [marked(text, safe) for text in _data(run).get("samples", [])],
+        "job": as_yaml(run.job),
+        "versions": run.result.get("versions") or {},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+def cards(run: Run) -> list[dict[str, str]]:
+    """The headline of a run: at most five figures and what it took."""
+    found = [card for entry in HEADLINES.get(run.stage, ()) if (card := _card(run, *entry))]
+    if run.pairs:
+        found.append(
+            {
+                "label": "calibration error",
+                "value": _shown(pairs.calibration_error(run.pairs), "%"),
+                "was": "",
+            }
+        )
+        bias = pairs.length_bias(run.pairs)["correlation"]
+        found.append({"label": "margin to length, correlation", "value": number(bias), "was": ""})
+    if seconds := run.result.get("seconds") or run.failure.get("seconds"):
+        found.append({"label": "in all", "value": duration(seconds), "was": ""})
+    return found
+
+
+def overview(runs: list[Run]) -> list[dict[str, str]]:
+    """The headline of several runs: what each stage brought, and the time of all."""
+    newest = {run.stage: run for run in runs}
+    found = []
+    for stage, index in OVERVIEW:
+        if stage in newest and (card := _card(newest[stage], *HEADLINES[stage][index])):
+            found.append({**card, "label": f"{stage}: {card['label']}"})
+    seconds = sum(run.result.get("seconds", 0.0) for run in runs)
+    return [*found[:5], {"label": "in all", "value": duration(seconds), "was": ""}]
+
+
+def _card(run: Run, label: str, before: str, after: str, unit: str) -> dict[str, str] | None:
+    if after not in run.metrics:
+        return None
+    was = run.metrics.get(before)
+    value = _shown(run.metrics[after], unit)
+    return {
+        "label": f"{label}, {unit}" if unit not in ("", "%") else label,
+        "value": value,
+        "was": _shown(was, unit) if was is not None else "",
+    }
+
+
+def _shown(value: float, unit: str) -> str:
+    return f"{100 * value:.1f} %" if unit == "%" else number(value)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    )
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """What the run is, as (what, value) pairs."""
+    model, result = run.job.get("model", {}), run.result
+    found = [("base", " ".join(filter(None, (model.get("name_or_path"), model.get("revision")))))]
+    found += [(role, reference) for role, reference in run.inputs.items()]
+    if result.get("version"):
+        alias = f" @{result['alias']}" if result.get("alias") else " (no alias)"
+        found.append(("registered", f"{result['registered_model']} v{result['version']}{alias}"))
+    scaling = run.job.get("scaling", {})
+    workers = scaling.get("num_workers", 1)
+    found.append(("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"))
+    if peak := result.get("peak_memory_bytes"):
+        found.append(("peak memory", f"{peak / 2**30:.2f} GiB in the largest worker"))
+    if seconds := result.get("train_seconds"):
+        found.append(("training", f"{duration(seconds)} of {duration(result['seconds'])}"))
+    if run.run_id:
+        found.append(("MLflow run", run.run_id))
+    if run.folder:
+        found.append(("folder", run.folder))
+    return found
+
+
+def gate(run: Run) -> list[dict[str, Any]]:
+    """Each condition of the gate with the figure that it met."""
+    found = []
+    for metric, condition in run.job.get("gate", {}).items():
+        symbol, threshold = parse_gate(condition)
+        value = run.result.get("metrics", {}).get(metric)
+        holds = None if not run.result else value is not None and OPERATORS[symbol](value, threshold)
+        found.append({"metric": metric, "condition": condition, "value": number(value), "holds": holds})
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ plots
+
+
+def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[tuple[Panel, Draw]]]]:
+    """{group: (its question, its panels that have something to show)} of one run, or of runs of one stage compared."""
+    stage = next(iter(runs.values())).stage
+    axis = "update" if stage == "ppo" else "step"
+    histories = {name: run.history for name, run in runs.items()}
+    found = {}
+    for name, (question, panels) in GROUPS.items():
+        made = [
+            (panel, draw) for panel in panels if (draw := plots.curve(panel, histories, axis)) is not None
+        ]
+        if made:
+            found[name] = (question, made)
+    return found
+
+
+def pictures(run: Run) -> dict[str, bytes]:
+    """{file name: PNG} of a run: one for each group of panels."""
+    found = {
+        f"{name}.png": plots.png([draw for _, draw in made]) for name, (_, made) in drawn({"": run}).items()
+    }
+    if run.pairs:
+        found["pairs.png"] = plots.png([draw for draw, _ in pairs.drawings(run.pairs).values()])
+    return found
+
+
+def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
+    found = []
+    if run.pairs:
+        named = [(title, note, draw) for title, (draw, note) in pairs.drawings(run.pairs).items()]
+        question = f"What do {len(run.pairs):,} held-out pairs say about the scores?"
+        found.append({"question": question, "panels": _panels(named, f"{anchor}-pairs", safe)})
+    for name, (question, made) in drawn({"": run}).items():
+        named = [(panel.title, panel.note, draw) for panel, draw in made]
+        found.append({"question": question, "panels": _panels(named, f"{anchor}-{name}", safe)})
+    return found
+
+
+def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
+    """Runs of one stage over each other."""
+    made = [one for _, panels in drawn({run.name: run for run in runs}).values() for one in panels]
+    named = [(panel.title, panel.note, draw) for panel, draw in made if panel.kind == "lines"]
+    rows = [
+        {"name": run.name, "cards": {card["label"]: card["value"] for card in cards(run)}} for run in runs
+    ]
+    return {
+        "stage": STAGES.get(runs[0].stage, runs[0].stage),
+        "panels": _panels(named, f"c-{runs[0].stage}", safe),
+        "rows": rows,
+        "columns": list(dict.fromkeys(label for row in rows for label in row["cards"])),
+    }
+
+
+def _same_stage(runs: list[Run]) -> list[list[Run]]:
+    stages = dict.fromkeys(run.stage for run in runs)
+    found = [[run for run in runs if run.stage == stage] for stage in stages]
+    return [same for same in found if len(same) > 1]
+
+
+def _panels(named: Iterable[tuple[str, str, Draw]], prefix: str, safe: Any) -> list[dict[str, Any]]:
+    return [
+        {"svg": safe(plots.svg(draw, f"{prefix}-{i}", f"{title}. {note}")), "note": note}
+        for i, (title, note, draw) in enumerate(named)
+    ]
+
+
+# ------------------------------------------------------------------------------------------- data, job, lineage
+
+
+def _data(run: Run) -> dict[str, Any]:
+    return (run.result.get("data") or {}).get("report") or {}
+
+
+def data_tables(run: Run) -> list[dict[str, Any]]:
+    """One entry a split: what was read, kept, dropped and why, and how long the rows are."""
+    report, digests = _data(run), (run.result.get("data") or {}).get("digests", {})
+    found = []
+    for name, split in report.get("splits", {}).items():
+        dropped = [(KINDS.get(why, why), count) for why, count in sorted(split["dropped"].items())]
+        lengths = {
+            label: split[key] for label, key in (("prompt", "prompt_tokens"), ("reply", "reply_tokens"))
+            if split[key].get("max")
+        }  # fmt: skip
+        source = run.job.get("data", {}).get(name) or run.job.get("data", {}).get("train")
+        found.append(
+            {
+                "name": name,
+                "source": source,
+                "digest": digests.get(name, "")[:12],
+                "dropped": dropped,
+                "lengths": lengths,
+            }
+            | {key: split[key] for key in ("read", "kept", "truncated", "tokens")}
+        )
+    return found
+
+
+def marked(text: str, safe: Any) -> Any:
+    """A row as the model saw it, escaped, with its trained tokens (between ⟦ and ⟧) as <mark>."""
+    from markupsafe import escape
+
+    return safe(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(text))))
+
+
+def as_yaml(job: dict[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(job, sort_keys=False, allow_unicode=True, width=100)
+
+
+def graph(nodes: list[Node]) -> dict[str, Any]:
+    """The lineage as boxes and arrows with coordinates, for the template's <svg>."""
+    for_key = {node.key: node for node in nodes}
+
+    def left(node: Node) -> float:
+        return 8 + node.depth * (BOX + GAP)
+
+    def top(node: Node) -> float:
+        return 8 + node.row * ROW
+
+    def middle(node: Node) -> float:
+        return top(node) + height(node) / 2
+
+    def height(node: Node) -> float:
+        return 28 + 16 * len(node.lines)
+
+    arrows = []
+    for node in nodes:
+        for key, role in node.parents.items():
+            x1, y1 = left(for_key[key]) + BOX, middle(for_key[key])
+            x2, y2 = left(node) - 7, middle(node)
+            bend = (x2 - x1) / 2
+            arrows.append(
+                {
+                    "path": f"M{x1:.0f} {y1:.0f}C{x1 + bend:.0f} {y1:.0f} {x2 - bend:.0f} {y2:.0f} {x2:.0f} {y2:.0f}",
+                    "role": role, "x": round((x1 + x2) / 2), "y": round((y1 + y2) / 2 - 6),
+                }
+            )  # fmt: skip
+    boxes = [
+        {
+            "x": left(n), "y": top(n), "height": height(n), "title": _short(n.title), "kind": n.kind,
+            "lines": [_short(line, 27) for line in n.lines], "full": n.key,
+        }
+        for n in nodes
+    ]  # fmt: skip
+    return {
+        "boxes": boxes,
+        "arrows": arrows,
+        "box": BOX,
+        "width": max((left(n) + BOX + 8 for n in nodes), default=0),
+        "height": max((top(n) + height(n) + 8 for n in nodes), default=0),
+    }
+
+
+def _short(text: str, width: int = 25) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
