@@ -13,7 +13,7 @@ from running import ROOT, client, stage
 from pipeline import registry, report
 from pipeline.__main__ import main
 from pipeline.config import load_job
-from pipeline.report import gather, pairs, panels, plots
+from pipeline.report import gather, panels, plots, preferences
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SCRIPT = "<script>alert('x')</script> & \"quotes\" $x^2$"
@@ -85,6 +85,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True):
         "checkpoint": str(store / job.run.name / "final"),
         "mlflow_run_id": run_id,
         "tracking_uri": registry.tracking_uri(job),
+        "adapter": str(store / job.run.name / "adapter") if publish else None,
         "registered_model": version and version.name,
         "version": version and version.version,
         "alias": version and version.alias,
@@ -367,24 +368,28 @@ def pair(margin, longer=0):
     return {"chosen": margin, "rejected": 0.0, "chosen_tokens": 10 + longer, "rejected_tokens": 10}
 
 
-def test_calibration_is_the_share_that_was_right():
-    # Two bins: ten pairs at |margin| 0 of which half are right... and ten at log 9, predicted 0.9, of which nine are.
-    unsure = [pair(0.001 * (-1) ** i) for i in range(10)]
-    sure = [pair(math.log(9) * (-1 if i == 0 else 1)) for i in range(10)]
-    (low, seen, n), (high, seen_high, _) = pairs.calibration(sure + unsure, bins=2)
-    assert (low, seen, n) == (pytest.approx(0.5, abs=1e-3), 0.5, 10)
-    assert (high, seen_high) == (pytest.approx(0.9), 0.9)
-    assert pairs.calibration_error(sure + unsure, bins=2) == pytest.approx(0.0, abs=1e-3)
-    overconfident = [pair(math.log(9) * (-1) ** i) for i in range(10)]
-    assert pairs.calibration_error(overconfident, bins=2) == pytest.approx(0.4)
+def test_the_figures_of_pairs():
+    sure = [
+        pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)
+    ]  # says 0.9, and is right so often
+    found = preferences.summary(sure)
+    assert (found["accuracy"], found["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
+    assert found["margin to length, correlation"] is None  # all are longer by two tokens
+    assert found["accuracy where the chosen reply is longer"] == 0.9
+    assert found["accuracy where the chosen reply is shorter"] is None
+    boasting = [pair(math.log(9) * (-1) ** i, longer=(-1) ** i) for i in range(10)]
+    found = preferences.summary(boasting)
+    assert found["calibration error"] == pytest.approx(0.4)
+    assert found["margin to length, correlation"] == pytest.approx(1.0)
+    assert found["accuracy where the chosen reply is shorter"] == 0.0
 
 
-def test_length_bias_is_a_correlation_and_two_accuracies():
-    found = pairs.length_bias([pair(1.0, 2), pair(-1.0, -2), pair(2.0, 4), pair(0.0, 0)])
-    assert found["correlation"] == pytest.approx(1.0)
-    assert (found["accuracy_longer"], found["accuracy_shorter"]) == (1.0, 0.0)
-    assert (found["pairs_longer"], found["pairs_shorter"]) == (2, 1)
-    assert pairs.length_bias([pair(1.0), pair(2.0)])["correlation"] == 0.0
+@pytest.mark.parametrize("count", [1, 2, 600])
+def test_any_number_of_pairs_can_be_drawn(count):
+    made = [pair(math.sin(i), longer=i % 5) for i in range(count)]
+    for title, (draw, note) in preferences.drawings(made).items():
+        assert preferences.picture(made, title).startswith(b"\x89PNG")
+        assert plots.svg(draw, "x", note).startswith("<svg ")
 
 
 def test_of_a_step_logged_twice_the_later_value_counts(store):
@@ -421,8 +426,14 @@ def test_a_stage_leaves_its_report(embedded_ray, tmp_path):
     html = (tmp_path / "real-rm/report.html").read_text()
     scores = json.loads((tmp_path / "real-rm/final/pairs.json").read_text())
     assert len(scores) == result["data"]["report"]["splits"]["eval"]["kept"]
-    assert pairs.accuracy(scores) == result["metrics"]["eval_accuracy"]
-    for words in ("Margins of the held-out pairs", "Calibration", "Length bias", "Pairs ranked right"):
+    assert preferences.summary(scores)["accuracy"] == result["metrics"]["eval_accuracy"]
+    for words in (
+        "Margins of the held-out pairs",
+        "Calibration",
+        "Length bias",
+        "Pairs ranked right",
+        "the lowest margins",
+    ):
         assert words in html
     logged = {f.path for f in client(tmp_path).list_artifacts(result["mlflow_run_id"])}
     assert {"report.html", "plots", "result.json"} <= logged

@@ -23,6 +23,9 @@ class Run:
     history: History = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # the final ones, else the newest
     pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (rm)
+    doubtful: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # the pairs with the lowest margins, as text (rm)
     failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
     run_id: str | None = None  # of MLflow
     uri: str | None = None
@@ -46,8 +49,8 @@ class Run:
 
     @property
     def version(self) -> str | None:
-        """`models:/name/3`, what the run registered."""
-        if not self.result.get("version"):
+        """`models:/name/3`, what the run registered; None for an evaluation, which may name the one that it promoted."""
+        if not self.result.get("version") or not self.result.get("adapter"):
             return None
         return f"models:/{self.result['registered_model']}/{self.result['version']}"
 
@@ -88,7 +91,9 @@ def _from_folder(folder: str) -> Run:
     run.uri = result.get("tracking_uri") or failure.get("tracking_uri") or _uri(job)
     run.run_id = result.get("mlflow_run_id") or failure.get("mlflow_run_id")
     if result.get("checkpoint"):
-        run.pairs = _json(storage.join(folder, "final", "pairs.json")) or []
+        run.pairs, run.doubtful = (
+            _json(storage.join(folder, "final", f"{name}.json")) or [] for name in ("pairs", "doubtful")
+        )
     _add_history(run)
     return run
 

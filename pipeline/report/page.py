@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.config import OPERATORS, parse_gate
 from pipeline.data.report import KINDS
-from pipeline.report import pairs, plots
+from pipeline.report import plots, preferences
 from pipeline.report.gather import Node, Run, lineage
 from pipeline.report.panels import GROUPS, Panel
 from pipeline.report.plots import Draw, number
@@ -49,6 +49,7 @@ HEADLINES = {
     ),
 }
 OVERVIEW = (("rm", 0), ("dpo", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
+FEW = 8  # panels that need no headings between them
 BOX, GAP, ROW = 178, 74, 104  # of the lineage graph: width of a box, between columns, height of a row
 
 
@@ -87,6 +88,7 @@ def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
         "gate": gate(run),
         "groups": groups(run, anchor, safe),
         "samples": run.result.get("samples", []),
+        "doubtful": run.doubtful,
         "data": data_tables(run),
         "rows": [marked(text, safe) for text in _data(run).get("samples", [])],
         "job": as_yaml(run.job),
@@ -101,17 +103,12 @@ def cards(run: Run) -> list[dict[str, str]]:
     """The headline of a run: at most five figures and what it took."""
     found = [card for entry in HEADLINES.get(run.stage, ()) if (card := _card(run, *entry))]
     if run.pairs:
-        found.append(
-            {
-                "label": "calibration error",
-                "value": _shown(pairs.calibration_error(run.pairs), "%"),
-                "was": "",
-            }
-        )
-        bias = pairs.length_bias(run.pairs)["correlation"]
-        found.append({"label": "margin to length, correlation", "value": number(bias), "was": ""})
+        held_out = preferences.summary(run.pairs)
+        for label, unit in (("calibration error", "%"), ("margin to length, correlation", "")):
+            if (value := held_out[label]) is not None:
+                found.append({"label": label, "value": _shown(value, unit), "was": ""})
     if seconds := run.result.get("seconds") or run.failure.get("seconds"):
-        found.append({"label": "in all", "value": duration(seconds), "was": ""})
+        found.append({"label": "wall clock", "value": duration(seconds), "was": ""})
     return found
 
 
@@ -123,7 +120,7 @@ def overview(runs: list[Run]) -> list[dict[str, str]]:
         if stage in newest and (card := _card(newest[stage], *HEADLINES[stage][index])):
             found.append({**card, "label": f"{stage}: {card['label']}"})
     seconds = sum(run.result.get("seconds", 0.0) for run in runs)
-    return [*found[:5], {"label": "in all", "value": duration(seconds), "was": ""}]
+    return [*found[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]
 
 
 def _card(run: Run, label: str, before: str, after: str, unit: str) -> dict[str, str] | None:
@@ -207,19 +204,23 @@ def pictures(run: Run) -> dict[str, bytes]:
         f"{name}.png": plots.png([draw for _, draw in made]) for name, (_, made) in drawn({"": run}).items()
     }
     if run.pairs:
-        found["pairs.png"] = plots.png([draw for draw, _ in pairs.drawings(run.pairs).values()])
+        found["pairs.png"] = plots.png([draw for draw, _ in preferences.drawings(run.pairs).values()])
     return found
 
 
 def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
     found = []
     if run.pairs:
-        named = [(title, note, draw) for title, (draw, note) in pairs.drawings(run.pairs).items()]
+        named = [(title, note, draw) for title, (draw, note) in preferences.drawings(run.pairs).items()]
         question = f"What do {len(run.pairs):,} held-out pairs say about the scores?"
         found.append({"question": question, "panels": _panels(named, f"{anchor}-pairs", safe)})
-    for name, (question, made) in drawn({"": run}).items():
+    curves = drawn({"": run})
+    if sum(len(made) for _, made in curves.values()) <= FEW:
+        curves = {"curves": ("Curves", [one for _, made in curves.values() for one in made])}
+    for name, (question, made) in curves.items():
         named = [(panel.title, panel.note, draw) for panel, draw in made]
-        found.append({"question": question, "panels": _panels(named, f"{anchor}-{name}", safe)})
+        if named:
+            found.append({"question": question, "panels": _panels(named, f"{anchor}-{name}", safe)})
     return found
 
 

@@ -68,7 +68,9 @@ def train(worker: Worker) -> dict[str, Any]:
         save=save,
         verify=lambda folder: training.verify_reload(trainer, folder, probe),
         facts={"reward": {"mean": mean, "std": std}},
-        tables={"pairs": pairs} if held_out is not None else None,
+        tables={"pairs": pairs, "doubtful": doubtful(worker, held_out, pairs)}
+        if held_out is not None
+        else None,
     )
 
 
@@ -99,3 +101,24 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any, limit: int = 4096) -> l
         torch.distributed.all_gather_object(gathered, scored)
     # Rank r has the pairs r, r + world, ...
     return [part[i] for i in range(len(gathered[0])) for part in gathered if i < len(part)]
+
+
+def doubtful(
+    worker: Worker, rows: Any, pairs: list[dict[str, float]], count: int = 8
+) -> list[dict[str, Any]]:
+    """The pairs with the lowest margins as text: what the model gets wrong, or what is wrong in the data."""
+    from pipeline.data.formats import shared_length
+
+    found = []
+    for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[:count]:
+        chosen, rejected = rows[index]["chosen_ids"], rows[index]["rejected_ids"]
+        shared = shared_length(chosen, rejected)
+        prompt, *replies = worker.tokenizer.batch_decode(
+            [chosen[:shared], chosen[shared:], rejected[shared:]], skip_special_tokens=True
+        )
+        sides = {
+            side: {"text": text, "score": pairs[index][side]}
+            for side, text in zip(("chosen", "rejected"), replies, strict=True)
+        }
+        found.append({"prompt": prompt, **sides})
+    return found

@@ -1,0 +1,73 @@
+"""Figures of an evaluation, as pure functions of plain numbers: intervals, calibration, correlation, diversity."""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Any
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def wilson(shares: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """The Wilson score interval of a mean of `shares`, which are 0 or 1 each (a tie may be 0.5).
+
+    (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927. It stays inside [0, 1] and is right for few rows and
+    near the ends, where the usual ± is not; with ties, whose variance is below p(1-p), it is a little too wide.
+    """
+    n, p = len(shares), mean(shares)
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def sigmoid(x: float) -> float:
+    """Without overflow for large negative x."""
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[dict[str, Any]]]:
+    """(expected calibration error, reliability bins) of a Bradley-Terry model on pairs, from score(chosen) - score(rejected).
+
+    The model says with probability sigmoid(|margin|), from 0.5 to 1, that the reply it prefers is the better one; it is right
+    where the margin is above 0. Bins are of equal width; the error is the mean over pairs of |accuracy - confidence| of
+    their bin (Guo et al. 2017).
+    """
+    said = [(sigmoid(abs(margin)), float(margin > 0)) for margin in margins]
+    table, error = [], 0.0
+    for i in range(bins):
+        low, high = 0.5 + 0.5 * i / bins, 0.5 + 0.5 * (i + 1) / bins
+        inside = [one for one in said if low <= one[0] < high or (i == bins - 1 and one[0] == 1.0)]
+        if not inside:
+            continue
+        confidence, accuracy = (mean(column) for column in zip(*inside, strict=True))
+        table.append(
+            {"low": low, "high": high, "pairs": len(inside), "confidence": confidence, "accuracy": accuracy}
+        )
+        error += len(inside) / len(said) * abs(accuracy - confidence)
+    return error, table
+
+
+def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """Pearson's; None where one side does not vary."""
+    x, y = mean(xs), mean(ys)
+    across = sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True))
+    spread = math.sqrt(sum((a - x) ** 2 for a in xs) * sum((b - y) ** 2 for b in ys))
+    return across / spread if spread > 0 else None
+
+
+def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
+    return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+
+
+def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:
+    """Different n-grams over all texts, divided by their number (Li et al. 2016); None if there are none."""
+    found = [gram for text in texts for gram in ngrams(text, n)]
+    return len(set(found)) / len(found) if found else None
+
+
+def repetition(text: Sequence[int], n: int = 4) -> float:
+    """The share of a text's n-grams that it has said before: 0 is none, near 1 is a loop."""
+    found = ngrams(text, n)
+    return 1 - len(set(found)) / len(found) if found else 0.0
