@@ -40,7 +40,7 @@ $(VENV)/.dev: $(PINS)
 $(VENV)/.notebook: $(PINS)
 	$(call install,.[notebook])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate validate test test-all bench lint format notebook ui
+.PHONY: help setup rlhf sft rm dpo ppo evaluate validate report test test-all bench lint format notebook ui
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -96,8 +96,12 @@ format: $(VENV)/.dev ## rewrite the sources in the format that `make lint` asks 
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-notebook: $(VENV)/.notebook ## JupyterLab in this environment
-	@$(PY) -m jupyterlab
+report: setup ## a page about a run, or several: make report RUN=runs/NAME
+	@$(PY) -m pipeline $@ $(RUN)
+
+notebook: $(VENV)/.notebook ## run notebooks/*.ipynb from top to bottom, and say how to open them
+	@$(PY) notebooks/execute.py $(NOTEBOOK)
+	@echo "To read and change them:  $(PY) -m jupyterlab notebooks"
 
 ui: setup ## MLflow's pages about the local runs, on http://127.0.0.1:5000 (PORT=...)
 	@mkdir -p runs

@@ -40,7 +40,7 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
     with cluster.session(job):
         work, rows, report = prepare(job, inputs)
-        print(report.render(), flush=True)
+        print(report.render(samples=not report.reused), flush=True)
         if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
             storage.remove(cluster.folder(job))
         storage.write_json(storage.join(cluster.folder(job), "job.json"), job.to_dict())

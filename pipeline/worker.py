@@ -40,7 +40,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
     work: Work = config["work"]
-    _quiet(work.job.stage)
+    quiet(work.job.stage)
     with contextlib.ExitStack() as stack:
         checkpoint = ray.train.get_checkpoint()
         resume = stack.enter_context(checkpoint.as_directory()) if checkpoint else None
@@ -53,13 +53,18 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         return outcome
 
 
-def _quiet(stage: str) -> None:
+def quiet(stage: str) -> None:
     """One name for a stage's lines in the driver's log, and none of the libraries' advice to developers."""
+    print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
+    print(f":actor_name:{stage}", file=sys.stderr, flush=True)
+    hush()
+
+
+def hush() -> None:
+    """None of the libraries' advice to developers, in a process that holds models."""
     import logging
     import warnings
 
-    print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
-    print(f":actor_name:{stage}", file=sys.stderr, flush=True)
     warnings.filterwarnings("ignore")
     for noisy in (
         "transformers",
@@ -128,8 +133,8 @@ class Worker:
         done = step - self.started[1]
         left = (now - self.started[0]) / done * (total - step) if done else None
         clock = f"  left {int(left // 60)}:{int(left % 60):02d}" if left is not None else ""
-        shown = "  ".join(f"{short(k)} {v:.4g}" for k, v in metrics.items() if k in SHOWN)
-        print(f"step {step}/{total}  {shown}{clock}", flush=True)
+        shown = "  ".join(f"{word} {metrics[k]:<8.4g}" for k, word in SHOWN.items() if k in metrics)
+        print(f"step {step:>{len(str(total))}}/{total}  {shown}{clock}", flush=True)
         self.metrics.log(metrics, step)
 
     def checkpoint(self, source: str, metrics: dict[str, float], step: int) -> None:
@@ -197,17 +202,28 @@ class Worker:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-# The few numbers that a line shows, in the words of TRL; everything else is in MLflow.
-SHOWN = (
-    "loss", "eval_loss", "mean_token_accuracy", "accuracy", "eval_accuracy", "margin", "rewards/accuracies",
-    "rewards/margins", "eval_rewards/accuracies", "objective/scores", "objective/kl", "objective/entropy",
-    "policy/clipfrac_avg", "loss/value_avg", "val/ratio", "completions/mean_length", "grad_norm",
-)  # fmt: skip
-
-
-def short(name: str) -> str:
-    """`objective/kl` -> `kl`: a line has room for a word, not for a path."""
-    return name.rpartition("/")[2].removesuffix("_avg")
+# The few numbers that a line shows, what matters most first, and their words; everything else is in MLflow.
+SHOWN = {
+    "loss": "loss",
+    "eval_loss": "held-out loss",
+    "accuracy": "accuracy",
+    "rewards/accuracies": "accuracy",
+    "eval_accuracy": "accuracy",
+    "eval_rewards/accuracies": "accuracy",
+    "mean_token_accuracy": "tokens right",
+    "eval_mean_token_accuracy": "tokens right",
+    "margin": "margin",
+    "rewards/margins": "margin",
+    "eval_margin": "margin",
+    "eval_rewards/margins": "margin",
+    "objective/scores": "score",
+    "objective/kl": "kl",
+    "objective/entropy": "entropy",
+    "completions/mean_length": "length",
+    "val/explained_variance": "explained",
+    "policy/clipfrac_avg": "clipped",
+    "grad_norm": "grad",
+}
 
 
 def peak_memory() -> int:

@@ -384,6 +384,23 @@ def test_the_figures_of_pairs():
     assert found["accuracy where the chosen reply is shorter"] == 0.0
 
 
+def test_a_token_pair_as_text():
+    from pipeline.models.tokenizer import load_tokenizer
+    from pipeline.stages.rm import as_text
+
+    tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
+    texts = ("The capital of Peru is Lima.", "The capital of Peru is Oslo.")
+    asked = {"role": "user", "content": "What is the capital of Peru?"}
+    sides = [
+        tokenizer.apply_chat_template([asked, {"role": "assistant", "content": text}], return_dict=False)
+        for text in texts
+    ]
+    assert as_text(tokenizer, *sides) == (asked["content"], *texts), (
+        "whole replies, although they begin alike"
+    )
+    assert as_text(tokenizer, *[tokenizer.encode(text) for text in texts])[1:] == (" Lima.", " Oslo.")
+
+
 @pytest.mark.parametrize("count", [1, 2, 600])
 def test_any_number_of_pairs_can_be_drawn(count):
     made = [pair(math.sin(i), longer=i % 5) for i in range(count)]

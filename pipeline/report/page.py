@@ -208,6 +208,11 @@ def pictures(run: Run) -> dict[str, bytes]:
     return found
 
 
+def picture(runs: dict[str, Run], group: str) -> bytes:
+    """A group of panels as a PNG: of one run, or of several of one stage drawn over each other, by their names."""
+    return plots.png([draw for _, draw in drawn(runs)[group][1]])
+
+
 def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
     found = []
     if run.pairs:
@@ -291,9 +296,15 @@ def marked(text: str, safe: Any) -> Any:
 
 
 def as_yaml(job: dict[str, Any]) -> str:
+    """The job as a file that runs it again: without the keys that say nothing."""
     import yaml
 
-    return yaml.safe_dump(job, sort_keys=False, allow_unicode=True, width=100)
+    said: dict[str, Any] = {
+        key: value for key, value in job.items() if value not in (None, {}, []) and key != "source"
+    }
+    for section in ("model", "data", "run", "mlflow"):
+        said[section] = {key: value for key, value in job.get(section, {}).items() if value is not None}
+    return yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=100)
 
 
 def graph(nodes: list[Node]) -> dict[str, Any]:
@@ -327,7 +338,7 @@ def graph(nodes: list[Node]) -> dict[str, Any]:
     boxes = [
         {
             "x": left(n), "y": top(n), "height": height(n), "title": _short(n.title), "kind": n.kind,
-            "lines": [_short(line, 27) for line in n.lines], "full": n.key,
+            "lines": [_short(line, 24) for line in n.lines], "full": n.key,
         }
         for n in nodes
     ]  # fmt: skip

@@ -53,13 +53,13 @@ STYLE: Any = {
 }
 
 
-def figure(draws: list[Draw], columns: int = 3) -> Any:
-    """A matplotlib figure of several panels, without the global state of pyplot."""
+def figure(draws: list[Draw]) -> Any:
+    """A matplotlib figure of several panels in two or three columns, without the global state of pyplot."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(columns, len(draws))
+    columns = 2 if len(draws) == 4 else min(3, len(draws))
     rows = -(-len(draws) // columns)
     with matplotlib.rc_context(STYLE):
         made = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
@@ -69,8 +69,8 @@ def figure(draws: list[Draw], columns: int = 3) -> Any:
     return made
 
 
-def png(draws: list[Draw], columns: int = 3) -> bytes:
-    made, out = figure(draws, columns), io.BytesIO()
+def png(draws: list[Draw]) -> bytes:
+    made, out = figure(draws), io.BytesIO()
     made.savefig(out, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return out.getvalue()
 

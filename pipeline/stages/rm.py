@@ -107,18 +107,33 @@ def doubtful(
     worker: Worker, rows: Any, pairs: list[dict[str, float]], count: int = 8
 ) -> list[dict[str, Any]]:
     """The pairs with the lowest margins as text: what the model gets wrong, or what is wrong in the data."""
-    from pipeline.data.formats import shared_length
-
     found = []
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[:count]:
-        chosen, rejected = rows[index]["chosen_ids"], rows[index]["rejected_ids"]
+        prompt, *replies = as_text(worker.tokenizer, rows[index]["chosen_ids"], rows[index]["rejected_ids"])
+        sides = zip(("chosen", "rejected"), replies, strict=True)
+        found.append(
+            {"prompt": prompt} | {side: {"text": t, "score": pairs[index][side]} for side, t in sides}
+        )
+    return found
+
+
+def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:
+    """Prompt and both replies of a token pair; a reply begins behind the template's last call for one."""
+    from pipeline.data.formats import shared_length
+
+    question = [{"role": "user", "content": "?"}]
+    before, _, call = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, tokenize=False
+    ).partition("?")
+    texts = [tokenizer.decode(ids).removeprefix(before) for ids in (chosen, rejected)]
+    if not call or not all(call in text for text in texts):  # raw text, without a template
         shared = shared_length(chosen, rejected)
-        prompt, *replies = worker.tokenizer.batch_decode(
+        parts = tokenizer.batch_decode(
             [chosen[:shared], chosen[shared:], rejected[shared:]], skip_special_tokens=True
         )
-        sides = {
-            side: {"text": text, "score": pairs[index][side]}
-            for side, text in zip(("chosen", "rejected"), replies, strict=True)
-        }
-        found.append({"prompt": prompt, **sides})
-    return found
+        return parts[0], parts[1], parts[2]
+    prompt, _, _ = texts[0].rpartition(call)
+    replies = [text.rpartition(call)[2] for text in texts]
+    for token in tokenizer.all_special_tokens:
+        replies = [reply.replace(token, "") for reply in replies]
+    return prompt, replies[0], replies[1]
