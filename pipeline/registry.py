@@ -280,7 +280,8 @@ def log_files(
     if plots:
         mlflow.log_artifacts(run_id, plots, "plots")
     if samples:
-        rows = [dict(_flatten(sample)) for sample in samples]
+        # MLflow's page takes a dot in a column's name for a path, and shows the column empty.
+        rows = [{key.replace(".", "_"): value for key, value in _flatten(sample)} for sample in samples]
         columns = dict.fromkeys(key for row in rows for key in row)
         mlflow.log_dict(
             run_id,

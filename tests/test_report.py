@@ -350,7 +350,7 @@ def test_a_finished_run_has_its_page_plots_and_samples_in_mlflow(runs, store):
     tag = json.loads(api.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
     assert tag == [{"path": "samples.json", "type": "table"}]
     table = pandas.read_json(api.download_artifacts(run_id, "samples.json"), orient="split")
-    assert table["after.judge"].tolist() == [1.0] and table["prompt"].tolist() == [SCRIPT]
+    assert table["after_judge"].tolist() == [1.0] and table["prompt"].tolist() == [SCRIPT]
 
 
 def test_a_report_that_cannot_be_drawn_is_said_and_no_more(runs, store, capsys):
