@@ -76,7 +76,10 @@ def noted_failure(job: Job, run_id: str, started: float) -> Iterator[None]:
             "mlflow_run_id": run_id,
             "tracking_uri": registry.tracking_uri(job),
         }
-        storage.write_json(path, failure)
+        try:
+            storage.write_json(path, failure)
+        except Exception as other:  # a full disk, say: the failure itself is what its user has to see
+            print(f"warning: {path} was not written ({type(other).__name__}: {other})", flush=True)
         raise
 
 
