@@ -251,6 +251,14 @@ def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
     assert "2 runs compared" in html
     kl = re.search(r'<svg[^>]*aria-label="KL from the reference.*?</svg>', html, re.DOTALL)[0]
     assert "one-ppo" in kl and "other-ppo" in kl
+    long = "a-run-with-a-long-name"
+    finish(store, begin(store, long), PPO_CURVES, {"eval_kl": 0.5}, publish=False)
+    kl_of_three = re.search(
+        r'<svg[^>]*aria-label="KL from the reference.*?</svg>',
+        page_of(store, "one-ppo", "other-ppo", long),
+        re.DOTALL,
+    )[0]
+    assert ">A<" in kl_of_three and ">C<" in kl_of_three and long not in kl_of_three
     assert "var(--c0)" in kl and "var(--c1)" in kl and "#0072b2" not in kl.lower()  # colours follow the page
 
 

@@ -114,12 +114,24 @@ def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
 
 
 def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
-    """Runs of one stage over each other."""
-    made = [one for _, panels in drawn({run.name: run for run in runs}).values() for one in panels]
-    named = [(panel.title, panel.note, draw) for panel, draw in made if panel.kind == "lines"]
+    """Runs of one stage over each other, long names as letters."""
+    letters = max(len(run.name) for run in runs) > 14
+    labels = [chr(ord("A") + i) if letters else run.name for i, run in enumerate(runs)]
+    groups = drawn(dict(zip(labels, runs, strict=True))).values()
+    named = [
+        (panel.title, panel.note, draw)
+        for _, panels in groups
+        for panel, draw in panels
+        if panel.kind == "lines"
+    ]
     rows = [
-        {"name": run.name, "cards": {card["label"]: card["value"] for card in headline.cards(run)}}
-        for run in runs
+        {
+            "name": run.name,
+            "label": label if letters else "",
+            "colour": f"var(--c{i % len(plots.COLOURS)})",
+            "cards": {card["label"]: card["value"] for card in headline.cards(run)},
+        }
+        for i, (label, run) in enumerate(zip(labels, runs, strict=True))
     ]
     return {
         "stage": STAGES.get(runs[0].stage, runs[0].stage),
@@ -217,13 +229,15 @@ def graph(nodes: list[Node]) -> dict[str, Any]:
             arrows.append(
                 {
                     "path": f"M{x1:.0f} {y1:.0f}C{x1 + bend:.0f} {y1:.0f} {x2 - bend:.0f} {y2:.0f} {x2:.0f} {y2:.0f}",
-                    "role": role, "x": round((x1 + x2) / 2), "y": round((y1 + y2) / 2 - 6),
+                    "role": role,
+                    # Beside its parent: in the middle the names of crossing arrows would meet.
+                    "x": round(x1 + 0.3 * (x2 - x1)), "y": round(y1 - 6),
                 }
             )  # fmt: skip
     boxes = [
         {
             "x": left(n), "y": top(n), "height": height(n), "title": _short(n.title), "kind": n.kind,
-            "lines": [_short(line, 24) for line in n.lines], "full": n.key,
+            "lines": [_short(line, 22) for line in n.lines], "full": n.key,
         }
         for n in nodes
     ]  # fmt: skip

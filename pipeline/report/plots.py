@@ -111,15 +111,18 @@ def curve(panel: Panel, runs: dict[str, History], axis: str) -> Draw | None:
     if not found:
         return None
     if len(found) > 1:  # runs are compared: one colour a run, and of each the line that says most
-        lines = {name: _last(lines) for name, lines in found.items()}
-        return lambda axes: _lines(axes, panel, lines, axis)
+        compared = {name: _telling(lines) for name, lines in found.items()}
+        return lambda axes: _lines(axes, panel, compared, axis)
     only = next(iter(found.values()))
     kind = {"stack": _stack, "band": _band}.get(panel.kind, _lines)
     return lambda axes: kind(axes, panel, only, axis)
 
 
-def _last(lines: History) -> Points:
-    return list(lines.values())[-1]
+def _telling(lines: History) -> Points:
+    """Of a panel's lines the one by which runs are compared: held-out, the highest, or the first one."""
+    return next(
+        (lines[name] for name in ("held-out", "highest so far") if name in lines), next(iter(lines.values()))
+    )
 
 
 def _frame(axes: Any, panel: Panel, axis: str) -> None:
