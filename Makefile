@@ -44,7 +44,7 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate test test-all bench lint format \
+.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate report test test-all bench lint format \
         notebook ui up status dashboard down jobs logs stop
 
 help: ## list the targets
@@ -119,8 +119,12 @@ format: $(VENV)/.dev ## rewrite the sources in the format that `make lint` asks 
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-notebook: $(VENV)/.notebook ## JupyterLab in this environment
-	@$(PY) -m jupyterlab
+report: setup ## a page about a run, or several: make report RUN=runs/NAME
+	@$(PY) -m pipeline $@ $(RUN)
+
+notebook: $(VENV)/.notebook ## run notebooks/*.ipynb from top to bottom, and say how to open them
+	@$(PY) notebooks/execute.py $(NOTEBOOK)
+	@echo "To read and change them:  $(PY) -m jupyterlab notebooks"
 
 ui: setup ## MLflow's pages on http://127.0.0.1:5000 (PORT=...): of the local runs, with RAY_ADDRESS of the cluster's
 ifdef RAY_ADDRESS

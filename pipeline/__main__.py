@@ -12,7 +12,7 @@ import importlib
 import sys
 import traceback
 
-from pipeline.errors import Failure, InputError
+from pipeline.errors import Failure, InputError, causes
 
 VERBS = {
     "sft": "supervised fine-tuning on demonstrations",
@@ -29,6 +29,7 @@ VERBS = {
     "plan": "memory, time and money that a job will need, from shapes alone",
     "doctor": "one rollout and one minibatch of a ppo job, examined from all sides",
     "rlhf": "sft, rm, ppo and evaluate of a folder of jobs, on one Ray",
+    "report": "a page about a run, or several: curves, samples, lineage, data, job",
 }
 
 # Verbs that take another verb's job; None: they look at any.
@@ -63,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
             epilog=EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        if verb == "report":
+            one.add_argument(
+                "job", metavar="RUN", help="a run's folder, its name under runs/, or its MLflow id"
+            )
+            one.add_argument("overrides", nargs="*", metavar="RUN", help="further runs, on the same page")
+            continue
         if verb == "rlhf":
             one.add_argument(
                 "job", metavar="FOLDER", help="a folder with sft.yaml, rm.yaml, ppo.yaml and evaluate.yaml"
@@ -87,6 +94,9 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
     if verb == "rlhf":
         importlib.import_module("pipeline.stages.rlhf").run(path, overrides)
         return 0
+    if verb == "report":
+        importlib.import_module("pipeline.stages.report").run([path, *overrides])
+        return 0
     from pipeline.config import load_job
 
     job = load_job(path, overrides, JOBS_OF.get(verb, verb))
@@ -96,20 +106,10 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
 
 def input_error(error: BaseException) -> InputError | None:
     """The InputError inside what Ray wrapped around it on its way from a worker to the driver."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop(0)
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        # RayTaskError holds `cause` (and may itself pass for an InputError, with a traceback as its text); Ray Train's
-        # errors hold `worker_failures`, each of them `_base_exc`.
-        cause = getattr(one, "cause", None)
-        if isinstance(one, InputError) and not isinstance(cause, InputError):
+    for one in causes(error):
+        # A RayTaskError may itself pass for an InputError, with a traceback as its text.
+        if isinstance(one, InputError) and not isinstance(getattr(one, "cause", None), InputError):
             return one
-        waiting += [cause, getattr(one, "_base_exc", None), one.__cause__]
-        waiting += getattr(one, "worker_failures", {}).values()
     return None
 
 

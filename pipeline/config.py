@@ -62,6 +62,7 @@ class Run:
     num_to_keep: int = 2  # checkpoints
     fresh: bool = False  # start anew although a run of this name exists
     port: int = 8000  # `serve` listens here, on 127.0.0.1; 0: any free one
+    report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
 
 
 @dataclass(frozen=True)

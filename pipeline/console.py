@@ -46,6 +46,18 @@ def show(data: dict[str, Any]) -> None:
             print(prefix + line, file=sink, flush=True)
 
 
+def quiet() -> None:
+    """For a notebook, before it imports anything heavy: neither progress bars nor the libraries' advice to developers."""
+    import logging
+    import os
+
+    from pipeline import cluster, worker
+
+    os.environ.update(cluster.ENVIRONMENT)
+    worker.hush()
+    logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # asks for ipywidgets
+
+
 def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
     """Prompts with the replies before and after, and their scores, as aligned text."""
     lines = []

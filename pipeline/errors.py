@@ -1,5 +1,7 @@
 """Errors that speak for themselves: the command line prints their message. All others keep their traceback."""
 
+from collections.abc import Iterator
+
 
 class InputError(Exception):
     """The job file or the data is wrong; the command line prints the message and exits with status 2.
@@ -11,3 +13,27 @@ class InputError(Exception):
 
 class Failure(Exception):
     """Something that was to be proved does not hold; the command line prints the message and exits with status 1."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and all that is inside it, outermost first: what Ray wrapped around it on its way from a worker.
+
+    RayTaskError holds `cause`; Ray Train's errors hold `worker_failures`, each of them `_base_exc`.
+    """
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [getattr(one, "cause", None), getattr(one, "_base_exc", None), one.__cause__]
+        waiting += getattr(one, "worker_failures", {}).values()
+
+
+def summary(error: BaseException) -> str:
+    """One line: type and message of what is at the bottom of an error."""
+    last = list(causes(error))[-1]
+    message = str(last).strip().splitlines()
+    return f"{type(last).__name__}: {message[0] if message else 'no message'}"[:1000]

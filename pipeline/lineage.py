@@ -8,6 +8,7 @@ one whose base is not the job's base.
 import hashlib
 import json
 import os
+import platform
 from importlib.metadata import version
 from typing import Any
 
@@ -35,9 +36,14 @@ def describe(
         "chat_template": template_digest(tokenizer),
         "parents": parents,
         "data": data,
-        "versions": {name: version(name) for name in LIBRARIES},
+        "versions": versions(),
         **more,
     }
+
+
+def versions() -> dict[str, str]:
+    """{library: version} of what decides the numbers of a run, and of Python."""
+    return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
 
 
 def write(folder: str, lineage: dict[str, Any]) -> None:

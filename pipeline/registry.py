@@ -13,6 +13,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline import storage
@@ -36,15 +37,24 @@ class Version:
 
 def tracking_uri(job: Job) -> str:
     """The tracking server of a job: its own, the environment's, or a SQLite file beside the runs."""
-    uri = job.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return uri_of(job.mlflow.tracking_uri, job.run.storage_path)
+
+
+def uri_of(given: str | None, storage_path: str) -> str:
+    """The same from the two keys of a job that decide it.
+
+    Raises:
+        InputError: when the runs lie in a bucket and no server is named.
+    """
+    uri = given or os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
         return uri
-    if storage.is_remote(job.run.storage_path):
+    if storage.is_remote(storage_path):
         raise InputError(
-            f"mlflow.tracking_uri: missing; with run.storage_path={job.run.storage_path} there is no local folder for "
+            f"mlflow.tracking_uri: missing; with run.storage_path={storage_path} there is no local folder for "
             "a SQLite file. Name a tracking server, e.g. mlflow.tracking_uri=http://HEAD:5000"
         )
-    return f"sqlite:///{storage.absolute(job.run.storage_path)}/mlflow.db"
+    return f"sqlite:///{storage.absolute(storage_path)}/mlflow.db"
 
 
 def client(uri: str) -> Any:
@@ -201,6 +211,87 @@ class MetricLog:
 
 def _key(name: str) -> str:
     return "".join(c if c.isalnum() or c in "_-./ " else "_" for c in name)
+
+
+# ------------------------------------------------------------------------------------------------ reading back
+
+
+def find_run(uri: str, folder: str) -> str | None:
+    """The id of the newest MLflow run of a run folder; None if there is none."""
+    mlflow = client(uri)
+    found = mlflow.search_runs(
+        [experiment.experiment_id for experiment in mlflow.search_experiments()],
+        filter_string=f"tags.`pipeline.run` = '{folder}'",
+        max_results=1,
+        order_by=["start_time DESC"],
+    )
+    return found[0].info.run_id if found else None
+
+
+def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
+    """{metric: [(step, value)]} of a run, steps ascending; of a step that was logged twice, the later value."""
+    mlflow = client(uri)
+    found = {}
+    for name in mlflow.get_run(run_id).data.metrics:
+        points = sorted(mlflow.get_metric_history(run_id, name), key=lambda p: (p.step, p.timestamp))
+        found[name] = sorted({point.step: point.value for point in points}.items())
+    return found
+
+
+def recorded(uri: str, run_id: str) -> dict[str, Any]:
+    """What MLflow holds of a run: name, stage, status, folder, and its job and result as they were logged.
+
+    Raises:
+        InputError: when the server does not know the run.
+    """
+    from mlflow.exceptions import MlflowException
+
+    mlflow = client(uri)
+    try:
+        found = mlflow.get_run(run_id)
+    except MlflowException as error:
+        raise InputError(
+            f"{run_id}: no such run in {uri}; name its folder, or its server with MLFLOW_TRACKING_URI"
+        ) from error
+    tags = found.data.tags
+    logged = {file.path for file in mlflow.list_artifacts(run_id)}
+    kept = {
+        name: json.loads(Path(mlflow.download_artifacts(run_id, f"{name}.json")).read_text("utf-8"))
+        if f"{name}.json" in logged
+        else {}
+        for name in ("job", "result")
+    }
+    return {
+        "name": found.info.run_name,
+        "status": found.info.status,
+        "stage": tags.get("stage", "?"),
+        "folder": tags.get("pipeline.run"),
+        **kept,
+    }
+
+
+def log_files(
+    uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]], plots: str | None
+) -> None:
+    """Adds files, a folder of plots, and samples (as a table: one row a sample) to what a run's page shows."""
+    mlflow = client(uri)
+    for file in files:
+        mlflow.log_artifact(run_id, file)
+    if plots:
+        mlflow.log_artifacts(run_id, plots, "plots")
+    if samples:
+        # MLflow's page takes a dot in a column's name for a path, and shows the column empty.
+        rows = [{key.replace(".", "_"): value for key, value in _flatten(sample)} for sample in samples]
+        columns = dict.fromkeys(key for row in rows for key in row)
+        mlflow.log_dict(
+            run_id,
+            {"columns": list(columns), "data": [[row.get(c) for c in columns] for row in rows]},
+            "samples.json",
+        )
+        # What MLflow's table view looks for (the tag that MlflowClient.log_table sets, which would append on a rerun).
+        mlflow.set_tag(
+            run_id, "mlflow.loggedArtifacts", json.dumps([{"path": "samples.json", "type": "table"}])
+        )
 
 
 # --------------------------------------------------------------------------------------------------- versions
@@ -361,6 +452,17 @@ def _train_it(name: str) -> str:
     return (
         f"run `make {stage}` first" if stage in ("sft", "rm", "dpo", "ppo") else "train and register it first"
     )
+
+
+def version(reference: str, uri: str) -> dict[str, Any]:
+    """What is known about `models:/name/3`: name, version, aliases, and its tags with parents, data and versions parsed."""
+    mlflow = client(uri)
+    name, number = reference.removeprefix("models:/").split("/")
+    found = mlflow.get_model_version(name, number)
+    tags: dict[str, Any] = dict(found.tags)
+    for key in ("parents", "data", "versions"):
+        tags[key] = json.loads(tags.get(key, "{}"))
+    return {"name": name, "version": str(found.version), "aliases": sorted(found.aliases), "tags": tags}
 
 
 def fetch(reference: str, uri: str) -> str:

@@ -290,7 +290,7 @@ def _check_run(tree: Tree, job: Job) -> None:
             "run.name",
             f"found {show(run.name)}, expected letters, digits, `.`, `_` and `-`: it names a folder below run.storage_path",
         )
-    if run.name in ("data", "artifacts", "mlflow.db"):
+    if run.name in ("data", "artifacts", "report", "mlflow.db"):
         raise tree.error(
             "run.name",
             f"found {show(run.name)}, where run.storage_path keeps things of all runs; expected another name, "

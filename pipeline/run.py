@@ -6,15 +6,18 @@ Whatever can be wrong is found before the first worker starts, and nothing is wr
 adapter exists, reloads as it was saved, and has been compared with what the store gives back.
 """
 
+import contextlib
 import os
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job
-from pipeline.errors import InputError
+from pipeline.errors import InputError, summary
 from pipeline.fields import fields_of
 from pipeline.inputs import check_adapters, check_columns, pin_inputs
 from pipeline.rules import TRAINERS
@@ -39,11 +42,11 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
     with cluster.session(job):
         work, rows, report = prepare(job, inputs)
-        print(report.render(), flush=True)
+        print(report.render(samples=not report.reused), flush=True)
         if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
             storage.remove(cluster.folder(job))
         storage.write_json(storage.join(cluster.folder(job), "job.json"), job.to_dict())
-        with registry.run(job, work.digests) as run_id:
+        with registry.run(job, work.digests) as run_id, noted_failure(job, run_id, started):
             outcome = cluster.fit(replace(work, run_id=run_id), rows, train)
             version = None
             if job.mlflow.registered_model and outcome.adapter:
@@ -51,8 +54,35 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
                 version = registry.publish(job, run_id, outcome.adapter, outcome.metrics, facts)
             result = describe(job, work, report, outcome, version, run_id, time.monotonic() - started)
             storage.write_json(storage.join(cluster.folder(job), "result.json"), result)
-    say(result)
+    drawn = None
+    if job.run.report:
+        from pipeline import report as pages
+
+        drawn = pages.attach(result)
+    say(result, drawn)
     return result
+
+
+@contextlib.contextmanager
+def noted_failure(job: Job, run_id: str, started: float) -> Iterator[None]:
+    """Leaves failed.json in the folder of a run that fails, for its report; a run that goes on again removes it."""
+    path = storage.join(cluster.folder(job), "failed.json")
+    storage.remove_file(path)
+    try:
+        yield
+    except BaseException as error:
+        failure = {
+            "error": summary(error),
+            "traceback": "".join(traceback.format_exception(error))[-8000:],
+            "seconds": round(time.monotonic() - started, 2),
+            "mlflow_run_id": run_id,
+            "tracking_uri": registry.tracking_uri(job),
+        }
+        try:
+            storage.write_json(path, failure)
+        except Exception as other:  # a full disk, say: the failure itself is what its user has to see
+            print(f"warning: {path} was not written ({type(other).__name__}: {other})", flush=True)
+        raise
 
 
 def finished(job: Job) -> dict[str, Any] | None:
@@ -173,12 +203,17 @@ def describe(
         "seconds": round(seconds, 2),
         "train_seconds": round(outcome.seconds, 2),
         "peak_memory_bytes": outcome.peak_memory,
+        "versions": lineage.versions(),
         "job": job.to_dict(),
     }
 
 
-def say(result: dict[str, Any]) -> None:
-    """The end of a run: samples side by side, held-out figures before and after, the version, where it lies."""
+def say(result: dict[str, Any], drawn: str | None) -> None:
+    """The end of a run: samples side by side, held-out figures before and after, the version, where it lies.
+
+    Args:
+        drawn: where its report was drawn, or None.
+    """
     if result["samples"]:
         print("\n" + console.sample_table(result["samples"]) + "\n")
     metrics = result["metrics"]
@@ -191,4 +226,4 @@ def say(result: dict[str, Any]) -> None:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
         print(f"   registered {version}  (gate {version.gate})")
     where = storage.join(result["job"]["run"]["storage_path"], result["name"])
-    print(f"   {result['seconds']:.0f} s  {where}/result.json", flush=True)
+    print(f"   {result['seconds']:.0f} s  {where}/{'report.html' if drawn else 'result.json'}", flush=True)

@@ -98,6 +98,18 @@ def fetch_folder(path: str, into: str) -> str:
     return into
 
 
+def store_folder(local: str, path: str) -> None:
+    """Copies the files of a local folder into `path`."""
+    if not is_remote(path):
+        shutil.copytree(local, absolute(path), dirs_exist_ok=True)
+        return
+    import pyarrow.fs as pafs
+
+    fs, inner = filesystem(path)
+    fs.create_dir(inner, recursive=True)
+    pafs.copy_files(local, inner, destination_filesystem=fs)
+
+
 def remove(path: str) -> None:
     """Deletes a folder of a run that its user asked to start over; nothing happens when it is not there."""
     if not exists(path):
@@ -107,6 +119,13 @@ def remove(path: str) -> None:
         return
     fs, inner = filesystem(path)
     fs.delete_dir(inner)
+
+
+def remove_file(path: str) -> None:
+    """Deletes one file; nothing happens when it is not there."""
+    if exists(path):
+        fs, inner = filesystem(path)
+        fs.delete_file(inner)
 
 
 def require_writable(path: str) -> None:

@@ -155,8 +155,8 @@ class Worker(Host):
         done = step - self.started[1]
         left = (now - self.started[0]) / done * (total - step) if done else None
         clock = f"  left {int(left // 60)}:{int(left % 60):02d}" if left is not None else ""
-        shown = "  ".join(f"{short(k)} {v:.4g}" for k, v in metrics.items() if k in SHOWN)
-        print(f"step {step}/{total}  {shown}{clock}", flush=True)
+        shown = "  ".join(f"{word} {metrics[k]:<8.4g}" for k, word in SHOWN.items() if k in metrics)
+        print(f"step {step:>{len(str(total))}}/{total}  {shown}{clock}", flush=True)
         self.metrics.log(metrics, step)
 
     def checkpoint(self, source: str, metrics: dict[str, float], step: int) -> None:
@@ -178,6 +178,7 @@ class Worker(Host):
         verify: Callable[[str], None] | None = None,
         facts: dict[str, Any] | None = None,
         samples: list[dict[str, Any]] | None = None,
+        tables: dict[str, list[dict[str, Any]]] | None = None,
     ) -> dict[str, Any]:
         """Saves the adapter, proves that it reloads as it was, and commits it as the run's last checkpoint.
 
@@ -187,6 +188,7 @@ class Worker(Host):
             verify: raises if the adapter in that folder does not behave like the one in memory (on rank 0).
             facts: further entries of lineage.json, e.g. the reward's mean and standard deviation.
             samples: prompts with replies before and after, for result.json.
+            tables: further rows for the report, each kept as NAME.json beside the adapter.
         """
         # PPO resets the system's own peak figure at each of its phases and keeps the highest itself (GiB).
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
@@ -205,8 +207,9 @@ class Worker(Host):
             if self.metrics:
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
                 self.metrics.log(held_out, self.step)
-            with open(os.path.join(final, OUTCOME), "w", encoding="utf-8") as file:
-                json.dump(outcome, file)
+            for name, content in {"outcome": outcome, **(tables or {})}.items():
+                with open(os.path.join(final, f"{name}.json"), "w", encoding="utf-8") as file:
+                    json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final", metrics)
         return outcome
 
@@ -224,17 +227,28 @@ class Worker(Host):
             shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-# The few numbers that a line shows, in the words of TRL; everything else is in MLflow.
-SHOWN = (
-    "loss", "eval_loss", "mean_token_accuracy", "accuracy", "eval_accuracy", "margin", "rewards/accuracies",
-    "rewards/margins", "eval_rewards/accuracies", "objective/scores", "objective/kl", "objective/entropy",
-    "policy/clipfrac_avg", "loss/value_avg", "val/ratio", "completions/mean_length", "grad_norm",
-)  # fmt: skip
-
-
-def short(name: str) -> str:
-    """`objective/kl` -> `kl`: a line has room for a word, not for a path."""
-    return name.rpartition("/")[2].removesuffix("_avg")
+# The few numbers that a line shows, what matters most first, and their words; everything else is in MLflow.
+SHOWN = {
+    "loss": "loss",
+    "eval_loss": "held-out loss",
+    "accuracy": "accuracy",
+    "rewards/accuracies": "accuracy",
+    "eval_accuracy": "accuracy",
+    "eval_rewards/accuracies": "accuracy",
+    "mean_token_accuracy": "tokens right",
+    "eval_mean_token_accuracy": "tokens right",
+    "margin": "margin",
+    "rewards/margins": "margin",
+    "eval_margin": "margin",
+    "eval_rewards/margins": "margin",
+    "objective/scores": "score",
+    "objective/kl": "kl",
+    "objective/entropy": "entropy",
+    "completions/mean_length": "length",
+    "val/explained_variance": "explained",
+    "policy/clipfrac_avg": "clipped",
+    "grad_norm": "grad",
+}
 
 
 def peak_memory() -> int:

@@ -25,6 +25,7 @@ def stage(
             verb,
             job or f"jobs/demo/{verb}.yaml",
             "gate={}",
+            "run.report=false",  # two seconds of drawing
             f"run.storage_path={storage}",
             f"run.name={name}",
         ]

@@ -68,7 +68,7 @@ class Report:
         splits = {name: Split(**split) for name, split in value["splits"].items()}
         return cls(**{**value, "splits": splits})
 
-    def render(self) -> str:
+    def render(self, samples: bool = True) -> str:
         source = "reused from the cache" if self.reused else "made now"
         lines = [
             f"data for stage {self.stage}: at most {self.max_length} tokens a row, {source}, {self.seconds:.1f} s"
@@ -81,7 +81,7 @@ class Report:
             lines.append(f"  duplicates  {self.duplicates:,} rows equal to an earlier one (kept)")
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {row}" for row in self.skipped)]
-        if self.samples:
+        if self.samples and samples:
             lines += ["", "samples, the trained tokens between ⟦ and ⟧:"]
             for index, sample in enumerate(self.samples, 1):
                 lines += [f"--- {index} " + "-" * 66, sample]

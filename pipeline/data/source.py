@@ -11,6 +11,7 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import zlib
@@ -176,6 +177,12 @@ def plan(files: list[File], split: str, stage: str, chunk_bytes: int = CHUNK) ->
                 for start in starts
             ]
     return chunks
+
+
+def first_rows(spec: str | list[str], key: str, stage: str, count: int = 3) -> list[Any]:
+    """The first rows of a set as its files have them, to look at; `key` is what the job calls the set (`data.train`)."""
+    chunk = plan(find(spec, key), "train", stage)[0]
+    return [row for _, row, _ in itertools.islice(rows(chunk, hashlib.sha256()), count)]
 
 
 def read_head(file: File) -> bytes:

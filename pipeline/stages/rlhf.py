@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import cluster
+from pipeline import cluster, report
 from pipeline.config import STAGES, load_job
 from pipeline.errors import InputError
 from pipeline.stages import evaluate, ppo, rm, sft
@@ -39,7 +39,8 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
                     f"{results[-1]['gate']}; the next stage would not find it. Look at {results[-1]['checkpoint']}, or "
                     f"change the gate: {stage}.gate.METRIC=..."
                 )
-    print(table(results, time.monotonic() - started), flush=True)
+    page = report.together(results) if jobs["evaluate"].run.report else None
+    print(table(results, time.monotonic() - started, page), flush=True)
     return results
 
 
@@ -57,7 +58,7 @@ def _of(stage: str, overrides: list[str]) -> list[str]:
     return mine
 
 
-def table(results: list[dict[str, Any]], seconds: float) -> str:
+def table(results: list[dict[str, Any]], seconds: float, page: str | None) -> str:
     """Stage, metric, before, after, version, seconds; and where to look next."""
     rows = [("stage", "metric", "before", "after", "registered", "seconds")]
     for result in results:
@@ -80,6 +81,7 @@ def table(results: list[dict[str, Any]], seconds: float) -> str:
             *lines[1:],
             rule,
             f"{seconds:.0f} s in all. Look next at",
+            *([f"  {page}   curves, samples, lineage of all four, on one page"] if page else []),
             f"  {last['job']['run']['storage_path']}/{last['name']}/result.json   every number, and samples before and after",
             "  make ui                         curves and lineage in MLflow, at http://127.0.0.1:5000",
             '  jobs/demo/ppo.yaml              what to change, and what it does; then: make ppo ARGS="trainer.kl_coef=0.1"',

@@ -45,14 +45,15 @@ def train(worker: Worker) -> dict[str, Any]:
         processing_class=worker.tokenizer,
     )
     metrics = training.run(worker, trainer)
-    chosen, rejected = score_pairs(worker, trainer, held_out if held_out is not None else rows)
-    scores = chosen + rejected
+    pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows)
+    scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
     if held_out is not None:
         # Counted pair by pair: TRL's own figure is a mean over batches, in which a short last one weighs too much.
-        metrics["eval_accuracy"] = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
-        metrics["eval_margin"] = sum(c - r for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
+        margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
+        metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
+        metrics["eval_margin"] = sum(margins) / len(margins)
     probe = rows.select(range(min(4, len(rows))))["chosen_ids"]
 
     def save(folder: str) -> None:
@@ -67,30 +68,72 @@ def train(worker: Worker) -> dict[str, Any]:
         save=save,
         verify=lambda folder: training.verify_reload(trainer, folder, probe),
         facts={"reward": {"mean": mean, "std": std}},
+        tables={"pairs": pairs, "doubtful": doubtful(worker, held_out, pairs)}
+        if held_out is not None
+        else None,
     )
 
 
-def score_pairs(
-    worker: Worker, trainer: Any, rows: Any, limit: int = 4096
-) -> tuple[list[float], list[float]]:
-    """Scores of the chosen and of the rejected replies of at most `limit` pairs, shared out over the workers."""
+def score_pairs(worker: Worker, trainer: Any, rows: Any, limit: int = 4096) -> list[dict[str, float]]:
+    """The scores of at most `limit` pairs, in their order, shared out over the workers.
+
+    Returns:
+        {"chosen", "rejected"}: the scores; {"chosen_tokens", "rejected_tokens"}: lengths, of prompt and reply.
+    """
     import torch
 
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     mine = rows.select(range(worker.rank, min(limit, len(rows)), worker.world))
     size = trainer.args.per_device_eval_batch_size
-    scored: list[tuple[float, float]] = []
+    scored: list[dict[str, float]] = []
     for start in range(0, len(mine), size):
-        batch = trainer.data_collator(
-            [dict(r) for r in mine.select(range(start, min(start + size, len(mine))))]
-        )
+        part = [dict(row) for row in mine.select(range(start, min(start + size, len(mine))))]
+        batch = trainer.data_collator(part)
         batch = {k: v.to(model.device) for k, v in batch.items() if k in ("input_ids", "attention_mask")}
         with torch.no_grad(), trainer.compute_loss_context_manager():
             scores = model(**batch).logits.squeeze(-1).float()
-        scored += list(zip(*[part.tolist() for part in scores.chunk(2)], strict=True))
+        for row, chosen, rejected in zip(part, *[side.tolist() for side in scores.chunk(2)], strict=True):
+            lengths = {f"{side}_tokens": len(row[f"{side}_ids"]) for side in ("chosen", "rejected")}
+            scored.append({"chosen": chosen, "rejected": rejected, **lengths})
     gathered: list[Any] = [scored]
     if worker.world > 1:
         gathered = [None] * worker.world
         torch.distributed.all_gather_object(gathered, scored)
-    pairs = [pair for part in gathered for pair in part]
-    return [c for c, _ in pairs], [r for _, r in pairs]
+    # Rank r has the pairs r, r + world, ...
+    return [part[i] for i in range(len(gathered[0])) for part in gathered if i < len(part)]
+
+
+def doubtful(
+    worker: Worker, rows: Any, pairs: list[dict[str, float]], count: int = 8
+) -> list[dict[str, Any]]:
+    """The pairs with the lowest margins as text: what the model gets wrong, or what is wrong in the data."""
+    found = []
+    for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[:count]:
+        prompt, *replies = as_text(worker.tokenizer, rows[index]["chosen_ids"], rows[index]["rejected_ids"])
+        sides = zip(("chosen", "rejected"), replies, strict=True)
+        found.append(
+            {"prompt": prompt} | {side: {"text": t, "score": pairs[index][side]} for side, t in sides}
+        )
+    return found
+
+
+def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:
+    """Prompt and both replies of a token pair; a reply begins behind the template's last call for one."""
+    from pipeline.data.formats import shared_length
+
+    question = [{"role": "user", "content": "?"}]
+    before, _, call = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, tokenize=False
+    ).partition("?")
+    texts = [tokenizer.decode(ids).removeprefix(before) for ids in (chosen, rejected)]
+    if not call or not all(call in text for text in texts):  # raw text, without a template
+        shared = shared_length(chosen, rejected)
+        parts = tokenizer.batch_decode(
+            [chosen[:shared], chosen[shared:], rejected[shared:]], skip_special_tokens=True
+        )
+        return parts[0], parts[1], parts[2]
+    prompt, _, _ = texts[0].rpartition(call)
+    replies = [text.rpartition(call)[2] for text in texts]
+    for token in tokenizer.all_special_tokens:
+        replies = [reply.replace(token, "") for reply in replies]
+    return prompt, replies[0], replies[1]

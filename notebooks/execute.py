@@ -1,0 +1,73 @@
+"""Runs notebooks from top to bottom, each in a fresh kernel without a browser, and writes their outputs back.
+
+    make notebook    or    python notebooks/execute.py [NOTEBOOK.ipynb ...]
+
+Outputs that are committed say nothing about the machine: paths are shown relative to the repository.
+"""
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = (
+    "llama3_reward_model.ipynb",
+    "ppo.ipynb",
+)  # the second one goes on with what the first one trained
+
+
+def execute(path: Path, timeout: int = 1800, **parameters: Any) -> Any:
+    """The executed notebook; `parameters` replace values of its cell that is tagged `parameters`.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: with the cell, its traceback and its output.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    [cell] = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
+    before = cell.source
+    cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
+    settings = {
+        "timeout": timeout,
+        "kernel_name": "python3",
+        "resources": {"metadata": {"path": str(path.parent)}},  # where JupyterLab runs it
+        "record_timing": False,  # else each run changes the file
+        # Errors only: it would say that its ports, which are on loopback, are not encrypted.
+        "extra_arguments": ["--IPKernelApp.log_level=40"],
+    }
+    NotebookClient(notebook, **settings).execute()
+    cell.source = before
+    for cell in notebook.cells:
+        cell.get("outputs", [])[:] = list(_tidy(cell.get("outputs", [])))
+    return notebook
+
+
+def _tidy(outputs: list[Any]) -> list[Any]:
+    """One output a stream instead of one a write, without this machine's paths."""
+    found: list[Any] = []
+    for output in outputs:
+        if output.output_type == "stream":
+            output.text = re.sub(re.escape(f"{ROOT}/"), "", output.text)
+            if found and found[-1].output_type == "stream" and found[-1].name == output.name:
+                found[-1].text += output.text
+                continue
+        found.append(output)
+    return found
+
+
+def main(names: list[str]) -> None:
+    import nbformat
+
+    for path in [Path(name) for name in names] or [ROOT / "notebooks" / name for name in NOTEBOOKS]:
+        started = time.monotonic()
+        print(f"{path.name} ...", flush=True)
+        nbformat.write(execute(path), path)
+        print(f"{path.name} executed in {time.monotonic() - started:.0f} s; its outputs are in the file")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,87 @@
+"""A report of one run or of several: one self-contained HTML page, and the plots as PNGs.
+
+    python -m pipeline report RUN [RUN ...]       # folders, names under runs/, or MLflow run ids
+
+Every finished run draws its own (`run.report: true`) into its folder and into MLflow.
+
+    write(runs, folder) -> path of the page        attach(result) -> the same, for the run that just ended
+"""
+
+import os
+import tempfile
+from typing import Any
+
+from pipeline import registry, storage
+from pipeline.report.gather import Run, read
+
+PAGE = "report.html"
+__all__ = ["PAGE", "Run", "attach", "read", "write"]
+
+
+def write(runs: list[Run], folder: str) -> str:
+    """Writes report.html and plots/*.png into `folder`, a path or a bucket; the path of the page."""
+    with tempfile.TemporaryDirectory() as local:
+        draw(runs, local)
+        storage.store_folder(local, folder)
+    return storage.join(folder, PAGE)
+
+
+def draw(runs: list[Run], folder: str) -> None:
+    """The same into a local folder."""
+    from pipeline.report import page
+
+    os.makedirs(os.path.join(folder, "plots"), exist_ok=True)
+    for run in runs:
+        for name, picture in page.pictures(run).items():
+            stem = name if len(runs) == 1 else f"{run.name}-{name}"
+            with open(os.path.join(folder, "plots", stem), "wb") as file:
+                file.write(picture)
+    with open(os.path.join(folder, PAGE), "w", encoding="utf-8") as file:
+        file.write(page.render(runs))
+
+
+def attach(result: dict[str, Any]) -> str | None:
+    """Draws the report of the run that just ended, into its folder and onto its page in MLflow.
+
+    Returns:
+        The path of the page; None when it could not be drawn, which is said and costs the run nothing.
+    """
+    folder = folder_of(result)
+    try:
+        with tempfile.TemporaryDirectory() as local:
+            draw([read(folder)], local)
+            storage.store_folder(local, folder)
+            storage.write_json(os.path.join(local, "result.json"), result)
+            files = [os.path.join(local, name) for name in (PAGE, "result.json")]
+            plots = os.path.join(local, "plots")
+            registry.log_files(
+                result["tracking_uri"], result["mlflow_run_id"], files, result["samples"], plots
+            )
+    except Exception as error:  # hours of training are not lost to a drawing
+        _say(error, [folder])
+        return None
+    return storage.join(folder, PAGE)
+
+
+def together(results: list[dict[str, Any]]) -> str | None:
+    """One page about several runs, in `report` beside their folders; None as in `attach`."""
+    folders = [folder_of(result) for result in results]
+    try:
+        return write(
+            [read(folder) for folder in folders], storage.join(folders[-1].rpartition("/")[0], "report")
+        )
+    except Exception as error:
+        _say(error, folders)
+        return None
+
+
+def folder_of(result: dict[str, Any]) -> str:
+    return storage.join(result["job"]["run"]["storage_path"], result["name"])
+
+
+def _say(error: Exception, folders: list[str]) -> None:
+    reason = (str(error).splitlines() or [""])[0][:300]
+    print(
+        f"   no report: {type(error).__name__}: {reason}; try again with: python -m pipeline report {' '.join(folders)}",
+        flush=True,
+    )

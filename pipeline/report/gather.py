@@ -1,0 +1,244 @@
+"""What is known about a run, finished or not: its folder, its curves in MLflow, and the versions it descends from."""
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline import registry, storage
+from pipeline.errors import InputError
+from pipeline.report.panels import History
+
+
+@dataclass
+class Run:
+    """One run as a report sees it. `result` is its result.json, empty while there is none."""
+
+    name: str
+    stage: str
+    state: str  # "finished", "failed" or "unfinished"
+    job: dict[str, Any]
+    folder: str | None  # None: known from MLflow alone
+    result: dict[str, Any] = field(default_factory=dict)
+    history: History = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # the final ones, else the newest
+    pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (rm)
+    doubtful: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # the pairs with the lowest margins, as text (rm)
+    failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
+    run_id: str | None = None  # of MLflow
+    uri: str | None = None
+    note: str | None = None  # what could not be read, and why
+
+    @property
+    def last_step(self) -> int | None:
+        steps = [points[-1][0] for points in self.history.values() if points]
+        return max(steps, default=None)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{"policy": "models:/rlhf-sft/3", ...}: pinned where the run got that far, else as the job names them."""
+        if "inputs" in self.result:
+            return self.result["inputs"]
+        return {
+            key: self.job[key]
+            for key in ("policy", "baseline", "reward")
+            if isinstance(self.job.get(key), str)
+        }
+
+    @property
+    def version(self) -> str | None:
+        """`models:/name/3`, what the run registered; None for an evaluation, which may name the one that it promoted."""
+        if not self.result.get("version") or not self.result.get("adapter"):
+            return None
+        return f"models:/{self.result['registered_model']}/{self.result['version']}"
+
+
+def read(reference: str, runs: str = "runs") -> Run:
+    """A run by its folder, its name under `runs`, or its MLflow id.
+
+    Raises:
+        InputError: when there is no such run, with those that there are.
+    """
+    given = reference.rstrip("/").removesuffix("/result.json").removesuffix("/report.html")
+    for folder in (given, storage.join(runs, given)):
+        if storage.exists(storage.join(folder, "job.json")):
+            return _from_folder(storage.absolute(folder))
+    if re.fullmatch(r"[0-9a-f]{32}", given):
+        return _from_mlflow(given, runs)
+    raise InputError(
+        f"{reference}: no run (a folder with job.json, a name under {runs}/, or an MLflow run id of 32 hex digits); "
+        + (f"there are {', '.join(known)}" if (known := _known(runs)) else "train one first, e.g. make sft")
+    )
+
+
+def _known(runs: str) -> list[str]:
+    """Names of the newest runs."""
+    if not os.path.isdir(runs):
+        return []
+    found = [entry for entry in os.scandir(runs) if os.path.exists(os.path.join(entry.path, "job.json"))]
+    return [entry.name for entry in sorted(found, key=lambda e: e.stat().st_mtime, reverse=True)[:6]]
+
+
+def _from_folder(folder: str) -> Run:
+    job, result, failure = (
+        _json(storage.join(folder, f"{name}.json")) for name in ("job", "result", "failed")
+    )
+    state = "finished" if result else "failed" if failure else "unfinished"
+    run = Run(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
+    run.metrics = dict(result.get("metrics", {}))
+    run.uri = result.get("tracking_uri") or failure.get("tracking_uri") or _uri(job)
+    run.run_id = result.get("mlflow_run_id") or failure.get("mlflow_run_id")
+    if result.get("checkpoint"):
+        run.pairs, run.doubtful = (
+            _json(storage.join(folder, "final", f"{name}.json")) or [] for name in ("pairs", "doubtful")
+        )
+    _add_history(run)
+    return run
+
+
+def _uri(job: dict[str, Any]) -> str:
+    return registry.uri_of(job["mlflow"]["tracking_uri"], job["run"]["storage_path"])
+
+
+def _json(path: str) -> Any:
+    return storage.read_json(path) if storage.exists(path) else {}
+
+
+def _add_history(run: Run) -> None:
+    """The curves; a server that does not answer costs the report its curves, and the report says so."""
+    assert run.uri
+    try:
+        run.run_id = run.run_id or registry.find_run(run.uri, str(run.folder))
+        if run.run_id:
+            run.history = registry.history(run.uri, run.run_id)
+    except Exception as error:  # whatever the store's driver or the network raises
+        run.note = f"No curves: {run.uri} could not be read ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
+    if not run.metrics:
+        run.metrics = {metric: points[-1][1] for metric, points in run.history.items()}
+
+
+def _from_mlflow(run_id: str, runs: str) -> Run:
+    """A run whose folder may be elsewhere: from what MLflow holds of it.
+
+    Raises:
+        InputError: when the server does not know it.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage.absolute(runs)}/mlflow.db"
+    found = registry.recorded(uri, run_id)
+    if (folder := found["folder"]) and not storage.is_remote(folder) and os.path.exists(f"{folder}/job.json"):
+        return _from_folder(folder)
+    state = {"FINISHED": "finished", "FAILED": "failed"}.get(found["status"], "unfinished")
+    result, job = found["result"], found["job"]
+    run = Run(found["name"], found["stage"], state, job, None, result, run_id=run_id, uri=uri)
+    run.metrics = dict(result.get("metrics", {}))
+    _add_history(run)
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------ lineage
+
+
+@dataclass
+class Node:
+    """One box of the lineage graph."""
+
+    key: str  # models:/name/3, or what else a run took as input
+    title: str
+    lines: list[str] = field(default_factory=list)
+    parents: dict[str, str] = field(default_factory=dict)  # key of the parent -> what it was taken for
+    tags: dict[str, Any] = field(default_factory=dict)
+    kind: str = "version"  # or `run` (registered nothing), `base`, `input`
+    depth: int = 0
+    row: float = 0.0
+
+
+def lineage(runs: list[Run]) -> list[Node]:
+    """Every version that these runs made or descend from, the runs that registered nothing, and the base under them."""
+    nodes: dict[str, Node] = {}
+    for run in runs:
+        if run.version and run.uri:
+            _add_version(nodes, run.version, run.uri)
+            continue
+        node = Node(f"run {run.name}", f"{run.stage} ({run.state})", [run.name], kind="run")
+        nodes[node.key] = node
+        for role, reference in run.inputs.items():
+            node.parents.setdefault(_pinned(reference, run.uri), _role(role))
+            _add_version(nodes, _pinned(reference, run.uri), str(run.uri))
+        if not node.parents:
+            _add_base(nodes, node, run.job["model"]["name_or_path"], "")
+    _place(nodes)
+    return list(nodes.values())
+
+
+def _role(name: str) -> str:
+    """`reward.0` -> `reward`."""
+    return name.partition(".")[0]
+
+
+def _pinned(reference: str, uri: str | None) -> str:
+    """An alias as the version it stands for now, or as it is where it stands for none."""
+    try:
+        return registry.pin(reference, str(uri))
+    except InputError:
+        return reference
+
+
+def _add_version(nodes: dict[str, Node], key: str, uri: str) -> None:
+    if key in nodes:
+        return
+    if not key.startswith("models:/") or "@" in key:
+        nodes[key] = Node(key, _tail(key), kind="input")
+        return
+    try:
+        found = registry.version(key, uri)
+    except Exception as error:  # deleted since, or the server is away
+        nodes[key] = Node(
+            key, key.removeprefix("models:/"), [f"not to be read: {type(error).__name__}"], kind="input"
+        )
+        return
+    tags = found["tags"]
+    title = f"{found['name']} v{found['version']}"
+    lines = [*(f"@{alias}" for alias in found["aliases"]), f"gate {tags.get('gate', '?')}"]
+    node = nodes[key] = Node(key, title, lines, tags=tags)
+    for role, parent in tags["parents"].items():
+        if role != "judge":
+            node.parents.setdefault(parent, _role(role))
+            _add_version(nodes, parent, uri)
+    if not node.parents:
+        _add_base(nodes, node, tags.get("base_name_or_path", "base"), tags.get("base_digest", ""))
+
+
+def _add_base(nodes: dict[str, Node], child: Node, name: str, digest: str) -> None:
+    key = f"base {name}"
+    nodes.setdefault(key, Node(key, "base", [_tail(name), digest.removeprefix("sha256:")[:12]], kind="base"))
+    child.parents[key] = ""
+
+
+def _tail(path: str) -> str:
+    """The last two parts of a path or hub id."""
+    return "/".join(path.rstrip("/").split("/")[-2:])
+
+
+def _place(nodes: dict[str, Node]) -> None:
+    """Columns by the longest way from a root, rows in order of appearance; arrows that others imply are left out."""
+
+    def ancestors(key: str) -> set[str]:
+        return {up for parent in nodes[key].parents for up in (parent, *ancestors(parent))}
+
+    for node in nodes.values():
+        beyond = {up for parent in node.parents for up in ancestors(parent)}
+        node.parents = {key: role for key, role in node.parents.items() if key not in beyond}
+
+    def depth(key: str) -> int:
+        return 1 + max((depth(parent) for parent in nodes[key].parents), default=-1)
+
+    columns: dict[int, list[Node]] = {}
+    for key in sorted(nodes, key=depth):
+        nodes[key].depth = depth(key)
+        columns.setdefault(nodes[key].depth, []).append(nodes[key])
+    tallest = max(map(len, columns.values()))
+    for column in columns.values():
+        for row, node in enumerate(column):
+            node.row = row + (tallest - len(column)) / 2

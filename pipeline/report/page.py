@@ -1,0 +1,254 @@
+"""The page: one self-contained HTML file about one run, or about several, with everything in it escaped."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pipeline.data.report import KINDS
+from pipeline.report import headline, plots, preferences
+from pipeline.report.gather import Node, Run, lineage
+from pipeline.report.panels import GROUPS, Panel
+from pipeline.report.plots import Draw
+
+STAGES = {
+    "sft": "Supervised fine-tuning",
+    "rm": "Reward model",
+    "dpo": "Direct preference optimisation",
+    "ppo": "PPO",
+    "evaluate": "Evaluation",
+}
+FEW = 8  # panels that need no headings between them
+BOX, GAP, ROW = 178, 74, 104  # of the lineage graph: width of a box, between columns, height of a row
+
+
+def render(runs: list[Run]) -> str:
+    """The page as text."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("pipeline.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.jinja").render(
+        title=title(runs),
+        runs=[section(run, f"r{i}", Markup) for i, run in enumerate(runs)],
+        cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
+        compared=[comparison(same, Markup) for same in _same_stage(runs)],
+        graph=graph(lineage(runs)),
+    )
+
+
+def title(runs: list[Run]) -> str:
+    return runs[0].name if len(runs) == 1 else " → ".join(dict.fromkeys(run.stage for run in runs))
+
+
+def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
+    """Everything that the page says about one run, as plain data for the template."""
+    return {
+        "run": run,
+        "anchor": anchor,
+        "stage": STAGES.get(run.stage, run.stage),
+        "cards": headline.cards(run),
+        "facts": headline.facts(run),
+        "gate": headline.gate(run),
+        "groups": groups(run, anchor, safe),
+        "samples": run.result.get("samples", []),
+        "doubtful": run.doubtful,
+        "data": data_tables(run),
+        "rows": [marked(text, safe) for text in _data(run).get("samples", [])],
+        "job": as_yaml(run.job),
+        "versions": run.result.get("versions") or {},
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ plots
+
+
+def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[tuple[Panel, Draw]]]]:
+    """{group: (its question, its panels that have something to show)} of one run, or of runs of one stage compared."""
+    stage = next(iter(runs.values())).stage
+    axis = "update" if stage == "ppo" else "step"
+    histories = {name: run.history for name, run in runs.items()}
+    found = {}
+    for name, (question, panels) in GROUPS.items():
+        made = [
+            (panel, draw) for panel in panels if (draw := plots.curve(panel, histories, axis)) is not None
+        ]
+        if made:
+            found[name] = (question, made)
+    return found
+
+
+def pictures(run: Run) -> dict[str, bytes]:
+    """{file name: PNG} of a run: one for each group of panels."""
+    found = {
+        f"{name}.png": plots.png([draw for _, draw in made]) for name, (_, made) in drawn({"": run}).items()
+    }
+    if run.pairs:
+        found["pairs.png"] = plots.png([draw for draw, _ in preferences.drawings(run.pairs).values()])
+    return found
+
+
+def picture(runs: dict[str, Run], group: str) -> bytes:
+    """A group of panels as a PNG: of one run, or of several of one stage drawn over each other, by their names."""
+    return plots.png([draw for _, draw in drawn(runs)[group][1]])
+
+
+def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
+    found = []
+    if run.pairs:
+        named = [(title, note, draw) for title, (draw, note) in preferences.drawings(run.pairs).items()]
+        question = f"What do {len(run.pairs):,} held-out pairs say about the scores?"
+        found.append({"question": question, "panels": _panels(named, f"{anchor}-pairs", safe)})
+    curves = drawn({"": run})
+    if sum(len(made) for _, made in curves.values()) <= FEW:
+        curves = {"curves": ("Curves", [one for _, made in curves.values() for one in made])}
+    for name, (question, made) in curves.items():
+        named = [(panel.title, panel.note, draw) for panel, draw in made]
+        if named:
+            found.append({"question": question, "panels": _panels(named, f"{anchor}-{name}", safe)})
+    return found
+
+
+def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
+    """Runs of one stage over each other, long names as letters."""
+    letters = max(len(run.name) for run in runs) > 14
+    labels = [chr(ord("A") + i) if letters else run.name for i, run in enumerate(runs)]
+    groups = drawn(dict(zip(labels, runs, strict=True))).values()
+    named = [
+        (panel.title, panel.note, draw)
+        for _, panels in groups
+        for panel, draw in panels
+        if panel.kind == "lines"
+    ]
+    rows = [
+        {
+            "name": run.name,
+            "label": label if letters else "",
+            "colour": f"var(--c{i % len(plots.COLOURS)})",
+            "cards": {card["label"]: card["value"] for card in headline.cards(run)},
+        }
+        for i, (label, run) in enumerate(zip(labels, runs, strict=True))
+    ]
+    return {
+        "stage": STAGES.get(runs[0].stage, runs[0].stage),
+        "panels": _panels(named, f"c-{runs[0].stage}", safe),
+        "rows": rows,
+        "columns": list(dict.fromkeys(label for row in rows for label in row["cards"])),
+    }
+
+
+def _same_stage(runs: list[Run]) -> list[list[Run]]:
+    stages = dict.fromkeys(run.stage for run in runs)
+    found = [[run for run in runs if run.stage == stage] for stage in stages]
+    return [same for same in found if len(same) > 1]
+
+
+def _panels(named: Iterable[tuple[str, str, Draw]], prefix: str, safe: Any) -> list[dict[str, Any]]:
+    return [
+        {"svg": safe(plots.svg(draw, f"{prefix}-{i}", f"{title}. {note}")), "note": note}
+        for i, (title, note, draw) in enumerate(named)
+    ]
+
+
+# ------------------------------------------------------------------------------------------- data, job, lineage
+
+
+def _data(run: Run) -> dict[str, Any]:
+    return (run.result.get("data") or {}).get("report") or {}
+
+
+def data_tables(run: Run) -> list[dict[str, Any]]:
+    """One entry a split: what was read, kept, dropped and why, and how long the rows are."""
+    report, digests = _data(run), (run.result.get("data") or {}).get("digests", {})
+    found = []
+    for name, split in report.get("splits", {}).items():
+        dropped = [(KINDS.get(why, why), count) for why, count in sorted(split["dropped"].items())]
+        lengths = {
+            label: split[key] for label, key in (("prompt", "prompt_tokens"), ("reply", "reply_tokens"))
+            if split[key].get("max")
+        }  # fmt: skip
+        source = run.job.get("data", {}).get(name) or run.job.get("data", {}).get("train")
+        found.append(
+            {
+                "name": name,
+                "source": source,
+                "digest": digests.get(name, "")[:12],
+                "dropped": dropped,
+                "lengths": lengths,
+            }
+            | {key: split[key] for key in ("read", "kept", "truncated", "tokens")}
+        )
+    return found
+
+
+def marked(text: str, safe: Any) -> Any:
+    """A row as the model saw it, escaped, with its trained tokens (between ⟦ and ⟧) as <mark>."""
+    from markupsafe import escape
+
+    return safe(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(text))))
+
+
+def as_yaml(job: dict[str, Any]) -> str:
+    """The job as a file that runs it again: without the keys that say nothing."""
+    import yaml
+
+    said: dict[str, Any] = {
+        key: value for key, value in job.items() if value not in (None, {}, []) and key != "source"
+    }
+    for section in ("model", "data", "run", "mlflow"):
+        said[section] = {key: value for key, value in job.get(section, {}).items() if value is not None}
+    return yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=100)
+
+
+def graph(nodes: list[Node]) -> dict[str, Any]:
+    """The lineage as boxes and arrows with coordinates, for the template's <svg>."""
+    for_key = {node.key: node for node in nodes}
+
+    def left(node: Node) -> float:
+        return 8 + node.depth * (BOX + GAP)
+
+    def top(node: Node) -> float:
+        return 8 + node.row * ROW
+
+    def middle(node: Node) -> float:
+        return top(node) + height(node) / 2
+
+    def height(node: Node) -> float:
+        return 28 + 16 * len(node.lines)
+
+    arrows = []
+    for node in nodes:
+        for key, role in node.parents.items():
+            x1, y1 = left(for_key[key]) + BOX, middle(for_key[key])
+            x2, y2 = left(node) - 7, middle(node)
+            bend = (x2 - x1) / 2
+            arrows.append(
+                {
+                    "path": f"M{x1:.0f} {y1:.0f}C{x1 + bend:.0f} {y1:.0f} {x2 - bend:.0f} {y2:.0f} {x2:.0f} {y2:.0f}",
+                    "role": role,
+                    # Beside its parent: in the middle the names of crossing arrows would meet.
+                    "x": round(x1 + 0.3 * (x2 - x1)), "y": round(y1 - 6),
+                }
+            )  # fmt: skip
+    boxes = [
+        {
+            "x": left(n), "y": top(n), "height": height(n), "title": _short(n.title), "kind": n.kind,
+            "lines": [_short(line, 22) for line in n.lines], "full": n.key,
+        }
+        for n in nodes
+    ]  # fmt: skip
+    return {
+        "boxes": boxes,
+        "arrows": arrows,
+        "box": BOX,
+        "width": max((left(n) + BOX + 8 for n in nodes), default=0),
+        "height": max((top(n) + height(n) + 8 for n in nodes), default=0),
+    }
+
+
+def _short(text: str, width: int = 25) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,216 @@
+"""Drawing: one panel as an inline SVG that follows the page's colours, and a group of panels as a PNG.
+
+Colours are Okabe and Ito's (told apart with any colour vision); each line is named where it ends, not in a legend.
+"""
+
+import io
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.report.panels import History, Panel, Points
+
+# In an SVG they become CSS variables, so that a dark page can lighten them.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+INK, FAINT, GRID = "#1f2328", "#6e7781", "#d8dee4"
+VARIABLES = {
+    **{c: f"var(--c{i})" for i, c in enumerate(COLOURS)},
+    INK: "var(--ink)",
+    FAINT: "var(--faint)",
+    GRID: "var(--grid)",
+}
+SIZE = (3.9, 2.15)  # inches of one panel
+SMOOTH_FROM = 60  # points from which on a running mean is drawn over the pale raw line
+Draw = Callable[[Any], None]  # fills one axes
+
+STYLE: Any = {
+    "font.size": 8.5,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
+    "text.parse_math": False,  # a dollar sign in a run's name is a dollar sign
+    "svg.hashsalt": "report",  # the same ids for the same drawing
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": FAINT,
+    "axes.titlesize": 9.5,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": FAINT,
+    "ytick.labelcolor": FAINT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+}
+
+
+def figure(draws: list[Draw]) -> Any:
+    """A matplotlib figure of several panels in two or three columns, without the global state of pyplot."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = 2 if len(draws) == 4 else min(3, len(draws))
+    rows = -(-len(draws) // columns)
+    with matplotlib.rc_context(STYLE):
+        made = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
+        FigureCanvasAgg(made)
+        for index, draw in enumerate(draws, 1):
+            draw(made.add_subplot(rows, columns, index))
+    return made
+
+
+def png(draws: list[Draw]) -> bytes:
+    made, out = figure(draws), io.BytesIO()
+    made.savefig(out, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    return out.getvalue()
+
+
+def svg(draw: Draw, prefix: str, label: str) -> str:
+    """One panel as an <svg> element for a page; `prefix` keeps its ids apart from other drawings', `label` is read aloud."""
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure([draw]).savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(out.getvalue(), prefix, label)
+
+
+def _inline(text: str, prefix: str, label: str) -> str:
+    """Matplotlib's file without its prologue, metadata and unused ids, its colours as CSS variables."""
+    from html import escape
+
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    used = set(re.findall(r'(?:href="|url\()#([\w-]+)', text))
+    text = re.sub(r' id="([\w.-]+)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in used else "", text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", text)
+    for colour, variable in VARIABLES.items():
+        text = re.sub(colour, variable, text, flags=re.IGNORECASE)
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    box = re.search(r'viewBox="[^"]*"', text)
+    head = f'<svg {box[0] if box else ""} role="img" aria-label="{escape(label)}">'
+    return re.sub(r"<svg[^>]*>", head, text, count=1)
+
+
+# ------------------------------------------------------------------------------------------------ what to draw
+
+
+def curve(panel: Panel, runs: dict[str, History], axis: str) -> Draw | None:
+    """How to draw a panel of one run, or of several runs of a stage over each other; None where it has no points."""
+    found = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
+    if not found:
+        return None
+    if len(found) > 1:  # runs are compared: one colour a run, and of each the line that says most
+        compared = {name: _telling(lines) for name, lines in found.items()}
+        return lambda axes: _lines(axes, panel, compared, axis)
+    only = next(iter(found.values()))
+    kind = {"stack": _stack, "band": _band}.get(panel.kind, _lines)
+    return lambda axes: kind(axes, panel, only, axis)
+
+
+def _telling(lines: History) -> Points:
+    """Of a panel's lines the one by which runs are compared: held-out, the highest, or the first one."""
+    return next(
+        (lines[name] for name in ("held-out", "highest so far") if name in lines), next(iter(lines.values()))
+    )
+
+
+def _frame(axes: Any, panel: Panel, axis: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(panel.title)
+    axes.set_xlabel(axis)
+    axes.set_ylabel(panel.unit)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    if panel.level is not None:
+        axes.axhline(panel.level, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+
+
+def _lines(axes: Any, panel: Panel, lines: History, axis: str) -> None:
+    _frame(axes, panel, axis)
+    ends = []
+    for index, (name, points) in enumerate(lines.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        if len(values) >= SMOOTH_FROM:
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+            values = _running_mean(values, max(5, len(values) // 20))
+        sparse = len(values) < 8
+        axes.plot(steps, values, color=colour, marker="o" if sparse else None, markersize=3.2)
+        ends.append((name, values[-1], colour))
+    if panel.zero:
+        axes.set_ylim(
+            0, max(axes.get_ylim()[1], 1e-12) if any(v for p in lines.values() for _, v in p) else 1
+        )
+    _name_ends(axes, ends if len(lines) > 1 else [(number(ends[0][1]), *ends[0][1:])])
+
+
+def _band(axes: Any, panel: Panel, lines: History, axis: str) -> None:
+    _frame(axes, panel, axis)
+    (low, lowest), (_, mean), (high, highest) = lines.items()
+    steps = [step for step, _ in mean]
+    colour = COLOURS[0]
+    axes.fill_between(
+        steps, [v for _, v in lowest], [v for _, v in highest], color=colour, alpha=0.15, linewidth=0
+    )
+    axes.plot(steps, [v for _, v in mean], color=colour)
+    axes.axhline(0, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+    ends = [(low, lowest[-1][1], FAINT), ("mean", mean[-1][1], colour), (high, highest[-1][1], FAINT)]
+    _name_ends(axes, ends)
+
+
+def _stack(axes: Any, panel: Panel, lines: History, axis: str) -> None:
+    _frame(axes, panel, axis)
+    steps = [step for step, _ in next(iter(lines.values()))]
+    values = [[dict(points).get(step, 0.0) for step in steps] for points in lines.values()]
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(values))]
+    axes.stackplot(steps, values, colors=colours, alpha=0.75, linewidth=0)
+    # Above the usual step: one slow update, often the first, is not to flatten all others.
+    totals = sorted(map(sum, zip(*values, strict=True)))
+    axes.set_ylim(0, min(totals[-1], 2.5 * totals[len(totals) // 2]) * 1.05 or 1)
+    floor, ends = 0.0, []
+    for (name, _), column, colour in zip(lines.items(), values, colours, strict=True):
+        ends.append((name, floor + column[-1] / 2, colour))
+        floor += column[-1]
+    _name_ends(axes, ends)
+
+
+def _running_mean(values: list[float], width: int) -> list[float]:
+    """Mean of the last `width` values, of fewer at the beginning."""
+    return [sum(part := values[max(0, i + 1 - width) : i + 1]) / len(part) for i in range(len(values))]
+
+
+def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
+    """Writes each line's name to the right of its last point, moved apart where they would overlap."""
+    low, high = axes.get_ylim()
+    apart = 0.1
+    placed = sorted(
+        ([min(1.0, max(0.0, (y - low) / (high - low or 1))), name, colour] for name, y, colour in ends)
+    )
+    for lower, upper in itertools.pairwise(placed):
+        upper[0] = max(upper[0], lower[0] + apart)
+    overshoot = max(0.0, placed[-1][0] - 1.0)
+    for y, name, colour in placed:
+        axes.annotate(
+            str(name), (1.015, y - overshoot), xycoords="axes fraction", color=colour, va="center", fontsize=8
+        )
+
+
+def number(value: float | None) -> str:
+    """Three figures, without an exponent where one can do without."""
+    if value is None:
+        return ""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:.1e}"

@@ -1,0 +1,106 @@
+"""What the scores of held-out pairs say about a reward model beyond its accuracy: margins, calibration, length bias.
+
+A pair is {"chosen": score, "rejected": score, "chosen_tokens": length, "rejected_tokens": length}, as the `rm` stage
+writes them to pairs.json.
+"""
+
+import math
+from typing import Any
+
+from pipeline.figures import calibration, correlation, mean
+from pipeline.report import plots
+from pipeline.report.plots import COLOURS, FAINT, INK, Draw, number
+
+Pair = dict[str, float]
+
+
+def margins(pairs: list[Pair]) -> list[float]:
+    return [pair["chosen"] - pair["rejected"] for pair in pairs]
+
+
+def longer(pairs: list[Pair]) -> list[float]:
+    """By how many tokens the chosen reply is the longer one."""
+    return [pair["chosen_tokens"] - pair["rejected_tokens"] for pair in pairs]
+
+
+def summary(pairs: list[Pair]) -> dict[str, float | None]:
+    """The figures of the three drawings, by name; None where there is no such pair, or nothing varies."""
+    found = margins(pairs)
+    sides = list(zip(found, longer(pairs), strict=True))
+    shorter_won, longer_won = [m > 0 for m, n in sides if n < 0], [m > 0 for m, n in sides if n > 0]
+    return {
+        "accuracy": mean([m > 0 for m in found]),
+        "margin": mean(found),
+        "calibration error": calibration(found)[0],
+        "margin to length, correlation": correlation(found, longer(pairs)),
+        "accuracy where the chosen reply is shorter": mean(shorter_won) if shorter_won else None,
+        "accuracy where the chosen reply is longer": mean(longer_won) if longer_won else None,
+    }
+
+
+def drawings(pairs: list[Pair]) -> dict[str, tuple[Draw, str]]:
+    """{title: (drawing, how to read it)} of the held-out pairs of a reward model."""
+    return {
+        "Margins of the held-out pairs": (
+            lambda axes: draw_margins(axes, pairs),
+            "Chosen minus rejected score of each pair. Left of 0 the model prefers the wrong reply.",
+        ),
+        "Calibration": (
+            lambda axes: draw_calibration(axes, pairs),
+            "How sure the model is of its preference, against how often it is right; larger dots are more pairs. Above the "
+            "diagonal it is better than it knows, below it boasts.",
+        ),
+        "Length bias": (
+            lambda axes: draw_lengths(axes, pairs),
+            "Each dot a pair: how much longer the chosen reply is, and its margin. A slope: length itself is rewarded.",
+        ),
+    }
+
+
+def picture(pairs: list[Pair], title: str) -> bytes:
+    """One of the drawings as a PNG."""
+    return plots.png([drawings(pairs)[title][0]])
+
+
+def draw_margins(axes: Any, pairs: list[Pair]) -> None:
+    found = margins(pairs)
+    low, high = min(found), max(found)
+    width = max((high - low) / 30, 1e-6)
+    # Bins meet at 0, so that no bar is half right.
+    edges = [i * width for i in range(math.floor(low / width), math.floor(high / width) + 2)]
+    _, _, bars = axes.hist(found, bins=edges)
+    for bar in bars:
+        bar.set_facecolor(COLOURS[1] if bar.get_x() < -width / 2 else COLOURS[0])
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.set(title="Margins of the held-out pairs", xlabel="chosen - rejected score", ylabel="pairs")
+    axes.margins(y=0.2)
+    _remark(axes, f"{summary(pairs)['accuracy']:.1%} right", top=True)
+
+
+def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
+    error, bins = calibration(margins(pairs))
+    axes.plot([0.5, 1], [0.5, 1], color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
+    said, right = [one["confidence"] for one in bins], [one["accuracy"] for one in bins]
+    axes.plot(said, right, color=COLOURS[0], linewidth=1)
+    sizes = [14 + 80 * one["pairs"] / len(pairs) for one in bins]
+    axes.scatter(said, right, s=sizes, color=COLOURS[0], linewidths=0)
+    axes.set(title="Calibration", xlabel="how sure the model is", ylabel="how often it is right")
+    axes.set(xlim=(0.48, 1.02), ylim=(min(0.45, *right) - 0.04, 1.04))
+    _remark(axes, f"off by {error:.1%} on average")
+
+
+def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
+    axes.axhline(0, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
+    # As a picture inside the SVG where there are many: each dot would be an element of the page.
+    many = len(pairs) > 500
+    axes.scatter(
+        longer(pairs), margins(pairs), s=9, alpha=0.5, color=COLOURS[0], linewidths=0, rasterized=many
+    )
+    axes.set(title="Length bias", xlabel="chosen longer by, tokens", ylabel="margin")
+    axes.margins(y=0.2)
+    _remark(axes, f"correlation {number(summary(pairs)['margin to length, correlation']) or 'none'}")
+
+
+def _remark(axes: Any, text: str, top: bool = False) -> None:
+    place = {"xy": (0.98, 0.95 if top else 0.06), "va": "top" if top else "baseline"}
+    axes.annotate(text, xycoords="axes fraction", ha="right", color=COLOURS[0], fontsize=8.5, **place)

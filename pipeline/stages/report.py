@@ -1,0 +1,28 @@
+"""A page about one run, or several: curves, samples, lineage, data, job; also of a run that failed.
+
+    make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
+
+A RUN is its folder, its name under runs/, or its MLflow id. One run's page goes into its folder; that of several, in
+which runs of one stage are drawn over each other, into runs/report.
+"""
+
+from pipeline import report, storage
+
+
+def run(references: list[str]) -> str:
+    """Writes the page and says where it is."""
+    runs = [report.read(reference) for reference in references]
+    path = report.write(runs, folder_for(runs))
+    for one in runs:
+        if one.note:
+            print(f"{one.name}: {one.note}")
+    print(f"{path}\n{storage.join(path.rpartition('/')[0], 'plots')}/*.png")
+    return path
+
+
+def folder_for(runs: list[report.Run]) -> str:
+    """Where the page of these runs belongs."""
+    if len(runs) == 1 and runs[0].folder:
+        return runs[0].folder
+    home = runs[-1].folder
+    return storage.join(home.rpartition("/")[0] if home else "runs", "report")

@@ -1,0 +1,471 @@
+"""The report: what the page holds and leaves out, of finished, failed and cut-off runs. Real MLflow on SQLite, real stages at the end."""
+
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pandas
+import pytest
+from running import ROOT, client, stage
+
+from pipeline import registry, report
+from pipeline.__main__ import main
+from pipeline.config import load_job
+from pipeline.report import gather, panels, plots, preferences
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+SCRIPT = "<script>alert('x')</script> & \"quotes\" $x^2$"
+PPO_CURVES = {
+    "objective/kl": [0.0, 1.0, 2.5],
+    "objective/scores": [-1.0, 0.0, 0.9],
+    "rewards/reward/mean": [0.1, 1.0, 3.0],
+    "val/explained_variance": [-0.5, 0.1, 0.4],
+    "policy/clipfrac_avg": [0.1, 0.05, 0.02],
+    "time/rollout": [3.0, 1.0, 1.1],
+    "time/update": [2.0, 2.0, 2.1],
+    "memory/peak": [0.8, 0.9, 0.9],
+    "lr": [1e-3, 1e-3, 1e-3],
+}
+LINEAGE = {
+    "stage": "?",
+    "base": {"name_or_path": "jobs/demo/model", "digest": "sha256:0123456789abcdef"},
+    "data": {},
+    "versions": {"torch": "2.13.0"},
+}
+SPLIT = {
+    "read": 12, "kept": 9, "truncated": 1, "dropped": {"equal_pair": 2}, "tokens": 321,
+    "prompt_tokens": {"p5": 1, "p50": 2, "p95": 3, "max": 4}, "reply_tokens": {},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A folder for runs with an MLflow store that is migrated once."""
+    folder = tmp_path_factory.mktemp("reported")
+    registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
+    return folder
+
+
+def begin(store, name, verb="ppo", **overrides):
+    changed = [f"{key}={value}" for key, value in overrides.items()]
+    job = load_job(
+        ROOT / f"jobs/demo/{verb}.yaml", [f"run.storage_path={store}", f"run.name={name}", *changed], verb
+    )
+    (store / name).mkdir()
+    (store / name / "job.json").write_text(json.dumps(job.to_dict()))
+    return job
+
+
+def log(job, run_id, curves):
+    metrics = registry.MetricLog(registry.tracking_uri(job), run_id)
+    for step in range(len(next(iter(curves.values())))):
+        metrics.log({key: values[step] for key, values in curves.items()}, step + 1)
+    metrics.close()
+
+
+def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True):
+    """A run as `launch` leaves it, without the training: its MLflow run, its version, its result.json."""
+    with registry.run(job, {"train": "d" * 64}) as run_id:
+        if curves:
+            log(job, run_id, curves)
+        version = None
+        if publish:
+            adapter = store / job.run.name / "adapter"
+            adapter.mkdir()
+            (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+            facts = {**LINEAGE, "parents": inputs or {}}
+            version = registry.publish(job, run_id, str(adapter), metrics, facts)
+    result = {
+        "stage": job.stage,
+        "name": job.run.name,
+        "metrics": metrics,
+        "samples": list(samples),
+        "checkpoint": str(store / job.run.name / "final"),
+        "mlflow_run_id": run_id,
+        "tracking_uri": registry.tracking_uri(job),
+        "adapter": str(store / job.run.name / "adapter") if publish else None,
+        "registered_model": version and version.name,
+        "version": version and version.version,
+        "alias": version and version.alias,
+        "gate": version and version.gate,
+        "inputs": inputs or {},
+        "data": {"digests": {"train": "d" * 64}, "report": {"splits": {"train": SPLIT}, "samples": [f"{SCRIPT}⟦a <b>⟧"]}},
+        "seconds": 75.4,
+        "train_seconds": 60.0,
+        "peak_memory_bytes": 2**30,
+        "versions": {"python": "3.11.9", "torch": "2.13.0"},
+        "job": job.to_dict(),
+    }  # fmt: skip
+    (store / job.run.name / "result.json").write_text(json.dumps(result))
+    return result
+
+
+@pytest.fixture(scope="module")
+def runs(store):
+    """sft, rm -> ppo -> evaluate, and what each left."""
+    sft = finish(
+        store,
+        begin(store, "one-sft", "sft"),
+        {"loss": [0.6, 0.5], "eval_loss": [0.6, 0.55]},
+        {"eval_loss": 0.5, "before_loss": 0.7},
+    )
+    rm = finish(store, begin(store, "one-rm", "rm"), {"accuracy": [0.5, 0.9]}, {"eval_accuracy": 0.975})
+    inputs = {"policy": "models:/rlhf-sft/1", "reward.0": "models:/rlhf-rm/1"}
+    sample = {
+        "prompt": SCRIPT,
+        "before": {"completion": "Oslo.", "reward": 0.25, "judge": 0.5},
+        "after": {"completion": "Oslo & <b>thanks</b>", "reward": 3.5, "judge": 1.0},
+    }
+    figures = {
+        "before_judge": 0.25,
+        "eval_judge": 0.915,
+        "eval_win_rate": 0.9,
+        "eval_kl": 2.5,
+        "eval_eos": 0.5,
+    }
+    ppo = finish(store, begin(store, "one-ppo"), PPO_CURVES, figures, inputs, [sample])
+    inputs = {
+        "policy": "models:/rlhf-ppo/1",
+        "baseline": "models:/rlhf-sft/1",
+        "reward.0": "models:/rlhf-rm/1",
+    }
+    job = begin(store, "one-evaluate", "evaluate")
+    evaluate = finish(store, job, {}, {"eval_judge_win_rate": 0.8}, inputs, publish=False)
+    return {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
+
+
+def page_of(store, *names):
+    from pipeline.report import page
+
+    return page.render([report.read(str(store / name)) for name in names])
+
+
+class Checker(HTMLParser):
+    """Collects what a browser would have to repair, load or run."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.wrong, self.loads, self.ids, self.refers = [], [], [], [], []
+        self.text = []
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("script", "link", "img", "iframe", "object"):
+            self.loads.append(tag)
+        for key, value in found.items():
+            inside = str(value).startswith(("#", "data:image/png"))
+            if key.startswith("on") or (key in ("src", "href", "xlink:href") and not inside):
+                self.loads.append((tag, key, value))
+            if key in ("href", "xlink:href") and str(value).startswith("#"):
+                self.refers.append(value[1:])
+            self.refers += re.findall(r"url\(#([^)]+)\)", str(value))
+        if "id" in found:
+            self.ids.append(found["id"])
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def checked(html):
+    checker = Checker()
+    checker.feed(html)
+    checker.close()
+    return checker
+
+
+# --------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_page_is_whole_and_loads_nothing(runs, store):
+    html = page_of(store, "one-sft", "one-rm", "one-ppo", "one-evaluate")
+    found = checked(html)
+    assert not found.wrong and not found.open
+    assert (
+        found.loads == []
+        and "@import" not in html
+        and "http" not in re.sub(r"http://www\.w3\.org\S*", "", html)
+    )
+    assert len(found.ids) == len(set(found.ids)), "ids of different drawings collide"
+    assert set(found.refers) <= set(found.ids)
+
+
+def test_what_is_in_the_data_is_text_on_the_page(runs, store):
+    html = page_of(store, "one-ppo")
+    assert "<script" not in html.lower() and "<b>thanks" not in html
+    assert "&lt;script&gt;alert(&#39;x&#39;)" in html  # in the sample
+    assert "<mark>a &lt;b&gt;</mark>" in html  # in the row as the model saw it, its trained tokens marked
+
+
+def test_the_page_says_what_a_reader_looks_for(runs, store):
+    text = " ".join(" ".join(checked(page_of(store, "one-ppo")).text).split())
+    for words in (
+        "one-ppo", "finished", "0.25 → 0.915", "90.0 %", "1 min 15 s", "KL from the reference",
+        "Explained variance of the values", "Seconds an update", "Oslo.", "reward 3.50",
+        "2 chosen equal to rejected", "eval_eos", "fails", "torch 2.13.0", "models:/rlhf-sft/1",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "Implicit rewards" not in text and "Learning rate" not in text  # not of this stage; never changed
+
+
+def test_the_same_run_gives_the_same_page(runs, store):
+    assert page_of(store, "one-ppo") == page_of(store, "one-ppo")
+
+
+def test_the_lineage_leads_from_the_base_to_the_policy(runs, store):
+    nodes = {node.key: node for node in gather.lineage([report.read(str(store / "one-evaluate"))])}
+    ppo = nodes["models:/rlhf-ppo/1"]
+    assert ppo.parents == {"models:/rlhf-sft/1": "policy", "models:/rlhf-rm/1": "reward"}
+    assert ppo.lines[0].startswith("gate failed"), "its eval_eos missed the gate: no alias"
+    assert "@champion" in nodes["models:/rlhf-sft/1"].lines
+    assert list(nodes["models:/rlhf-rm/1"].parents) == ["base jobs/demo/model"]
+    # The baseline and the reward are ancestors of the policy: the arrow from the policy implies them.
+    assert nodes["run one-evaluate"].parents == {"models:/rlhf-ppo/1": "policy"}
+    assert [
+        nodes[key].depth
+        for key in ("base jobs/demo/model", "models:/rlhf-sft/1", ppo.key, "run one-evaluate")
+    ] == [0, 1, 2, 3]
+
+
+def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
+    finish(
+        store,
+        begin(store, "other-ppo", **{"trainer.kl_coef": 0.5}),
+        PPO_CURVES,
+        {"eval_kl": 0.5},
+        publish=False,
+    )
+    html = page_of(store, "one-ppo", "other-ppo")
+    assert "2 runs compared" in html
+    kl = re.search(r'<svg[^>]*aria-label="KL from the reference.*?</svg>', html, re.DOTALL)[0]
+    assert "one-ppo" in kl and "other-ppo" in kl
+    long = "a-run-with-a-long-name"
+    finish(store, begin(store, long), PPO_CURVES, {"eval_kl": 0.5}, publish=False)
+    kl_of_three = re.search(
+        r'<svg[^>]*aria-label="KL from the reference.*?</svg>',
+        page_of(store, "one-ppo", "other-ppo", long),
+        re.DOTALL,
+    )[0]
+    assert ">A<" in kl_of_three and ">C<" in kl_of_three and long not in kl_of_three
+    assert "var(--c0)" in kl and "var(--c1)" in kl and "#0072b2" not in kl.lower()  # colours follow the page
+
+
+# ------------------------------------------------------------------------------------- runs that did not finish
+
+
+def test_a_failed_run_says_why_and_where(store):
+    job = begin(store, "failed-ppo")
+    with pytest.raises(ZeroDivisionError), registry.run(job, {}) as run_id:
+        log(job, run_id, {"objective/kl": [0.0, 0.5]})
+        failure = {
+            "error": f"ZeroDivisionError: {SCRIPT}",
+            "traceback": "Traceback ...",
+            "seconds": 3,
+            "mlflow_run_id": run_id,
+        }
+        (store / "failed-ppo" / "failed.json").write_text(json.dumps(failure))
+        raise ZeroDivisionError
+    html = page_of(store, "failed-ppo")
+    text = " ".join("".join(checked(html).text).split())
+    assert (
+        "It failed after step 2." in text and "ZeroDivisionError: <script>" in text and "<script" not in html
+    )
+    assert "KL from the reference" in html, "the curves up to there are shown"
+
+
+def test_an_unfinished_run_is_found_in_mlflow_by_its_folder(store):
+    job = begin(store, "cut-off")
+    run = registry.run(job, {})
+    log(job, run.__enter__(), {"objective/kl": [0.0, 0.5, 0.75]})
+    found = report.read(str(store / "cut-off"))
+    assert found.state == "unfinished" and found.last_step == 3 and found.metrics["objective/kl"] == 0.75
+    assert "the newest figures are of step 3" in page_of(store, "cut-off")
+    run.__exit__(None, None, None)
+
+
+def test_a_server_that_is_away_costs_the_curves_and_is_said(runs, store, tmp_path):
+    shutil.copytree(store / "one-rm", tmp_path / "moved")
+    result = json.loads((tmp_path / "moved/result.json").read_text())
+    result["tracking_uri"] = f"sqlite:///{tmp_path}/nowhere/mlflow.db"
+    (tmp_path / "moved/result.json").write_text(json.dumps(result))
+    html = page_of(tmp_path, "moved")
+    assert "No curves: sqlite:///" in html and "97.5 %" in html
+
+
+# -------------------------------------------------------------------------------------------- command and files
+
+
+def test_the_command_writes_a_page_and_pictures(runs, store, capsys):
+    assert main(["report", str(store / "one-ppo")]) == 0
+    assert f"{store}/one-ppo/report.html" in capsys.readouterr().out
+    names = {path.name for path in (store / "one-ppo/plots").iterdir()}
+    assert names == {"learning.png", "policy.png", "health.png", "cost.png"}
+    assert all(
+        p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 5000
+        for p in (store / "one-ppo/plots").iterdir()
+    )
+    assert main(["report", str(store / "one-sft"), str(store / "one-ppo")]) == 0
+    assert (store / "report/report.html").exists() and (store / "report/plots/one-sft-learning.png").exists()
+
+
+def test_a_run_is_found_by_name_and_by_its_mlflow_id(runs, store, monkeypatch):
+    monkeypatch.chdir(store.parent)
+    assert gather.read("one-ppo", runs=store.name).folder == str(store / "one-ppo")
+    assert gather.read(runs["ppo"]["mlflow_run_id"], runs=store.name).folder == str(store / "one-ppo")
+
+
+def test_a_run_whose_folder_is_gone_is_shown_from_mlflow(store, monkeypatch):
+    job = begin(store, "gone-ppo")
+    result = finish(store, job, PPO_CURVES, {"eval_kl": 2.5}, publish=False)
+    assert report.attach(result) == f"{store}/gone-ppo/report.html"
+    shutil.rmtree(store / "gone-ppo")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", result["tracking_uri"])
+    found = gather.read(result["mlflow_run_id"])
+    assert (found.folder, found.state, found.job["stage"]) == (None, "finished", "ppo")
+    assert found.metrics == {"eval_kl": 2.5} and len(found.history["objective/kl"]) == 3
+
+
+@pytest.mark.parametrize(("given", "says"), [("nope", "there are one-"), ("0" * 32, "no such run in sqlite")])
+def test_a_run_that_is_not_there(given, says, runs, store, monkeypatch, capsys):
+    monkeypatch.chdir(store.parent)
+    (store.parent / "runs").exists() or (store.parent / "runs").symlink_to(store)
+    assert main(["report", given]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_finished_run_has_its_page_plots_and_samples_in_mlflow(runs, store):
+    result = runs["ppo"]
+    assert report.attach(result)
+    run_id = result["mlflow_run_id"]
+    api = client(store)
+    assert {"report.html", "result.json", "samples.json", "plots"} <= {
+        f.path for f in api.list_artifacts(run_id)
+    }
+    assert {f.path for f in api.list_artifacts(run_id, "plots")} >= {"plots/learning.png", "plots/policy.png"}
+    # What MlflowClient.load_table and the page of a run look for.
+    tag = json.loads(api.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
+    assert tag == [{"path": "samples.json", "type": "table"}]
+    table = pandas.read_json(api.download_artifacts(run_id, "samples.json"), orient="split")
+    assert table["after_judge"].tolist() == [1.0] and table["prompt"].tolist() == [SCRIPT]
+
+
+def test_a_report_that_cannot_be_drawn_is_said_and_no_more(runs, store, capsys):
+    broken = {**runs["ppo"], "name": "never-was"}
+    assert report.attach(broken) is None
+    assert re.search(
+        r"no report: InputError: .*try again with: python -m pipeline report", capsys.readouterr().out
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- figures
+
+
+def pair(margin, longer=0):
+    return {"chosen": margin, "rejected": 0.0, "chosen_tokens": 10 + longer, "rejected_tokens": 10}
+
+
+def test_the_figures_of_pairs():
+    sure = [
+        pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)
+    ]  # says 0.9, and is right so often
+    found = preferences.summary(sure)
+    assert (found["accuracy"], found["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
+    assert found["margin to length, correlation"] is None  # all are longer by two tokens
+    assert found["accuracy where the chosen reply is longer"] == 0.9
+    assert found["accuracy where the chosen reply is shorter"] is None
+    boasting = [pair(math.log(9) * (-1) ** i, longer=(-1) ** i) for i in range(10)]
+    found = preferences.summary(boasting)
+    assert found["calibration error"] == pytest.approx(0.4)
+    assert found["margin to length, correlation"] == pytest.approx(1.0)
+    assert found["accuracy where the chosen reply is shorter"] == 0.0
+
+
+def test_a_token_pair_as_text():
+    from pipeline.models.tokenizer import load_tokenizer
+    from pipeline.stages.rm import as_text
+
+    tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
+    texts = ("The capital of Peru is Lima.", "The capital of Peru is Oslo.")
+    asked = {"role": "user", "content": "What is the capital of Peru?"}
+    sides = [
+        tokenizer.apply_chat_template([asked, {"role": "assistant", "content": text}], return_dict=False)
+        for text in texts
+    ]
+    assert as_text(tokenizer, *sides) == (asked["content"], *texts), (
+        "whole replies, although they begin alike"
+    )
+    assert as_text(tokenizer, *[tokenizer.encode(text) for text in texts])[1:] == (" Lima.", " Oslo.")
+
+
+@pytest.mark.parametrize("count", [1, 2, 600])
+def test_any_number_of_pairs_can_be_drawn(count):
+    made = [pair(math.sin(i), longer=i % 5) for i in range(count)]
+    for title, (draw, note) in preferences.drawings(made).items():
+        assert preferences.picture(made, title).startswith(b"\x89PNG")
+        assert plots.svg(draw, "x", note).startswith("<svg ")
+
+
+def test_of_a_step_logged_twice_the_later_value_counts(store):
+    job = begin(store, "twice")
+    with registry.run(job, {}) as run_id:
+        log(job, run_id, {"loss": [3.0, 2.0, 1.0]})
+        again = registry.MetricLog(registry.tracking_uri(job), run_id)
+        again.log({"loss": 2.5}, 2)
+        again.close()
+    history = registry.history(registry.tracking_uri(job), run_id)
+    assert history["loss"] == [(1, 3.0), (2, 2.5), (3, 1.0)]
+
+
+def test_every_panel_can_be_drawn():
+    """Each with one point and with many, alone and compared; a panel without points is left out."""
+    for _, (_, group) in panels.GROUPS.items():
+        for panel in group:
+            metrics = [m.replace("*", name) for m in panel.lines for name in ("reward", "other")]
+            for count in (1, plots.SMOOTH_FROM):
+                history = {m: [(i, math.sin(i / 9)) for i in range(count)] for m in metrics}
+                for runs in ({"": history}, {"a": history, "b": history}):
+                    draw = plots.curve(panel, runs, "step")
+                    if draw is not None:
+                        assert plots.svg(draw, "x", panel.title).startswith("<svg ")
+            assert plots.curve(panel, {"": {}}, "step") is None
+
+
+# --------------------------------------------------------------------------------------------- of real stages
+
+
+def test_a_stage_leaves_its_report(embedded_ray, tmp_path):
+    quick = ["trainer.max_steps=2", "data.batch_size=16", "trainer.per_device_train_batch_size=8"]
+    result = stage("rm", tmp_path, "real-rm", *quick, "trainer.logging_steps=1", "run.report=true")
+    html = (tmp_path / "real-rm/report.html").read_text()
+    scores = json.loads((tmp_path / "real-rm/final/pairs.json").read_text())
+    assert len(scores) == result["data"]["report"]["splits"]["eval"]["kept"]
+    assert preferences.summary(scores)["accuracy"] == result["metrics"]["eval_accuracy"]
+    for words in (
+        "Margins of the held-out pairs",
+        "Calibration",
+        "Length bias",
+        "Pairs ranked right",
+        "the lowest margins",
+    ):
+        assert words in html
+    logged = {f.path for f in client(tmp_path).list_artifacts(result["mlflow_run_id"])}
+    assert {"report.html", "plots", "result.json"} <= logged
+
+
+def test_a_stage_that_fails_leaves_its_reason(embedded_ray, tmp_path, capsys):
+    stage("sft", tmp_path, "real-sft", "lora.target_modules=[no_such_layer]", status=1)
+    assert main(["report", str(tmp_path / "real-sft")]) == 0
+    html = (tmp_path / "real-sft/report.html").read_text()
+    assert "It failed before the first step." in html and "no_such_layer" in html
