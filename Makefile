@@ -40,7 +40,7 @@ $(VENV)/.dev: $(PINS)
 $(VENV)/.notebook: $(PINS)
 	$(call install,.[notebook])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate validate test test-all bench lint format notebook ui
+.PHONY: help setup rlhf sft rm dpo ppo evaluate validate test test-all bench chaos lint format notebook ui
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -86,6 +86,9 @@ test-all: $(VENV)/.dev .bench/trl ## every test
 
 bench: setup .bench/trl ## what we cost beside TRL, measured here: make bench ARGS="ppo --size demo"
 	@$(PY) tests/bench $(ARGS)
+
+chaos: setup ## kill workers, drivers and nodes, spoil checkpoints; every run must end with the same numbers: ARGS="--seed 7"
+	@$(PY) tests/chaos $(ARGS)
 
 lint: $(VENV)/.dev ## style, format and types
 	@$(PY) -m ruff check .

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import console, registry, storage
+from pipeline import checkpoints, console, registry, storage
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.worker import Work, Worker, main
@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` uploads the working directory and slows every start
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it in vain
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -47,6 +48,10 @@ def name_run(job: Job) -> Job:
 def folder(job: Job) -> str:
     """Where everything of a run lies: checkpoints and result.json."""
     return storage.join(job.run.storage_path, str(job.run.name))
+
+
+def has_checkpoints(job: Job) -> bool:
+    return any(checkpoints.NAME.fullmatch(name) for name in storage.folders(folder(job)))
 
 
 @contextlib.contextmanager
@@ -220,6 +225,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     )
     started = time.monotonic()
     result = trainer.fit()
+    checkpoints.repair(folder(job))  # what workers that died left half written
     assert result.checkpoint is not None and result.return_value is not None
     checkpoint = _uri(job, result.checkpoint.path)
     adapter = os.path.join(storage.fetch_folder(checkpoint, tempfile.mkdtemp(prefix="adapter-")), "adapter")

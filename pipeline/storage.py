@@ -4,9 +4,12 @@ A write is atomic where it matters: `write_json` writes beside the target and mo
 reader never sees half a `result.json`.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 from pipeline.errors import InputError
@@ -83,7 +86,7 @@ def fetch_folder(path: str, into: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Deletes a folder of a run that its user asked to start over; nothing happens when it is not there."""
+    """Deletes a folder; nothing happens when it is not there."""
     if not exists(path):
         return
     if not is_remote(path):
@@ -91,6 +94,63 @@ def remove(path: str) -> None:
         return
     fs, inner = filesystem(path)
     fs.delete_dir(inner)
+
+
+def empty(path: str) -> None:
+    """Deletes what is in the folder of a run that its user asked to start over; the folder itself may be claimed."""
+    if exists(path):
+        fs, inner = filesystem(path)
+        fs.delete_dir_contents(inner)
+
+
+def folders(path: str) -> list[str]:
+    """Names of the folders directly in `path`; none where it does not exist."""
+    import pyarrow.fs as pafs
+
+    fs, inner = filesystem(path)
+    entries = fs.get_file_info(pafs.FileSelector(inner, allow_not_found=True))
+    return [entry.base_name for entry in entries if entry.type.name == "Directory"]
+
+
+def move(path: str, target: str) -> None:
+    """Moves a folder within a storage path; object stores have no such verb, so there it is copied and deleted."""
+    import pyarrow.fs as pafs
+
+    fs, inner = filesystem(path)
+    _, moved = filesystem(target)
+    fs.create_dir(moved.rsplit("/", 1)[0], recursive=True)
+    if is_remote(path):
+        pafs.copy_files(inner, moved, source_filesystem=fs, destination_filesystem=fs)
+        fs.delete_dir(inner)
+    else:
+        os.replace(inner, moved)
+
+
+@contextlib.contextmanager
+def claim(path: str) -> Iterator[None]:
+    """Keeps a run folder to this process while it writes there; the system lets go of it when the process dies.
+
+    A bucket knows no locks: there, two processes with the same name are not found out.
+
+    Raises:
+        InputError: when another process has it.
+    """
+    if is_remote(path):
+        yield
+        return
+    os.makedirs(path, exist_ok=True)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise InputError(
+            f"run.name: another process is running {path} right now; wait for it, end it, or take another run.name"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def require_writable(path: str) -> None:
