@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,6 +152,38 @@ def claim(path: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def attend(path: str) -> None:
+    """In a worker: holds on to a file of its run until the process ends, so that `wait_for_leavers` sees it."""
+    if not is_remote(path):
+        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_SH)
+
+
+def wait_for_leavers(path: str, seconds: float = 60.0) -> None:
+    """Returns when no worker holds on to `path` any more: those of a driver that was killed live some seconds longer.
+
+    Raises:
+        InputError: when they are still there after `seconds`.
+    """
+    if is_remote(path) or not os.path.exists(path):
+        return
+    give_up, told = time.monotonic() + seconds, False
+    with open(path, "rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > give_up:
+                    raise InputError(
+                        f"run.name: workers of an earlier process still run in {os.path.dirname(path)}; end them (ps lists "
+                        "them as ray::RayTrainWorker), or take another run.name"
+                    ) from error
+            if not told:
+                print("waiting for the workers of the process that was killed to end", flush=True)
+            told = True
+            time.sleep(0.2)
 
 
 def require_writable(path: str) -> None:

@@ -43,7 +43,7 @@ class Reporter(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.worker.resume:
             restore_sums(self.trainer, _sums_file(self.worker, self.worker.resume))
-            self.worker.replay([(entry["step"], _numbers(entry)) for entry in state.log_history])
+            self.worker.replay(_history(state))
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -73,6 +73,10 @@ def _sums_file(worker: Worker, folder: str) -> str:
 
 def _numbers(entry: dict[str, Any]) -> dict[str, float]:
     return {k: v for k, v in entry.items() if isinstance(v, int | float) and k != "step"}
+
+
+def _history(state: Any) -> list[tuple[int, dict[str, float]]]:
+    return [(e["step"], _numbers(e)) for e in state.log_history if "train_runtime" not in e]
 
 
 # Sums that transformers 5.23 and TRL 1.16 keep between two lines of the log and leave out of their checkpoints: without
@@ -136,9 +140,11 @@ def _train(worker: Worker, trainer: Any) -> dict[str, float]:
             # transformers 5.23 would make one step more, in the middle of an epoch.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
+            worker.replay(_history(state))
             with open(_sums_file(worker, worker.resume), encoding="utf-8") as file:
                 sums = json.load(file)
-            return {"train_loss": (sums["total_loss"] + sums["tr_loss"]) / state.global_step}
+            train_loss = (sums["total_loss"] + sums["tr_loss"]) / state.global_step
+            return {"train_loss": train_loss, "epoch": float(state.epoch)}
     summary = trainer.train(resume_from_checkpoint=worker.resume).metrics
     metrics = {k: float(v) for k, v in summary.items()}
     metrics["train_loss"] = trainer._total_loss_scalar / max(1, trainer.state.global_step)

@@ -27,6 +27,7 @@ def at_step(train: Any, step: int, once: str, happens: Callable[[], None]) -> An
 
 
 def killed() -> None:
+    time.sleep(1.5)  # the checkpoint before is copied and noted meanwhile
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -44,7 +45,6 @@ def before_finish(train: Any, once: str) -> Any:
             if not os.path.exists(once):
                 with open(once, "x", encoding="utf-8"):
                     pass
-                time.sleep(2)  # the copy of the checkpoint goes on meanwhile
                 killed()
             return finish(*args, **more)
 

@@ -88,11 +88,12 @@ class Run:
         self.process: subprocess.Popen[str] | None = None
         self.address: str | None = None  # of a cluster that outlives the driver
         self.extra: list[str] = []
+        self.pause = 0.35  # seconds after each step
         self.finally_do: list[Any] = []
 
     def start(self, *extra: str) -> "Run":
         env = os.environ | {
-            "CHAOS_STEP_S": "0.35", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
+            "CHAOS_STEP_S": str(self.pause), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
             "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
             "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1",
@@ -229,15 +230,16 @@ def curves(client: Any, run_id: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    def same(x: Any, y: Any) -> bool:
-        return x == y or (x != x and y != y)
-
     return [
-        f"{key}: {shown(b.get(key))}, expected {shown(a.get(key))}"
+        f"{key}: {shown(b.get(key), a.get(key))}, expected {shown(a.get(key), b.get(key))}"
         for key in sorted(a.keys() | b.keys())
-        if not same(a.get(key), b.get(key))
+        if repr(a.get(key)) != repr(b.get(key))  # NaN is like NaN
     ][:6]
 
 
-def shown(value: Any) -> str:
-    return str(value) if len(str(value)) < 400 else str(value)[:400] + " ..."
+def shown(value: Any, other: Any) -> str:
+    """A number, or of a curve what the other does not have."""
+    if not isinstance(value, list):
+        return str(value)
+    missing = [point for point in value if point not in (other or [])]
+    return f"{len(value)} points" + (f" with {missing[:3]}" if missing else "")
