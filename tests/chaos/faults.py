@@ -125,24 +125,21 @@ def write(run: Run, rng: random.Random) -> str:
     number = rng.randint(1, 4)
     run.wait_for(rf"\bstep {3 * number - 2}/{STEPS}\b")
     name = f"checkpoint_{3 * number:08d}"
-    until(lambda: (run.folder / name).exists(), name, every=0.0005)
-    time.sleep(rng.uniform(0, 0.02))
-    there = sorted(str(p.relative_to(run.folder / name)) for p in (run.folder / name).rglob("*.*"))
     assert run.process is not None
+    victims = [run.process.pid, *below(run.process.pid)] if everything else training(run)
+    delay = rng.uniform(0, 0.01)
+    until(lambda: (run.folder / name).exists(), name, every=0.0002)
+    time.sleep(delay)
+    for pid in victims:
+        kill(pid)
+    there = [str(p.relative_to(run.folder / name)) for p in (run.folder / name).rglob("*") if p.is_file()]
     if everything:
-        for pid in [run.process.pid, *below(run.process.pid)]:
-            kill(pid)
         run.process.wait()
         ended(run.again())
     else:
-        for pid in training(run):
-            kill(pid)
         ended(run)
-    whole = "digests.json" in there
-    return (
-        f"killed {'everything' if everything else 'the worker'} in {name}, {len(there)} files of which were there"
-        + (" (all)" if whole else "")
-    )
+    who = "everything" if everything else "the worker"
+    return f"killed {who} in {name}: {len(there)} files" + (", digests.json too" * ("digests.json" in there))
 
 
 def corrupt(run: Run, rng: random.Random) -> str:
