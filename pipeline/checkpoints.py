@@ -124,6 +124,12 @@ def repair(run_folder: str) -> list[str]:
     return whole
 
 
+def newest(run_folder: str) -> str | None:
+    """The name of the newest checkpoint that is whole; None if there is none. Changes nothing."""
+    names = reversed(_names(run_folder))
+    return next((name for name in names if damage(storage.join(run_folder, name)) is None), None)
+
+
 def unused_aside(run_folder: str, name: str) -> str:
     return unused(storage.join(run_folder, SET_ASIDE), name)
 

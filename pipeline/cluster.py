@@ -224,7 +224,13 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         ),
     )
     started = time.monotonic()
-    result = trainer.fit()
+    if job.run.num_to_keep == 1:
+        print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to, should the newest be damaged")
+    try:
+        result = trainer.fit()
+    except Exception:
+        _say_what_is_left(job)
+        raise
     checkpoints.repair(folder(job))  # what workers that died left half written
     assert result.checkpoint is not None and result.return_value is not None
     checkpoint = _uri(job, result.checkpoint.path)
@@ -237,6 +243,17 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         seconds=time.monotonic() - started,
         peak_memory=result.return_value["peak_memory"],
     )
+
+
+def _say_what_is_left(job: Job) -> None:
+    """After a failure: where the same command will continue. What failed may be the disk itself: then only that is said."""
+    try:
+        newest = checkpoints.newest(folder(job))
+    except Exception as error:
+        print(f"run {job.run.name} failed, and {folder(job)} cannot be read ({error})", flush=True)
+        return
+    left = f"continues from {newest}" if newest else "starts it again: it has no whole checkpoint yet"
+    print(f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", flush=True)
 
 
 def _uri(job: Job, path: str) -> str:

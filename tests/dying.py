@@ -17,6 +17,7 @@ def at_step(train: Any, step: int, once: str, happens: Callable[[], None]) -> An
             if at == step and worker.rank == 0 and not os.path.exists(once):
                 with open(once, "x", encoding="utf-8"):
                     pass
+                time.sleep(1.5)  # the checkpoint before is copied and noted meanwhile
                 happens()
             return leaving(at)
 
@@ -27,7 +28,6 @@ def at_step(train: Any, step: int, once: str, happens: Callable[[], None]) -> An
 
 
 def killed() -> None:
-    time.sleep(1.5)  # the checkpoint before is copied and noted meanwhile
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -52,3 +52,21 @@ def before_finish(train: Any, once: str) -> Any:
         return train(worker)
 
     return touched
+
+
+def fill(folder: str) -> None:
+    """Writes into a folder until its disk is full."""
+    with open(os.path.join(folder, "filler"), "wb") as file:
+        try:
+            while True:
+                file.write(b"\0" * 65536)
+                file.flush()
+        except OSError:
+            return
+
+
+def swap(folder: str) -> None:
+    """A file in place of a folder: what was mounted there is gone, and nothing can be written."""
+    os.rename(folder, folder + "-gone")
+    with open(folder, "x", encoding="utf-8"):
+        pass

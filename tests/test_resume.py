@@ -3,9 +3,11 @@
 `make chaos` does this to every stage with every fault, at random moments; here are a few at fixed ones.
 """
 
+import functools
 import importlib
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import dying
@@ -96,3 +98,42 @@ def test_killed_after_the_last_step_no_further_step_is_made(verb, storage, monke
     result = stage(verb, storage, f"resume-last-{verb}-killed", *options, "run.max_failures=1")
     assert (storage / f"{verb}-last").exists()
     assert_equal(storage, expected, result)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MB, where the system lets this user mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["disk full", "storage gone"])
+def test_a_storage_that_fails_in_mid_run_leaves_the_last_good_checkpoint(
+    trouble, storage, small_disk, monkeypatch, capfd
+):
+    """Exit status 1 and the system's own reason; mended, the same command ends as if nothing had been."""
+    expected = stage("sft", storage, f"resume-{trouble[0]}", *TRL)
+    elsewhere = [f"mlflow.tracking_uri=sqlite:///{storage}/mlflow.db", f"data.cache_dir={storage}/data"]
+    name = f"hurt-{trouble[0]}"
+    run = small_disk / name
+    happens = dying.fill if trouble == "disk full" else dying.swap
+    with monkeypatch.context() as patch:
+        where = str(small_disk if trouble == "disk full" else run)
+        touched(patch, "sft", 3, storage / trouble, functools.partial(happens, where))
+        stage("sft", small_disk, name, *TRL, *elsewhere, status=1)
+    said = capfd.readouterr()
+    if trouble == "disk full":
+        assert re.search(r"No space left on device", said.err)
+        assert "the same command with run.name=hurt-d continues from checkpoint_00000002" in said.out
+        (small_disk / "filler").unlink()
+    else:
+        assert re.search(r"Not a directory|NotADirectory", said.err)
+        run.unlink()
+        os.rename(f"{run}-gone", run)
+    assert_equal(storage, expected, stage("sft", small_disk, name, *TRL, *elsewhere))

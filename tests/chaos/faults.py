@@ -182,12 +182,17 @@ class Nodes:
         )
         from ray.cluster_utils import Cluster
 
-        small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+        self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **self.small})
         run.finally_do.append(self.cluster.shutdown)
-        self.nodes = [self.cluster.add_node(num_cpus=2, **small) for _ in range(count)]
+        self.nodes: list[Any] = []
+        for _ in range(count):
+            self.add()
         run.address = self.cluster.address
         run.arguments.append("scaling.resources_per_worker={CPU: 2}")  # one to a node
+
+    def add(self) -> None:
+        self.nodes.append(self.cluster.add_node(num_cpus=2, **self.small))
 
     def busy(self) -> list[Any]:
         """Nodes on which a training worker runs."""

@@ -89,6 +89,7 @@ class Run:
         self.address: str | None = None  # of a cluster that outlives the driver
         self.extra: list[str] = []
         self.pause = 0.35  # seconds after each step
+        self.env: dict[str, str] = {}
         self.finally_do: list[Any] = []
 
     def start(self, *extra: str) -> "Run":
@@ -96,7 +97,7 @@ class Run:
             "CHAOS_STEP_S": str(self.pause), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
             "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
-            "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1",
+            "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1", **self.env,
         }  # fmt: skip
         env.pop("RAY_ADDRESS", None)
         if self.address:
