@@ -56,15 +56,15 @@ def read(job: Job, path: str) -> dict[str, Any]:
 def before(job: Job) -> dict[str, Any] | None:
     """job.json of the run that this job continues; None for one to be started, or started over.
 
+    Without a checkpoint there is nothing to be continued: there the job may be mended, and is then another run.
+
     Raises:
-        InputError: when it has a checkpoint that this job would continue to another end.
+        InputError: when there is a checkpoint that this job would continue to another end.
     """
     path = storage.join(cluster.folder(job), FILE)
     if job.run.fresh or not storage.exists(path):
         return None
     found = read(job, path)
-    if not cluster.has_checkpoints(job):
-        return None  # nothing to be continued: the job may be mended
     free: tuple[str, ...] = MAY_CHANGE
     if job.data.batch_size or job.stage == "ppo":  # rows in memory, not rows of a step
         free += ("trainer.per_device_train_batch_size",)
@@ -74,6 +74,8 @@ def before(job: Job) -> dict[str, Any] | None:
         for key in sorted(then.keys() | now.keys())
         if then.get(key) != now.get(key) and not _in(key, (*free, "begun_with"))
     ]
+    if different and not cluster.has_checkpoints(job):
+        return None
     if different:
         raise InputError(
             f"run.name: {job.run.name!r} was begun with {', '.join(different[:5])}; its checkpoint cannot be continued to "
@@ -88,22 +90,23 @@ def before(job: Job) -> dict[str, Any] | None:
     return found
 
 
-def check(found: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> None:
-    """Refuses to go on with another base, or with other rows than the checkpoint has counted.
+def check(found: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> dict[str, Any] | None:
+    """`found`, if base and rows are those that the run was begun with; None if they are not, and it has no checkpoint.
 
     Raises:
-        InputError: naming what changed.
+        InputError: naming what changed under a checkpoint, which has no place in it.
     """
     was = found.get("begun_with", {})
     changed = [f"model.name_or_path ({job.model.name_or_path})"] if was.get("base", base) != base else []
     changed += [
         f"data.{name}" for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest
     ]
-    if changed:
+    if changed and cluster.has_checkpoints(job):
         raise InputError(
             f"run.name: the content of {', '.join(changed)} is not what {job.run.name!r} was begun with, so its checkpoint "
             "has no place in it. Bring the files back, take another run.name, or run.fresh=true"
         )
+    return None if changed else found
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -42,7 +42,7 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
         work, rows, report = prepare(job, inputs)
         print(report.render(), flush=True)
         if earlier:
-            begun.check(earlier, job, work.base["digest"], work.digests)
+            earlier = begun.check(earlier, job, work.base["digest"], work.digests)
         with storage.claim(cluster.folder(job)):
             result = _train_and_register(job, work, rows, report, train, earlier is None, started)
     say(result)

@@ -193,8 +193,8 @@ class Worker:
             self._commit(source, checkpoints.name_of(step), {**metrics, "step": step}, wait=False)
             return
         self._commit(source, checkpoints.name_of(step), {**metrics, "step": step}, wait=True)
-        self.saved_for_notice = True
-        if self.rank == 0:
+        first, self.saved_for_notice = not self.saved_for_notice, True
+        if first and self.rank == 0:
             print(f"notice to leave: the checkpoint of step {step} is written", flush=True)
         if self.notice.terminated:
             raise RuntimeError(

@@ -112,7 +112,12 @@ def test_rows_in_memory_decide_the_batch_where_no_batch_size_is_given(halfway, t
 def test_without_a_checkpoint_the_job_may_still_be_mended(halfway, tmp_path, in_root):
     folder = shutil.copytree(halfway, tmp_path / "copy")
     shutil.rmtree(folder / "sft/checkpoint_00000010")
-    assert begun.before(job_of(folder, "trainer.learning_rate=0.5")) is None
+    assert begun.before(job_of(folder, *BATCH, "trainer.learning_rate=0.5")) is None
+    job = job_of(folder, *BATCH)
+    found = begun.before(job)
+    assert found is not None, "the same job goes on with its MLflow run"
+    assert begun.check(found, job, "sha256:base", {"train": "sha256:rows"}) is found
+    assert begun.check(found, job, "sha256:base", {"train": "sha256:edited"}) is None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_without_a_checkpoint_the_job_may_still_be_mended(halfway, tmp_path, in_
 def test_content_that_changed_under_the_same_path_is_found_out(base, rows, says, halfway, in_root):
     job = job_of(halfway, *BATCH)
     found = begun.before(job)
-    begun.check(found, job, "sha256:base", {"train": "sha256:rows"})
+    assert begun.check(found, job, "sha256:base", {"train": "sha256:rows"}) is found
     with pytest.raises(InputError, match=says):
         begun.check(found, job, base, rows)
 
