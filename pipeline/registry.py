@@ -272,7 +272,7 @@ class MetricLog:
                         flush=True,
                     )
                 self.failures = min(self.failures + 1, 10)
-                self.known.clear()  # a call that failed may have been recorded after all: look again
+
                 continue
             self.failures = 0
             with self.wake:
