@@ -53,7 +53,7 @@ def _train_and_register(
     job: Job, work: Work, rows: dict[str, Any], report: Any, train: Any, anew: bool, started: float
 ) -> dict[str, Any]:
     """From a checked job to its result.json; from here on the run exists."""
-    storage.wait_for_leavers(storage.join(cluster.folder(job), begun.FILE))
+    storage.wait_for_leavers(cluster.folder(job))
     if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
         storage.empty(cluster.folder(job))
     checkpoints.repair(cluster.folder(job))

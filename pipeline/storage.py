@@ -154,19 +154,25 @@ def claim(path: str) -> Iterator[None]:
         os.close(handle)
 
 
-def attend(path: str) -> None:
-    """In a worker: holds on to a file of its run until the process ends, so that `wait_for_leavers` sees it."""
-    if not is_remote(path):
-        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_SH)
+PRESENT = ".workers"  # a file of the run folder that every worker holds on to
 
 
-def wait_for_leavers(path: str, seconds: float = 60.0) -> None:
-    """Returns when no worker holds on to `path` any more: those of a driver that was killed live some seconds longer.
+def attend(run_folder: str) -> None:
+    """In a worker: lets `wait_for_leavers` see it until the process ends."""
+    if not is_remote(run_folder):
+        os.makedirs(run_folder, exist_ok=True)
+        handle = os.open(os.path.join(run_folder, PRESENT), os.O_RDWR | os.O_CREAT)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+
+
+def wait_for_leavers(run_folder: str, seconds: float = 60.0) -> None:
+    """Returns when no worker of an earlier driver is left: those of one that was killed live some seconds longer.
 
     Raises:
         InputError: when they are still there after `seconds`.
     """
-    if is_remote(path) or not os.path.exists(path):
+    path = os.path.join(run_folder, PRESENT)
+    if is_remote(run_folder) or not os.path.exists(path):
         return
     give_up, told = time.monotonic() + seconds, False
     with open(path, "rb") as file:
@@ -177,7 +183,7 @@ def wait_for_leavers(path: str, seconds: float = 60.0) -> None:
             except BlockingIOError as error:
                 if time.monotonic() > give_up:
                     raise InputError(
-                        f"run.name: workers of an earlier process still run in {os.path.dirname(path)}; end them (ps lists "
+                        f"run.name: workers of an earlier process still run in {run_folder}; end them (ps lists "
                         "them as ray::RayTrainWorker), or take another run.name"
                     ) from error
             if not told:

@@ -47,7 +47,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
     """The function that Ray Train calls: prepares the process, resumes or finds the run finished, trains."""
     work: Work = config["work"]
     _quiet(work.job.stage)
-    storage.attend(storage.join(work.folder, "job.json"))
+    storage.attend(work.folder)
     with contextlib.ExitStack() as stack:
         resume = newest_whole(stack)
         if resume and os.path.exists(os.path.join(resume, OUTCOME)):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,8 +87,6 @@ def test_damage_to_the_newest_is_named_and_the_one_before_is_used(kind, run, cap
     note(run, "checkpoint_00000005", "checkpoint_00000010")
     spoil(run / "checkpoint_00000010")
     assert checkpoints.repair(str(run)) == ["checkpoint_00000005"]
-    import re
-
     out = capsys.readouterr().out
     assert re.search(rf"continuing from checkpoint_00000005.*checkpoint_00000010: {says}", out, re.DOTALL), (
         out
@@ -209,3 +208,22 @@ def test_a_killed_process_lets_go(run):
     )
     with storage.claim(str(run)):
         shutil.rmtree(run)
+
+
+def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):
+    program = f"""
+        import time
+        from pipeline import storage
+        storage.attend({str(run)!r})
+        print("there", flush=True)
+        time.sleep(1.0)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == b"there\n"
+        with pytest.raises(InputError, match=r"run\.name: workers of an earlier process still run in"):
+            storage.wait_for_leavers(str(run), seconds=0)
+        storage.wait_for_leavers(str(run))
+        assert worker.poll() is not None or worker.wait(5) == 0
+    assert "waiting for the workers of the process that was killed to end" in capsys.readouterr().out
