@@ -127,7 +127,7 @@ def write(run: Run, rng: random.Random) -> str:
     name = f"checkpoint_{3 * number:08d}"
     assert run.process is not None
     victims = [run.process.pid, *below(run.process.pid)] if everything else training(run)
-    delay = rng.uniform(0, 0.01)
+    delay = rng.uniform(0, 0.004)
     until(lambda: (run.folder / name).exists(), name, every=0.0002)
     time.sleep(delay)
     for pid in victims:

@@ -97,7 +97,9 @@ class Run:
             "CHAOS_STEP_S": str(self.pause), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
             "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
-            "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1", **self.env,
+            "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1",
+            "RAY_prestart_worker_first_driver": "0",  # processes that nothing here uses
+            **self.env,
         }  # fmt: skip
         env.pop("RAY_ADDRESS", None)
         if self.address:
