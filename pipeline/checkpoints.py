@@ -89,7 +89,7 @@ def damage(path: str) -> str | None:
 def repair(run_folder: str) -> list[str]:
     """Makes the run folder such that Ray Train continues from the newest checkpoint that is whole.
 
-    Damaged ones are named and moved to `damaged/`; what a kill left half written is deleted. Returns the names of those
+    Damaged ones are named and moved to `damaged/`; what a kill left half written is named and deleted. Returns the names of those
     that are whole, oldest first.
 
     Raises:
@@ -104,6 +104,7 @@ def repair(run_folder: str) -> list[str]:
             whole.append(name)
         elif noted is not None and name not in noted:
             storage.remove(path)  # Ray Train never heard of it: a kill during its upload
+            print(f"{name} was never finished ({problem}): deleted", flush=True)
         else:
             damaged.append(f"{name}: {problem}")
             storage.move(path, storage.join(run_folder, SET_ASIDE, unused_aside(run_folder, name)))
