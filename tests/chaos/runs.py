@@ -175,7 +175,11 @@ class Baselines:
         if (stage, workers) not in self.made:
             started = time.monotonic()
             run = self.start(stage, f"{stage}-{workers}", workers)
-            if run.start().ends() != 0:
+            try:
+                status = run.start().ends()
+            finally:
+                run.stop()
+            if status != 0:
                 raise RuntimeError(
                     f"the run that nobody touched failed: {run.log}\n" + "".join(run.lines[-20:])
                 )
