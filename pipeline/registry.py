@@ -241,7 +241,7 @@ class MetricLog:
             self.wake.notify()
         self.thread.join(self.PATIENCE if patience is None else patience)
         with self.wake:
-            lost = len(self.pending) + self.given_up
+            lost, self.given_up = len(self.pending) + self.given_up, 0
             self.pending.clear()  # the thread, should it still wait for an answer, has nothing left to do
         if lost:
             print(

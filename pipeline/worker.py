@@ -117,7 +117,7 @@ class Worker:
     """One worker of a stage: who it is, what it reads, and the four things that it says while it trains."""
 
     def __init__(self, work: Work, resume: str | None):
-        import ray.train
+        import ray.train.collective
 
         context = ray.train.get_context()
         self.work, self.job, self.tokenizer = work, work.job, work.tokenizer
@@ -269,6 +269,7 @@ class Worker:
             if self.metrics:
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
                 self.metrics.log(held_out, self.step, final=True)
+                self.metrics.close()  # before the run counts as ended: a run that ended is not trained again
             with open(os.path.join(final, OUTCOME), "w", encoding="utf-8") as file:
                 json.dump(outcome, file)
         self._commit(final if self.rank == 0 else None, "final", metrics, wait=True)
