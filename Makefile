@@ -44,7 +44,7 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate report test test-all bench lint format \
+.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate report test test-all bench chaos lint format \
         notebook ui up status dashboard down jobs logs stop
 
 help: ## list the targets
@@ -109,6 +109,9 @@ test-all: $(VENV)/.dev .bench/trl ## every test
 
 bench: setup .bench/trl ## what we cost beside TRL, measured here: make bench ARGS="ppo --size demo"
 	@$(PY) tests/bench $(ARGS)
+
+chaos: setup ## kill workers, drivers and nodes, spoil checkpoints; every run must end with the same numbers: ARGS="--seed 7"
+	@$(PY) tests/chaos $(ARGS)
 
 lint: $(VENV)/.dev ## style, format and types
 	@$(PY) -m ruff check .

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import console, registry, storage
+from pipeline import checkpoints, console, registry, storage
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.worker import Work, Worker, main
@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` uploads the working directory and slows every start
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it in vain
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -47,6 +48,10 @@ def name_run(job: Job) -> Job:
 def folder(job: Job) -> str:
     """Where everything of a run lies: checkpoints and result.json."""
     return storage.join(job.run.storage_path, str(job.run.name))
+
+
+def has_checkpoints(job: Job) -> bool:
+    return any(checkpoints.NAME.fullmatch(name) for name in storage.folders(folder(job)))
 
 
 @contextlib.contextmanager
@@ -219,7 +224,14 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         ),
     )
     started = time.monotonic()
-    result = trainer.fit()
+    if job.run.num_to_keep == 1:
+        print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to, should the newest be damaged")
+    try:
+        result = trainer.fit()
+    except Exception:
+        _say_what_is_left(job)
+        raise
+    checkpoints.repair(folder(job))  # what workers that died left half written
     assert result.checkpoint is not None and result.return_value is not None
     checkpoint = _uri(job, result.checkpoint.path)
     adapter = os.path.join(storage.fetch_folder(checkpoint, tempfile.mkdtemp(prefix="adapter-")), "adapter")
@@ -231,6 +243,17 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         seconds=time.monotonic() - started,
         peak_memory=result.return_value["peak_memory"],
     )
+
+
+def _say_what_is_left(job: Job) -> None:
+    """After a failure: where the same command will continue. What failed may be the disk itself: then only that is said."""
+    try:
+        newest = checkpoints.newest(folder(job))
+    except Exception as error:
+        print(f"run {job.run.name} failed, and {folder(job)} cannot be read ({error})", flush=True)
+        return
+    left = f"continues from {newest}" if newest else "starts it again: it has no whole checkpoint yet"
+    print(f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", flush=True)
 
 
 def _uri(job: Job, path: str) -> str:

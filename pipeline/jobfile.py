@@ -84,7 +84,10 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
 
 def _parse(text: str, name: str, where: dict[str, str]) -> Any:
     """The value of a YAML document; fills `where`. Errors name the line but never quote it: it may hold a secret."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:  # a control character
+        raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
     try:
         node = loader.get_single_node()
         if node is None:

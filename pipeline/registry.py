@@ -9,12 +9,14 @@ first and compared file by file.
 import json
 import logging
 import os
+import threading
 import time
 import warnings
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline import storage
 from pipeline.config import OPERATORS, Job, parse_gate
@@ -95,10 +97,11 @@ def check(job: Job) -> None:
 
 
 @contextmanager
-def run(job: Job, digests: dict[str, str]):
+def run(job: Job, digests: dict[str, str], anew: bool = False):
     """Opens the MLflow run of a job, yields its id, and ends it as FINISHED or FAILED.
 
-    A run that was cut short is opened again by the same `run.name`, so that one job stays one run.
+    A run that was cut short is opened again by the same `run.name`, so that one job stays one run. `anew` starts another
+    one instead; a run that its driver left RUNNING when it was killed is then ended as KILLED.
     """
     mlflow = client(tracking_uri(job))
     run_key = storage.join(storage.absolute(job.run.storage_path), str(job.run.name))
@@ -109,19 +112,46 @@ def run(job: Job, digests: dict[str, str]):
         max_results=1,
         order_by=["start_time DESC"],
     )
-    if found and found[0].info.status != "FINISHED":
-        run_id = found[0].info.run_id
+    before = found[0].info if found and found[0].info.status != "FINISHED" else None
+    if before and not anew:
+        run_id = before.run_id
         mlflow.update_run(run_id, status="RUNNING")
     else:
+        if before and before.status == "RUNNING":
+            mlflow.set_terminated(before.run_id, "KILLED")
         tags = {"pipeline.run": run_key, "stage": job.stage}
         run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
         _log_inputs(mlflow, run_id, job, digests)
     try:
         yield run_id
     except BaseException:
-        mlflow.set_terminated(run_id, "FAILED")
+        try:
+            mlflow.set_terminated(run_id, "FAILED")
+        except Exception as error:  # the failure itself is what its user has to see
+            print(f"warning: MLflow run {run_id} stays RUNNING: the server is away ({type(error).__name__})")
         raise
+    wait_for_server(job)
     mlflow.set_terminated(run_id, "FINISHED")
+
+
+def wait_for_server(job: Job, minutes: float = 10.0) -> None:
+    """Returns as soon as the tracking server answers; after `minutes` whatever follows says what is wrong."""
+    give_up, pause = time.monotonic() + 60 * minutes, 1.0
+    while True:
+        try:
+            client(tracking_uri(job)).search_experiments(max_results=1)
+            return
+        except Exception as error:  # whatever the store's driver raises
+            if time.monotonic() > give_up:
+                return
+            if pause == 1.0:
+                print(
+                    f"MLflow at {tracking_uri(job)} does not answer ({type(error).__name__}); waiting up to "
+                    f"{minutes:.0f} minutes to register. The adapter is safe in {job.run.storage_path}/{job.run.name}",
+                    flush=True,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
 
 
 def _experiment(mlflow: Any, job: Job) -> str:
@@ -168,45 +198,111 @@ def _flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return [] if value is None else [(prefix.rstrip("."), value)]
 
 
+class Point(NamedTuple):
+    """One value of one metric on its way to MLflow."""
+
+    key: str
+    value: float
+    time: int  # ms
+    step: int
+    final: bool
+
+
 class MetricLog:
-    """Metrics of one run, written as training goes; a server that is away delays them, it does not stop training."""
+    """Metrics of one run, sent by a thread of its own: training waits for no server, and a server that is away stops nothing.
+
+    What is logged is sent in order, about once a second, 1000 values a call. A server that is away is named once and tried
+    again with growing pauses; `close` waits for it a while, and says what was not recorded. A restarted worker repeats the
+    steps after its checkpoint: values that the run already has are not recorded twice.
+    """
+
+    EVERY, LONGEST = 1.0, 60.0  # seconds between two calls; between two tries while the server is away
+    PATIENCE = 120.0  # seconds that `close` waits for a server that is away
+    ROOM = 500_000  # values kept for it, about 100 MB; beyond that the oldest are given up
 
     def __init__(self, uri: str, run_id: str):
-        self.client = client(uri)
-        self.run_id = run_id
-        self.pending: list[Any] = []
-        self.warned = False
+        self.uri, self.run_id = uri, run_id
+        self.client: Any = None  # made by the thread: its import and the store's migrations take a second
+        self.pending: deque[Point] = deque()
+        self.given_up = 0
+        self.known: dict[str, dict[int, float]] = {}  # of each metric, what the run had before: {step: value}
+        self.failures, self.closing = 0, False
+        self.wake = threading.Condition()
+        self.thread = threading.Thread(target=self._send_all, name="metrics", daemon=True)
+        self.thread.start()
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        from mlflow.entities import Metric
-
+    def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
+        """Takes the numbers of `metrics`; `final` ones are also recorded beside another value of the same step."""
         now = int(time.time() * 1000)
-        self.pending += [
-            Metric(_key(k), float(v), now, step) for k, v in metrics.items() if isinstance(v, int | float)
-        ]
-        self.flush()
+        with self.wake:
+            self.pending.extend(
+                Point(_key(k), float(v), now, step, final)
+                for k, v in metrics.items()
+                if isinstance(v, int | float)
+            )
+            while len(self.pending) > self.ROOM:
+                self.pending.popleft()
+                self.given_up += 1
 
-    def flush(self) -> None:
-        """Sends what is pending, 1000 values a call; what cannot be sent stays pending for the next time."""
-        while self.pending:
+    def close(self, patience: float | None = None) -> None:
+        """Sends what is left; a server that is away is waited for, at most `patience` seconds (PATIENCE)."""
+        with self.wake:
+            self.closing = True
+            self.wake.notify()
+        self.thread.join(self.PATIENCE if patience is None else patience)
+        with self.wake:
+            lost, self.given_up = len(self.pending) + self.given_up, 0
+            self.pending.clear()  # the thread, should it still wait for an answer, has nothing left to do
+        if lost:
+            print(
+                f"warning: {lost} metric values of run {self.run_id} were not recorded in MLflow: {self.uri} was away. The "
+                "checkpoints hold the curve: the same command sends what is missing if the run goes on",
+                flush=True,
+            )
+
+    def _send_all(self) -> None:
+        while True:
+            with self.wake:
+                pause = min(self.EVERY * 2**self.failures, self.EVERY if self.closing else self.LONGEST)
+                self.wake.wait_for(lambda: self.closing and not self.failures, timeout=pause)
+                batch = [self.pending[i] for i in range(min(1000, len(self.pending)))]
+                given_up = self.given_up
+                if not batch and self.closing:
+                    return
+            if not batch:
+                continue
             try:
-                self.client.log_batch(self.run_id, metrics=self.pending[:1000])
+                self._send(batch)
             except Exception as error:  # a ten-hour run must not die of its bookkeeping
-                if not self.warned:
+                if not self.failures:
+                    reason = str(error).splitlines()[0][:200] if str(error) else ""
                     print(
-                        f"warning: MLflow does not answer ({error}); metrics are kept and sent later",
+                        f"warning: MLflow at {self.uri} does not answer ({type(error).__name__}: {reason}); training goes "
+                        "on, its metrics are sent later",
                         flush=True,
                     )
-                self.warned = True
-                return
-            del self.pending[:1000]
+                self.failures = min(self.failures + 1, 10)
 
-    def close(self) -> None:
-        self.flush()
-        if self.pending:
-            print(
-                f"warning: {len(self.pending)} metric values of run {self.run_id} were not recorded in MLflow"
-            )
+                continue
+            self.failures = 0
+            with self.wake:
+                for _ in range(len(batch) - (self.given_up - given_up)):
+                    if self.pending:
+                        self.pending.popleft()
+
+    def _send(self, batch: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        self.client = self.client or client(self.uri)
+        for key in {point.key for point in batch} - self.known.keys():
+            self.known[key] = {m.step: m.value for m in self.client.get_metric_history(self.run_id, key)}
+        new = [Metric(p.key, p.value, p.time, p.step) for p in batch if not self._recorded(p)]
+        if new:
+            self.client.log_batch(self.run_id, metrics=new)
+
+    def _recorded(self, point: Point) -> bool:
+        before = self.known[point.key]
+        return point.step in before and (not point.final or before[point.step] == point.value)
 
 
 def _key(name: str) -> str:
@@ -323,6 +419,7 @@ def publish(
     Raises:
         RuntimeError: if the files that come back from the store differ from those that were saved.
     """
+    wait_for_server(job)
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
     ok, reason = passes(job.gate, metrics)

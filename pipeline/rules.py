@@ -314,7 +314,7 @@ def _check_run(tree: Tree, job: Job) -> None:
 def _check_mlflow(tree: Tree, job: Job) -> None:
     mlflow = job.mlflow
     name = mlflow.registered_model
-    if name is not None and not re.fullmatch(r"[^/:@\s][^/:@]*", name):
+    if name is not None and not re.fullmatch(r"[^/:@.\s][^/:@]*", name):
         raise tree.error(
             "mlflow.registered_model",
             f"found {show(name)}, expected a name without `/`, `:` and `@`, for example rlhf-{job.stage}",

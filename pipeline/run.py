@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline import cluster, console, lineage, registry, storage
+from pipeline import begun, checkpoints, cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job
 from pipeline.errors import InputError, summary
@@ -39,27 +39,43 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
         return done
     registry.check(job)
     job, inputs = pin_inputs(job)
+    earlier = begun.before(job)
+    if earlier:  # not what an alias has become since
+        inputs |= earlier.get("begun_with", {}).get("inputs", {})
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
     with cluster.session(job):
         work, rows, report = prepare(job, inputs)
         print(report.render(samples=not report.reused), flush=True)
-        if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
-            storage.remove(cluster.folder(job))
-        storage.write_json(storage.join(cluster.folder(job), "job.json"), job.to_dict())
-        with registry.run(job, work.digests) as run_id, noted_failure(job, run_id, started):
-            outcome = cluster.fit(replace(work, run_id=run_id), rows, train)
-            version = None
-            if job.mlflow.registered_model and outcome.adapter:
-                facts = lineage.read(outcome.adapter, outcome.adapter)
-                version = registry.publish(job, run_id, outcome.adapter, outcome.metrics, facts)
-            result = describe(job, work, report, outcome, version, run_id, time.monotonic() - started)
-            storage.write_json(storage.join(cluster.folder(job), "result.json"), result)
+        if earlier:
+            earlier = begun.check(earlier, job, work.base["digest"], work.digests)
+        with storage.claim(cluster.folder(job)):
+            result = _train_and_register(job, work, rows, report, train, earlier is None, started)
     drawn = None
     if job.run.report:
         from pipeline import report as pages
 
         drawn = pages.attach(result)
     say(result, drawn)
+    return result
+
+
+def _train_and_register(
+    job: Job, work: Work, rows: dict[str, Any], report: Any, train: Any, anew: bool, started: float
+) -> dict[str, Any]:
+    """From a checked job to its result.json; from here on the run exists."""
+    storage.wait_for_leavers(cluster.folder(job))
+    if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
+        storage.empty(cluster.folder(job))
+    checkpoints.repair(cluster.folder(job))
+    begun.note(job, work.inputs, work.base["digest"], work.digests)
+    with registry.run(job, work.digests, anew) as run_id, noted_failure(job, run_id, started):
+        outcome = cluster.fit(replace(work, run_id=run_id), rows, train)
+        version = None
+        if job.mlflow.registered_model and outcome.adapter:
+            facts = lineage.read(outcome.adapter, outcome.adapter)
+            version = registry.publish(job, run_id, outcome.adapter, outcome.metrics, facts)
+        result = describe(job, work, report, outcome, version, run_id, time.monotonic() - started)
+        storage.write_json(storage.join(cluster.folder(job), "result.json"), result)
     return result
 
 
@@ -91,18 +107,12 @@ def finished(job: Job) -> dict[str, Any] | None:
     Raises:
         InputError: when the name belongs to a run of another stage, whose checkpoints this one cannot continue.
     """
-    path, begun = (storage.join(cluster.folder(job), name) for name in ("result.json", "job.json"))
-    found = None if job.run.fresh else next((p for p in (path, begun) if storage.exists(p)), None)
+    path, unfinished = (storage.join(cluster.folder(job), name) for name in ("result.json", begun.FILE))
+    found = None if job.run.fresh else next((p for p in (path, unfinished) if storage.exists(p)), None)
     if found is None:
         return None
-    result = storage.read_json(found)
-    if result["stage"] != job.stage:
-        state = "a finished" if found == path else "an unfinished"
-        raise InputError(
-            f"run.name: {job.run.name!r} is the name of {state} {result['stage']} run in {job.run.storage_path}; "
-            f"choose another name, e.g. run.name={job.stage}-{job.run.name}"
-        )
-    if found == begun:
+    result = begun.read(job, found)
+    if found == unfinished:
         return None
     print(
         f"run {job.run.name} is finished ({path}); run.fresh=true starts it over, another run.name starts a new one"

@@ -4,10 +4,13 @@ A write is atomic where it matters: `write_json` writes beside the target and mo
 reader never sees half a `result.json`.
 """
 
+import contextlib
+import fcntl
 import io
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -111,7 +114,7 @@ def store_folder(local: str, path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Deletes a folder of a run that its user asked to start over; nothing happens when it is not there."""
+    """Deletes a folder; nothing happens when it is not there."""
     if not exists(path):
         return
     if not is_remote(path):
@@ -126,6 +129,101 @@ def remove_file(path: str) -> None:
     if exists(path):
         fs, inner = filesystem(path)
         fs.delete_file(inner)
+
+
+def empty(path: str) -> None:
+    """Deletes what is in the folder of a run that its user asked to start over; the folder itself may be claimed."""
+    if exists(path):
+        fs, inner = filesystem(path)
+        fs.delete_dir_contents(inner)
+
+
+def folders(path: str) -> list[str]:
+    """Names of the folders directly in `path`; none where it does not exist."""
+    import pyarrow.fs as pafs
+
+    fs, inner = filesystem(path)
+    entries = fs.get_file_info(pafs.FileSelector(inner, allow_not_found=True))
+    return [entry.base_name for entry in entries if entry.type.name == "Directory"]
+
+
+def move(path: str, target: str) -> None:
+    """Moves a folder within a storage path; object stores have no such verb, so there it is copied and deleted."""
+    import pyarrow.fs as pafs
+
+    fs, inner = filesystem(path)
+    _, moved = filesystem(target)
+    fs.create_dir(moved.rsplit("/", 1)[0], recursive=True)
+    if is_remote(path):
+        pafs.copy_files(inner, moved, source_filesystem=fs, destination_filesystem=fs)
+        fs.delete_dir(inner)
+    else:
+        os.replace(inner, moved)
+
+
+@contextlib.contextmanager
+def claim(path: str) -> Iterator[None]:
+    """Keeps a run folder to this process while it writes there; the system lets go of it when the process dies.
+
+    A bucket knows no locks: there, two processes with the same name are not found out.
+
+    Raises:
+        InputError: when another process has it.
+    """
+    if is_remote(path):
+        yield
+        return
+    os.makedirs(path, exist_ok=True)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise InputError(
+            f"run.name: another process is running {path} right now; wait for it, end it, or take another run.name"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+PRESENT = ".workers"  # a file of the run folder that every worker holds on to
+
+
+def attend(run_folder: str) -> None:
+    """In a worker: lets `wait_for_leavers` see it until the process ends."""
+    if not is_remote(run_folder):
+        os.makedirs(run_folder, exist_ok=True)
+        handle = os.open(os.path.join(run_folder, PRESENT), os.O_RDWR | os.O_CREAT)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+
+
+def wait_for_leavers(run_folder: str, seconds: float = 60.0) -> None:
+    """Returns when no worker of an earlier driver is left: those of one that was killed live some seconds longer.
+
+    Raises:
+        InputError: when they are still there after `seconds`.
+    """
+    path = os.path.join(run_folder, PRESENT)
+    if is_remote(run_folder) or not os.path.exists(path):
+        return
+    give_up, told = time.monotonic() + seconds, False
+    with open(path, "rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > give_up:
+                    raise InputError(
+                        f"run.name: workers of an earlier process still run in {run_folder}; end them (ps lists "
+                        "them as ray::RayTrainWorker), or take another run.name"
+                    ) from error
+            if not told:
+                print("waiting for the workers of the process that was killed to end", flush=True)
+            told = True
+            time.sleep(0.2)
 
 
 def require_writable(path: str) -> None:

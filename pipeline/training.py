@@ -3,11 +3,13 @@
 TRL's trainers stay TRL's: a stage subclasses one only to take its rows from Ray Data and to sample each exactly once.
 """
 
+import json
 import os
+from collections import defaultdict
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from pipeline.worker import Worker
 
@@ -35,22 +37,70 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
 class Reporter(TrainerCallback):
     """Progress, metrics and checkpoints of a transformers Trainer, handed to the worker as they come."""
 
-    def __init__(self, worker: Worker):
-        self.worker = worker
+    def __init__(self, worker: Worker, trainer: Any):
+        self.worker, self.trainer = worker, trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.worker.resume:
+            restore_sums(self.trainer, _sums_file(self.worker, self.worker.resume))
+            self.worker.replay(_history(state))
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, int | float)}
+        numbers = _numbers(logs or {})
         if "train_runtime" not in numbers:  # the summary at the end is not a step
             self.worker.log(numbers, state.global_step, state.max_steps)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.worker.leaving(state.global_step):
+            control.should_save = True
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        save_sums(self.trainer, os.path.join(folder, f"sums_{self.worker.rank}.json"))
         newest: dict[str, float] = {}
         for entry in state.log_history:
-            newest.update({k: v for k, v in entry.items() if isinstance(v, int | float)})
+            newest.update(_numbers(entry))
         self.worker.checkpoint(folder, newest, state.global_step)
+
+
+def _sums_file(worker: Worker, folder: str) -> str:
+    """Each rank has its own, like its random state; a rank that the checkpoint does not know takes rank 0's."""
+    own = os.path.join(folder, f"sums_{worker.rank}.json")
+    return own if os.path.exists(own) else os.path.join(folder, "sums_0.json")
+
+
+def _numbers(entry: dict[str, Any]) -> dict[str, float]:
+    return {k: v for k, v in entry.items() if isinstance(v, int | float) and k != "step"}
+
+
+def _history(state: Any) -> list[tuple[int, dict[str, float]]]:
+    return [(e["step"], _numbers(e)) for e in state.log_history if "train_runtime" not in e]
+
+
+# Sums that transformers 5.23 and TRL 1.16 keep between two lines of the log and leave out of their checkpoints: without
+# them the first line after a resume is a mean over fewer steps, and tokens are counted from 0.
+def save_sums(trainer: Any, path: str) -> None:
+    sums = {
+        "tr_loss": trainer._tr_loss.item(),
+        "total_loss": trainer._total_loss_scalar,
+        "last_logged": trainer._globalstep_last_logged,
+        "tokens": trainer._total_train_tokens,
+        "metrics": trainer._metrics,
+    }
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(sums, file)
+
+
+def restore_sums(trainer: Any, path: str) -> None:
+    with open(path, encoding="utf-8") as file:
+        sums = json.load(file)
+    trainer._tr_loss.fill_(sums["tr_loss"])
+    trainer._total_loss_scalar = sums["total_loss"]
+    trainer._globalstep_last_logged = sums["last_logged"]
+    trainer._total_train_tokens = sums["tokens"]
+    trainer._metrics = {mode: defaultdict(list, values) for mode, values in sums["metrics"].items()}
 
 
 def run(worker: Worker, trainer: Any) -> dict[str, float]:
@@ -64,9 +114,8 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
             # them (trl 1.16, RewardTrainer.__init__): adapters and heads are fp32 here, whatever the base.
             parameter.data = parameter.data.float()
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Reporter(worker))
-    summary = trainer.train(resume_from_checkpoint=worker.resume).metrics
-    metrics = {k: float(v) for k, v in summary.items()}
+    trainer.add_callback(Reporter(worker, trainer))
+    metrics = _train(worker, trainer)
     if trainer.eval_dataset is not None:
         evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]
         if not evaluated or evaluated[-1]["step"] != trainer.state.global_step:
@@ -77,6 +126,28 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
         metrics |= {
             k.replace("eval_", "before_", 1): float(v) for k, v in first.items() if k.startswith("eval_")
         }
+    return metrics
+
+
+def _train(worker: Worker, trainer: Any) -> dict[str, float]:
+    """The summary of trainer.train(); `train_loss` is over all steps, whatever part of them this process made."""
+    if worker.resume:
+        trainer.args.eval_on_start = (
+            False  # it was evaluated at step 0; here it would be evaluated in mid-run
+        )
+        state = TrainerState.load_from_json(os.path.join(worker.resume, "trainer_state.json"))
+        if state.global_step >= state.max_steps > 0:
+            # transformers 5.23 would make one step more, in the middle of an epoch.
+            trainer._load_from_checkpoint(worker.resume)
+            trainer.state = state
+            worker.replay(_history(state))
+            with open(_sums_file(worker, worker.resume), encoding="utf-8") as file:
+                sums = json.load(file)
+            train_loss = (sums["total_loss"] + sums["tr_loss"]) / state.global_step
+            return {"train_loss": train_loss, "epoch": float(state.epoch)}
+    summary = trainer.train(resume_from_checkpoint=worker.resume).metrics
+    metrics = {k: float(v) for k, v in summary.items()}
+    metrics["train_loss"] = trainer._total_loss_scalar / max(1, trainer.state.global_step)
     return metrics
 
 

@@ -1,7 +1,8 @@
 """Ray Train, seen from a worker: who it is, what it reads, and what it says while it trains.
 
 A stage's `train(worker)` runs once in every worker of the group. Its verbs: `rows` and `input` to read, `log` a step,
-commit a `checkpoint`, `finish` with an adapter that has been proved to reload.
+commit a `checkpoint` (also when `leaving`: the node is about to go), `finish` with an adapter that has been proved to
+reload.
 """
 
 import contextlib
@@ -16,8 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline import lineage, registry
+from pipeline import checkpoints, lineage, registry, storage
 from pipeline.config import Job
+from pipeline.errors import InputError
+from pipeline.preemption import Notice, listen
 
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
 
@@ -34,23 +37,58 @@ class Work:
     run_id: str  # of MLflow
     inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
 
+    @property
+    def folder(self) -> str:
+        """Where everything of the run lies."""
+        return storage.join(self.job.run.storage_path, str(self.job.run.name))
+
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
     """The function that Ray Train calls: prepares the process, resumes or finds the run finished, trains."""
-    import ray.train
-
     work: Work = config["work"]
     quiet(work.job.stage)
+    storage.attend(work.folder)
     with contextlib.ExitStack() as stack:
-        checkpoint = ray.train.get_checkpoint()
-        resume = stack.enter_context(checkpoint.as_directory()) if checkpoint else None
+        resume = newest_whole(stack)
         if resume and os.path.exists(os.path.join(resume, OUTCOME)):
             with open(os.path.join(resume, OUTCOME), encoding="utf-8") as file:
                 return json.load(file)
         worker = Worker(work, resume)
-        outcome = config["train"](worker)
+        try:
+            outcome = config["train"](worker)
+        except BaseException:
+            worker.close(patience=5.0)
+            raise
         worker.close()
         return outcome
+
+
+def newest_whole(stack: contextlib.ExitStack) -> str | None:
+    """The local folder of the newest checkpoint that is as it was sealed, the same for all ranks; None: there is none yet.
+
+    Raises:
+        InputError: when there are checkpoints, but none is whole.
+    """
+    import ray.train.collective
+    from ray.train import CheckpointConsistencyMode
+
+    reported = ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
+    chosen, problems = -1, []
+    if ray.train.get_context().get_world_rank() == 0:
+        for index, one in reversed(list(enumerate(reported))):
+            with one.checkpoint.as_directory() as folder:
+                problem = checkpoints.damage(folder)
+            if problem is None:
+                chosen = index
+                break
+            problems.append(f"{one.checkpoint.path}: {problem}")
+            print(f"warning: damaged checkpoint, looking for the one before: {problems[-1]}", flush=True)
+    chosen = ray.train.collective.broadcast_from_rank_zero(chosen)
+    if chosen < 0 and reported:
+        raise InputError(
+            f"run.name: no checkpoint of this run is whole ({'; '.join(problems)}); run.fresh=true starts it over"
+        )
+    return stack.enter_context(reported[chosen].checkpoint.as_directory()) if reported else None
 
 
 def quiet(stage: str) -> None:
@@ -100,7 +138,7 @@ class Worker(Host):
     """One worker of a stage: who it is, what it reads, and the four things that it says while it trains."""
 
     def __init__(self, work: Work, resume: str | None):
-        import ray.train
+        import ray.train.collective
 
         super().__init__(work)
         context = ray.train.get_context()
@@ -114,8 +152,12 @@ class Worker(Host):
         self.metrics = (
             registry.MetricLog(registry.tracking_uri(self.job), work.run_id) if self.rank == 0 else None
         )
-        if self.local_rank == 0 and self.resume is None:
+        self.notice, self.saved_for_notice = Notice(self.world), False
+        # Signals are for a process's main thread, which is Ray's; training runs in another.
+        ray.get(ray.get_runtime_context().current_actor.execute.remote(listen))
+        if self.local_rank == 0:  # what a worker that was killed left there
             shutil.rmtree(self.scratch, ignore_errors=True)
+        ray.train.collective.barrier()
         os.makedirs(self.scratch, exist_ok=True)
 
     @property
@@ -159,17 +201,66 @@ class Worker(Host):
         print(f"step {step:>{len(str(total))}}/{total}  {shown}{clock}", flush=True)
         self.metrics.log(metrics, step)
 
+    def leaving(self, step: int) -> bool:
+        """Whether to commit a checkpoint now because a node is about to go. Every rank asks after every step."""
+        return self.notice.arrived(step) and not self.saved_for_notice
+
+    def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
+        """After a resume: the curve that the checkpoint holds, (step, metrics) each, for what never reached MLflow."""
+        if self.metrics:
+            for step, metrics in history:
+                self.metrics.log(metrics, step)
+
     def checkpoint(self, source: str, metrics: dict[str, float], step: int) -> None:
-        """Commits the files of `source` as the checkpoint of `step`. A barrier: every rank calls it."""
-        # One worker a node hands in the folder; Ray merges those of several nodes into one checkpoint.
-        mine = source if self.local_rank == 0 else None
-        self._commit(mine, f"checkpoint_{step:08d}", {**metrics, "step": step})
+        """Commits the files of `source` as the checkpoint of `step`, and deletes them. A barrier: every rank calls it.
 
-    def _commit(self, folder: str | None, name: str, metrics: dict[str, Any]) -> None:
+        The copy to the storage path is made while training goes on; on a notice to go it is waited for.
+        """
+        if not self.notice.given:
+            self._commit(source, checkpoints.name_of(step), {**metrics, "step": step}, wait=False)
+            return
+        self._commit(source, checkpoints.name_of(step), {**metrics, "step": step}, wait=True)
+        first, self.saved_for_notice = not self.saved_for_notice, True
+        if first and self.rank == 0:
+            print(f"notice to leave: the checkpoint of step {step} is written", flush=True)
+        if self.notice.terminated:
+            raise RuntimeError(
+                f"a worker got SIGTERM; the checkpoint of step {step} is written, and the same command continues from it"
+            )
+
+    def _commit(self, folder: str | None, name: str, metrics: dict[str, Any], wait: bool) -> None:
         import ray.train
+        from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 
-        checkpoint = ray.train.Checkpoint.from_directory(folder) if folder else None
-        ray.train.report(metrics, checkpoint=checkpoint, checkpoint_dir_name=name)
+        self._seal(folder)
+        if self.rank == 0:  # its name holds for all
+            name = checkpoints.unused(self.work.folder, name)
+        # One worker a node hands in the folder; Ray merges those of several nodes into one checkpoint.
+        mine = ray.train.Checkpoint.from_directory(folder) if folder and self.local_rank == 0 else None
+        ray.train.report(
+            metrics,
+            checkpoint=mine,
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=CheckpointUploadMode.SYNC if wait else CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=True,
+        )
+        if wait:  # until the controller has noted it: it is what a restart begins with
+            ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
+
+    def _seal(self, folder: str | None) -> None:
+        """Digests of all files of the checkpoint, those of other nodes included, when every rank has written its own."""
+        parts: list[Any] = [{}]
+        if self.world > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+            mine = checkpoints.digests(folder) if folder and self.local_rank == 0 else {}
+            parts = [None] * self.world
+            dist.all_gather_object(parts, mine)
+        elif folder:
+            parts = [checkpoints.digests(folder)]
+        if self.rank == 0 and folder:
+            checkpoints.seal(folder, {name: entry for part in parts for name, entry in part.items()})
 
     def finish(
         self,
@@ -206,11 +297,11 @@ class Worker(Host):
                 verify(adapter)
             if self.metrics:
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
-                self.metrics.log(held_out, self.step)
-            for name, content in {"outcome": outcome, **(tables or {})}.items():
-                with open(os.path.join(final, f"{name}.json"), "w", encoding="utf-8") as file:
-                    json.dump(content, file)
-        self._commit(final if self.rank == 0 else None, "final", metrics)
+                self.metrics.log(held_out, self.step, final=True)
+                self.metrics.close()  # before the run counts as ended: a run that ended is not trained again
+            with open(os.path.join(final, OUTCOME), "w", encoding="utf-8") as file:
+                json.dump(outcome, file)
+        self._commit(final if self.rank == 0 else None, "final", metrics, wait=True)
         return outcome
 
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:
@@ -220,9 +311,9 @@ class Worker(Host):
         }  # it taught nothing
         return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
-    def close(self) -> None:
+    def close(self, patience: float | None = None) -> None:
         if self.metrics:
-            self.metrics.close()
+            self.metrics.close(patience)
         if self.local_rank == 0:
             shutil.rmtree(self.scratch, ignore_errors=True)
 

@@ -54,6 +54,7 @@ def train(family, tmp_path_factory):
     """train(stage, **inputs) -> (outcome, adapter folder)."""
     from dataclasses import replace
     from importlib import import_module
+    from types import SimpleNamespace
 
     from pipeline.config import load_job
     from pipeline.data.feed import to_hf
@@ -71,11 +72,12 @@ def train(family, tmp_path_factory):
             self.rank = self.local_rank = self.step = 0
             self.world, self.resume, self.metrics, self.tables = 1, None, None, rows
             self.scratch = str(scratch)
+            self.notice = SimpleNamespace(arrived=lambda step: False, given=False)
 
         def rows(self, name):
             return to_hf(self.tables[name], self.work.fingerprints[name]) if name in self.tables else None
 
-        def _commit(self, folder, name, metrics):
+        def _commit(self, folder, name, metrics, wait):
             pass
 
     def run(stage, **inputs):

@@ -136,17 +136,53 @@ def test_a_server_that_does_not_answer_is_found_before_work(job):
         registry.check(away)
 
 
-def test_metrics_wait_for_a_server_that_is_away(job, capsys):
-    with registry.run(job, {}) as run_id:
-        log = registry.MetricLog(registry.tracking_uri(job), run_id)
-        send, log.client = log.client, None  # every call fails
-        log.log({"loss": 3.0}, 1)
-        log.log({"loss": 2.0}, 2)
-        log.client = send
-        log.log({"loss": 1.0}, 3)
-    points = mlflow(job).get_metric_history(run_id, "loss")
-    assert [(p.step, p.value) for p in points] == [(1, 3.0), (2, 2.0), (3, 1.0)]
-    assert capsys.readouterr().out.count("MLflow does not answer") == 1
+class Killed(BaseException):
+    """Stands for a kill: nothing in the process gets to run after it."""
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["log_model_artifacts", "finalize_logged_model", "create_registered_model", "create_model_version", "set_registered_model_alias"],
+)  # fmt: skip
+def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before, job, adapter, monkeypatch):
+    """Just before each of its writes: no version without its files, no alias on it, and the second try mends everything."""
+    store = mlflow(job)
+    with pytest.raises(Killed), registry.run(job, {}) as first, monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, before, killed)
+        registry.publish(job, first, adapter, {"eval_loss": 1.0}, LINEAGE)
+    for version in store.search_model_versions("name = 'rlhf-sft'"):
+        assert version.aliases == []
+        folder = registry.fetch(f"models:/rlhf-sft/{version.version}", registry.tracking_uri(job))
+        assert registry.folder_digests(folder) == registry.folder_digests(adapter)
+    with registry.run(job, {}) as second:
+        registry.publish(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
+    assert second == first and store.get_run(second).info.status == "FINISHED"
+    assert [str(v.version) for v in store.search_model_versions("name = 'rlhf-sft'")] == ["1"]
+    folder = registry.fetch(
+        registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job)), registry.tracking_uri(job)
+    )
+    assert registry.folder_digests(folder) == registry.folder_digests(adapter)
+
+
+def killed(*_, **__):
+    raise Killed
+
+
+def test_a_run_that_was_left_running_is_ended_when_its_name_starts_over(job):
+    with pytest.raises(Killed), registry.run(job, {}) as dead:
+        raise Killed
+    mlflow(job).update_run(dead, status="RUNNING")  # a driver that was killed writes nothing
+    with registry.run(job, {}, anew=True) as fresh:
+        assert fresh != dead and mlflow(job).get_run(dead).info.status == "KILLED"
+    assert mlflow(job).get_run(fresh).info.status == "FINISHED"
+
+
+def test_starting_over_after_a_failure_is_another_run(job):
+    with pytest.raises(KeyError), registry.run(job, {}) as first:
+        raise KeyError
+    with registry.run(job, {}, anew=True) as second:
+        pass
+    assert second != first and mlflow(job).get_run(first).info.status == "FAILED"
 
 
 def test_the_same_name_continues_its_run_unless_it_is_finished(job):

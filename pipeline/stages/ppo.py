@@ -37,7 +37,8 @@ def train(worker: Worker) -> dict[str, Any]:
     def on_step(metrics: dict[str, float], step: int, total: int) -> None:
         if step % args.logging_steps == 0 or step == total:
             worker.log(metrics, step, total)
-        if step == total or (args.save_steps and step % args.save_steps == 0):
+        due = step == total or (args.save_steps and step % args.save_steps == 0)
+        if worker.leaving(step) or due:
             folder = os.path.join(worker.scratch, f"checkpoint-{step}")
             trainer.save(folder)
             worker.checkpoint(folder, metrics, step)
@@ -52,6 +53,7 @@ def train(worker: Worker) -> dict[str, Any]:
     )
     if worker.resume:
         trainer.restore(worker.resume)
+        worker.replay([(int(m["episode"]) // args.batch_size, m) for m in trainer.history])
     trainer.train()
 
     metrics = dict(trainer.history[-1])

@@ -1,0 +1,123 @@
+"""A run that was begun before: what its folder says, and which keys of the job may differ when it goes on.
+
+`job.json` is written before training: the resolved job, and what its inputs were at that moment (versions behind
+aliases, digests of base and rows). A checkpoint is continued only by a job that leads to the same end.
+"""
+
+import json
+from typing import Any
+
+from pipeline import cluster, storage
+from pipeline.config import Job
+from pipeline.errors import InputError
+
+FILE = "job.json"
+# What does not decide the numbers, or only the order in which they are summed up.
+MAY_CHANGE = (
+    "run", "mlflow", "gate", "judge", "scaling", "source", "data.cache_dir", "data.pairs",
+    "model.attn_implementation",
+    "trainer.logging_steps", "trainer.logging_strategy", "trainer.logging_first_step",
+    "trainer.save_steps", "trainer.save_strategy", "trainer.eval_steps", "trainer.eval_strategy",
+    "trainer.per_device_eval_batch_size", "trainer.local_rollout_forward_batch_size", "trainer.micro_batch_tokens",
+    "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_kwargs",
+    "trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor", "trainer.dataloader_pin_memory",
+)  # fmt: skip
+
+
+def note(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
+    """Writes job.json: from here on the run is begun."""
+    facts = {"inputs": inputs, "base": base, "rows": rows}
+    storage.write_json(storage.join(cluster.folder(job), FILE), job.to_dict() | {"begun_with": facts})
+
+
+def read(job: Job, path: str) -> dict[str, Any]:
+    """A JSON file that a run left: job.json or result.json.
+
+    Raises:
+        InputError: when it cannot be read, or belongs to another stage.
+    """
+    try:
+        found = storage.read_json(path)
+        stage = found["stage"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise InputError(
+            f"run.name: {path} cannot be read ({type(error).__name__}: {error}); bring it back, take another run.name, or "
+            "type run.fresh=true to start the run over"
+        ) from error
+    if stage != job.stage:
+        state = "an unfinished" if path.endswith(FILE) else "a finished"
+        raise InputError(
+            f"run.name: {job.run.name!r} is the name of {state} {stage} run in {job.run.storage_path}; "
+            f"choose another name, e.g. run.name={job.stage}-{job.run.name}"
+        )
+    return found
+
+
+def before(job: Job) -> dict[str, Any] | None:
+    """job.json of the run that this job continues; None for one to be started, or started over.
+
+    Without a checkpoint there is nothing to be continued: there the job may be mended, and is then another run.
+
+    Raises:
+        InputError: when there is a checkpoint that this job would continue to another end.
+    """
+    path = storage.join(cluster.folder(job), FILE)
+    if job.run.fresh or not storage.exists(path):
+        return None
+    found = read(job, path)
+    free: tuple[str, ...] = MAY_CHANGE
+    if job.data.batch_size or job.stage == "ppo":  # rows in memory, not rows of a step
+        free += ("trainer.per_device_train_batch_size",)
+    then, now = (_flat(tree) for tree in (found, json.loads(json.dumps(job.to_dict(), default=str))))
+    different = [
+        f"{key}={_shown(then.get(key))} (now {_shown(now.get(key))})"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key) and not _in(key, (*free, "begun_with"))
+    ]
+    if different and not cluster.has_checkpoints(job):
+        return None
+    if different:
+        raise InputError(
+            f"run.name: {job.run.name!r} was begun with {', '.join(different[:5])}; its checkpoint cannot be continued to "
+            f"the same end. Take the values back, another run.name, or run.fresh=true. These may change: {', '.join(free)}"
+        )
+    if then.get("scaling.num_workers") != now.get("scaling.num_workers"):
+        print(
+            f"run {job.run.name} goes on with scaling.num_workers={now.get('scaling.num_workers')} instead of "
+            f"{then.get('scaling.num_workers')}: the same batches, but sums in another order",
+            flush=True,
+        )
+    return found
+
+
+def check(found: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> dict[str, Any] | None:
+    """`found`, if base and rows are those that the run was begun with; None if they are not, and it has no checkpoint.
+
+    Raises:
+        InputError: naming what changed under a checkpoint, which has no place in it.
+    """
+    was = found.get("begun_with", {})
+    changed = [f"model.name_or_path ({job.model.name_or_path})"] if was.get("base", base) != base else []
+    changed += [
+        f"data.{name}" for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest
+    ]
+    if changed and cluster.has_checkpoints(job):
+        raise InputError(
+            f"run.name: the content of {', '.join(changed)} is not what {job.run.name!r} was begun with, so its checkpoint "
+            "has no place in it. Bring the files back, take another run.name, or run.fresh=true"
+        )
+    return None if changed else found
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {} if tree is None else {prefix.rstrip("."): tree}
+    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+
+
+def _in(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == one or key.startswith(one + ".") for one in sections)
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else json.dumps(value)

@@ -1,0 +1,111 @@
+"""Kills what can be killed while a stage runs, and proves that it ends as if nothing had happened.
+
+    make chaos                                      the 24 cells, stages x faults, at moments from a printed seed
+    make chaos ARGS="--seed 7 --stages sft,ppo --faults worker,node"
+
+A cell is good when the run ends by itself (after a driver was killed: when the same command is given again) with the same
+adapter to the last bit, the same final metrics and the same curve in MLflow, each step once, as a run that nobody
+touched; with one MLflow run, FINISHED, and one registered version. Exit status 1 if a cell is not.
+"""
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from faults import FAULTS, WORKERS
+from runs import Baselines, Server, differences
+
+STAGES = ("sft", "rm", "dpo", "ppo")
+
+
+def main() -> int:
+    options = arguments()
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    print(f"seed {seed}    everything is below {folder}", flush=True)
+    with Server(folder) as server:
+        baselines = Baselines(folder, server)
+        results = {
+            (stage, fault): cell(stage, fault, seed, baselines)
+            for stage in options.stages
+            for fault in options.faults
+        }
+    print("\n" + table(options, results), flush=True)
+    failed = [f"{stage} x {fault}" for (stage, fault), (problems, _) in results.items() if problems]
+    if failed:
+        print(
+            f"\n{len(failed)} of {len(results)} cells are not equal: {', '.join(failed)}. Look into {folder}; again: --seed {seed}"
+        )
+        return 1
+    print(
+        f"\n{len(results)} of {len(results)} cells ended equal to the run that nobody touched (seed {seed})"
+    )
+    if not options.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make chaos", description=(__doc__ or "").split("\n", 1)[0])
+
+    def some(choices: tuple[str, ...]):
+        def names(text: str) -> list[str]:
+            if wrong := [name for name in text.split(",") if name not in choices]:
+                raise argparse.ArgumentTypeError(
+                    f"found {', '.join(wrong)}; expected some of {', '.join(choices)}"
+                )
+            return text.split(",")
+
+        return names
+
+    parser.add_argument("--seed", type=int, help="of the moments and of what is hit; default: a random one")
+    parser.add_argument("--stages", type=some(STAGES), default=list(STAGES), help=",".join(STAGES))
+    parser.add_argument("--faults", type=some(tuple(FAULTS)), default=list(FAULTS), help=",".join(FAULTS))
+    parser.add_argument("--keep", action="store_true", help="keep the runs and their logs")
+    return parser.parse_args()
+
+
+def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> tuple[list[str], str]:
+    """(what differs, what was done) of one stage under one fault."""
+    workers = WORKERS[fault]
+    expected = baselines.of(stage, workers)
+    rng = random.Random(f"{seed}-{stage}-{fault}")
+    run = baselines.start(stage, f"{stage}-{fault}", workers, quiet=True)
+    started = time.monotonic()
+    try:
+        done = FAULTS[fault](run, rng)
+        problems = differences(expected, run)
+    except Exception as error:  # a cell that cannot be performed is a failed cell, and the others go on
+        traceback.print_exc()
+        done, problems = "", [f"{type(error).__name__}: {error}"]
+    finally:
+        run.stop()
+    seconds = time.monotonic() - started
+    print(
+        f"{stage:<4} x {fault:<10}  {'equal' if not problems else 'NOT EQUAL'}  {seconds:4.0f} s  {done}",
+        flush=True,
+    )
+    for problem in problems:
+        print(f"     {problem}", flush=True)
+    return problems, done
+
+
+def table(options: argparse.Namespace, results: dict[tuple[str, str], tuple[list[str], str]]) -> str:
+    lines = ["     " + "  ".join(f"{fault:<10}" for fault in options.faults)]
+    for stage in options.stages:
+        cells = (
+            f"{'equal' if not results[stage, fault][0] else 'NOT EQUAL':<10}" for fault in options.faults
+        )
+        lines.append(f"{stage:<5}" + "  ".join(cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""What can happen to a run. Each takes a run that is ready to be started and a random generator, and returns when it has ended.
+
+FAULTS[name](run, rng) -> what was done, in words
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from runs import STEPS, Run, until
+
+
+def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
+    """Waits for a random step, and then for a random part of the next one; the step."""
+    step = rng.randint(first, last)
+    run.wait_for(rf"\bstep {step}/{STEPS}\b")
+    time.sleep(rng.uniform(0, 0.4))
+    return step
+
+
+def ended(run: Run) -> None:
+    status = run.ends()
+    if status != 0:
+        raise RuntimeError(f"exit status {status}; see {run.log}\n" + "".join(run.lines[-15:]))
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """{process: (its parent, its command line)}"""
+    out = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for line in out.splitlines():
+        pid, parent, command = [*line.split(None, 2), ""][:3]
+        found[int(pid)] = (int(parent), command)
+    return found
+
+
+def below(root: int) -> dict[int, str]:
+    """{process: command line} of all descendants of a process."""
+    every, found, waiting = processes(), {}, [root]
+    while waiting:
+        parent = waiting.pop()
+        for pid, (its_parent, command) in every.items():
+            if its_parent == parent and pid not in found:
+                found[pid] = command
+                waiting.append(pid)
+    return found
+
+
+def training(run: Run) -> list[int]:
+    """The processes of the run's training workers, on the embedded Ray."""
+    assert run.process is not None
+    return sorted(pid for pid, command in below(run.process.pid).items() if "RayTrainWorker" in command)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------ the faults
+
+
+def worker(run: Run, rng: random.Random) -> str:
+    """kill -9 of one of two workers; Ray Train restarts them."""
+    run.start("run.max_failures=3")
+    step = moment(run, rng)
+    victims = until(lambda: training(run), "a training worker")
+    victim = rng.randrange(len(victims))
+    kill(victims[victim])
+    ended(run)
+    return f"killed worker {victim} of {len(victims)} after step {step}"
+
+
+def driver(run: Run, rng: random.Random) -> str:
+    """kill -9 of the driver; then the same command at once."""
+    run.start()
+    step = moment(run, rng)
+    assert run.process is not None
+    kill(run.process.pid)
+    run.process.wait()
+    ended(run.again())
+    return f"killed the driver after step {step}, gave the command again"
+
+
+def node(run: Run, rng: random.Random) -> str:
+    """SIGKILL of all processes of a node of a cluster of three, where two are needed."""
+    nodes = Nodes(run, 3)
+    run.start("run.max_failures=3")
+    step = moment(run, rng)
+    victim = rng.choice(until(nodes.busy, "a node with a training worker"))
+    nodes.kill(victim)
+    ended(run)
+    return f"killed a node after step {step}"
+
+
+def preemption(run: Run, rng: random.Random) -> str:
+    """Notice that a node will be gone in 5 seconds, as a spot node gets it; then it is. No failure is allowed for."""
+    nodes = Nodes(run, 3)
+    run.pause = 1.2  # the run is not to end before the node does
+    run.start("run.max_failures=0")
+    step = moment(run, rng, last=4)
+    victim = rng.choice(until(nodes.busy, "a node with a training worker"))
+    nodes.drain(victim, seconds=5)
+    run.wait_for(r"notice to leave: the checkpoint of step \d+ is written")
+    saved = next(line for line in run.lines if "notice to leave" in line).strip()
+    time.sleep(5)
+    nodes.kill(victim)
+    ended(run)
+    return f"{saved.removesuffix(' is written')} (after step {step})"
+
+
+def write(run: Run, rng: random.Random) -> str:
+    """kill -9 in the moment in which a checkpoint appears: of the worker, or of all processes of the run."""
+    everything = rng.random() < 0.5
+    run.start(*([] if everything else ["run.max_failures=3"]))
+    number = rng.randint(1, 4)
+    run.wait_for(rf"\bstep {3 * number - 2}/{STEPS}\b")
+    name = f"checkpoint_{3 * number:08d}"
+    assert run.process is not None
+    victims = [run.process.pid, *below(run.process.pid)] if everything else training(run)
+    delay = rng.uniform(0, 0.004)
+    until(lambda: (run.folder / name).exists(), name, every=0.0002)
+    time.sleep(delay)
+    for pid in victims:
+        kill(pid)
+    there = [str(p.relative_to(run.folder / name)) for p in (run.folder / name).rglob("*") if p.is_file()]
+    if everything:
+        run.process.wait()
+        ended(run.again())
+    else:
+        ended(run)
+    who = "everything" if everything else "the worker"
+    return f"killed {who} in {name}: {len(there)} files" + (", digests.json too" * ("digests.json" in there))
+
+
+def corrupt(run: Run, rng: random.Random) -> str:
+    """The newest checkpoint is spoilt while the run lies still: a bit, the end of a file, or a whole file."""
+    run.start()
+    step = moment(run, rng, first=8)  # two checkpoints are there: something to fall back to
+    assert run.process is not None
+    for pid in [run.process.pid, *below(run.process.pid)]:
+        kill(pid)
+    run.process.wait()
+    newest = [one for one in run.checkpoints() if (one / "digests.json").exists()][-1]
+    victim = rng.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size))
+    how = rng.choice(["flipped a bit of", "truncated", "deleted"])
+    if how == "deleted":
+        victim.unlink()
+    elif how == "truncated":
+        os.truncate(victim, rng.randrange(victim.stat().st_size))
+    else:
+        content = bytearray(victim.read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        victim.write_bytes(content)
+    since = len(run.lines)
+    ended(run.again())
+    # Ray Train may not have noted it yet when it was killed: then it counts as never finished.
+    named = rf"{newest.name}: |{newest.name} was never finished"
+    if not run.says(named, since):
+        raise RuntimeError(f"{how} {newest.name}/{victim.name}, and nobody said so")
+    return f"killed all after step {step}, {how} {newest.name}/{victim.relative_to(newest)}"
+
+
+# ------------------------------------------------------------------------------------------------ several nodes
+
+
+class Nodes:
+    """A Ray cluster of processes on this machine: a head without CPUs, and nodes with one each."""
+
+    def __init__(self, run: Run, count: int):
+        os.environ.update(
+            RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[2])
+        )
+        from ray.cluster_utils import Cluster
+
+        self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **self.small})
+        run.finally_do.append(self.cluster.shutdown)
+        self.nodes: list[Any] = []
+        for _ in range(count):
+            self.add()
+        run.address = self.cluster.address
+        run.arguments.append("scaling.resources_per_worker={CPU: 2}")  # one to a node
+
+    def add(self) -> None:
+        self.nodes.append(self.cluster.add_node(num_cpus=2, **self.small))
+
+    def busy(self) -> list[Any]:
+        """Nodes on which a training worker runs."""
+        every = processes()
+        workers = {parent for parent, command in every.values() if "RayTrainWorker" in command}
+        return [node for node in self.nodes if workers & set(self.raylets(node))]
+
+    @staticmethod
+    def raylets(node: Any) -> list[int]:
+        return [info.process.pid for info in node.all_processes.get("raylet", [])]
+
+    def kill(self, node: Any) -> None:
+        for pid in self.raylets(node):
+            for child in below(pid):
+                kill(child)
+            kill(pid)
+
+    def drain(self, node: Any, seconds: int) -> None:
+        command = [
+            str(Path(sys.executable).parent / "ray"), "drain-node", "--address", self.cluster.address, "--node-id", node.node_id,
+            "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "chaos",
+            "--deadline-remaining-seconds", str(seconds),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, capture_output=True)
+
+
+FAULTS = {
+    "worker": worker,
+    "driver": driver,
+    "node": node,
+    "preemption": preemption,
+    "write": write,
+    "corrupt": corrupt,
+}
+WORKERS = {"worker": 2, "driver": 1, "node": 2, "preemption": 2, "write": 1, "corrupt": 1}

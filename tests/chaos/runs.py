@@ -1,0 +1,252 @@
+"""Runs of a stage as processes of their own: started, watched, started again, and compared."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 14
+PATIENCE = 240  # seconds for whatever is waited for
+SMALL = {
+    "trl": [
+        f"trainer.max_steps={STEPS}", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.logging_steps=1",
+        "trainer.save_strategy=steps", "trainer.save_steps=3", "data.eval=null", "trainer.eval_strategy=no",
+        "trainer.eval_on_start=false",
+    ],
+    "ppo": [
+        f"trainer.total_episodes={8 * STEPS}", "trainer.batch_size=8", "trainer.response_length=16", "trainer.save_steps=3",
+        "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
+        "judge=null",
+    ],
+}  # fmt: skip
+# What a clock or the machine decides.
+MEASURED = re.compile(r"runtime|per_second|second|time|memory|flos")
+
+
+class Server:
+    """One MLflow server: several nodes, even on one machine, may not share a SQLite file."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> "Server":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{port}"
+        command = [
+            sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+            "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", "--artifacts-destination", str(self.folder / "artifacts"),
+        ]  # fmt: skip
+        with open(self.folder / "mlflow.log", "wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        until(self._answers, "the MLflow server")
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=2):
+                return True
+        except OSError:
+            return False
+
+    def __exit__(self, *_: Any) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def until(there: Any, what: str, patience: float = PATIENCE, every: float = 0.1) -> Any:
+    """The first true value of `there()`."""
+    give_up = time.monotonic() + patience
+    while time.monotonic() < give_up:
+        if found := there():
+            return found
+        time.sleep(every)
+    raise TimeoutError(f"waited {patience:.0f} s for {what}")
+
+
+class Run:
+    """One name of a run, over all the processes that it takes."""
+
+    def __init__(self, stage: str, name: str, folder: Path, server: Server, overrides: list[str]):
+        self.stage, self.name, self.folder, self.server = stage, name, folder / "runs" / name, server
+        self.log = folder / f"{name}.log"
+        self.arguments = [
+            stage, f"jobs/demo/{stage}.yaml", "gate={}", f"run.storage_path={folder / 'runs'}", f"run.name={name}",
+            f"mlflow.tracking_uri={server.uri}", f"mlflow.registered_model={name}", *overrides,
+        ]  # fmt: skip
+        self.lines: list[str] = []
+        self.process: subprocess.Popen[str] | None = None
+        self.address: str | None = None  # of a cluster that outlives the driver
+        self.extra: list[str] = []
+        self.pause = 0.35  # seconds after each step
+        self.env: dict[str, str] = {}
+        self.finally_do: list[Any] = []
+
+    def start(self, *extra: str) -> "Run":
+        env = os.environ | {
+            "CHAOS_STEP_S": str(self.pause), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
+            "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
+            "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1",
+            "RAY_prestart_worker_first_driver": "0",  # processes that nothing here uses
+            **self.env,
+        }  # fmt: skip
+        env.pop("RAY_ADDRESS", None)
+        if self.address:
+            env["RAY_ADDRESS"] = self.address
+        self.extra = list(extra)
+        command = [sys.executable, str(Path(__file__).parent / "slowly.py"), *self.arguments, *extra]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )  # fmt: skip
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        return self
+
+    def again(self) -> "Run":
+        """The same command once more."""
+        return self.start(*self.extra)
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        with open(self.log, "a", encoding="utf-8") as log:
+            for line in process.stdout:
+                self.lines.append(line)
+                log.write(f"{time.strftime('%H:%M:%S')} {line}")
+                log.flush()
+
+    def says(self, pattern: str, since: int = 0) -> bool:
+        return any(re.search(pattern, line) for line in self.lines[since:])
+
+    def wait_for(self, pattern: str, since: int = 0, every: float = 0.02) -> None:
+        def there() -> bool:
+            if self.says(pattern, since):
+                return True
+            if self.process and self.process.poll() is not None:
+                time.sleep(0.5)  # the last lines
+                if not self.says(pattern, since):
+                    raise RuntimeError(
+                        f"the driver ended ({self.process.returncode}) before it said {pattern!r}"
+                    )
+                return True
+            return False
+
+        until(there, f"{pattern!r} in {self.log}", every=every)
+
+    def ends(self) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout=PATIENCE)
+
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.folder / "result.json").read_text())
+
+    def checkpoints(self) -> list[Path]:
+        """Those that are there, oldest first, whole or not."""
+        return sorted(self.folder.glob("checkpoint_*[0-9]"))
+
+    def stop(self) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        for undo in self.finally_do:
+            undo()
+
+
+class Baselines:
+    """The runs that nobody touches, made when they are first asked for; dpo and ppo start from those of sft and rm."""
+
+    def __init__(self, folder: Path, server: Server):
+        self.folder, self.server = folder, server
+        self.made: dict[tuple[str, int], Run] = {}
+
+    def of(self, stage: str, workers: int) -> Run:
+        if (stage, workers) not in self.made:
+            started = time.monotonic()
+            run = self.start(stage, f"{stage}-{workers}", workers)
+            try:
+                status = run.start().ends()
+            finally:
+                run.stop()
+            if status != 0:
+                raise RuntimeError(
+                    f"the run that nobody touched failed: {run.log}\n" + "".join(run.lines[-20:])
+                )
+            self.made[stage, workers] = run
+            print(
+                f"{stage:<4} untouched, {workers} worker{'s' * (workers > 1)}  {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
+        return self.made[stage, workers]
+
+    def start(self, stage: str, name: str, workers: int, quiet: bool = False) -> Run:
+        """A run that is ready to be started."""
+        overrides = [*SMALL["ppo" if stage == "ppo" else "trl"], f"scaling.num_workers={workers}"]
+        if stage in ("dpo", "ppo"):
+            overrides.append(f"policy={self.of('sft', 1).result()['adapter']}")
+        if stage == "ppo":
+            overrides.append(f"reward={self.of('rm', 1).result()['adapter']}")
+        return Run(stage, name, self.folder, self.server, overrides)
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
+
+
+def differences(expected: Run, run: Run) -> list[str]:
+    """In what `run` does not end as `expected` did, in words."""
+    from mlflow import MlflowClient
+
+    a, b = expected.result(), run.result()
+    problems = []
+    weights = [Path(one["adapter"], "adapter_model.safetensors").read_bytes() for one in (a, b)]
+    if weights[0] != weights[1]:
+        problems.append("adapter_model.safetensors differs")
+    problems += [f"metric {text}" for text in unequal(comparable(a["metrics"]), comparable(b["metrics"]))]
+    client = MlflowClient(tracking_uri=run.server.uri, registry_uri=run.server.uri)
+    problems += [
+        f"curve of {text}"
+        for text in unequal(curves(client, a["mlflow_run_id"]), curves(client, b["mlflow_run_id"]))
+    ]
+    found = client.search_runs(["1", "0"], filter_string=f"attributes.run_name = '{run.name}'")
+    if [one.info.status for one in found] != ["FINISHED"]:
+        problems.append(f"MLflow runs: {[one.info.status for one in found]}, expected one, FINISHED")
+    versions = client.search_model_versions(f"name = '{run.name}'")
+    if len(versions) != 1:
+        problems.append(f"{len(versions)} registered versions, expected 1")
+    return problems
+
+
+def comparable(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if not MEASURED.search(key)}
+
+
+def curves(client: Any, run_id: str) -> dict[str, list[tuple[int, float]]]:
+    keys = comparable(client.get_run(run_id).data.metrics)
+    return {key: [(p.step, p.value) for p in client.get_metric_history(run_id, key)] for key in keys}
+
+
+def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [
+        f"{key}: {shown(b.get(key), a.get(key))}, expected {shown(a.get(key), b.get(key))}"
+        for key in sorted(a.keys() | b.keys())
+        if repr(a.get(key)) != repr(b.get(key))  # NaN is like NaN
+    ][:6]
+
+
+def shown(value: Any, other: Any) -> str:
+    """A number, or of a curve what the other does not have."""
+    if not isinstance(value, list):
+        return str(value)
+    missing = [point for point in value if point not in (other or [])]
+    return f"{len(value)} points" + (f" with {missing[:3]}" if missing else "")

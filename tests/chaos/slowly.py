@@ -1,0 +1,62 @@
+"""The command line with a pause after every step, so that there is time to kill something: python slowly.py STAGE JOB.yaml [...]
+
+The pause is taken where every rank asks after every step whether a node is about to leave. It changes no number. With
+CHAOS_ROWS, a folder, the workers of a TRL stage write there which rows each step took.
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from pipeline.__main__ import main
+
+
+def slow(train: Any, seconds: float, rows: str | None) -> Any:
+    def slowly(worker: Any) -> Any:
+        if rows:
+            record_rows(worker, rows)
+        leaving = worker.leaving
+
+        def pause(step: int) -> bool:
+            time.sleep(seconds)
+            return leaving(step)
+
+        worker.leaving = pause
+        return train(worker)
+
+    return slowly
+
+
+def record_rows(worker: Any, folder: str) -> None:
+    import ray.train.collective
+
+    from pipeline.data.feed import ExactBatches
+
+    training_step = ExactBatches.training_step
+    attempt = ray.train.collective.broadcast_from_rank_zero(time.time())
+    path = os.path.join(folder, f"{attempt:.3f}-{worker.rank}.jsonl")
+
+    def noted(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        count = self._shares[0][1] if self.args.world_size > 1 else len(inputs["input_ids"])
+        tokens = zip(inputs["input_ids"][:count], inputs["attention_mask"][:count], strict=True)
+        rows = [ids[mask.bool()].tolist() for ids, mask in tokens]
+        with open(path, "a", encoding="utf-8") as file:
+            line = {
+                "attempt": attempt,
+                "step": self.state.global_step + 1,
+                "world": worker.world,
+                "rows": rows,
+            }
+            file.write(json.dumps(line) + "\n")
+        return training_step(self, model, inputs, num_items_in_batch)
+
+    ExactBatches.training_step = noted  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    stage = importlib.import_module(f"pipeline.stages.{sys.argv[1]}")
+    stage.train = slow(stage.train, float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS"))
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""Stages that something happens to at a given step, once, on rank 0: for tests of what comes after."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def at_step(train: Any, step: int, once: str, happens: Callable[[], None]) -> Any:
+    """`train`, in which `happens()` after `step`; `once` is a file that remembers it over restarts."""
+
+    def touched(worker: Any) -> Any:
+        leaving = worker.leaving
+
+        def asked(at: int) -> bool:
+            if at == step and worker.rank == 0 and not os.path.exists(once):
+                with open(once, "x", encoding="utf-8"):
+                    pass
+                time.sleep(1.5)  # the checkpoint before is copied and noted meanwhile
+                happens()
+            return leaving(at)
+
+        worker.leaving = asked
+        return train(worker)
+
+    return touched
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def before_finish(train: Any, once: str) -> Any:
+    """`train`, killed once when it has made its last step and checkpoint, and is about to save its adapter."""
+
+    def touched(worker: Any) -> Any:
+        finish = worker.finish
+
+        def dies(*args: Any, **more: Any) -> Any:
+            if not os.path.exists(once):
+                with open(once, "x", encoding="utf-8"):
+                    pass
+                killed()
+            return finish(*args, **more)
+
+        worker.finish = dies
+        return train(worker)
+
+    return touched
+
+
+def fill(folder: str) -> None:
+    """Writes into a folder until its disk is full."""
+    with open(os.path.join(folder, "filler"), "wb") as file:
+        try:
+            while True:
+                file.write(b"\0" * 65536)
+                file.flush()
+        except OSError:
+            return
+
+
+def swap(folder: str) -> None:
+    """A file in place of a folder: what was mounted there is gone, and nothing can be written."""
+    os.rename(folder, folder + "-gone")
+    with open(folder, "x", encoding="utf-8"):
+        pass

@@ -1,0 +1,234 @@
+"""Which checkpoint a run continues from, whatever a kill or a disk did to the newest. No Ray runs here, but its own manager reads."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from running import ROOT
+
+from pipeline import checkpoints, storage
+from pipeline.errors import InputError
+
+
+def make(run, name, content=b"weights", sealed=True):
+    folder = run / name
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy/adapter_model.safetensors").write_bytes(content)
+    (folder / "state.json").write_text(json.dumps({"name": name}))
+    if sealed:
+        checkpoints.seal(str(folder), checkpoints.digests(str(folder)))
+    return folder
+
+
+def note(run, *names):
+    """Ray Train's snapshot, as if it had these checkpoints."""
+    metrics = {name: {"loss": 1.0, "step": 5} for name in names}
+    (run / checkpoints.SNAPSHOT).write_text(json.dumps(checkpoints._snapshot(list(names), metrics)))
+
+
+def as_ray_reads_it(run, num_to_keep=2):
+    """(latest checkpoint, all of them) in the eyes of the installed Ray Train."""
+    from ray.train import CheckpointConfig
+    from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+    from ray.train.v2._internal.execution.storage import StorageContext
+
+    async def read():
+        context = StorageContext(storage_path=str(run.parent), experiment_dir_name=run.name)
+        manager = CheckpointManager(CheckpointConfig(num_to_keep=num_to_keep), context)
+        latest = manager.latest_checkpoint_result
+        every = [os.path.basename(one.checkpoint.path) for one in manager._checkpoint_results]
+        return os.path.basename(latest.checkpoint.path) if latest else None, every
+
+    return asyncio.run(read())
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "one"
+    folder.mkdir()
+    return folder
+
+
+def test_a_checkpoint_as_it_was_sealed_is_whole(run):
+    assert checkpoints.damage(str(make(run, "checkpoint_00000005"))) is None
+
+
+def flip(folder):
+    path = folder / "policy/adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "one bit": (flip, r"policy/adapter_model\.safetensors has sha256 [0-9a-f]{12}, expected [0-9a-f]{12}"),
+    "truncated": (
+        lambda f: os.truncate(f / "policy/adapter_model.safetensors", 3),
+        r"policy/adapter_model\.safetensors has 3 bytes, expected 7",
+    ),
+    "a file gone": (lambda f: (f / "state.json").unlink(), r"state\.json is missing"),
+    "not sealed": (lambda f: (f / "digests.json").unlink(), r"digests\.json is missing.*not written to its end"),
+    "half a seal": (lambda f: os.truncate(f / "digests.json", 20), r"digests\.json cannot be read"),
+    "another seal": (lambda f: (f / "digests.json").write_text("[]"), r"digests\.json cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_to_the_newest_is_named_and_the_one_before_is_used(kind, run, capsys):
+    spoil, says = DAMAGE[kind]
+    for name in ("checkpoint_00000005", "checkpoint_00000010"):
+        make(run, name)
+    note(run, "checkpoint_00000005", "checkpoint_00000010")
+    spoil(run / "checkpoint_00000010")
+    assert checkpoints.repair(str(run)) == ["checkpoint_00000005"]
+    out = capsys.readouterr().out
+    assert re.search(rf"continuing from checkpoint_00000005.*checkpoint_00000010: {says}", out, re.DOTALL), (
+        out
+    )
+    assert as_ray_reads_it(run) == ("checkpoint_00000005", ["checkpoint_00000005"])
+    assert (run / "damaged/checkpoint_00000010").is_dir(), "it is set aside, not deleted"
+    assert checkpoints.repair(str(run)) == ["checkpoint_00000005"] and capsys.readouterr().out == ""
+
+
+def test_no_whole_checkpoint_is_an_error_not_a_silent_start_from_nothing(run):
+    flip(make(run, "checkpoint_00000005"))
+    note(run, "checkpoint_00000005")
+    with pytest.raises(
+        InputError, match=r"run\.name: no checkpoint .* is whole.*run\.fresh=true.*num_to_keep"
+    ):
+        checkpoints.repair(str(run))
+
+
+def test_what_a_kill_left_half_uploaded_is_deleted(run, capsys):
+    make(run, "checkpoint_00000005")
+    note(run, "checkpoint_00000005")
+    make(run, "checkpoint_00000010", sealed=False)
+    assert checkpoints.repair(str(run)) == ["checkpoint_00000005"]
+    assert not (run / "checkpoint_00000010").exists()
+    out = capsys.readouterr().out
+    assert (
+        out.startswith("checkpoint_00000010 was never finished (digests.json is missing")
+        and "warning" not in out
+    )
+
+
+def test_a_checkpoint_that_is_whole_counts_although_ray_was_killed_before_it_noted_it(run):
+    make(run, "checkpoint_00000005")
+    note(run, "checkpoint_00000005")
+    make(run, "checkpoint_00000010")
+    checkpoints.repair(str(run))
+    assert as_ray_reads_it(run)[0] == "checkpoint_00000010"
+
+
+@pytest.mark.parametrize("length", [0, 1, 200])
+def test_a_snapshot_that_breaks_off_is_written_anew(length, run):
+    make(run, "checkpoint_00000005")
+    make(run, "checkpoint_00000010")
+    note(run, "checkpoint_00000005", "checkpoint_00000010")
+    os.truncate(run / checkpoints.SNAPSHOT, length)
+    assert checkpoints.repair(str(run)) == ["checkpoint_00000005", "checkpoint_00000010"]
+    assert as_ray_reads_it(run)[0] == "checkpoint_00000010"
+
+
+def test_a_checkpoint_that_somebody_deleted_does_not_stop_the_others(run):
+    make(run, "checkpoint_00000005")
+    note(run, "checkpoint_00000005", "checkpoint_00000010")
+    assert checkpoints.repair(str(run)) == ["checkpoint_00000005"]
+    assert as_ray_reads_it(run)[0] == "checkpoint_00000005"
+
+
+def test_an_empty_folder_and_a_missing_one_are_fresh_starts(run, tmp_path):
+    for folder in (run, tmp_path / "nowhere"):
+        assert checkpoints.repair(str(folder)) == []
+    assert not (run / checkpoints.SNAPSHOT).exists()
+
+
+def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
+    names = ["checkpoint_00000005", "checkpoint_00000010", "checkpoint_00000010-2", "checkpoint_00000100", "final"]  # fmt: skip
+    for name in reversed(names):
+        make(run, name)
+    (run / "something_else").mkdir()
+    assert checkpoints.repair(str(run)) == names
+
+
+def test_a_name_is_never_used_twice(run):
+    assert checkpoints.unused(str(run), "checkpoint_00000010") == "checkpoint_00000010"
+    make(run, "checkpoint_00000010", sealed=False)
+    assert checkpoints.unused(str(run), "checkpoint_00000010") == "checkpoint_00000010-2"
+    make(run, "checkpoint_00000010-2")
+    assert checkpoints.unused(str(run), "checkpoint_00000010") == "checkpoint_00000010-3"
+
+
+def test_the_same_in_a_bucket(tmp_path, monkeypatch):
+    """fsspec's memory file system stands for one: no rename, no lock, folders that are only prefixes."""
+    import fsspec
+
+    folder = make(tmp_path, "checkpoint_00000005")
+    bad = make(tmp_path, "checkpoint_00000010")
+    flip(bad)
+    note(tmp_path, "checkpoint_00000005", "checkpoint_00000010")
+    bucket = fsspec.filesystem("memory")
+    bucket.put(str(folder), "/runs/one/checkpoint_00000005", recursive=True)
+    bucket.put(str(bad), "/runs/one/checkpoint_00000010", recursive=True)
+    bucket.put(str(tmp_path / checkpoints.SNAPSHOT), f"/runs/one/{checkpoints.SNAPSHOT}")
+    uri = "memory:///runs/one"
+    assert checkpoints.damage(f"{uri}/checkpoint_00000005") is None
+    assert "sha256" in (checkpoints.damage(f"{uri}/checkpoint_00000010") or "")
+    assert checkpoints.repair(uri) == ["checkpoint_00000005"]
+    assert storage.read_json(f"{uri}/{checkpoints.SNAPSHOT}")["current_report_index"] == 1
+    assert storage.folders(f"{uri}/damaged") == ["checkpoint_00000010"]
+    bucket.rm("/runs", recursive=True)
+
+
+# ------------------------------------------------------------------------------------------------ two at a time
+
+
+def test_two_processes_cannot_run_the_same_name(run):
+    with storage.claim(str(run)):
+        with (
+            pytest.raises(InputError, match=r"run\.name: another process is running .*another run\.name"),
+            storage.claim(str(run)),
+        ):
+            pass
+    with storage.claim(str(run)):
+        pass
+
+
+def test_a_killed_process_lets_go(run):
+    program = f"""
+        import os, signal
+        from pipeline import storage
+        with storage.claim({str(run)!r}):
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert (
+        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=False).returncode
+        == -9
+    )
+    with storage.claim(str(run)):
+        shutil.rmtree(run)
+
+
+def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):
+    program = f"""
+        import time
+        from pipeline import storage
+        storage.attend({str(run)!r})
+        print("there", flush=True)
+        time.sleep(1.0)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == b"there\n"
+        with pytest.raises(InputError, match=r"run\.name: workers of an earlier process still run in"):
+            storage.wait_for_leavers(str(run), seconds=0)
+        storage.wait_for_leavers(str(run))
+        assert worker.poll() is not None or worker.wait(5) == 0
+    assert "waiting for the workers of the process that was killed to end" in capsys.readouterr().out

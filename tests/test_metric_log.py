@@ -1,0 +1,185 @@
+"""Metrics on their way to MLflow: in order, each once, and a server that is away costs training nothing. Real MLflow on SQLite."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from pipeline import registry
+
+
+@pytest.fixture(scope="module")
+def migrated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def run(migrated, tmp_path):
+    """(tracking URI, run id) of an empty run."""
+    shutil.copy(migrated, tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    return uri, registry.client(uri).create_run("0").info.run_id
+
+
+def points(run, key="loss"):
+    uri, run_id = run
+    return [(m.step, m.value) for m in registry.client(uri).get_metric_history(run_id, key)]
+
+
+def test_everything_arrives_in_order_and_logging_does_not_wait(run, monkeypatch):
+    sent = []
+
+    class Slow(registry.MetricLog):
+        def _send(self, batch):
+            sent.append(len(batch))
+            time.sleep(0.05)
+            super()._send(batch)
+
+    monkeypatch.setattr(registry.MetricLog, "EVERY", 60.0)  # nothing but close() sends
+    log = Slow(*run)
+    for step in range(1500):
+        log.log({"loss": 1.0 / (step + 1)}, step)
+    assert sent == [], "log() sent something itself"
+    log.close()
+    assert points(run) == [(step, 1.0 / (step + 1)) for step in range(1500)]
+    assert sent == [1000, 500]
+
+
+def test_a_worker_that_repeats_steps_adds_only_what_is_missing(run):
+    first = registry.MetricLog(*run)
+    for step in (1, 2, 3):
+        first.log({"loss": float(step)}, step)
+    first.close()
+    again = registry.MetricLog(*run)
+    for step in (2, 3, 4):  # from the checkpoint of step 1
+        again.log({"loss": step + 0.5}, step)
+    again.log({"eval_loss": 7.0}, 4)
+    again.close()
+    assert points(run) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5)]
+    assert points(run, "eval_loss") == [(4, 7.0)]
+
+
+def test_a_final_figure_stands_beside_the_trainers_own_of_that_step(run):
+    log = registry.MetricLog(*run)
+    log.log({"eval_accuracy": 0.5}, 4)
+    log.log({"eval_accuracy": 0.75}, 4, final=True)
+    log.close()
+    again = registry.MetricLog(*run)
+    again.log({"eval_accuracy": 0.75}, 4, final=True)
+    again.close()
+    assert points(run, "eval_accuracy") == [(4, 0.5), (4, 0.75)]
+
+
+def test_what_a_server_that_is_away_misses_is_sent_when_it_is_back(run, monkeypatch, capsys):
+    away = [True]
+    real = registry.client
+
+    def client(uri):
+        if away[0]:
+            raise ConnectionError("refused")
+        return real(uri)
+
+    monkeypatch.setattr(registry, "client", client)
+    monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
+    log = registry.MetricLog(*run)
+    log.log({"loss": 3.0}, 1)
+    log.log({"loss": 2.0}, 2)
+    deadline = time.monotonic() + 20
+    while log.failures < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    away[0] = False
+    log.log({"loss": 1.0}, 3)
+    log.close()
+    assert points(run) == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    out = capsys.readouterr().out
+    assert out.count("does not answer (ConnectionError: refused)") == 1 and "not recorded" not in out
+
+
+def test_a_call_that_failed_after_it_was_recorded_is_not_recorded_again(run, monkeypatch):
+    monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
+    failed = []
+
+    class Flaky(registry.MetricLog):
+        def _send(self, batch):
+            super()._send(batch)
+            if not failed:
+                failed.append(True)
+                raise ConnectionError("the answer was lost")
+
+    log = Flaky(*run)
+    log.log({"loss": 3.0}, 1)
+    log.close()
+    assert failed and points(run) == [(1, 3.0)]
+
+
+def test_a_server_that_stays_away_is_said_with_the_count(capsys, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
+    log = registry.MetricLog("http://127.0.0.1:9", "some-run")
+    log.log({"loss": 1.0, "lr": 0.1}, 1)
+    log.close(patience=2.0)
+    assert "warning: 2 metric values of run some-run were not recorded in MLflow" in capsys.readouterr().out
+
+
+def test_memory_is_bounded_and_what_is_given_up_is_counted(capsys, monkeypatch):
+    monkeypatch.setattr(registry.MetricLog, "ROOM", 10)
+    monkeypatch.setattr(registry, "client", lambda uri: 1 / 0)
+    log = registry.MetricLog("http://127.0.0.1:9", "some-run")
+    for step in range(25):
+        log.log({"loss": 1.0}, step)
+    assert [point.step for point in log.pending] == list(range(15, 25))
+    log.close(patience=0.1)
+    assert "warning: 25 metric values" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_real_server_that_goes_away_and_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(registry.MetricLog, "LONGEST", 1.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    uri = f"http://127.0.0.1:{port}"
+
+    def serve():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+             "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", str(tmp_path / "a")],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"{uri}/health", timeout=2)
+                return process
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.3)
+        raise AssertionError("the server did not start")
+
+    def stop(process):
+        os.killpg(process.pid, 9)
+        process.wait()
+
+    server = serve()
+    run_id = registry.client(uri).create_run("0").info.run_id
+    log = registry.MetricLog(uri, run_id)
+    log.log({"loss": 3.0}, 1)
+    time.sleep(3)
+    stop(server)
+    log.log({"loss": 2.0}, 2)
+    time.sleep(3)
+    server = serve()
+    log.log({"loss": 1.0}, 3)
+    log.close()
+    try:
+        assert points((uri, run_id)) == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    finally:
+        stop(server)

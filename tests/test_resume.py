@@ -1,0 +1,139 @@
+"""A run that something happens to ends as one that nothing happened to: same adapter to the last bit, metrics, curve.
+
+`make chaos` does this to every stage with every fault, at random moments; here are a few at fixed ones.
+"""
+
+import functools
+import importlib
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import dying
+import pytest
+from running import NO_EVAL, client, stage
+
+pytestmark = pytest.mark.usefixtures("embedded_ray")
+TRL = [
+    "trainer.max_steps=7", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.save_strategy=steps",
+    "trainer.save_steps=2", "trainer.logging_steps=3",  # no line of the log is written where a checkpoint is
+    "mlflow.registered_model=null", *NO_EVAL,
+]  # fmt: skip
+PPO = [
+    "trainer.total_episodes=56", "trainer.batch_size=8", "trainer.response_length=16", "trainer.save_steps=2",
+    "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
+    "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
+]  # fmt: skip
+MEASURED = re.compile(r"runtime|per_second|time|memory|flos")
+
+
+def touched(monkeypatch, verb, step, once, happens):
+    module = importlib.import_module(f"pipeline.stages.{verb}")
+    monkeypatch.setattr(module, "train", dying.at_step(module.train, step, str(once), happens))
+
+
+def numbers(metrics):
+    return {key: value for key, value in metrics.items() if not MEASURED.search(key)}
+
+
+def assert_equal(storage, expected, result):
+    weights = [Path(one["adapter"], "adapter_model.safetensors").read_bytes() for one in (expected, result)]
+    assert weights[0] == weights[1], "the adapters differ"
+    assert numbers(result["metrics"]) == numbers(expected["metrics"])
+    mlflow = client(storage)
+    keys = numbers(mlflow.get_run(expected["mlflow_run_id"]).data.metrics)
+    assert keys
+
+    def curve(run):
+        return {key: [(p.step, p.value) for p in mlflow.get_metric_history(run, key)] for key in keys}
+
+    assert curve(result["mlflow_run_id"]) == curve(expected["mlflow_run_id"])
+    runs = mlflow.search_runs(["1"], filter_string=f"attributes.run_name = '{result['name']}'")
+    assert [run.info.status for run in runs] == ["FINISHED"]
+
+
+def test_sft_with_its_driver_stopped_and_its_newest_checkpoint_spoilt(storage, monkeypatch, capsys):
+    expected = stage("sft", storage, "resume-sft", *TRL)
+    with monkeypatch.context() as patch:
+        touched(patch, "sft", 5, storage / "sft-died", dying.killed)
+        stage("sft", storage, "resume-sft-spoilt", *TRL, status=1)
+    assert (storage / "sft-died").exists()
+    folder = storage / "resume-sft-spoilt"
+    newest = folder / "checkpoint_00000004/optimizer.pt"
+    os.truncate(newest, newest.stat().st_size // 2)
+    capsys.readouterr()
+    result = stage("sft", storage, "resume-sft-spoilt", *TRL)
+    assert re.search(
+        r"continuing from checkpoint_00000002.*\n  checkpoint_00000004: optimizer\.pt has \d+ bytes, expected",
+        capsys.readouterr().out,
+    )
+    assert_equal(storage, expected, result)
+
+
+def test_ppo_with_a_worker_killed(storage, monkeypatch, capsys):
+    expected = stage("ppo", storage, "resume-ppo", *PPO)
+    touched(monkeypatch, "ppo", 5, storage / "ppo-died", dying.killed)
+    result = stage("ppo", storage, "resume-ppo-killed", *PPO, "run.max_failures=1")
+    assert (storage / "ppo-died").exists()
+    assert_equal(storage, expected, result)
+
+
+@pytest.mark.slow
+def test_rm_with_a_worker_asked_to_leave(storage, monkeypatch):
+    expected = stage("rm", storage, "resume-rm", *TRL)
+    touched(monkeypatch, "rm", 3, storage / "rm-died", dying.terminated)
+    result = stage("rm", storage, "resume-rm-left", *TRL, "run.max_failures=1")
+    assert_equal(storage, expected, result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["sft", "rm", "dpo"])
+def test_killed_after_the_last_step_no_further_step_is_made(verb, storage, monkeypatch):
+    """transformers 5.23, resumed in mid-epoch at max_steps, would make one step more."""
+    options = [*TRL, *(["policy=base"] if verb == "dpo" else [])]
+    expected = stage(verb, storage, f"resume-last-{verb}", *options)
+    module = importlib.import_module(f"pipeline.stages.{verb}")
+    monkeypatch.setattr(module, "train", dying.before_finish(module.train, str(storage / f"{verb}-last")))
+    result = stage(verb, storage, f"resume-last-{verb}-killed", *options, "run.max_failures=1")
+    assert (storage / f"{verb}-last").exists()
+    assert_equal(storage, expected, result)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MB, where the system lets this user mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["disk full", "storage gone"])
+def test_a_storage_that_fails_in_mid_run_leaves_the_last_good_checkpoint(
+    trouble, storage, small_disk, monkeypatch, capfd
+):
+    """Exit status 1 and the system's own reason; mended, the same command ends as if nothing had been."""
+    expected = stage("sft", storage, f"resume-{trouble[0]}", *TRL)
+    elsewhere = [f"mlflow.tracking_uri=sqlite:///{storage}/mlflow.db", f"data.cache_dir={storage}/data"]
+    name = f"hurt-{trouble[0]}"
+    run = small_disk / name
+    happens = dying.fill if trouble == "disk full" else dying.swap
+    with monkeypatch.context() as patch:
+        where = str(small_disk if trouble == "disk full" else run)
+        touched(patch, "sft", 3, storage / trouble, functools.partial(happens, where))
+        stage("sft", small_disk, name, *TRL, *elsewhere, status=1)
+    said = capfd.readouterr()
+    if trouble == "disk full":
+        assert re.search(r"No space left on device", said.err)
+        assert "the same command with run.name=hurt-d continues from checkpoint_00000002" in said.out
+        (small_disk / "filler").unlink()
+    else:
+        assert re.search(r"Not a directory|NotADirectory", said.err)
+        run.unlink()
+        os.rename(f"{run}-gone", run)
+    assert_equal(storage, expected, stage("sft", small_disk, name, *TRL, *elsewhere))

@@ -1,0 +1,194 @@
+"""Wrong and hostile input to a run that is continued: each its error, before anything is trained, and an untouched folder."""
+
+import os
+import re
+import shutil
+
+import pytest
+from running import ROOT
+
+from pipeline import begun, checkpoints, cluster
+from pipeline.__main__ import main
+from pipeline.config import load_job
+from pipeline.errors import InputError
+
+BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory):
+    """A storage path with a run of sft and one of ppo that were stopped after their first checkpoint."""
+    folder = tmp_path_factory.mktemp("halfway")
+    before = os.getcwd()
+    os.chdir(ROOT)
+    for verb, more in (
+        ("sft", BATCH),
+        ("ppo", ["policy=base", "reward=python:bad_rewards:length", "judge=null"]),
+    ):
+        job = load_job(
+            f"jobs/demo/{verb}.yaml", [f"run.storage_path={folder}", f"run.name={verb}", *more], verb
+        )
+        begun.note(cluster.name_run(job), {}, "sha256:base", {"train": "sha256:rows"})
+        checkpoint = folder / verb / "checkpoint_00000010"
+        checkpoint.mkdir()
+        (checkpoint / "state.json").write_text("{}")
+        checkpoints.seal(str(checkpoint), checkpoints.digests(str(checkpoint)))
+    os.chdir(before)
+    return folder
+
+
+def tree(folder):
+    return {
+        str(p.relative_to(folder)): p.stat().st_size
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and p.suffix != ".db"
+    }
+
+
+# (name, verb, overrides or a change to the folder, what the message says)
+CHANGED = [
+    ("learning rate", "sft", ["trainer.learning_rate=0.5"], r"was begun with trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.fresh=true.*may change: run, "),
+    ("seed", "sft", ["trainer.seed=2"], r"begun with trainer\.seed=1 \(now 2\)"),
+    ("seed of ppo", "ppo", ["trainer.seed=2"], r"begun with trainer\.seed=1 \(now 2\)"),
+    ("rank of the adapter", "sft", ["lora.r=8"], r"begun with lora\.r=16 \(now 8\)"),
+    ("a key added", "sft", ["trainer.adam_beta2=0.9"], r"begun with trainer\.adam_beta2=not given \(now 0\.9\)"),
+    ("data", "sft", ["data.train=jobs/demo/data/demonstrations_eval.jsonl"], r"begun with data\.train=.*demonstrations\.jsonl"),
+    ("length of rows", "sft", ["data.max_length=128"], r"begun with data\.max_length=256"),
+    ("global batch", "sft", ["data.batch_size=32"], r"begun with data\.batch_size=16 \(now 32\)"),
+    ("episodes of an update", "ppo", ["trainer.batch_size=32"], r"begun with trainer\.batch_size=64 \(now 32\)"),
+    ("schedule", "sft", ["trainer.lr_scheduler_type=linear"], r'begun with trainer\.lr_scheduler_type="cosine"'),
+    ("length of the run", "sft", ["trainer.num_train_epochs=9"], r"begun with trainer\.num_train_epochs=3"),
+    ("dtype", "sft", ["model.dtype=bfloat16"], r'begun with model\.dtype="float32"'),
+    ("base", "sft", ["model.name_or_path=jobs/demo"], r'begun with model\.name_or_path="jobs/demo/model"'),
+    ("policy", "ppo", ["policy=elsewhere"], r'begun with policy="base"'),
+    ("reward", "ppo", ["reward=python:bad_rewards:nan"], r'begun with reward="python:bad_rewards:length"'),
+    ("many keys", "sft", ["trainer.seed=2", "lora.r=8"], r"begun with lora\.r=16 \(now 8\), trainer\.seed=1 \(now 2\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verb", "overrides", "says"), [c[1:] for c in CHANGED], ids=[c[0] for c in CHANGED])
+def test_a_changed_job_does_not_continue_a_checkpoint(verb, overrides, says, halfway, in_root, capsys):
+    before = tree(halfway)
+    more = BATCH if verb == "sft" else ["policy=base", "reward=python:bad_rewards:length", "judge=null"]
+    given = [
+        verb,
+        f"jobs/demo/{verb}.yaml",
+        f"run.storage_path={halfway}",
+        f"run.name={verb}",
+        *more,
+        *overrides,
+    ]
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"^error: run\.name: .*{says}", error, re.DOTALL), error
+    assert tree(halfway) == before
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["run.max_failures=3", "run.num_to_keep=5"], ["trainer.logging_steps=1", "trainer.save_steps=7"],
+        ["trainer.per_device_train_batch_size=4"], ["gate.eval_loss=<= 3"], ["scaling.num_workers=2"],
+        ["trainer.gradient_checkpointing=true"], ["mlflow.alias=challenger"],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_change_the_numbers_may_change(overrides, halfway, in_root):
+    assert begun.before(job_of(halfway, *BATCH, *overrides)) is not None
+
+
+def job_of(folder, *overrides):
+    given = [f"run.storage_path={folder}", "run.name=sft", *overrides]
+    return cluster.name_run(load_job("jobs/demo/sft.yaml", given, "sft"))
+
+
+def test_rows_in_memory_decide_the_batch_where_no_batch_size_is_given(halfway, tmp_path, in_root):
+    folder = shutil.copytree(halfway, tmp_path / "copy")
+    begun.note(job_of(folder, "data.batch_size=null"), {}, "b", {})
+    with pytest.raises(InputError, match=r"begun with trainer\.per_device_train_batch_size=16 \(now 8\)"):
+        begun.before(job_of(folder, "data.batch_size=null", "trainer.per_device_train_batch_size=8"))
+
+
+def test_without_a_checkpoint_the_job_may_still_be_mended(halfway, tmp_path, in_root):
+    folder = shutil.copytree(halfway, tmp_path / "copy")
+    shutil.rmtree(folder / "sft/checkpoint_00000010")
+    assert begun.before(job_of(folder, *BATCH, "trainer.learning_rate=0.5")) is None
+    job = job_of(folder, *BATCH)
+    found = begun.before(job)
+    assert found is not None, "the same job goes on with its MLflow run"
+    assert begun.check(found, job, "sha256:base", {"train": "sha256:rows"}) is found
+    assert begun.check(found, job, "sha256:base", {"train": "sha256:edited"}) is None
+
+
+@pytest.mark.parametrize(
+    ("base", "rows", "says"),
+    [
+        ("sha256:other", {"train": "sha256:rows"}, r"content of model\.name_or_path \(jobs/demo/model\) is not what 'sft' was begun with"),
+        ("sha256:base", {"train": "sha256:edited"}, r"content of data\.train is not what 'sft' was begun with.*run\.fresh=true"),
+    ],
+    ids=["base", "rows"],
+)  # fmt: skip
+def test_content_that_changed_under_the_same_path_is_found_out(base, rows, says, halfway, in_root):
+    job = job_of(halfway, *BATCH)
+    found = begun.before(job)
+    assert begun.check(found, job, "sha256:base", {"train": "sha256:rows"}) is found
+    with pytest.raises(InputError, match=says):
+        begun.check(found, job, base, rows)
+
+
+BROKEN = {
+    "empty": b"",
+    "breaks off": b'{"stage": "sf',
+    "a list": b"[1, 2]",
+    "no stage": b'{"model": {}}',
+    "not text": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("file", ["job.json", "result.json"])
+def test_what_a_run_left_cannot_be_read(file, kind, halfway, tmp_path, in_root, capsys):
+    folder = shutil.copytree(halfway, tmp_path / "copy")
+    (folder / "sft" / file).write_bytes(BROKEN[kind])
+    assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.name=sft"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"^error: run\.name: .*/sft/{file} cannot be read .*run\.fresh=true", error), error
+
+
+# ------------------------------------------------------------------------------------------------ paths
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("run.name=../outside", r"run\.name: found .*it names a folder below run\.storage_path"),
+        ("run.name=/etc/outside", r"run\.name: found "),
+        ("run.name=..", r"run\.name: found "),
+        ("run.name=.hidden", r"run\.name: found "),
+        ("run.name=a/b", r"run\.name: found "),
+        ("run.name=bell\x07", r"not valid YAML: unacceptable character #x0007"),
+        ("mlflow.registered_model=../../outside", r"mlflow\.registered_model: found .*without `/`"),
+        ("mlflow.registered_model=..", r"mlflow\.registered_model: found "),
+        ("mlflow.alias=../x", r"mlflow\.alias: found "),
+    ],
+)  # fmt: skip
+def test_names_cannot_lead_out_of_the_storage_path(override, says, tmp_path, in_root, capsys):
+    store = tmp_path / "deep/runs"
+    assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={store}", override]) == 2
+    assert re.search(rf"^error: .*{says}", capsys.readouterr().err)
+    assert not store.exists() and list(tmp_path.iterdir()) == []
+
+
+def test_a_storage_path_that_is_a_file(tmp_path, in_root, capsys):
+    (tmp_path / "runs").write_text("")
+    assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path / 'runs'}"]) == 2
+    assert re.search(r"^error: run\.storage_path: .* cannot be written", capsys.readouterr().err)
+
+
+def test_a_job_file_is_data_and_runs_nothing(tmp_path, capsys):
+    hostile = (
+        ROOT / "jobs/demo/sft.yaml"
+    ).read_text() + f"\npolicy: !!python/object/apply:os.system ['touch {tmp_path}/ran']\n"
+    (tmp_path / "hostile.yaml").write_text(hostile)
+    assert main(["sft", str(tmp_path / "hostile.yaml")]) == 2
+    assert "hostile.yaml" in capsys.readouterr().err and not (tmp_path / "ran").exists()
