@@ -231,14 +231,15 @@ def stage_row(result: dict[str, Any]) -> list[str]:
 
 
 def against_sft(results: list[dict[str, Any]]) -> list[str]:
-    """PPO's peak by that of sft: the same model, and micro-batches of equally many rows and tokens."""
+    """PPO's peak by that of sft: the same model, rows of equally many tokens."""
     peaks = {(r["part"], r["size"], r["case"]): r["ours"]["peak"] for r in results}
     if not all(key in peaks for key in (("ppo", "large", "full"), ("sft", "large", ""))):
         return []
     ratio = peaks["ppo", "large", "full"] / peaks["sft", "large", ""]
     return [
         "",
-        f"Peak memory of PPO by that of our sft, `large`, 8 rows of about 128 tokens at a time: {ratio:.2f}.",
+        f"Peak memory of PPO ({SIZES['large'].together} rows of 128 tokens at a time) by that of our sft "
+        f"({SIZES['large'].rows} rows), `large`: {ratio:.2f}.",
     ]
 
 

@@ -37,7 +37,7 @@ def main(name: str, case: str) -> None:
         batch_size=size.prompts,
         num_ppo_epochs=2,
         num_mini_batches=2,
-        per_device_train_batch_size=size.prompts // 2,
+        per_device_train_batch_size=size.together,
         local_rollout_forward_batch_size=size.prompts,
         response_length=size.new_tokens,
         learning_rate=LEARNING_RATE,

@@ -37,6 +37,9 @@ class Size:
 
     shape: dict[str, int] | None  # of a random Llama; None: the demo model, which is trained
     prompts: int  # of one PPO update
+    together: (
+        int  # rows of one forward and backward of ours; TRL's minibatch cannot be cut without losing steps
+    )
     prompt_tokens: int | None  # of each prompt; None: the demo's own
     new_tokens: int  # most in a reply
     eos_bias: (
@@ -57,9 +60,9 @@ LLAMA = dict(
     hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, vocab_size=32_000
 )
 SIZES = {
-    "toy": Size(SMALL, 4, 8, 6, 4.6, 2, 4, 10, 2, 1, 1),  # for the test of this bench: it shows nothing
-    "demo": Size(None, 64, None, 40, 0.0, 6, 16, None, 60, 10, 5),
-    "large": Size(LLAMA, 16, 64, 64, 7.1, 2, 8, 40, 5, 1, 1),  # 110 M parameters
+    "toy": Size(SMALL, 4, 2, 8, 6, 4.6, 2, 4, 10, 2, 1, 1),  # for the test of this bench: it shows nothing
+    "demo": Size(None, 64, 32, None, 40, 0.0, 6, 16, None, 60, 10, 5),
+    "large": Size(LLAMA, 16, 4, 64, 64, 7.1, 2, 8, 40, 5, 1, 1),  # 110 M parameters
 }
 
 
