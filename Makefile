@@ -44,8 +44,8 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate report test test-all bench chaos lint format \
-        notebook ui up status dashboard down jobs logs stop
+.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate test test-all bench chaos lint format \
+        report notebook ui up status dashboard down jobs logs stop
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
