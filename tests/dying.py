@@ -1,5 +1,6 @@
 """Stages that something happens to at a given step, once, on rank 0: for tests of what comes after."""
 
+import importlib
 import os
 import signal
 import time
@@ -7,8 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-def at_step(train: Any, step: int, once: str, happens: Callable[[], None]) -> Any:
-    """`train`, in which `happens()` after `step`; `once` is a file that remembers it over restarts."""
+def train_of(stage: str) -> Any:
+    """In a worker: what the stage itself runs there."""
+    return importlib.import_module(f"pipeline.stages.{stage}").train
+
+
+def at_step(stage: str, step: int, once: str, happens: Callable[[], None]) -> Any:
+    """The stage's `train`, in which `happens()` after `step`; `once` is a file that remembers it over restarts."""
 
     def touched(worker: Any) -> Any:
         leaving = worker.leaving
@@ -22,7 +28,7 @@ def at_step(train: Any, step: int, once: str, happens: Callable[[], None]) -> An
             return leaving(at)
 
         worker.leaving = asked
-        return train(worker)
+        return train_of(stage)(worker)
 
     return touched
 
@@ -35,8 +41,8 @@ def terminated() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def before_finish(train: Any, once: str) -> Any:
-    """`train`, killed once when it has made its last step and checkpoint, and is about to save its adapter."""
+def before_finish(stage: str, once: str) -> Any:
+    """The stage's `train`, killed once when it has made its last step and checkpoint, and is about to save its adapter."""
 
     def touched(worker: Any) -> Any:
         finish = worker.finish
@@ -49,7 +55,7 @@ def before_finish(train: Any, once: str) -> Any:
             return finish(*args, **more)
 
         worker.finish = dies
-        return train(worker)
+        return train_of(stage)(worker)
 
     return touched
 

@@ -30,7 +30,7 @@ MEASURED = re.compile(r"runtime|per_second|time|memory|flos")
 
 def touched(monkeypatch, verb, step, once, happens):
     module = importlib.import_module(f"pipeline.stages.{verb}")
-    monkeypatch.setattr(module, "train", dying.at_step(module.train, step, str(once), happens))
+    monkeypatch.setattr(module, "train", dying.at_step(verb, step, str(once), happens))
 
 
 def numbers(metrics):
@@ -94,7 +94,7 @@ def test_killed_after_the_last_step_no_further_step_is_made(verb, storage, monke
     options = [*TRL, *(["policy=base"] if verb == "dpo" else [])]
     expected = stage(verb, storage, f"resume-last-{verb}", *options)
     module = importlib.import_module(f"pipeline.stages.{verb}")
-    monkeypatch.setattr(module, "train", dying.before_finish(module.train, str(storage / f"{verb}-last")))
+    monkeypatch.setattr(module, "train", dying.before_finish(verb, str(storage / f"{verb}-last")))
     result = stage(verb, storage, f"resume-last-{verb}-killed", *options, "run.max_failures=1")
     assert (storage / f"{verb}-last").exists()
     assert_equal(storage, expected, result)

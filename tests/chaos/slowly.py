@@ -14,8 +14,9 @@ from typing import Any
 from pipeline.__main__ import main
 
 
-def slow(train: Any, seconds: float, rows: str | None) -> Any:
+def slow(stage: str, seconds: float, rows: str | None) -> Any:
     def slowly(worker: Any) -> Any:
+        train = importlib.import_module(f"pipeline.stages.{stage}").train  # in the worker: its own
         if rows:
             record_rows(worker, rows)
         leaving = worker.leaving
@@ -58,5 +59,5 @@ def record_rows(worker: Any, folder: str) -> None:
 
 if __name__ == "__main__":
     stage = importlib.import_module(f"pipeline.stages.{sys.argv[1]}")
-    stage.train = slow(stage.train, float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS"))
+    stage.train = slow(sys.argv[1], float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS"))
     sys.exit(main(sys.argv[1:]))
