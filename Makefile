@@ -95,6 +95,12 @@ export: setup ## policy and reward as merged models for plain transformers
 validate: setup ## read a job's data and report on it, without training: make validate JOB=jobs/demo/sft.yaml
 	@$(PY) -m pipeline $@ $(if $(filter jobs/$(PROFILE)/$@.yaml,$(JOB)),jobs/$(PROFILE)/sft.yaml,$(JOB)) $(ARGS)
 
+plan: setup ## memory, time and money that a job will need: make plan PROFILE=llama3-8b
+	@$(PY) -m pipeline $@ $(if $(filter jobs/$(PROFILE)/$@.yaml,$(JOB)),jobs/$(PROFILE)/ppo.yaml,$(JOB)) $(ARGS)
+
+doctor: setup ## one rollout and one minibatch of a ppo job, examined from all sides
+	@$(PY) -m pipeline $@ $(if $(filter jobs/$(PROFILE)/$@.yaml,$(JOB)),jobs/$(PROFILE)/ppo.yaml,$(JOB)) $(ARGS)
+
 test: $(VENV)/.dev ## the tests that take seconds each
 	@$(PY) -m pytest -m "not slow" $(ARGS)
 

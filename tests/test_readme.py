@@ -31,6 +31,11 @@ SHORT = {
     "dpo": TRL,
     "ppo": PPO,
     "evaluate": "",
+    "plan": "model.name_or_path=jobs/demo/model",  # that of the profile is gated
+    "doctor": "",
+    "generate": "",
+    "score": "",
+    "export": "",
 }
 
 
@@ -96,20 +101,40 @@ def test_a_make_command(command, copy):
 
 
 @pytest.mark.slow
-def test_make_ui_answers(copy):
-    assert "make ui" in COMMANDS
-    with subprocess.Popen(["make", "ui", "PORT=5077"], cwd=copy, start_new_session=True) as server:
+def test_make_report_draws_a_finished_run(copy):
+    name = next(path.parent.name for path in (copy / "runs").glob("*/result.json"))
+    done = shell(f"make report RUN=runs/{name}", copy)
+    assert done.returncode == 0 and "report" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_make_chat_answers(copy):
+    done = shell("make chat", copy, input="What is the capital of Peru?\n/quit\n")
+    assert done.returncode == 0 and "reward" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "url"),
+    [
+        ("make ui PORT=5077", "http://127.0.0.1:5077/health"),
+        ("make serve ARGS=run.port=8077", "http://127.0.0.1:8077/health"),
+    ],
+)
+def test_a_service_answers(command, url, copy):
+    assert " ".join(command.split()[:2]) in COMMANDS
+    with subprocess.Popen(shlex.split(command), cwd=copy, start_new_session=True) as server:
         try:
             for _ in range(120):
                 time.sleep(1)
                 try:
-                    with urllib.request.urlopen("http://127.0.0.1:5077/health", timeout=2) as answer:
-                        assert answer.read() == b"OK"
+                    with urllib.request.urlopen(url, timeout=2) as answer:
+                        assert answer.status == 200
                         break
                 except OSError:
                     continue
             else:
-                pytest.fail("MLflow's pages did not answer within two minutes")
+                pytest.fail(f"{url} did not answer within two minutes")
         finally:
             os.killpg(server.pid, 15)
 
@@ -138,8 +163,10 @@ def test_every_command_is_covered():
     """A command that no test here runs does not belong in the README."""
     special = (
         "make test",
-        "make ui",
-        "RAY_ADDRESS=auto",
+        *("make ui", "make serve", "make chat", "make report"),  # above
+        "make notebook",  # test_notebooks.py
+        *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
+        *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # test_submit.py, and above
         "make setup && .venv/bin/python -m pipeline.models.demo",
     )
     for command in COMMANDS:
