@@ -44,8 +44,8 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate test test-all bench chaos lint format \
-        report notebook ui up status dashboard down jobs logs stop
+.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate plan doctor test test-all bench chaos \
+        lint format report notebook ui up status dashboard down jobs logs stop
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -146,7 +146,7 @@ endif
 
 # ---------------------------------------------------------------- a cluster: cluster.yaml says what it is and costs
 up: $(VENV)/.cloud ## start a cluster, or bring it up to date: CLUSTER=cluster.yaml
-	@$(PY) -m pipeline.clusterfile $(CLUSTER) $(ARGS)
+	@$(PY) -m pipeline.cloud.clusterfile $(CLUSTER) $(ARGS)
 
 status: $(VENV)/.cloud ## nodes, what waits for resources, and jobs of the cluster
 	@PATH=$(abspath $(VENV))/bin:$$PATH ray exec $(CLUSTER) "RAY_AUTH_MODE=token ray status"
@@ -159,10 +159,10 @@ down: $(VENV)/.cloud ## end every node of the cluster
 	@PATH=$(abspath $(VENV))/bin:$$PATH ray down $(CLUSTER) $(ARGS)
 
 jobs: setup ## list the jobs of the cluster at RAY_ADDRESS
-	@$(PY) -m pipeline.submit jobs
+	@$(PY) -m pipeline.cloud.submit jobs
 
 logs: setup ## follow a job of that cluster: NAME=... (default: the newest)
-	@$(PY) -m pipeline.submit logs $(NAME)
+	@$(PY) -m pipeline.cloud.submit logs $(NAME)
 
 stop: setup ## stop a job of that cluster: NAME=...
-	@$(PY) -m pipeline.submit stop $(NAME)
+	@$(PY) -m pipeline.cloud.submit stop $(NAME)

@@ -87,7 +87,7 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
 
     The job comes first: its mistakes are answered at once.
     """
-    from pipeline import submit
+    from pipeline.cloud import submit
 
     if submit.wanted(verb):
         return submit.run(verb, path, overrides)

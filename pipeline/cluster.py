@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import checkpoints, console, registry, storage
+from pipeline import console, registry, storage
 from pipeline.config import Job
 from pipeline.errors import InputError
+from pipeline.resume import checkpoints
 from pipeline.worker import Work, Worker, main
 
 # Set before Ray starts, so that every process of it inherits them.

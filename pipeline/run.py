@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline import begun, checkpoints, cluster, console, lineage, registry, storage
+from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job
+from pipeline.config.fields import fields_of
+from pipeline.config.rules import TRAINERS
 from pipeline.errors import InputError, summary
-from pipeline.fields import fields_of
 from pipeline.inputs import check_adapters, check_columns, pin_inputs
-from pipeline.rules import TRAINERS
+from pipeline.resume import begun, checkpoints
 from pipeline.worker import Work
 
 UNINTERESTING = ("runtime", "per_second", "num_tokens")  # of an evaluation's figures

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline import checkpoints, lineage, registry, storage
+from pipeline import lineage, registry, storage
 from pipeline.config import Job
 from pipeline.errors import InputError
-from pipeline.preemption import Notice, listen
+from pipeline.resume import checkpoints
+from pipeline.resume.preemption import Notice, listen
 
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
 

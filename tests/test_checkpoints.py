@@ -12,8 +12,9 @@ import textwrap
 import pytest
 from running import ROOT
 
-from pipeline import checkpoints, storage
+from pipeline import storage
 from pipeline.errors import InputError
+from pipeline.resume import checkpoints
 
 
 def make(run, name, content=b"weights", sealed=True):

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from running import ROOT
 
-from pipeline import clusterfile
+from pipeline.cloud import clusterfile
 from pipeline.errors import InputError
 
 AWS = ROOT / "cluster.yaml"

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.config import OPERATORS, load_job, parse_gate
+from pipeline.config.fields import fields_of
 from pipeline.errors import InputError
-from pipeline.fields import fields_of
 
 GOOD = {
     "sft": "stage: sft\nmodel: {name_or_path: m, dtype: float32}\ndata: {train: a.jsonl}\n",

@@ -10,8 +10,8 @@ import torch
 from running import ROOT, client, stage
 from toy_models import BASE, registered, tokenizer
 
-from pipeline import figures, pairs
 from pipeline.__main__ import main
+from pipeline.evaluation import figures, pairs
 
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from running import ROOT, SHARED
 
-from pipeline import rayjob
+from pipeline.cloud import rayjob
 from pipeline.config import load_job
 
 CRD = SHARED / "schemas/ray.io_rayjobs.yaml"
@@ -26,7 +26,7 @@ def made(capsys, *arguments):
 
 def test_the_shipped_manifest_is_the_one_that_its_command_makes(capsys):
     text = SHIPPED.read_text()
-    command = shlex.split(text.splitlines()[0].partition("pipeline.rayjob ")[2])
+    command = shlex.split(text.splitlines()[0].partition("pipeline.cloud.rayjob ")[2])
     assert yaml.safe_load(made(capsys, *command)) == yaml.safe_load(text)
 
 

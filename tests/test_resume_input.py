@@ -7,10 +7,11 @@ import shutil
 import pytest
 from running import ROOT
 
-from pipeline import begun, checkpoints, cluster
+from pipeline import cluster
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.resume import begun, checkpoints
 
 BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 

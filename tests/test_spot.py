@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from running import ROOT
 
-from pipeline import spot
+from pipeline.cloud import spot
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_notice_drains_the_node_once_ray_takes_it(service, tmp_path):
     code = "import spot, sys; spot.EVERY_SECONDS = 0.1; sys.exit(spot.main())"
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        cwd=ROOT / "pipeline",
+        cwd=ROOT / "pipeline/cloud",
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

@@ -15,9 +15,9 @@ import pytest
 from head import TOKEN, Head, Proxy
 from running import ROOT
 
-from pipeline import preflight, submit
 from pipeline.__main__ import main
-from pipeline.clusterfile import NodeType
+from pipeline.cloud import preflight, submit
+from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import load_job
 from pipeline.errors import InputError
 
@@ -169,7 +169,7 @@ def test_files_that_the_nodes_would_not_have(job, tmp_path, monkeypatch):
     two = a_cluster({"CPU": 4}, {"CPU": 4})
     monkeypatch.chdir(ROOT)
     files = preflight.upload_files()
-    assert "jobs/demo/sft.yaml" in files and "pipeline/submit.py" in files
+    assert "jobs/demo/sft.yaml" in files and "pipeline/cloud/submit.py" in files
     assert not [name for name in files if name.startswith((".git/", ".venv", "tests/", "runs/"))]
     preflight.check_paths(job(), two, files)
     monkeypatch.chdir(tmp_path)
@@ -269,7 +269,7 @@ def test_leaving_a_job_and_ending_it(cluster, capsys):
     """Ctrl-C leaves it running, its name is taken as long as it does, `stop` ends it, and the name continues."""
     api = submit.Api(cluster.address)
     say(api, "long", lines=1000, pause=0.2)
-    command = [sys.executable, "-m", "pipeline.submit", "logs", "long"]
+    command = [sys.executable, "-m", "pipeline.cloud.submit", "logs", "long"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as follower:

@@ -23,7 +23,7 @@ def run(job: Job) -> dict[str, Any]:
     folder = storage.join(result["job"]["run"]["storage_path"], result["name"])
     found = storage.read_json(storage.join(folder, "evaluation.json"))
     if found["pairs"]:
-        from pipeline.pairs import table
+        from pipeline.evaluation.pairs import table
 
         print("\n" + table(found["pairs"]), flush=True)
     judged = result["inputs"].get("policy") or result["inputs"].get("reward.0")
@@ -37,7 +37,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def train(worker: Worker) -> dict[str, Any]:
-    from pipeline import evaluation, pairs, roles
+    from pipeline import evaluation, roles
+    from pipeline.evaluation import pairs
     from pipeline.ppo.config import PPOConfig
 
     args = PPOConfig(**worker.job.trainer)

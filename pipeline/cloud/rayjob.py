@@ -1,6 +1,6 @@
 """A job file as a RayJob of KubeRay: the manifest that starts a cluster for one run, and ends it afterwards.
 
-    python -m pipeline.rayjob jobs/demo/sft.yaml run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 \
+    python -m pipeline.cloud.rayjob jobs/demo/sft.yaml run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 \
         > jobs/rayjob.yaml
     kubectl create secret generic rlhf --from-literal=HF_TOKEN=$HF_TOKEN       (and MLFLOW_TRACKING_*, as needed)
     kubectl apply -f jobs/rayjob.yaml
@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from pipeline import storage
+from pipeline.cloud.submit import FORWARDED
 from pipeline.config import Job, load_job
 from pipeline.errors import InputError
-from pipeline.submit import FORWARDED
 
 HOME = "/home/ray/rlhf"  # where jobs/cloud/Dockerfile puts the project
 IMAGE = f"REGISTRY/rlhf:{version('ray')}-py311"
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
     try:
         if not arguments:
             raise InputError(
-                "expected a job file: python -m pipeline.rayjob jobs/demo/sft.yaml run.storage_path=..."
+                "expected a job file: python -m pipeline.cloud.rayjob jobs/demo/sft.yaml run.storage_path=..."
             )
         path, *overrides = arguments
         job = load_job(path, overrides)
@@ -120,8 +120,8 @@ def main(arguments: list[str]) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"# Made by: python -m pipeline.rayjob {shlex.join(arguments)}")
-    print("# What it is and what it needs: pipeline/rayjob.py. Apply it: kubectl apply -f THIS_FILE")
+    print(f"# Made by: python -m pipeline.cloud.rayjob {shlex.join(arguments)}")
+    print("# What it is and what it needs: pipeline/cloud/rayjob.py. Apply it: kubectl apply -f THIS_FILE")
     print(yaml.safe_dump(made, sort_keys=False, width=120), end="")
     return 0
 

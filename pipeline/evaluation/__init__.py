@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline.figures import distinct, mean, repetition, wilson
+from pipeline.evaluation.figures import distinct, mean, repetition, wilson
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Reply, Sampling, TransformersEngine
 from pipeline.worker import Worker

@@ -1,6 +1,6 @@
 """cluster.yaml, read on the submitter's machine: what `make up` is about to start, and what a job may ask of it.
 
-    python -m pipeline.clusterfile cluster.yaml     # make up: checks it, says what will run, and calls `ray up`
+    python -m pipeline.cloud.clusterfile cluster.yaml     # make up: checks it, says what will run, and calls `ray up`
 
 `CLUSTER` names another file than cluster.yaml.
 """

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.config.fields import Field, fields_of, show
+from pipeline.config.jobfile import Tree, read_tree
+from pipeline.config.rules import CHECKS, INPUTS, REFUSED, TRAINERS
+from pipeline.config.rules import OPERATORS as OPERATORS
+from pipeline.config.rules import parse_gate as parse_gate
 from pipeline.errors import InputError
-from pipeline.fields import Field, fields_of, show
-from pipeline.jobfile import Tree, read_tree
-from pipeline.rules import CHECKS, INPUTS, REFUSED, TRAINERS
-from pipeline.rules import OPERATORS as OPERATORS
-from pipeline.rules import parse_gate as parse_gate
 
 STAGES = ("sft", "rm", "dpo", "ppo", "evaluate")
 JOBS = (*STAGES, "generate", "score", "export")  # what a job file may be about

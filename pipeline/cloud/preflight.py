@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline import clusterfile, registry, storage
-from pipeline.clusterfile import NodeType
+from pipeline import registry, storage
+from pipeline.cloud import clusterfile
+from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import Job
 from pipeline.errors import InputError
 

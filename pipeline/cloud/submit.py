@@ -1,7 +1,7 @@
 """Jobs on a cluster, from outside it: with RAY_ADDRESS=http(s)://HEAD:8265 every stage is submitted instead of run here.
 
     RAY_ADDRESS=http://HEAD:8265 make sft PROFILE=llama3-8b ARGS="run.storage_path=s3://BUCKET/runs"
-    python -m pipeline.submit logs|stop|jobs [NAME]        # later, from any machine
+    python -m pipeline.cloud.submit logs|stop|jobs [NAME]        # later, from any machine
 
 Uploads the working directory (less .rayignore), runs `python -m pipeline STAGE JOB ...` beside the head, shows its log
 and ends with its exit status. The job belongs to the cluster: this process, its connection and its machine may go away.
@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import cluster, preflight
+from pipeline import cluster
+from pipeline.cloud import preflight
 from pipeline.config import STAGES, Job, load_job
 from pipeline.errors import InputError
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.fields import fields_of, show
-from pipeline.jobfile import Tree
+from pipeline.config.fields import fields_of, show
+from pipeline.config.jobfile import Tree
 
 if TYPE_CHECKING:
     from pipeline.config import Job

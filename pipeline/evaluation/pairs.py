@@ -8,7 +8,7 @@ import json
 import math
 from typing import Any
 
-from pipeline.figures import calibration, correlation, mean, sigmoid, wilson
+from pipeline.evaluation.figures import calibration, correlation, mean, sigmoid, wilson
 from pipeline.inputs import unfilled
 from pipeline.worker import Worker
 
