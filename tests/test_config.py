@@ -375,6 +375,7 @@ def test_exit_statuses(job, capsys, monkeypatch):
         def run(*_):
             if error is not None:
                 raise error
+            return 0
 
         monkeypatch.setattr(__main__, "run", run)
         return main(["sft", "x.yaml"]), capsys.readouterr().err

@@ -22,7 +22,8 @@ from pipeline.cloud import preflight
 from pipeline.config import STAGES, Job, load_job
 from pipeline.errors import InputError
 
-VERBS = (*STAGES, "validate", "rlhf")
+RUNS = (*STAGES, "generate", "score")  # whose run.name is the name of the submission
+VERBS = (*RUNS, "validate", "doctor", "rlhf")
 # Set there if set here. AWS_* is not among them: nodes have a role of their own, and a person's keys are mightier.
 FORWARDED = (
     "HF_TOKEN",
@@ -57,7 +58,7 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
         InputError: when something is wrong; nothing has been submitted then.
     """
     name, jobs = load(verb, path, overrides)
-    if verb in STAGES and jobs[0].run.name is None:
+    if verb in RUNS and jobs[0].run.name is None:
         overrides = [*overrides, f"run.name={name}"]
     api = Api(os.environ["RAY_ADDRESS"])
     there = preflight.look(api.get, api.address)
@@ -90,8 +91,8 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
         stages = {stage: rlhf._of(stage, overrides) for stage in rlhf.ORDER}
         jobs = [load_job(Path(path) / f"{stage}.yaml", mine, stage) for stage, mine in stages.items()]
     else:
-        jobs = [load_job(path, overrides, verb if verb in STAGES else None)]
-        if verb in STAGES:
+        jobs = [load_job(path, overrides, verb if verb in RUNS else None)]
+        if verb in RUNS:
             return str(cluster.name_run(jobs[0]).run.name), jobs
     return f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", jobs
 
