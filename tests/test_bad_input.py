@@ -188,7 +188,7 @@ JOB = [
     case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
     case("reward is not a function's name", "ppo", r"reward: found .?python:bad_rewards.?, expected python:MODULE:FUNCTION", overrides=["reward=python:bad_rewards"]),
     case("no such judge", "ppo", r"judge: python:bad_rewards:judge: bad_rewards has no function 'judge'", overrides=["judge=python:bad_rewards:judge"]),
-    case("judge that is a model", "ppo", r"judge: found .?models:/rlhf-rm@champion.?, expected python:MODULE:FUNCTION", overrides=["judge=models:/rlhf-rm@champion"]),
+    case("judge that is a model", "ppo", r"judge: models:/rlhf-rm@champion: no registered model", overrides=["judge=models:/rlhf-rm@champion"]),
     # the machine
     case("more workers than CPUs", "sft", r"scaling\.num_workers: 500 workers with 1 CPU each, but this machine has \d+ CPUs; type scaling\.num_workers=\d+",
          overrides=["scaling.num_workers=500", "data.batch_size=null"]),

@@ -111,7 +111,7 @@ def test_a_full_context_is_said(models, storage):
     [
         (["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias"),
         (["reward=python:pipeline.models.demo:gold"], r"reward: .*asks for `answer`, which a conversation does not have; type reward=null"),
-        (["model.name_or_path=/nowhere"], r"model\.name_or_path: there is no folder '/nowhere'"),
+        (["model.name_or_path=/no/such/folder"], r"model\.name_or_path: there is no folder '/no/such/folder'"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_answered(overrides, says, models, storage, capsys, in_root):
