@@ -117,7 +117,7 @@ def alone(models, storage, some_pairs, embedded_ray):
     return stage("evaluate", storage, "alone", *settings)
 
 
-def test_its_accuracy_is_that_of_trl(alone, models, some_pairs):
+def test_its_accuracy_is_that_of_trl(alone, models, some_pairs, tmp_path):
     from datasets import Dataset
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
@@ -144,7 +144,7 @@ def test_its_accuracy_is_that_of_trl(alone, models, some_pairs):
     trainer = RewardTrainer(
         model=PeftModel.from_pretrained(base, models["toy-rm"]),
         args=RewardConfig(
-            output_dir="/nowhere", per_device_eval_batch_size=16, max_length=None, bf16=False, use_cpu=True,
+            output_dir=str(tmp_path), per_device_eval_batch_size=16, max_length=None, bf16=False, use_cpu=True,
             report_to="none", gradient_checkpointing=False, disable_tqdm=True,
         ),
         eval_dataset=Dataset.from_dict(ids),
