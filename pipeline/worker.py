@@ -300,8 +300,12 @@ class Worker(Host):
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
                 self.metrics.log(held_out, self.step, final=True)
                 self.metrics.close()  # before the run counts as ended: a run that ended is not trained again
-            with open(os.path.join(final, OUTCOME), "w", encoding="utf-8") as file:
-                json.dump(outcome, file)
+            for name, content in {
+                **{f"{k}.json": v for k, v in (tables or {}).items()},
+                OUTCOME: outcome,
+            }.items():
+                with open(os.path.join(final, name), "w", encoding="utf-8") as file:
+                    json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final", metrics, wait=True)
         return outcome
 
