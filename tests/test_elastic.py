@@ -55,9 +55,9 @@ def test_every_row_once_an_epoch_while_workers_come_and_go(tmp_path):
         try:
             nodes = Nodes(elastic, 2)
             elastic.start("run.max_failures=5")
-            elastic.wait_for(r"\bstep 5/")
+            elastic.wait_for(r"\bstep +5/")
             nodes.kill(until(nodes.busy, "a busy node")[0])
-            elastic.wait_for(r"\bstep 9/")
+            elastic.wait_for(r"\bstep +9/")
             nodes.add()
             ended(elastic)
         finally:

@@ -19,7 +19,7 @@ from runs import STEPS, Run, until
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
     """Waits for a random step, and then for a random part of the next one; the step."""
     step = rng.randint(first, last)
-    run.wait_for(rf"\bstep {step}/{STEPS}\b")
+    run.wait_for(rf"\bstep +{step}/{STEPS}\b")
     time.sleep(rng.uniform(0, 0.4))
     return step
 
@@ -123,7 +123,7 @@ def write(run: Run, rng: random.Random) -> str:
     everything = rng.random() < 0.5
     run.start(*([] if everything else ["run.max_failures=3"]))
     number = rng.randint(1, 4)
-    run.wait_for(rf"\bstep {3 * number - 2}/{STEPS}\b")
+    run.wait_for(rf"\bstep +{3 * number - 2}/{STEPS}\b")
     name = f"checkpoint_{3 * number:08d}"
     assert run.process is not None
     victims = [run.process.pid, *below(run.process.pid)] if everything else training(run)
