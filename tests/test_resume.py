@@ -53,6 +53,7 @@ def assert_equal(storage, expected, result):
     assert [run.info.status for run in runs] == ["FINISHED"]
 
 
+@pytest.mark.slow
 def test_sft_with_its_driver_stopped_and_its_newest_checkpoint_spoilt(storage, monkeypatch, capsys):
     expected = stage("sft", storage, "resume-sft", *TRL)
     with monkeypatch.context() as patch:

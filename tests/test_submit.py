@@ -288,6 +288,7 @@ def test_leaving_a_job_and_ending_it(cluster, capsys):
     assert "no job 'nobody'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
     """`RAY_ADDRESS=http://... python -m pipeline sft`: uploaded, trained, registered; wrong rows end it with status 2."""
     short = ["gate={}", "trainer.max_steps=1", "trainer.eval_on_start=false", "trainer.eval_strategy=no"]
