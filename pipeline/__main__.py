@@ -9,6 +9,7 @@ Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the j
 
 import argparse
 import importlib
+import os
 import sys
 import traceback
 
@@ -87,10 +88,11 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
 
     The job comes first: its mistakes are answered at once.
     """
-    from pipeline.cloud import submit
+    if os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
+        from pipeline.cloud import submit
 
-    if submit.wanted(verb):
-        return submit.run(verb, path, overrides)
+        if verb in submit.VERBS:
+            return submit.run(verb, path, overrides)
     if verb == "rlhf":
         importlib.import_module("pipeline.stages.rlhf").run(path, overrides)
         return 0

@@ -46,13 +46,8 @@ def name_run(job: Job) -> Job:
     return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
 
 
-def folder(job: Job) -> str:
-    """Where everything of a run lies: checkpoints and result.json."""
-    return storage.join(job.run.storage_path, str(job.run.name))
-
-
 def has_checkpoints(job: Job) -> bool:
-    return any(checkpoints.NAME.fullmatch(name) for name in storage.folders(folder(job)))
+    return any(checkpoints.NAME.fullmatch(name) for name in storage.folders(job.folder))
 
 
 @contextlib.contextmanager
@@ -232,7 +227,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     except Exception:
         _say_what_is_left(job)
         raise
-    checkpoints.repair(folder(job))  # what workers that died left half written
+    checkpoints.repair(job.folder)  # what workers that died left half written
     assert result.checkpoint is not None and result.return_value is not None
     checkpoint = _uri(job, result.checkpoint.path)
     adapter = os.path.join(storage.fetch_folder(checkpoint, tempfile.mkdtemp(prefix="adapter-")), "adapter")
@@ -249,9 +244,9 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
 def _say_what_is_left(job: Job) -> None:
     """After a failure: where the same command will continue. What failed may be the disk itself: then only that is said."""
     try:
-        newest = checkpoints.newest(folder(job))
+        newest = checkpoints.newest(job.folder)
     except Exception as error:
-        print(f"run {job.run.name} failed, and {folder(job)} cannot be read ({error})", flush=True)
+        print(f"run {job.run.name} failed, and {job.folder} cannot be read ({error})", flush=True)
         return
     left = f"continues from {newest}" if newest else "starts it again: it has no whole checkpoint yet"
     print(f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", flush=True)

@@ -51,11 +51,11 @@ def launch(job: Job, load: Load, measure: Measure, output: str) -> dict[str, Any
         work, rows, report = prepare(job, inputs)
         print(report.render(), flush=True)
         if job.run.fresh:
-            storage.remove(cluster.folder(job))
+            storage.remove(job.folder)
         begin(work)
         count = report.splits["train"].kept
         fresh = complete(work, rows["train"], count, load)
-        path = storage.join(cluster.folder(job), output)
+        path = storage.join(job.folder, output)
         metrics = join(work, count, measure, path)
     seconds = time.monotonic() - started
     result = {
@@ -70,7 +70,7 @@ def launch(job: Job, load: Load, measure: Measure, output: str) -> dict[str, Any
         "seconds": round(seconds, 2),
         "job": job.to_dict(),
     }
-    storage.write_json(storage.join(cluster.folder(job), "result.json"), result)
+    storage.write_json(storage.join(job.folder, "result.json"), result)
     storage.remove(parts_folder(job))  # not before: without result.json the run is not finished
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in metrics.items()))
     print(f"   {count} rows in {seconds:.0f} s  {path}", flush=True)
@@ -101,7 +101,7 @@ def options(job: Job) -> Inference:
 
 
 def parts_folder(job: Job) -> str:
-    return storage.join(cluster.folder(job), "parts")
+    return storage.join(job.folder, "parts")
 
 
 def part_file(job: Job, part: int) -> str:
@@ -128,7 +128,7 @@ def begin(work: Work) -> None:
         "trainer": asdict(options(job)),
     }
     if not storage.exists(path):
-        storage.write_json(storage.join(cluster.folder(job), "job.json"), job.to_dict())
+        storage.write_json(storage.join(job.folder, "job.json"), job.to_dict())
         storage.write_json(path, settings)
         return
     before = storage.read_json(path)

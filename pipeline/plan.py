@@ -1,23 +1,18 @@
 """What a job needs before it is started: memory of one worker, item by item, and on a GPU the time and the money.
 
-Sizes are not guessed from formulas of one architecture: the job's own model is built and run on fake tensors (shapes
-without numbers), and what autograd would keep for backward is counted. One layer is traced and multiplied. Where a
-library's inside decides (the vocabulary-wide tensors of TRL's losses), a factor is used that was fitted to measured
+Sizes are not guessed from formulas of one architecture: they are counted on the job's own model (models/shape.py). Where
+a library's inside decides (the vocabulary-wide tensors of TRL's losses), a factor is used that was fitted to measured
 peaks; tests compare the whole with peaks of real runs.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.config import Job
 from pipeline.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
+from pipeline.models.shape import Shape
 
 GIB = 2**30
 
@@ -31,7 +26,7 @@ class Gpu:
     bandwidth: float  # GB/s
     instance: str
     per_node: int
-    dollars: float  # an hour of the instance, on demand, us-east-1, as listed in autumn 2026; spot is often a third of it
+    dollars: float  # an hour of the instance on demand, roughly: prices differ by region and change; spot is often a third
 
 
 GPUS = {
@@ -43,18 +38,16 @@ GPUS = {
     "H100": Gpu(79, 989, 3350, "p5.48xlarge", 8, 55.04),
     "H200": Gpu(139, 989, 4800, "p5en.48xlarge", 8, 63.30),
 }
-UTILISATION = (
-    0.35  # of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it
-)
+# Of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it.
+UTILISATION = 0.35
 LAUNCH = 0.8e-3  # seconds a layer and token that decoding with transformers costs, whatever the GPU: as well
 RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
 # What the allocator loses between blocks. glibc's finds no room for an aligned block in a hole of just its size, and
-# comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 gives each block back, for a quarter of the time.
+# comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 gives each block back and
+# costs a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
-NF4_BYTES = 0.516  # half a byte, and constants of 8 bit for 64 weights, doubly quantised
-LOGIT_BYTES = (
-    32  # for each entry of (tokens, vocabulary), at the peak of TRL's losses of sft and dpo; measured
-)
+# For each entry of (tokens, vocabulary), at the peak of TRL's losses of sft and dpo; measured.
+LOGIT_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -130,10 +123,10 @@ def settings(job: Job, context: int) -> Settings:
     )
 
 
-Ranks = Mapping[str, dict[str, Any]]
+Loras = Mapping[str, dict[str, Any]]  # peft's settings by input: `policy`, `reward`
 
 
-def make(job: Job, loras: Ranks | None = None) -> Plan:
+def make(job: Job, loras: Loras | None = None) -> Plan:
     """The plan of a training job.
 
     Args:
@@ -194,7 +187,8 @@ def make(job: Job, loras: Ranks | None = None) -> Plan:
 def _roles(job: Job) -> tuple[list[str], list[str]]:
     """(adapters in memory, those of them that learn)."""
     if job.stage in ("sft", "rm"):
-        return ["policy" if job.stage == "sft" else "reward"], ["policy" if job.stage == "sft" else "reward"]
+        only = ["policy" if job.stage == "sft" else "reward"]
+        return only, only
     roles = ["policy"] + ["reference"] * (job.policy not in (None, "base"))
     if job.stage == "dpo":
         return roles, ["policy"]
@@ -214,164 +208,6 @@ def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
     return float(tokens) * shape.vocabulary * LOGIT_BYTES
 
 
-class Shape:
-    """A job's model, built on fake tensors: numbers of parameters, and bytes a token."""
-
-    def __init__(self, job: Job) -> None:
-        import logging
-
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends a package when peft imports it
-        from transformers import AutoConfig
-
-        from pipeline.models.base import base_config, context_length
-
-        raw = base_config(job.model.name_or_path, job.model.revision)
-        self.job, self.context = job, context_length(raw) or 2048
-        self.config = AutoConfig.for_model(**raw)
-        text = self.config.get_text_config()
-        self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
-        self.dtype_bytes = 4 if job.model.dtype == "float32" else 2
-        one, two = (self._count(layers) for layers in (1, 2))
-        grown = {key: two[key] - one[key] for key in one}  # of each layer
-        whole = {key: one[key] + (self.layers - 1) * grown[key] for key in one}
-        self.parameters = whole["parameters"]
-        quantised = whole["linear"] if job.model.load_in_4bit else 0
-        self.weights = (self.parameters - quantised) * self.dtype_bytes + quantised * NF4_BYTES
-
-    def _count(self, layers: int) -> dict[str, int]:
-        """Numbers in a model of so many layers: all, in linear layers (the lm head is none of them), in an adapter."""
-        with _Fake(self, layers, low=False) as shared:
-            import torch
-
-            whole = {n: p for n, p in shared.base.named_parameters() if "lora_" not in n}
-            linear = {
-                id(p)
-                for module in shared.base.base_model.modules()
-                if isinstance(module, torch.nn.Linear)
-                for p in module.parameters()
-            }
-            return {
-                "parameters": sum(p.numel() for p in whole.values()),
-                "linear": sum(p.numel() for p in whole.values() if id(p) in linear),
-            }
-
-    def adapter(self, lora: dict[str, Any]) -> int:
-        """Numbers in an adapter of these settings, with its head."""
-        one, two = (self._adapter(layers, lora) for layers in (1, 2))
-        return one + (self.layers - 1) * (two - one)
-
-    def _adapter(self, layers: int, lora: dict[str, Any]) -> int:
-        with _Fake(self, layers, low=False, lora=lora) as shared:
-            return sum(p.numel() for p in shared.parameters_of("policy"))
-
-    def activations(self, rows: int, width: int, low: bool, checkpointing: bool) -> float:
-        """Bytes that the forward of one role keeps for its backward, and what a layer makes on the way."""
-        one, two = (self.saved(layers, rows, width, low) for layers in (1, 2))
-        layer, rest = two - one, max(0.0, 2 * one - two)
-        passing = rows * width * self.forward(low)
-        if not checkpointing:
-            return rest + layer * self.layers + passing
-        return rest + layer + rows * width * self.hidden * self._width(low) * self.layers + passing
-
-    def saved(self, layers: int, rows: int, width: int, low: bool) -> float:
-        """Bytes that autograd keeps of a forward through so many layers, the parameters apart."""
-        from unittest.mock import patch
-
-        import torch
-
-        kept: dict[int, torch.Tensor] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept[tensor.untyped_storage()._cdata] = tensor
-            return tensor
-
-        with _Fake(self, layers, low) as shared:
-            own = {p.untyped_storage()._cdata for p in shared.parameters()}
-            ids = torch.zeros(rows, width, dtype=torch.long)
-            # Whether rows are packed is looked for in numbers; without them transformers would make a mask for it.
-            unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
-            with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                hidden = shared.hidden("policy", ids)
-            del hidden
-            return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own))
-
-    def forward(self, low: bool) -> float:
-        """Bytes a token of the largest tensors that a layer makes on the way: its wide middle, thrice."""
-        text = self.config.get_text_config()
-        return 3.0 * (getattr(text, "intermediate_size", None) or 4 * self.hidden) * self._width(low)
-
-    def cache(self, low: bool) -> float:
-        """Bytes a token of keys and values, all layers."""
-        text = self.config.get_text_config()
-        heads = text.num_attention_heads
-        size = getattr(text, "head_dim", None) or self.hidden // heads
-        return (
-            2.0
-            * self.layers
-            * (getattr(text, "num_key_value_heads", None) or heads)
-            * size
-            * self._width(low)
-        )
-
-    def _width(self, low: bool) -> int:
-        return 2 if low else self.dtype_bytes
-
-
-class _Fake:
-    """`with _Fake(shape, layers, low) as shared`: a SharedBase of fake tensors with one trainable role."""
-
-    def __init__(self, shape: Shape, layers: int, low: bool, lora: dict[str, Any] | None = None) -> None:
-        self.shape, self.layers, self.low = shape, layers, low
-        self.lora = lora if lora is not None else shape.job.lora
-
-    def __enter__(self) -> Any:
-        import copy
-
-        import torch
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from transformers import AutoModelForCausalLM
-
-        from pipeline.models.adapters import SharedBase
-
-        class Unchecked(SharedBase):
-            def _check_logits(self) -> None:
-                """Needs numbers."""
-
-        config = copy.deepcopy(self.shape.config)
-        text = config.get_text_config()
-        text.num_hidden_layers = self.layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[: self.layers]
-        dtype = getattr(torch, self.shape.job.model.dtype)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            shared = Unchecked(model, autocast=torch.bfloat16 if self.low else None)
-            head = self.shape.job.stage in ("rm", "ppo")
-            shared.add("policy", lora=self.lora, head=head, trainable=True)
-        self.mode = FakeTensorMode()
-        self.mode.__enter__()
-        # From meta to the CPU, where autocast works, still without numbers; tied weights stay one.
-        moved: dict[int, Any] = {}
-        for module in shared.modules():
-            for name, p in module._parameters.items():
-                if p is not None:
-                    new = torch.nn.Parameter(_on_cpu(p), requires_grad=p.requires_grad)
-                    module._parameters[name] = moved.setdefault(id(p), new)
-            for name, b in module._buffers.items():
-                module._buffers[name] = None if b is None else _on_cpu(b)
-        shared._parameters_by_key.clear()
-        return shared
-
-    def __exit__(self, *error: object) -> None:
-        self.mode.__exit__(*error)
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
 # ------------------------------------------------------------------------------------------------ what follows
 
 
@@ -380,7 +216,7 @@ def fitting(plan: Plan) -> list[str]:
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
 
-def mend(job: Job, memory: float, loras: Ranks | None = None) -> tuple[list[str], Plan] | None:
+def mend(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan] | None:
     """(overrides, plan) of the mildest changes after which a worker fits into so many bytes; None if none do."""
     made: dict[str, Any] = {}
     for key, value in _changes(job):

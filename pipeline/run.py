@@ -49,7 +49,7 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
         print(report.render(samples=not report.reused), flush=True)
         if earlier:
             earlier = begun.check(earlier, job, work.base["digest"], work.digests)
-        with storage.claim(cluster.folder(job)):
+        with storage.claim(job.folder):
             result = _train_and_register(job, work, rows, report, train, earlier is None, started)
     drawn = None
     if job.run.report:
@@ -64,10 +64,10 @@ def _train_and_register(
     job: Job, work: Work, rows: dict[str, Any], report: Any, train: Any, anew: bool, started: float
 ) -> dict[str, Any]:
     """From a checked job to its result.json; from here on the run exists."""
-    storage.wait_for_leavers(cluster.folder(job))
+    storage.wait_for_leavers(job.folder)
     if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
-        storage.empty(cluster.folder(job))
-    checkpoints.repair(cluster.folder(job))
+        storage.empty(job.folder)
+    checkpoints.repair(job.folder)
     begun.note(job, work.inputs, work.base["digest"], work.digests)
     with registry.run(job, work.digests, anew) as run_id, noted_failure(job, run_id, started):
         outcome = cluster.fit(replace(work, run_id=run_id), rows, train)
@@ -76,14 +76,14 @@ def _train_and_register(
             facts = lineage.read(outcome.adapter, outcome.adapter)
             version = registry.publish(job, run_id, outcome.adapter, outcome.metrics, facts)
         result = describe(job, work, report, outcome, version, run_id, time.monotonic() - started)
-        storage.write_json(storage.join(cluster.folder(job), "result.json"), result)
+        storage.write_json(storage.join(job.folder, "result.json"), result)
     return result
 
 
 @contextlib.contextmanager
 def noted_failure(job: Job, run_id: str, started: float) -> Iterator[None]:
     """Leaves failed.json in the folder of a run that fails, for its report; a run that goes on again removes it."""
-    path = storage.join(cluster.folder(job), "failed.json")
+    path = storage.join(job.folder, "failed.json")
     storage.remove_file(path)
     try:
         yield
@@ -108,7 +108,7 @@ def finished(job: Job) -> dict[str, Any] | None:
     Raises:
         InputError: when the name belongs to a run of another stage, whose checkpoints this one cannot continue.
     """
-    path, unfinished = (storage.join(cluster.folder(job), name) for name in ("result.json", begun.FILE))
+    path, unfinished = (storage.join(job.folder, name) for name in ("result.json", begun.FILE))
     found = None if job.run.fresh else next((p for p in (path, unfinished) if storage.exists(p)), None)
     if found is None:
         return None
@@ -199,6 +199,7 @@ def describe(
     return {
         "stage": job.stage,
         "name": job.run.name,
+        "folder": job.folder,
         "metrics": outcome.metrics,
         "samples": outcome.samples,
         "checkpoint": outcome.checkpoint,
@@ -236,5 +237,5 @@ def say(result: dict[str, Any], drawn: str | None) -> None:
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
         print(f"   registered {version}  (gate {version.gate})")
-    where = storage.join(result["job"]["run"]["storage_path"], result["name"])
+    where = result["folder"]
     print(f"   {result['seconds']:.0f} s  {where}/{'report.html' if drawn else 'result.json'}", flush=True)

@@ -38,17 +38,12 @@ class Work:
     run_id: str  # of MLflow
     inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
 
-    @property
-    def folder(self) -> str:
-        """Where everything of the run lies."""
-        return storage.join(self.job.run.storage_path, str(self.job.run.name))
-
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
     """The function that Ray Train calls: prepares the process, resumes or finds the run finished, trains."""
     work: Work = config["work"]
     quiet(work.job.stage)
-    storage.attend(work.folder)
+    storage.attend(work.job.folder)
     with contextlib.ExitStack() as stack:
         resume = newest_whole(stack)
         if resume and os.path.exists(os.path.join(resume, OUTCOME)):
@@ -235,7 +230,7 @@ class Worker(Host):
 
         self._seal(folder)
         if self.rank == 0:  # its name holds for all
-            name = checkpoints.unused(self.work.folder, name)
+            name = checkpoints.unused(self.work.job.folder, name)
         # One worker a node hands in the folder; Ray merges those of several nodes into one checkpoint.
         mine = ray.train.Checkpoint.from_directory(folder) if folder and self.local_rank == 0 else None
         ray.train.report(

@@ -36,6 +36,16 @@ def storage(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory):
+    """An empty MLflow store to copy: to migrate one takes two seconds."""
+    from pipeline import registry
+
+    folder = tmp_path_factory.mktemp("store")
+    registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
+    return folder / "mlflow.db"
+
+
 @pytest.fixture
 def in_root(monkeypatch):
     """The shipped jobs name their files relative to the repository."""

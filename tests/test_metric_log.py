@@ -14,13 +14,6 @@ import pytest
 from pipeline import registry
 
 
-@pytest.fixture(scope="module")
-def migrated(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("store")
-    registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
-    return folder / "mlflow.db"
-
-
 @pytest.fixture
 def run(migrated, tmp_path):
     """(tracking URI, run id) of an empty run."""
@@ -87,7 +80,7 @@ def test_what_a_server_that_is_away_misses_is_sent_when_it_is_back(run, monkeypa
             raise ConnectionError("refused")
         return real(uri)
 
-    monkeypatch.setattr(registry, "client", client)
+    monkeypatch.setattr("pipeline.registry.metrics.client", client)
     monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
     log = registry.MetricLog(*run)
     log.log({"loss": 3.0}, 1)
@@ -131,7 +124,7 @@ def test_a_server_that_stays_away_is_said_with_the_count(capsys, monkeypatch):
 
 def test_memory_is_bounded_and_what_is_given_up_is_counted(capsys, monkeypatch):
     monkeypatch.setattr(registry.MetricLog, "ROOM", 10)
-    monkeypatch.setattr(registry, "client", lambda uri: 1 / 0)
+    monkeypatch.setattr("pipeline.registry.metrics.client", lambda uri: 1 / 0)
     log = registry.MetricLog("http://127.0.0.1:9", "some-run")
     for step in range(25):
         log.log({"loss": 1.0}, step)

@@ -15,6 +15,7 @@ from pipeline import plan
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.models.adapters import SharedBase
+from pipeline.models.shape import Shape
 from pipeline.ppo.rollout import growing_cache
 
 LLAMA_8B = {
@@ -39,7 +40,7 @@ def test_parameters_and_adapters_are_counted_exactly(kind, tmp_path):
     model = toy.base(kind)
     model.config.save_pretrained(tmp_path)
     real = sum(p.numel() for p in model.parameters())
-    shape = plan.Shape(job(tmp_path))
+    shape = Shape(job(tmp_path))
     assert shape.parameters == real
     lora = {"r": 5, "target_modules": "all-linear"}
     shared = SharedBase(model)
@@ -67,7 +68,7 @@ def test_activations_are_those_of_the_real_model(low, tmp_path):
     model = toy.base("llama", num_hidden_layers=5)
     model.config.save_pretrained(tmp_path)
     asked = job(tmp_path, "demo/ppo", "lora.r=4")
-    shape = plan.Shape(asked)
+    shape = Shape(asked)
     shared = SharedBase(model, autocast=torch.bfloat16 if low else None)
     shared.add("policy", lora=asked.lora, trainable=True)
     assert shape.saved(5, 6, 100, low) == saved_bytes(shared, 6, 100)
@@ -83,7 +84,7 @@ def test_the_cache_is_that_of_the_real_model(tmp_path):
     cache = growing_cache(shared)
     shared.body(input_ids=torch.ones(4, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert plan.Shape(job(tmp_path)).cache(low=False) * 40 == real
+    assert Shape(job(tmp_path)).cache(low=False) * 40 == real
 
 
 def test_an_8b_ppo_job_costs_little_more_than_its_base(llama_8b):
@@ -101,7 +102,7 @@ def test_an_8b_ppo_job_costs_little_more_than_its_base(llama_8b):
 def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
     asked = job(llama_8b, "llama3-8b/ppo")
     small, large = plan.make(asked), plan.make(asked, {"policy": {**asked.lora, "r": 4 * asked.lora["r"]}})
-    assert large.trainable - small.trainable == 3 * plan.Shape(asked).adapter({**asked.lora}) - 3 * 4096
+    assert large.trainable - small.trainable == 3 * Shape(asked).adapter({**asked.lora}) - 3 * 4096
 
 
 def test_a_critic_free_job_holds_no_critic(llama_8b):

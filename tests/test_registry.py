@@ -7,9 +7,10 @@ import pytest
 from mlflow import MlflowClient
 from running import ROOT
 
-from pipeline import registry
+from pipeline import registry, storage
 from pipeline.config import MLflow, load_job
 from pipeline.errors import InputError
+from pipeline.lineage import folder_digests
 
 LINEAGE = {
     "stage": "sft",
@@ -18,14 +19,6 @@ LINEAGE = {
     "data": {},
     "versions": {},
 }
-
-
-@pytest.fixture(scope="module")
-def migrated(tmp_path_factory):
-    """An empty store, migrated once: that takes two seconds."""
-    folder = tmp_path_factory.mktemp("store")
-    registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
-    return folder / "mlflow.db"
 
 
 @pytest.fixture
@@ -55,7 +48,7 @@ def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
     pinned = registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job))
     assert pinned == "models:/rlhf-sft/1"
     folder = registry.fetch(pinned, registry.tracking_uri(job))
-    assert registry.folder_digests(folder) == registry.folder_digests(adapter)
+    assert folder_digests(folder) == folder_digests(adapter)
 
 
 def test_a_run_registered_just_before_a_crash_is_not_registered_twice(job, adapter):
@@ -73,7 +66,7 @@ def test_files_that_come_back_changed_are_not_registered(job, adapter, monkeypat
     import mlflow.artifacts
 
     def spoiled(uri, **_):
-        folder = registry.storage.absolute(job.run.storage_path) + "/spoiled"
+        folder = storage.absolute(job.run.storage_path) + "/spoiled"
         shutil.copytree(adapter, folder)
         with open(folder + "/adapter_model.safetensors", "wb") as file:
             file.write(b"other")
@@ -153,7 +146,7 @@ def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before
     for version in store.search_model_versions("name = 'rlhf-sft'"):
         assert version.aliases == []
         folder = registry.fetch(f"models:/rlhf-sft/{version.version}", registry.tracking_uri(job))
-        assert registry.folder_digests(folder) == registry.folder_digests(adapter)
+        assert folder_digests(folder) == folder_digests(adapter)
     with registry.run(job, {}) as second:
         registry.publish(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert second == first and store.get_run(second).info.status == "FINISHED"
@@ -161,7 +154,7 @@ def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before
     folder = registry.fetch(
         registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job)), registry.tracking_uri(job)
     )
-    assert registry.folder_digests(folder) == registry.folder_digests(adapter)
+    assert folder_digests(folder) == folder_digests(adapter)
 
 
 def killed(*_, **__):

@@ -81,6 +81,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True):
     result = {
         "stage": job.stage,
         "name": job.run.name,
+        "folder": job.folder,
         "metrics": metrics,
         "samples": list(samples),
         "checkpoint": str(store / job.run.name / "final"),
@@ -363,7 +364,7 @@ def test_a_finished_run_has_its_page_plots_and_samples_in_mlflow(runs, store):
 
 
 def test_a_report_that_cannot_be_drawn_is_said_and_no_more(runs, store, capsys):
-    broken = {**runs["ppo"], "name": "never-was"}
+    broken = {**runs["ppo"], "name": "never-was", "folder": f"{store}/never-was"}
     assert report.attach(broken) is None
     assert re.search(
         r"no report: InputError: .*try again with: python -m pipeline report", capsys.readouterr().out

@@ -46,11 +46,6 @@ CONNECT_SECONDS, ANSWER_SECONDS = 3, 20
 GONE_SECONDS = 600  # how long a head may be silent before we stop waiting for it; the job may well go on
 
 
-def wanted(verb: str) -> bool:
-    """Whether this verb is to be submitted to a cluster that is named by its dashboard's address."""
-    return verb in VERBS and os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://"))
-
-
 def run(verb: str, path: str, overrides: list[str]) -> int:
     """Checks, submits, follows; the exit status of the job.
 
@@ -88,7 +83,7 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
     if verb == "rlhf":
         from pipeline.stages import rlhf
 
-        stages = {stage: rlhf._of(stage, overrides) for stage in rlhf.ORDER}
+        stages = {stage: rlhf.overrides_of(stage, overrides) for stage in rlhf.ORDER}
         jobs = [load_job(Path(path) / f"{stage}.yaml", mine, stage) for stage, mine in stages.items()]
     else:
         jobs = [load_job(path, overrides, verb if verb in RUNS else None)]

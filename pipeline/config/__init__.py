@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline import storage
 from pipeline.config.fields import Field, fields_of, show
 from pipeline.config.jobfile import Tree, read_tree
 from pipeline.config.rules import CHECKS, INPUTS, REFUSED, TRAINERS
@@ -101,6 +102,11 @@ class Job:
     baseline: str | None = None
     judge: str | None = None  # a rule or a second reward model: reported, never trained on
     source: str = ""  # the job file
+
+    @property
+    def folder(self) -> str:
+        """Where everything of the run lies: checkpoints, result.json, its report."""
+        return storage.join(self.run.storage_path, str(self.run.name))
 
     @property
     def workers(self) -> tuple[int, int]:

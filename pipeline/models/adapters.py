@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import InputError
+from pipeline.models.base import HEAD_NAMES
 
 PREFIX = "base_model.model."  # what peft puts before every name in an adapter file
-HEAD_NAMES = ("score", "classifier", "classification_head")
+HEAD = f"{PREFIX}score.weight"  # a scalar head in the files that we write
 LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits made at a time, in numbers: 16 and 256 MiB of fp32
 
 
@@ -232,14 +233,14 @@ class SharedBase(nn.Module):
         stored = self._stored[role]
         tensors = {key: p.data.contiguous().cpu() for key, p in self._adapter(stored).items()}
         if stored in self.heads:
-            tensors[f"{PREFIX}score.weight"] = self.heads[stored].weight.data.contiguous().cpu()
+            tensors[HEAD] = self.heads[stored].weight.data.contiguous().cpu()
         return tensors
 
     def load(self, role: str, folder: str | Path) -> None:
         """Fill an existing role from an adapter folder; every tensor must be there, and none be left over."""
         path, stored = Path(folder) / "adapter_model.safetensors", self._stored[role]
         tensors = _read_tensors(path)
-        heads = [key for key in tensors if key.removeprefix(PREFIX).split(".")[0] in HEAD_NAMES]
+        heads = [key for key in tensors if is_head(key)]
         if heads:
             weight = tensors.pop(heads[0])
             if len(heads) > 1 or weight.shape != (1, self.hidden_size):
@@ -495,6 +496,11 @@ def _read_config(folder: Path) -> LoraConfig:
     config = PeftConfig.from_pretrained(str(folder))
     assert isinstance(config, LoraConfig)
     return config
+
+
+def is_head(key: str) -> bool:
+    """Whether a tensor of an adapter file is a scalar head, under whichever name its model has for it."""
+    return key.removeprefix(PREFIX).split(".")[0] in HEAD_NAMES
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

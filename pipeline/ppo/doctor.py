@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.models import probes
+from pipeline.models.adapters import HEAD, is_head
 from pipeline.ppo.batch import Episodes
 from pipeline.ppo.checks import Finding, of_rollout, tolerance
 from pipeline.ppo.config import PPOConfig
@@ -72,14 +73,9 @@ def one_minibatch(trainer: PPOTrainer, episodes: Episodes) -> list[Finding]:
 
 def same_as_file(trainer: PPOTrainer, role: str, folder: str) -> Finding:
     """The role in memory is the adapter of the file, to the last bit, with its head where it has one."""
-    stored = {key: tensor.float() for key, tensor in load_file(f"{folder}/adapter_model.safetensors").items()}
+    in_file = load_file(f"{folder}/adapter_model.safetensors")
+    stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in in_file.items()}
     mine = trainer.shared.tensors_of(role)
-    heads = [key for key in stored if key not in mine]
-    if len(heads) == 1 and "score" in "".join(mine.keys() - stored.keys()):  # a head under another name
-        stored = {
-            **{k: v for k, v in stored.items() if k != heads[0]},
-            (mine.keys() - stored.keys()).pop(): stored[heads[0]],
-        }
     different = sorted(mine.keys() ^ stored.keys()) or [
         k for k in mine if not torch.equal(mine[k], stored[k])
     ]

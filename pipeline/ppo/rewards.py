@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Samples:
         return f"prompt {self.prompts[i]!r}, completion {self.completions[i]!r}, row {self.rows[i]!r}"
 
 
-class Reward:
+class Reward(ABC):
     """A source of scores. `normalized` scores are (score - mean) / std."""
 
     def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
@@ -69,9 +70,9 @@ class Reward:
                 f"reward {name!r}: weight {weight}, mean {mean}, std {std}; expected finite numbers, std above 0"
             )
 
+    @abstractmethod
     def score(self, samples: Samples) -> list[float]:
         """One raw score for each sample."""
-        raise NotImplementedError
 
     def checked(self, samples: Samples) -> list[float]:
         """`score`, with the number and the finiteness of the results checked."""

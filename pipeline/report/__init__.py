@@ -46,7 +46,7 @@ def attach(result: dict[str, Any]) -> str | None:
     Returns:
         The path of the page; None when it could not be drawn, which is said and costs the run nothing.
     """
-    folder = folder_of(result)
+    folder = result["folder"]
     try:
         with tempfile.TemporaryDirectory() as local:
             draw([read(folder)], local)
@@ -65,7 +65,7 @@ def attach(result: dict[str, Any]) -> str | None:
 
 def together(results: list[dict[str, Any]]) -> str | None:
     """One page about several runs, in `report` beside their folders; None as in `attach`."""
-    folders = [folder_of(result) for result in results]
+    folders = [result["folder"] for result in results]
     try:
         return write(
             [read(folder) for folder in folders], storage.join(folders[-1].rpartition("/")[0], "report")
@@ -73,10 +73,6 @@ def together(results: list[dict[str, Any]]) -> str | None:
     except Exception as error:
         _say(error, folders)
         return None
-
-
-def folder_of(result: dict[str, Any]) -> str:
-    return storage.join(result["job"]["run"]["storage_path"], result["name"])
 
 
 def _say(error: Exception, folders: list[str]) -> None:

@@ -27,7 +27,7 @@ MAY_CHANGE = (
 def note(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
     """Writes job.json: from here on the run is begun."""
     facts = {"inputs": inputs, "base": base, "rows": rows}
-    storage.write_json(storage.join(cluster.folder(job), FILE), job.to_dict() | {"begun_with": facts})
+    storage.write_json(storage.join(job.folder, FILE), job.to_dict() | {"begun_with": facts})
 
 
 def read(job: Job, path: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def before(job: Job) -> dict[str, Any] | None:
     Raises:
         InputError: when there is a checkpoint that this job would continue to another end.
     """
-    path = storage.join(cluster.folder(job), FILE)
+    path = storage.join(job.folder, FILE)
     if job.run.fresh or not storage.exists(path):
         return None
     found = read(job, path)

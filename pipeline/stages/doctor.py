@@ -41,7 +41,7 @@ def run(job: Job) -> dict[str, Any]:
             work, rows, _ = prepare(job, inputs)
             outcome = cluster.fit(replace(work, run_id=str(job.run.name)), rows, train)
     finally:
-        storage.remove(cluster.folder(job))
+        storage.remove(job.folder)
     found = outcome.samples[0]
     print("\n" + found["table"] + "\n", flush=True)
     if wrong := [finding["check"] for finding in found["findings"] if finding["holds"] is False]:

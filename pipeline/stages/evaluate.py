@@ -12,7 +12,7 @@ run and the restart after a lost node already, and scale over rows just as well.
 
 from typing import Any
 
-from pipeline import cluster, registry, storage
+from pipeline import registry, storage
 from pipeline.config import Job
 from pipeline.run import launch
 from pipeline.worker import Worker
@@ -20,7 +20,7 @@ from pipeline.worker import Worker
 
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train)
-    folder = storage.join(result["job"]["run"]["storage_path"], result["name"])
+    folder = result["folder"]
     found = storage.read_json(storage.join(folder, "evaluation.json"))
     if found["pairs"]:
         from pipeline.evaluation.pairs import table
@@ -64,5 +64,5 @@ def train(worker: Worker) -> dict[str, Any]:
         metrics |= found
     if worker.rank == 0:
         written = {"metrics": metrics, "inputs": worker.work.inputs, "samples": samples, "pairs": tables}
-        storage.write_json(storage.join(cluster.folder(worker.job), "evaluation.json"), written)
+        storage.write_json(storage.join(worker.job.folder, "evaluation.json"), written)
     return worker.finish(metrics, samples=samples)

@@ -57,7 +57,7 @@ def run(job: Job) -> dict[str, Any]:
     exported = {}
     for name in ("policy", "reward.0"):
         if name in host.work.inputs:
-            folder = storage.join(cluster.folder(job), name.removesuffix(".0"))
+            folder = storage.join(job.folder, name.removesuffix(".0"))
             exported[name.removesuffix(".0")] = {"folder": folder, **write(host, name, folder)}
     result = {
         "stage": "export",
@@ -67,7 +67,7 @@ def run(job: Job) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 2),
         "job": job.to_dict(),
     }
-    storage.write_json(storage.join(cluster.folder(job), "result.json"), result)
+    storage.write_json(storage.join(job.folder, "result.json"), result)
     return result
 
 

@@ -83,12 +83,13 @@ def on_this_machine(found: Plan) -> bool:
 
 def on_gpus(found: Plan, names: list[str]) -> bool:
     """A line for each kind of GPU: does a worker fit, and what would the whole run take on as many as the job has workers."""
+    fitting = plan.fitting(found)
     workers, known = found.job.workers[1], plan.length_is_known(found.job)
     whole = "the run" if known else f"{EPOCH:,} rows an epoch"
     print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  {whole} on {workers}: about")
     for name in names:
         gpu = GPUS[name]
-        if found.peak > gpu.memory * GIB:
+        if name not in fitting:
             print(f"   {name:<10} {gpu.memory:>5.0f}  no")
             continue
         cost = plan.cost(found, name, EPOCH)
@@ -98,9 +99,9 @@ def on_gpus(found: Plan, names: list[str]) -> bool:
         )
     print(
         f"   Assumed: {plan.UTILISATION:.0%} of the peak in matrix products, {plan.LAUNCH * 1e3:g} ms a layer and token in "
-        "decoding,\n   prices of us-east-1. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
+        "decoding,\n   and rough list prices. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
     )
-    return any(found.peak <= GPUS[name].memory * GIB for name in names)
+    return bool(set(names) & set(fitting))
 
 
 def advice(job: Job, loras: dict[str, dict[str, Any]], found: Plan, memory: float | None) -> str:

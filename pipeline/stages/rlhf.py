@@ -27,7 +27,10 @@ HEADLINE = {
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     """Runs the stages of `folder` in order; each registers what the next one takes as input."""
     started = time.monotonic()
-    jobs = {stage: load_job(Path(folder) / f"{stage}.yaml", _of(stage, overrides), stage) for stage in ORDER}
+    jobs = {
+        stage: load_job(Path(folder) / f"{stage}.yaml", overrides_of(stage, overrides), stage)
+        for stage in ORDER
+    }
     results = []
     with cluster.session(jobs["sft"]):  # the stages find this session and share it
         for stage, module in ORDER.items():
@@ -44,7 +47,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     return results
 
 
-def _of(stage: str, overrides: list[str]) -> list[str]:
+def overrides_of(stage: str, overrides: list[str]) -> list[str]:
     """The overrides that concern one stage."""
     mine = []
     for text in overrides:

@@ -177,9 +177,10 @@ class Nodes:
     """A Ray cluster of processes on this machine: a head without CPUs, and nodes with one each."""
 
     def __init__(self, run: Run, count: int):
+        # The workers are the nodes' children and not the driver's. Two threads would add in another order than one.
         os.environ.update(
-            RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[2])
-        )
+            OMP_NUM_THREADS="1", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[2]),
+        )  # fmt: skip
         from ray.cluster_utils import Cluster
 
         self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}

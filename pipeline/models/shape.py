@@ -1,0 +1,174 @@
+"""How large a job's model is, in numbers and in bytes a token, found on fake tensors: no weights are loaded.
+
+The job's own model is built with one layer and with two, and run on shapes without numbers; what autograd would keep for
+backward is counted, and what the second layer added is multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import Job
+
+if TYPE_CHECKING:
+    import torch
+
+NF4_BYTES = 0.516  # half a byte, and constants of 8 bit for 64 weights, doubly quantised
+
+
+class Shape:
+    """A job's model: parameters, weights in bytes, adapters, and bytes a token of what a forward makes."""
+
+    def __init__(self, job: Job) -> None:
+        import logging
+
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends a package when peft imports it
+        from transformers import AutoConfig
+
+        from pipeline.models.base import base_config, context_length
+
+        raw = base_config(job.model.name_or_path, job.model.revision)
+        self.job, self.context = job, context_length(raw) or 2048
+        self.config = AutoConfig.for_model(**raw)
+        text = self.config.get_text_config()
+        self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
+        self.dtype_bytes = 4 if job.model.dtype == "float32" else 2
+        one, two = (self._count(layers) for layers in (1, 2))
+        grown = {key: two[key] - one[key] for key in one}  # of each layer
+        whole = {key: one[key] + (self.layers - 1) * grown[key] for key in one}
+        self.parameters = whole["parameters"]
+        quantised = whole["linear"] if job.model.load_in_4bit else 0
+        self.weights = (self.parameters - quantised) * self.dtype_bytes + quantised * NF4_BYTES
+
+    def _count(self, layers: int) -> dict[str, int]:
+        """Numbers in a model of so many layers: all of them, and those in linear layers (the lm head is none of these)."""
+        with _Fake(self, layers, low=False) as shared:
+            import torch
+
+            whole = {n: p for n, p in shared.base.named_parameters() if "lora_" not in n}
+            linear = {
+                id(p)
+                for module in shared.base.base_model.modules()
+                if isinstance(module, torch.nn.Linear)
+                for p in module.parameters()
+            }
+            return {
+                "parameters": sum(p.numel() for p in whole.values()),
+                "linear": sum(p.numel() for p in whole.values() if id(p) in linear),
+            }
+
+    def adapter(self, lora: dict[str, Any]) -> int:
+        """Numbers in an adapter of these settings, with its head."""
+        one, two = (self._adapter(layers, lora) for layers in (1, 2))
+        return one + (self.layers - 1) * (two - one)
+
+    def _adapter(self, layers: int, lora: dict[str, Any]) -> int:
+        with _Fake(self, layers, low=False, lora=lora) as shared:
+            return sum(p.numel() for p in shared.parameters_of("policy"))
+
+    def activations(self, rows: int, width: int, low: bool, checkpointing: bool) -> float:
+        """Bytes that the forward of one role keeps for its backward, and what a layer makes on the way."""
+        one, two = (self.saved(layers, rows, width, low) for layers in (1, 2))
+        layer, rest = two - one, max(0.0, 2 * one - two)
+        passing = rows * width * self.forward(low)
+        if not checkpointing:
+            return rest + layer * self.layers + passing
+        return rest + layer + rows * width * self.hidden * self._width(low) * self.layers + passing
+
+    def saved(self, layers: int, rows: int, width: int, low: bool) -> float:
+        """Bytes that autograd keeps of a forward through so many layers, the parameters apart."""
+        from unittest.mock import patch
+
+        import torch
+
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with _Fake(self, layers, low) as shared:
+            own = {p.untyped_storage()._cdata for p in shared.parameters()}
+            ids = torch.zeros(rows, width, dtype=torch.long)
+            # Whether rows are packed is looked for in numbers; without them transformers would make a mask for it.
+            unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
+            with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                hidden = shared.hidden("policy", ids)
+            del hidden
+            return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own))
+
+    def forward(self, low: bool) -> float:
+        """Bytes a token of the largest tensors that a layer makes on the way: its wide middle, thrice."""
+        text = self.config.get_text_config()
+        return 3.0 * (getattr(text, "intermediate_size", None) or 4 * self.hidden) * self._width(low)
+
+    def cache(self, low: bool) -> float:
+        """Bytes a token of keys and values, all layers."""
+        text = self.config.get_text_config()
+        heads = text.num_attention_heads
+        size = getattr(text, "head_dim", None) or self.hidden // heads
+        return (
+            2.0
+            * self.layers
+            * (getattr(text, "num_key_value_heads", None) or heads)
+            * size
+            * self._width(low)
+        )
+
+    def _width(self, low: bool) -> int:
+        return 2 if low else self.dtype_bytes
+
+
+class _Fake:
+    """`with _Fake(shape, layers, low) as shared`: a SharedBase of fake tensors with one trainable role."""
+
+    def __init__(self, shape: Shape, layers: int, low: bool, lora: dict[str, Any] | None = None) -> None:
+        self.shape, self.layers, self.low = shape, layers, low
+        self.lora = lora if lora is not None else shape.job.lora
+
+    def __enter__(self) -> Any:
+        import copy
+
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from transformers import AutoModelForCausalLM
+
+        from pipeline.models.adapters import SharedBase
+
+        class Unchecked(SharedBase):
+            def _check_logits(self) -> None:
+                """Needs numbers."""
+
+        config = copy.deepcopy(self.shape.config)
+        text = config.get_text_config()
+        text.num_hidden_layers = self.layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: self.layers]
+        dtype = getattr(torch, self.shape.job.model.dtype)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            shared = Unchecked(model, autocast=torch.bfloat16 if self.low else None)
+            head = self.shape.job.stage in ("rm", "ppo")
+            shared.add("policy", lora=self.lora, head=head, trainable=True)
+        self.mode = FakeTensorMode()
+        self.mode.__enter__()
+        # From meta to the CPU, where autocast works, still without numbers; tied weights stay one.
+        moved: dict[int, Any] = {}
+        for module in shared.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    new = torch.nn.Parameter(_on_cpu(p), requires_grad=p.requires_grad)
+                    module._parameters[name] = moved.setdefault(id(p), new)
+            for name, b in module._buffers.items():
+                module._buffers[name] = None if b is None else _on_cpu(b)
+        shared._parameters_by_key.clear()
+        return shared
+
+    def __exit__(self, *error: object) -> None:
+        self.mode.__exit__(*error)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -1,0 +1,34 @@
+"""The only package that knows MLflow.
+
+The driver owns a run: it opens it before training, registers what came out, and ends it. Rank 0 of the workers
+logs metrics to the same run by its id. A registered version is the adapter folder as it was saved (adapter, head,
+tokenizer, lineage.json), with tags that say where it comes from. Whatever is registered has been downloaded again
+first and compared file by file.
+"""
+
+from pipeline.registry.metrics import MetricLog
+from pipeline.registry.runs import find_run, history, log_files, recorded, run
+from pipeline.registry.server import check, client, tracking_uri, uri_of, wait_for_server
+from pipeline.registry.versions import Version, fetch, passes, pin, promote, publish, tags, version
+
+__all__ = [
+    "MetricLog",
+    "Version",
+    "check",
+    "client",
+    "fetch",
+    "find_run",
+    "history",
+    "log_files",
+    "passes",
+    "pin",
+    "promote",
+    "publish",
+    "recorded",
+    "run",
+    "tags",
+    "tracking_uri",
+    "uri_of",
+    "version",
+    "wait_for_server",
+]

@@ -1,0 +1,114 @@
+"""The curves of a run on their way to MLflow, while training goes on."""
+
+import threading
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from pipeline.registry.server import client, metric_key
+
+
+class Point(NamedTuple):
+    """One value of one metric on its way to MLflow."""
+
+    key: str
+    value: float
+    time: int  # ms
+    step: int
+    final: bool
+
+
+class MetricLog:
+    """Metrics of one run, sent by a thread of its own: training waits for no server, and a server that is away stops nothing.
+
+    What is logged is sent in order, about once a second, 1000 values a call. A server that is away is named once and tried
+    again with growing pauses; `close` waits for it a while, and says what was not recorded. A restarted worker repeats the
+    steps after its checkpoint: values that the run already has are not recorded twice.
+    """
+
+    EVERY, LONGEST = 1.0, 60.0  # seconds between two calls; between two tries while the server is away
+    PATIENCE = 120.0  # seconds that `close` waits for a server that is away
+    ROOM = 500_000  # values kept for it, about 100 MB; beyond that the oldest are given up
+
+    def __init__(self, uri: str, run_id: str):
+        self.uri, self.run_id = uri, run_id
+        self.client: Any = None  # made by the thread: its import and the store's migrations take a second
+        self.pending: deque[Point] = deque()
+        self.given_up = 0
+        self.known: dict[str, dict[int, float]] = {}  # of each metric, what the run had before: {step: value}
+        self.failures, self.closing = 0, False
+        self.wake = threading.Condition()
+        self.thread = threading.Thread(target=self._send_all, name="metrics", daemon=True)
+        self.thread.start()
+
+    def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
+        """Takes the numbers of `metrics`; `final` ones are also recorded beside another value of the same step."""
+        now = int(time.time() * 1000)
+        with self.wake:
+            self.pending.extend(
+                Point(metric_key(k), float(v), now, step, final)
+                for k, v in metrics.items()
+                if isinstance(v, int | float)
+            )
+            while len(self.pending) > self.ROOM:
+                self.pending.popleft()
+                self.given_up += 1
+
+    def close(self, patience: float | None = None) -> None:
+        """Sends what is left; a server that is away is waited for, at most `patience` seconds (PATIENCE)."""
+        with self.wake:
+            self.closing = True
+            self.wake.notify()
+        self.thread.join(self.PATIENCE if patience is None else patience)
+        with self.wake:
+            lost, self.given_up = len(self.pending) + self.given_up, 0
+            self.pending.clear()  # the thread, should it still wait for an answer, has nothing left to do
+        if lost:
+            print(
+                f"warning: {lost} metric values of run {self.run_id} were not recorded in MLflow: {self.uri} was away. The "
+                "checkpoints hold the curve: the same command sends what is missing if the run goes on",
+                flush=True,
+            )
+
+    def _send_all(self) -> None:
+        while True:
+            with self.wake:
+                pause = min(self.EVERY * 2**self.failures, self.EVERY if self.closing else self.LONGEST)
+                self.wake.wait_for(lambda: self.closing and not self.failures, timeout=pause)
+                batch = [self.pending[i] for i in range(min(1000, len(self.pending)))]
+                given_up = self.given_up
+                if not batch and self.closing:
+                    return
+            if not batch:
+                continue
+            try:
+                self._send(batch)
+            except Exception as error:  # a ten-hour run must not die of its bookkeeping
+                if not self.failures:
+                    reason = str(error).splitlines()[0][:200] if str(error) else ""
+                    print(
+                        f"warning: MLflow at {self.uri} does not answer ({type(error).__name__}: {reason}); training goes "
+                        "on, its metrics are sent later",
+                        flush=True,
+                    )
+                self.failures = min(self.failures + 1, 10)
+                continue
+            self.failures = 0
+            with self.wake:
+                for _ in range(len(batch) - (self.given_up - given_up)):
+                    if self.pending:
+                        self.pending.popleft()
+
+    def _send(self, batch: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        self.client = self.client or client(self.uri)
+        for key in {point.key for point in batch} - self.known.keys():
+            self.known[key] = {m.step: m.value for m in self.client.get_metric_history(self.run_id, key)}
+        new = [Metric(p.key, p.value, p.time, p.step) for p in batch if not self._recorded(p)]
+        if new:
+            self.client.log_batch(self.run_id, metrics=new)
+
+    def _recorded(self, point: Point) -> bool:
+        before = self.known[point.key]
+        return point.step in before and (not point.final or before[point.step] == point.value)

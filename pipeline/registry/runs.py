@@ -1,0 +1,166 @@
+"""Runs in MLflow: opened before training and ended after it, with the job, its data and its tables; and read back."""
+
+import json
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline import storage
+from pipeline.config import Job
+from pipeline.errors import InputError
+from pipeline.registry.server import client, flatten, tracking_uri, wait_for_server
+
+
+@contextmanager
+def run(job: Job, digests: dict[str, str], anew: bool = False):
+    """Opens the MLflow run of a job, yields its id, and ends it as FINISHED or FAILED.
+
+    A run that was cut short is opened again by the same `run.name`, so that one job stays one run. `anew` starts another
+    one instead; a run that its driver left RUNNING when it was killed is then ended as KILLED.
+    """
+    mlflow = client(tracking_uri(job))
+    run_key = storage.join(storage.absolute(job.run.storage_path), str(job.run.name))
+    experiment = _experiment(mlflow, job)
+    found = mlflow.search_runs(
+        [experiment],
+        filter_string=f"tags.`pipeline.run` = '{run_key}'",
+        max_results=1,
+        order_by=["start_time DESC"],
+    )
+    before = found[0].info if found and found[0].info.status != "FINISHED" else None
+    if before and not anew:
+        run_id = before.run_id
+        mlflow.update_run(run_id, status="RUNNING")
+    else:
+        if before and before.status == "RUNNING":
+            mlflow.set_terminated(before.run_id, "KILLED")
+        tags = {"pipeline.run": run_key, "stage": job.stage}
+        run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
+        _log_inputs(mlflow, run_id, job, digests)
+    try:
+        yield run_id
+    except BaseException:
+        try:
+            mlflow.set_terminated(run_id, "FAILED")
+        except Exception as error:  # the failure itself is what its user has to see
+            print(f"warning: MLflow run {run_id} stays RUNNING: the server is away ({type(error).__name__})")
+        raise
+    wait_for_server(job)
+    mlflow.set_terminated(run_id, "FINISHED")
+
+
+def _experiment(mlflow: Any, job: Job) -> str:
+    found = mlflow.get_experiment_by_name(job.mlflow.experiment)
+    if found:
+        return found.experiment_id
+    location = None
+    if tracking_uri(job).startswith("sqlite:"):  # a server decides for itself where artifacts go
+        location = storage.join(storage.absolute(job.run.storage_path), "artifacts")
+    return mlflow.create_experiment(job.mlflow.experiment, artifact_location=location)
+
+
+def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> None:
+    """The resolved job, its parameters, and each data set by its digest (no row is stored or read)."""
+    import mlflow as mlflow_api
+    from mlflow.data.meta_dataset import MetaDataset
+    from mlflow.entities import DatasetInput, InputTag, Param
+
+    resolved = job.to_dict()
+    mlflow.log_dict(run_id, resolved, "job.json")
+    params = [Param(key, str(value)[:500]) for key, value in flatten(resolved)]
+    for start in range(0, len(params), 100):  # the store's limit for one call
+        mlflow.log_batch(run_id, params=params[start : start + 100])
+    inputs = []
+    for context, digest in digests.items():
+        paths = getattr(job.data, context, None) or job.data.train
+        with (
+            warnings.catch_warnings()
+        ):  # a local path can be a "local" source in two ways, which are the same
+            warnings.simplefilter("ignore")
+            source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(str(_first(paths)))
+        dataset = MetaDataset(source, name=context, digest=digest[:36])
+        inputs.append(DatasetInput(dataset._to_mlflow_entity(), [InputTag("mlflow.data.context", context)]))
+    mlflow.log_inputs(run_id, inputs)
+
+
+def _first(paths: Any) -> Any:
+    return paths[0] if isinstance(paths, list) else paths
+
+
+def find_run(uri: str, folder: str) -> str | None:
+    """The id of the newest MLflow run of a run folder; None if there is none."""
+    mlflow = client(uri)
+    found = mlflow.search_runs(
+        [experiment.experiment_id for experiment in mlflow.search_experiments()],
+        filter_string=f"tags.`pipeline.run` = '{folder}'",
+        max_results=1,
+        order_by=["start_time DESC"],
+    )
+    return found[0].info.run_id if found else None
+
+
+def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
+    """{metric: [(step, value)]} of a run, steps ascending; of a step that was logged twice, the later value."""
+    mlflow = client(uri)
+    found = {}
+    for name in mlflow.get_run(run_id).data.metrics:
+        points = sorted(mlflow.get_metric_history(run_id, name), key=lambda p: (p.step, p.timestamp))
+        found[name] = sorted({point.step: point.value for point in points}.items())
+    return found
+
+
+def recorded(uri: str, run_id: str) -> dict[str, Any]:
+    """What MLflow holds of a run: name, stage, status, folder, and its job and result as they were logged.
+
+    Raises:
+        InputError: when the server does not know the run.
+    """
+    from mlflow.exceptions import MlflowException
+
+    mlflow = client(uri)
+    try:
+        found = mlflow.get_run(run_id)
+    except MlflowException as error:
+        raise InputError(
+            f"{run_id}: no such run in {uri}; name its folder, or its server with MLFLOW_TRACKING_URI"
+        ) from error
+    tags = found.data.tags
+    logged = {file.path for file in mlflow.list_artifacts(run_id)}
+    kept = {
+        name: json.loads(Path(mlflow.download_artifacts(run_id, f"{name}.json")).read_text("utf-8"))
+        if f"{name}.json" in logged
+        else {}
+        for name in ("job", "result")
+    }
+    return {
+        "name": found.info.run_name,
+        "status": found.info.status,
+        "stage": tags.get("stage", "?"),
+        "folder": tags.get("pipeline.run"),
+        **kept,
+    }
+
+
+def log_files(
+    uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]], plots: str | None
+) -> None:
+    """Adds files, a folder of plots, and samples (as a table: one row a sample) to what a run's page shows."""
+    mlflow = client(uri)
+    for file in files:
+        mlflow.log_artifact(run_id, file)
+    if plots:
+        mlflow.log_artifacts(run_id, plots, "plots")
+    if samples:
+        # MLflow's page takes a dot in a column's name for a path, and shows the column empty.
+        rows = [{key.replace(".", "_"): value for key, value in flatten(sample)} for sample in samples]
+        columns = dict.fromkeys(key for row in rows for key in row)
+        mlflow.log_dict(
+            run_id,
+            {"columns": list(columns), "data": [[row.get(c) for c in columns] for row in rows]},
+            "samples.json",
+        )
+        # What MLflow's table view looks for (the tag that MlflowClient.log_table sets, which would append on a rerun).
+        mlflow.set_tag(
+            run_id, "mlflow.loggedArtifacts", json.dumps([{"path": "samples.json", "type": "table"}])
+        )

@@ -1,0 +1,222 @@
+"""Versions: the gate, registering with a load back, aliases, lineage as tags, and from a reference to a folder."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config import OPERATORS, Job, parse_gate
+from pipeline.errors import InputError
+from pipeline.lineage import folder_digests
+from pipeline.registry.server import client, flatten, metric_key, tracking_uri, wait_for_server
+
+
+@dataclass(frozen=True)
+class Version:
+    """One registered model version; `alias` is None when the gate kept it back, and `gate` says why."""
+
+    name: str
+    version: str
+    alias: str | None
+    gate: str
+
+    def __str__(self) -> str:
+        return f"{self.name} v{self.version}" + (f" @{self.alias}" if self.alias else "")
+
+
+def passes(gate: dict[str, str], metrics: dict[str, float]) -> tuple[bool, str]:
+    """(did every condition hold, the reason in words). A metric that is missing or NaN fails its condition."""
+    failures = []
+    for name, condition in gate.items():
+        symbol, threshold = parse_gate(condition)
+        value = metrics.get(name)
+        if value is None or not OPERATORS[symbol](value, threshold):
+            failures.append(
+                f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
+            )
+    if failures:
+        return False, "failed: " + "; ".join(failures)
+    return True, "passed" if gate else "none set"
+
+
+def publish(
+    job: Job, run_id: str, folder: str, metrics: dict[str, float], lineage: dict[str, Any]
+) -> Version:
+    """Registers an adapter folder as a new version and moves the alias if the gate passes.
+
+    The order makes a crash harmless: files first, then the comparison with what comes back, then the version,
+    then the alias. A run that was already registered (a crash just before its end) is not registered twice.
+
+    Raises:
+        RuntimeError: if the files that come back from the store differ from those that were saved.
+    """
+    wait_for_server(job)
+    mlflow = client(tracking_uri(job))
+    name = str(job.mlflow.registered_model)
+    ok, reason = passes(job.gate, metrics)
+    known = mlflow.search_model_versions(f"run_id = '{run_id}'")
+    if known:
+        version = known[0].version
+    else:
+        model_id, source = _store(mlflow, job, run_id, folder, lineage)
+        _create_registered_model(mlflow, name)
+        tags = {
+            **_tags(lineage),
+            **{k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")},
+            "gate": reason,
+        }
+        version = mlflow.create_model_version(
+            name, source=source, run_id=run_id, model_id=model_id, tags=tags
+        ).version
+    if ok:
+        mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
+    return Version(name, str(version), job.mlflow.alias if ok else None, reason)
+
+
+def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
+    """The gate of an evaluation: its figures become tags of the pinned version, to which the alias moves if they pass."""
+    mlflow = client(tracking_uri(job))
+    name, version = reference.removeprefix("models:/").split("/")
+    ok, reason = passes(job.gate, metrics)
+    for key, value in metrics.items():
+        if key.startswith("eval_"):
+            mlflow.set_model_version_tag(name, version, f"evaluate.{metric_key(key)}", f"{value:.6g}")
+    mlflow.set_model_version_tag(name, version, "evaluate.gate", reason)
+    if ok:
+        mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
+    return Version(name, version, job.mlflow.alias if ok else None, reason)
+
+
+def _store(mlflow: Any, job: Job, run_id: str, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
+    """Uploads the folder as a LoggedModel, downloads it again and compares every file: (model id, location)."""
+    experiment = mlflow.get_run(run_id).info.experiment_id
+    model = mlflow.create_logged_model(
+        experiment, name=job.stage, source_run_id=run_id, model_type=f"lora-{job.stage}", tags=_tags(lineage)
+    )
+    try:
+        mlflow.log_model_artifacts(model.model_id, folder)
+        back = _download(mlflow, model.artifact_location)
+        sent, received = folder_digests(folder), folder_digests(back)
+        if sent != received:
+            different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
+            raise RuntimeError(
+                f"the artifact store returned other files than were saved: {', '.join(different)}"
+            )
+    except BaseException:
+        mlflow.finalize_logged_model(model.model_id, "FAILED")
+        raise
+    mlflow.finalize_logged_model(model.model_id, "READY")
+    return model.model_id, model.artifact_location
+
+
+def _create_registered_model(mlflow: Any, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        mlflow.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _tags(lineage: dict[str, Any]) -> dict[str, str]:
+    """Lineage as flat tags: base, tokenizer, parents, data and library versions can be searched for in MLflow."""
+    flat = flatten({key: lineage[key] for key in lineage if key not in ("parents", "data", "versions")})
+    tags = {key.replace(".", "_"): str(value) for key, value in flat}
+    return tags | {key: json.dumps(lineage.get(key, {})) for key in ("parents", "data", "versions")}
+
+
+def pin(reference: str, uri: str) -> str:
+    """`models:/name@alias` -> `models:/name/VERSION`, so that a run's inputs do not change under it.
+
+    Folders and hub ids are returned as they are.
+
+    Raises:
+        InputError: when the model, alias or version does not exist, with the ones that do.
+    """
+    if not reference.startswith("models:/"):
+        return reference
+    from mlflow.exceptions import MlflowException
+
+    mlflow = client(uri)
+    target = reference.removeprefix("models:/")
+    name, separator, alias = target.partition("@")
+    try:
+        if separator:
+            return f"models:/{name}/{mlflow.get_model_version_by_alias(name, alias).version}"
+        name, _, version = target.partition("/")
+        return f"models:/{name}/{mlflow.get_model_version(name, version).version}"
+    except MlflowException as error:
+        raise InputError(_not_found(mlflow, reference, name, uri)) from error
+
+
+def tags(reference: str, uri: str) -> dict[str, str]:
+    """The tags of a pinned version (`models:/name/3`): lineage and evaluation figures; {} for a folder."""
+    if not reference.startswith("models:/"):
+        return {}
+    name, version = reference.removeprefix("models:/").split("/")
+    return dict(client(uri).get_model_version(name, version).tags)
+
+
+def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
+    models = {m.name: m for m in mlflow.search_registered_models()}
+    if name not in models:
+        known = ", ".join(sorted(models)) or "none yet"
+        return f"{reference}: no registered model {name!r} in {uri} (registered: {known}); {_train_it(name)}"
+    aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[name].aliases.items()) or "none"
+    newest = max(mlflow.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version), default=None)
+    hint = (
+        f"the newest is models:/{name}/{newest.version} (gate {newest.tags.get('gate', '?')}): by its number it can be used"
+        if newest
+        else ""
+    )
+    return (
+        f"{reference}: no such alias or version of {name!r} (aliases: {aliases}); {hint or _train_it(name)}"
+    )
+
+
+def _train_it(name: str) -> str:
+    stage = name.rpartition("-")[2]
+    return (
+        f"run `make {stage}` first" if stage in ("sft", "rm", "dpo", "ppo") else "train and register it first"
+    )
+
+
+def version(reference: str, uri: str) -> dict[str, Any]:
+    """What is known about `models:/name/3`: name, version, aliases, and its tags with parents, data and versions parsed."""
+    mlflow = client(uri)
+    name, number = reference.removeprefix("models:/").split("/")
+    found = mlflow.get_model_version(name, number)
+    tags: dict[str, Any] = dict(found.tags)
+    for key in ("parents", "data", "versions"):
+        tags[key] = json.loads(tags.get(key, "{}"))
+    return {"name": name, "version": str(found.version), "aliases": sorted(found.aliases), "tags": tags}
+
+
+def fetch(reference: str, uri: str) -> str:
+    """The local folder of a version (`models:/name/3`); a local folder is returned as it is. Read only.
+
+    Raises:
+        InputError: when its files are not there, or not to be reached.
+    """
+    if not reference.startswith("models:/"):
+        return reference
+    mlflow = client(uri)
+    name, version = reference.removeprefix("models:/").split("/")
+    location = mlflow.get_model_version_download_uri(name, version)
+    try:
+        return _download(mlflow, location)
+    except Exception as error:  # each artifact store raises types of its own
+        raise InputError(
+            f"{reference}: its files cannot be fetched from {location} ({error}); bring them back, or "
+            "take another version"
+        ) from error
+
+
+def _download(mlflow: Any, location: str) -> str:
+    """The local folder of an artifact location; on a local store the stored folder itself, not a copy.
+
+    Locations instead of `models:/` references, because those are resolved by the process-wide server, not this client's.
+    """
+    from mlflow import artifacts
+
+    return artifacts.download_artifacts(location, tracking_uri=mlflow.tracking_uri)
