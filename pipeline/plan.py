@@ -77,6 +77,12 @@ class Plan:
             phases[item.phase] += item.size
         return phases["always"] + SLACK[self.device] * max(phases["rollout"], phases["update"])
 
+    @property
+    def checkpoint(self) -> float:
+        """Bytes on disk: what learns, and Adam's two moments of it, in fp32; of dpo the reference too. No base is in it."""
+        reference = self.job.stage == "dpo" and self.job.policy not in (None, "base")
+        return (12.0 + 4.0 * reference) * self.trainable
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -105,6 +105,14 @@ def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
     assert large.trainable - small.trainable == 3 * Shape(asked).adapter({**asked.lora}) - 3 * 4096
 
 
+def test_a_ppo_checkpoint_of_8b_stays_below_a_gigabyte(llama_8b):
+    """Of the shipped profile: the policy has the rank of its sft, the critic that of its rm."""
+    loras = {"policy": job(llama_8b, "llama3-8b/sft").lora, "reward": job(llama_8b, "llama3-8b/rm").lora}
+    found = plan.make(job(llama_8b, "llama3-8b/ppo"), loras)
+    assert found.checkpoint == 12 * found.trainable
+    assert 0.5e9 < found.checkpoint < 1e9
+
+
 def test_a_critic_free_job_holds_no_critic(llama_8b):
     asked = job(llama_8b, "llama3-8b/ppo", "trainer.advantage_estimator=rloo", "trainer.num_generations=4",
                 "trainer.critic_warmup_steps=0")  # fmt: skip

@@ -8,6 +8,9 @@ import sys
 import pytest
 from running import ROOT, client, curve, stage
 
+from pipeline import plan
+from pipeline.config import load_job
+
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL_QUICK = [
     "trainer.max_steps=4",
@@ -51,6 +54,16 @@ def test_a_training_stage_leaves_a_result_and_a_version(name, runs, storage):
 )
 def test_metrics_are_in_mlflow_step_by_step(name, metric, points, runs, storage):
     assert len(curve(storage, runs[name], metric)) == points
+
+
+@pytest.mark.parametrize("name", ["sft", "rm", "dpo", "ppo"])
+def test_a_checkpoint_is_as_small_as_plan_says(name, runs, storage):
+    """Adapters and Adam's moments, once; nothing of the base."""
+    newest = max((storage / f"toy-{name}").glob("checkpoint_*[0-9]"))
+    size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
+    planned = plan.make(load_job(ROOT / f"jobs/demo/{name}.yaml", [], name)).checkpoint
+    assert planned < size < 1.1 * planned + 100_000  # the tokenizer, states and curves
+    assert size < 10e6
 
 
 def test_versions_know_where_they_come_from(runs, storage):

@@ -65,6 +65,9 @@ def table(found: Plan) -> list[str]:
         when = "" if item.phase == "always" else f"  ({item.phase})"
         lines.append(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
     lines.append(f"   {found.peak / GIB:>8.2f} GiB  at the highest, what the allocator loses included")
+    lines.append(
+        f"   {found.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk, of which run.num_to_keep are kept"
+    )
     return lines
 
 

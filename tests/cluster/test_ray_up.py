@@ -1,6 +1,6 @@
 """`make up` with jobs/cloud/local.yaml on three hosts that the test makes; sft, rm and ppo submitted to them; `make down`.
 
-    .venv/bin/python -m pytest tests/cluster -s          # about ten minutes; needs root, openssh-server, rsync
+    .venv/bin/python -m pytest tests/cluster -s          # 15 minutes on two busy cores; needs root, openssh-server, rsync
 
 What is real: `ray up` over ssh and rsync, the shipped file and its start script, Ray's autoscaler on the head, the token,
 MLflow behind its password, jobs through the tunnel of `make dashboard`, workers that only share a mount and a network, a
@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -37,9 +38,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def hosts():
     """Three hosts with one shared mount, and a home of the user's own."""
-    folder = Path(
-        os.path.realpath(subprocess.check_output(["mktemp", "-d", "/tmp/rlhf.XXXX"], text=True).strip())
-    )
+    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short: socket names in it have a limit
     (folder / "shared").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(folder / "shared")], check=True)
     try:
