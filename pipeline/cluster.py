@@ -29,11 +29,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it in vain
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",  # bars of loading weights; a stage shows its own progress
-    "PYTHONWARNINGS": "ignore",
+    **console.QUIET,
 }
 # An embedded Ray listens on loopback and serves one user: no token. The health check is also what a checkpoint
 # report waits for (2 s by default).

@@ -18,6 +18,14 @@ NOISE = (
     "from kernels-community: No module named 'kernels'",
 )
 
+# Of every process, set before it imports anything heavy.
+QUIET = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",  # bars of loading weights; a stage shows its own progress
+    "PYTHONWARNINGS": "ignore",
+}
 # Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second.
 SILENT = ("PlacementGroupCleaner",)
 
@@ -51,9 +59,9 @@ def quiet() -> None:
     import logging
     import os
 
-    from pipeline import cluster, worker
+    from pipeline import worker
 
-    os.environ.update(cluster.ENVIRONMENT)
+    os.environ.update(QUIET)
     worker.hush()
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # asks for ipywidgets
 

@@ -53,7 +53,7 @@ def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
     settings = replace(worker.job.model, name_or_path=where, revision=None, load_in_4bit=False)
     tokenizer = load_tokenizer(where, trust_remote_code=settings.trust_remote_code)
     same = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
-    return load_base(settings, scorer=True), None if same else tokenizer
+    return load_base(settings, tokenizer), None if same else tokenizer
 
 
 def judge(worker: Host, shared: Any) -> Any:

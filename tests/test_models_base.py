@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import InputError
 from pipeline.models import base as base_module
 from pipeline.models.base import base_identity, load_base, score_head
+from pipeline.models.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -90,7 +91,7 @@ def test_families_load_frozen(folders, family, dtype):
         "drop" in key and value for key, value in model.config.to_dict().items() if isinstance(value, float)
     )
 
-    scorer = load_base(settings(folders[family], dtype=dtype), scorer=True)
+    scorer = load_base(settings(folders[family], dtype=dtype), load_tokenizer(str(folders[family])))
     assert not any(parameter.requires_grad for parameter in scorer.parameters())
     assert score_head(scorer).weight.dtype == torch.float32 and score_head(scorer).weight.shape == (1, 32)
     pad = scorer.config.pad_token_id
@@ -112,7 +113,7 @@ def test_nf4_on_a_cpu(folders, family):
     before = model(ids).logits  # in eval mode without gradients, then as in training: the same weights
     assert torch.isfinite(before).all()
     torch.testing.assert_close(model.train()(ids).logits, before)
-    scorer = load_base(settings(folders[family], load_in_4bit=True), scorer=True)
+    scorer = load_base(settings(folders[family], load_in_4bit=True), load_tokenizer(str(folders[family])))
     assert type(score_head(scorer)) is torch.nn.Linear and scorer(ids).logits.shape == (1, 1)
 
 

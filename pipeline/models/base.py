@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from pipeline.config import Model
 
@@ -221,12 +221,14 @@ def _file_digest(path: Path) -> bytes:
 
 
 def load_base(
-    model: Model, scorer: bool = False, device: str | torch.device | None = None
+    model: Model,
+    scorer_tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str | torch.device | None = None,
 ) -> PreTrainedModel:
     """Load the base of a job: frozen, in eval mode, every dropout 0, from safetensors unless `allow_pickle`.
 
-    With `scorer`, an AutoModelForSequenceClassification of one label whose (untrained) head is fp32 and reads fp32,
-    and whose `pad_token_id` follows the tokenizer's pad rule. `load_in_4bit` gives nf4 with double quantisation,
+    With `scorer_tokenizer`, an AutoModelForSequenceClassification of one label whose (untrained) head is fp32 and reads
+    fp32, and whose `pad_token_id` is that tokenizer's. `load_in_4bit` gives nf4 with double quantisation,
     on a CPU too. Raises InputError for a base that cannot be had, lacks weights, or has no head of the kind.
     """
     import torch
@@ -240,12 +242,10 @@ def load_base(
         where = str(Path(where).expanduser())
     config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=model.trust_remote_code)
     _no_dropout_in(config)
-    if scorer:
-        from pipeline.models.tokenizer import load_tokenizer
-
+    scorer = scorer_tokenizer is not None
+    if scorer_tokenizer is not None:
         config.num_labels = 1
-        tokenizer = load_tokenizer(where, revision, model.chat_template, model.trust_remote_code)
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        config.get_text_config().pad_token_id = scorer_tokenizer.pad_token_id
     dtype = getattr(torch, model.dtype)
     options: dict[str, Any] = {
         "config": config,

@@ -83,12 +83,13 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
     expected = expectations(host, name)
     partial = f"{folder}.{os.getpid()}.partial"
     try:
-        merged = merge(load_base(model, scorer=name != "policy", device=host.device), adapter, model.dtype)
+        base = load_base(model, host.tokenizer if name != "policy" else None, host.device)
+        merged = merge(base, adapter, model.dtype)
         describe(merged, host.tokenizer)
         merged.save_pretrained(partial)
         host.tokenizer.save_pretrained(partial)
         check_files(merged, partial)
-        del merged
+        del base, merged
         gc.collect()  # a large model is not to be there twice
         found = compare(host, name, partial, expected)
         with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as file:

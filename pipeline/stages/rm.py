@@ -36,7 +36,7 @@ def train(worker: Worker) -> dict[str, Any]:
     )  # too long pairs are gone: TRL would drop them
     set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
     trainer = Trainer(
-        model=load_base(worker.job.model, scorer=True),
+        model=load_base(worker.job.model, worker.tokenizer),
         args=args,
         # SEQ_CLS is what makes peft train and save the head; any other task type leaves it random and frozen.
         peft_config=LoraConfig(task_type="SEQ_CLS", **worker.job.lora),
