@@ -146,7 +146,10 @@ def _train(worker: Worker, trainer: Any) -> dict[str, float]:
             train_loss = (sums["total_loss"] + sums["tr_loss"]) / state.global_step
             return {"train_loss": train_loss, "epoch": float(state.epoch)}
     summary = trainer.train(resume_from_checkpoint=worker.resume).metrics
-    metrics = {k: float(v) for k, v in summary.items()}
+    # TRL's RewardTrainer puts means over the steps since the last line of the log among them: no figures of the whole run.
+    metrics = {
+        k: float(v) for k, v in summary.items() if k.startswith("train_") or k in ("epoch", "total_flos")
+    }
     metrics["train_loss"] = trainer._total_loss_scalar / max(1, trainer.state.global_step)
     return metrics
 
