@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from pipeline.models.adapters import SharedBase
+from pipeline.ppo.batch import micro_batches
 
 
 @dataclass
@@ -189,11 +190,9 @@ def in_batches(
     run: Callable[..., torch.Tensor],
     pad: int = 0,
 ) -> list[float]:
-    """`run(ids, mask) -> (B,)` over right-padded batches sorted by length; results in the order of `texts`."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    """`run(ids, mask) -> (B,)` over right-padded batches of like lengths; results in the order of `texts`."""
     scores = torch.zeros(len(texts))
-    for at in range(0, len(order), rows):
-        some = order[at : at + rows]
+    for some in micro_batches([len(text) for text in texts], rows, None):
         width = len(texts[some[-1]])
         ids = torch.tensor([list(texts[i]) + [pad] * (width - len(texts[i])) for i in some], device=device)
         mask = torch.tensor(
