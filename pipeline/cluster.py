@@ -31,9 +31,12 @@ ENVIRONMENT = {
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
     **console.QUIET,
 }
-# An embedded Ray listens on loopback and serves one user: no token. The health check is also what a checkpoint
-# report waits for (2 s by default).
-EMBEDDED = {"RAY_AUTH_MODE": "disabled", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
+EMBEDDED = {
+    "RAY_AUTH_MODE": "disabled",  # it listens on loopback and serves one user: no token
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also what a checkpoint report waits for (2 s by default)
+    "RAY_prestart_worker_first_driver": "0",  # a process for each CPU, more than are used: they slow the start
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one more process; nobody gives this machine notice
+}
 
 
 def name_run(job: Job) -> Job:
