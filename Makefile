@@ -133,7 +133,8 @@ report: setup ## a page about a run, or several: make report RUN=runs/NAME
 
 notebook: $(VENV)/.notebook ## run notebooks/*.ipynb from top to bottom, and say how to open them
 	@$(PY) notebooks/execute.py $(NOTEBOOK)
-	@echo "To read and change them, open them in an editor with the kernel $(PY); or: pipx run jupyterlab notebooks"
+	@echo "To read and change them, open them in an editor with the kernel $(PY), or in a JupyterLab of your own:"
+	@echo "  $(PY) -m ipykernel install --user --name rlhf; pipx run --spec jupyterlab jupyter-lab notebooks"
 
 ui: setup ## MLflow's pages on http://127.0.0.1:5000 (PORT=...): of the local runs, with RAY_ADDRESS of the cluster's
 ifdef RAY_ADDRESS
