@@ -118,7 +118,7 @@ def finished(job: Job) -> dict[str, Any] | None:
     print(
         f"run {job.run.name} is finished ({path}); run.fresh=true starts it over, another run.name starts a new one"
     )
-    return result
+    return result | {"folder": job.folder}  # where it was found: it may have been moved since
 
 
 def prepare(job: Job, inputs: dict[str, str]) -> tuple[Work, dict[str, Any], Any]:

@@ -39,8 +39,8 @@ def at_the_root(monkeypatch):
 def home(tmp_path, monkeypatch):
     """A home folder with the token that file_mounts wants, and nothing of the user's; ssh and rsync count as installed."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "bin").mkdir()
     for tool in clusterfile.TOOLS:  # only looked for, not run: a machine without them can run these tests
-        (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / tool).touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / ".ray").mkdir()

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -145,7 +146,8 @@ def test_a_cluster_runs_the_same_job(copy):
     command = next(c for c in COMMANDS if c.startswith("RAY_ADDRESS=auto"))
     assert "make sft" in command
     # --block: the cluster belongs to this process and ends with it (`ray stop` would end every Ray on the machine)
-    options = "--head --block --port 6399 --num-cpus 4 --include-dashboard=false --disable-usage-stats --temp-dir /tmp/rd"
+    home = tempfile.mkdtemp(prefix="rd")  # short: socket names in it have a limit
+    options = f"--head --block --port 6399 --num-cpus 4 --include-dashboard=false --disable-usage-stats --temp-dir {home}"
     ray = [str(Path(sys.prefix) / "bin/ray"), "start", *options.split()]
     with subprocess.Popen(ray, start_new_session=True, stdout=subprocess.DEVNULL) as head:
         try:
@@ -157,6 +159,8 @@ def test_a_cluster_runs_the_same_job(copy):
             assert (copy / "runs/clustered/result.json").exists()
         finally:
             os.killpg(head.pid, 15)
+            head.wait()
+            shutil.rmtree(home, ignore_errors=True)
 
 
 def test_every_command_is_covered():

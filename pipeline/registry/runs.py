@@ -20,7 +20,7 @@ def run(job: Job, digests: dict[str, str], anew: bool = False):
     one instead; a run that its driver left RUNNING when it was killed is then ended as KILLED.
     """
     mlflow = client(tracking_uri(job))
-    run_key = storage.join(storage.absolute(job.run.storage_path), str(job.run.name))
+    run_key = storage.absolute(job.folder)
     experiment = _experiment(mlflow, job)
     found = mlflow.search_runs(
         [experiment],

@@ -79,7 +79,7 @@ def wait_for_server(job: Job, minutes: float = 10.0) -> None:
             if pause == 1.0:
                 print(
                     f"MLflow at {tracking_uri(job)} does not answer ({type(error).__name__}); waiting up to "
-                    f"{minutes:.0f} minutes to register. The adapter is safe in {job.run.storage_path}/{job.run.name}",
+                    f"{minutes:.0f} minutes to register. The adapter is safe in {job.folder}",
                     flush=True,
                 )
             time.sleep(pause)

@@ -1,6 +1,6 @@
 """What our PPO and our stages cost beside TRL's, measured on this machine, side by side, as ratios.
 
-    make bench                                  everything: about an hour on two quiet cores
+    make bench                                  everything, at both sizes
     make bench ARGS="ppo --size demo"           one part at one size
     make bench ARGS="sft dpo --rounds 1"
 
