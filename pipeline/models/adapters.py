@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import InputError
 from pipeline.models.base import HEAD_NAMES
+from pipeline.models.lora import fuse
 
 PREFIX = "base_model.model."  # what peft puts before every name in an adapter file
 HEAD = f"{PREFIX}score.weight"  # a scalar head in the files that we write
@@ -144,6 +145,7 @@ class SharedBase(nn.Module):
             self._tuner.inject_adapter(self.base, role)
         self.configs[role] = config
         self._stored[role] = role
+        fuse(self.base)
         self._layers = [m for m in self.base.modules() if isinstance(m, BaseTunerLayer)]
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
@@ -470,7 +472,9 @@ def _from_logits(
     hidden: Tensor,
 ) -> Tensor:
     """Log-prob of each row's target, or each row's entropy; fp32."""
-    logits = shared.logits(hidden) / temperature
+    logits = shared.logits(hidden)
+    if temperature != 1.0:  # a pass over the largest tensor there is
+        logits = logits / temperature
     if barred:
         logits = bar(logits, early, barred)
     if not want_entropy:

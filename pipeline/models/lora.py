@@ -1,0 +1,77 @@
+"""peft's LoRA layer with its five operations as one: what the training forward and backward of every role run.
+
+With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s a LoRA layer is y = x W' + s (x A') B'. peft
+writes it as base product, A, B, scaling and sum, where the last three each write a tensor of the layer's full width and
+the next one reads it again, and so on the way back. Here the adapter's share is added to the base's product in place
+(BLAS: C += s A B), forward and backward. Numbers differ from peft's by the order of additions alone; what is kept for
+backward is the same, x and x A'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear
+from torch import Tensor, nn
+
+
+def fuse(model: nn.Module) -> None:
+    """Makes the plain LoRA layers of a model fused ones, in place: the same modules, parameters and names."""
+    for layer in model.modules():
+        if type(layer) is Linear and type(layer.get_base_layer()) is nn.Linear:
+            layer.__class__ = FusedLinear
+
+
+class FusedLinear(Linear):
+    """peft's `lora.Linear`, fused while one plain adapter is active on a base of the adapter's own precision.
+
+    In every other case it is peft's: autocast, a base in half precision (a quantised one is another class), DoRA, a
+    merged adapter, several at once.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or not self._plain(x):
+            return super().forward(x, *args, **kwargs)
+        base, name = self.get_base_layer(), self.active_adapters[0]
+        A, B = self.lora_A[name].weight, self.lora_B[name].weight
+        y = _Product.apply(x, base.weight, A, B, self.scaling[name])
+        return y if base.bias is None else y + base.bias
+
+    def _plain(self, x: Tensor) -> bool:
+        names = self.active_adapters
+        if self.disable_adapters or self.merged or len(names) != 1 or names[0] not in self.lora_A:
+            return False
+        name, weight = names[0], self.get_base_layer().weight
+        return (
+            name not in self.lora_variant
+            and self.lora_B[name].bias is None
+            and x.dtype == weight.dtype == self.lora_A[name].weight.dtype
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
+
+class _Product(torch.autograd.Function):
+    """y = x W' + s (x A') B', of which W never learns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        low = rows @ A.t()
+        y = (rows @ W.t()).addmm_(low, B.t(), alpha=scale)
+        ctx.save_for_backward(rows, low, W, A, B)
+        ctx.scale = scale
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+        rows, low, W, A, B = ctx.saved_tensors
+        for_x, _, for_A, for_B, _ = (
+            ctx.needs_input_grad
+        )  # the first layer's x and a frozen role's A and B: none
+        flat = grad.reshape(-1, grad.shape[-1])
+        low_grad = (flat @ B).mul_(ctx.scale)
+        x_grad = (flat @ W).addmm_(low_grad, A).view(*grad.shape[:-1], -1) if for_x else None
+        A_grad = low_grad.t() @ rows if for_A else None
+        B_grad = (low.t() @ flat).mul_(ctx.scale).t() if for_B else None
+        return x_grad, None, A_grad, B_grad, None

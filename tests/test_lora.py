@@ -1,0 +1,129 @@
+"""The fused LoRA layer: peft's numbers and gradients, less memory, and peft itself wherever it does not apply."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from peft.tuners.lora import LoraModel
+from peft.tuners.lora.layer import Linear
+from torch import nn
+
+from pipeline.models.lora import FusedLinear, fuse
+
+IN, OUT = 24, 40
+
+
+def layers(bias=False, dtype=torch.float32, **lora):
+    """(peft's layer, its fused copy) around one frozen nn.Linear, with a B that is not 0."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(IN, OUT, bias=bias, dtype=dtype)).requires_grad_(False)
+    config = {"r": 4, "lora_alpha": 12, "target_modules": ["0"], **lora}
+    LoraModel(model, peft.LoraConfig(**config), "one")
+    with torch.no_grad():
+        model[0].lora_B["one"].weight.normal_()
+        for name in ("lora_A", "lora_B"):  # adapters are fp32 on any base, as in SharedBase
+            getattr(model[0], name).float()
+    other = copy.deepcopy(model)
+    fuse(other)
+    return model[0], other[0]
+
+
+def results(layer, x):
+    """y and the gradients of x, A and B for a fixed gradient of y."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    torch.manual_seed(4)
+    y.backward(torch.randn_like(y))
+    adapter = [layer.lora_A["one"].weight, layer.lora_B["one"].weight]
+    return [y.detach(), x.grad, *(p.grad for p in adapter)]
+
+
+def taken(monkeypatch):
+    """How often the fused product ran."""
+    from pipeline.models import lora
+
+    calls, own = [], lora._Product.apply
+    monkeypatch.setattr(lora._Product, "apply", lambda *terms: (calls.append(1), own(*terms))[1])
+    return calls
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"r": 1}])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(2, 5, IN), (7, IN), (1, 1, IN)])
+def test_numbers_and_gradients_are_pefts(shape, bias, lora, monkeypatch):
+    own, fused = (layer.double() for layer in layers(bias, **lora))
+    calls = taken(monkeypatch)
+    x = torch.randn(shape, dtype=torch.float64)
+    for theirs, ours in zip(results(own, x), results(fused, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert len(calls) == 1
+
+
+def test_gradcheck_and_only_the_gradients_that_are_asked_for():
+    _, fused = layers(dtype=torch.float64)
+    fused.double()
+    x = torch.randn(3, IN, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(fused, x)
+    for parameter in fused.parameters():
+        parameter.requires_grad_(False)
+    (grad,) = torch.autograd.grad(
+        fused(x).sum(), x
+    )  # a frozen role: the gradient goes through, and A and B get none
+    assert grad.abs().sum() > 0
+    fused.lora_A["one"].weight.requires_grad_(True)
+    fused(x.detach()).sum().backward()  # the first layer: its input has no gradient
+    assert fused.lora_A["one"].weight.grad.abs().sum() > 0
+    assert fused.get_base_layer().weight.grad is None and fused.lora_B["one"].weight.grad is None
+
+
+def test_no_more_is_kept_for_backward_than_by_peft():
+    def kept(layer):
+        weights, sizes = {p.data_ptr() for p in layer.parameters()}, {}
+
+        def note(tensor):
+            if tensor.data_ptr() not in weights:
+                sizes[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        x = torch.randn(50, IN, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            layer(x).sum()
+        return sum(sizes.values())
+
+    own, fused = layers()
+    assert kept(fused) == kept(own) == 50 * IN + 50 * 4  # x and x A'
+
+
+@pytest.mark.parametrize("case", ["autocast", "half", "dora", "disabled", "merged", "bare", "two"])
+def test_everything_else_is_pefts_own_forward(case, monkeypatch):
+    own, fused = layers(
+        dtype=torch.bfloat16 if case == "half" else torch.float32,
+        use_dora=case == "dora",
+        lora_bias=case == "bare",
+    )
+    for layer in (own, fused):
+        if case == "disabled":
+            layer._disable_adapters = True
+        if case == "merged":
+            layer.merge()
+        if case == "two":
+            torch.manual_seed(5)
+            config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["0"])
+            layer.update_layer("two", r=2, lora_alpha=2, config=config)
+            layer._active_adapter = ["one", "two"]
+    calls = taken(monkeypatch)
+    x = torch.randn(3, IN).to(torch.bfloat16 if case == "half" else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        assert torch.equal(fused(x), own(x))
+    assert not calls
+
+
+def test_fuse_keeps_modules_names_and_parameters_and_leaves_other_kinds_alone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4))
+    LoraModel(model, peft.LoraConfig(r=2, target_modules=["0", "1"]), "one")
+    before = {name: id(p) for name, p in model.named_parameters()}
+    fuse(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert type(model[0]) is FusedLinear and isinstance(model[0], Linear)
+    assert type(model[1]).__name__ == "Embedding" and type(model[2]) is nn.Linear
