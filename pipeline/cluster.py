@@ -35,6 +35,7 @@ EMBEDDED = {
     "RAY_AUTH_MODE": "disabled",  # it listens on loopback and serves one user: no token
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also what a checkpoint report waits for (2 s by default)
     "RAY_prestart_worker_first_driver": "0",  # a process for each CPU, more than are used: they slow the start
+    "RAY_worker_niceness": "0",  # Ray's default is 15: its own idle processes would push the training aside
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one more process; nobody gives this machine notice
 }
 

@@ -41,8 +41,11 @@ class Work:
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
     """The function that Ray Train calls: prepares the process, resumes or finds the run finished, trains."""
+    import ray.train
+
     work: Work = config["work"]
     quiet(work.job.stage)
+    leave_group_of_one(ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu")))
     storage.attend(work.job.folder)
     with contextlib.ExitStack() as stack:
         resume = newest_whole(stack)
@@ -57,6 +60,21 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             raise
         worker.close()
         return outcome
+
+
+def leave_group_of_one(world: int, use_gpu: bool) -> None:
+    """A single worker on a CPU trains as a plain process would: accelerate wraps a model in DDP if it finds a group.
+
+    Ray forms a torch.distributed group and says so in the environment, whatever its size. On a GPU it stays, for without
+    it transformers puts nn.DataParallel around a model wherever it sees several GPUs.
+    """
+    import torch
+
+    if world > 1 or use_gpu:
+        return
+    torch.distributed.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
 
 
 def newest_whole(stack: contextlib.ExitStack) -> str | None:

@@ -1,0 +1,31 @@
+"""A worker's own process: what it leaves of the group that Ray forms."""
+
+import subprocess
+import sys
+
+import pytest
+
+# As Ray's TorchTrainer leaves a worker: a group of torch.distributed, and the environment that accelerate reads.
+SCRIPT = """
+import os, sys, tempfile
+import torch.distributed as dist
+from accelerate import PartialState
+from pipeline.worker import leave_group_of_one
+
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+leave_group_of_one(int(sys.argv[1]), sys.argv[2] == "gpu")
+print(PartialState(cpu=True).distributed_type.value, dist.is_initialized())
+"""
+
+
+@pytest.mark.parametrize(
+    ("world", "device", "expected"),
+    [("1", "cpu", "NO False"), ("2", "cpu", "MULTI_CPU True"), ("1", "gpu", "MULTI_CPU True")],
+)
+def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(world, device, expected):
+    """`NO`: accelerate wraps no model in DDP. The other two cases show that it would, and that their group stays."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, world, device], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n")[-2] == expected
