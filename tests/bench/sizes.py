@@ -61,8 +61,8 @@ LLAMA = dict(
 )
 SIZES = {
     "toy": Size(SMALL, 4, 2, 8, 6, 4.6, 2, 4, 10, 2, 1, 1),  # for the test of this bench: it shows nothing
-    "demo": Size(None, 64, 32, None, 40, 0.0, 6, 16, None, 60, 10, 5),
-    "large": Size(LLAMA, 16, 2, 32, 96, 6.6, 2, 8, 40, 5, 1, 1),  # 110 M parameters
+    "demo": Size(None, 64, 32, None, 40, 0.0, 6, 16, None, 150, 75, 5),
+    "large": Size(LLAMA, 16, 3, 32, 96, 6.6, 2, 8, 40, 10, 2, 1),  # 110 M parameters
 }
 
 

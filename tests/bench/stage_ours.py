@@ -27,7 +27,7 @@ def main(stage: str, name: str) -> None:
         "gate={}",
         f"mlflow.registered_model=bench-{stage}",
         "mlflow.tracking_uri=null",
-        *(f"trainer.{key}={json.dumps(value)}" for key, value in arguments(stage, name).items()),
+        f"trainer={json.dumps(arguments(stage, name))}",  # all of it: TRL's defaults for the rest, as on the other side
         *(["policy=base"] if stage == "dpo" else []),
     ]
     from pipeline.__main__ import main as command
