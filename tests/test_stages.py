@@ -8,7 +8,7 @@ import sys
 import pytest
 from running import ROOT, client, curve, stage
 
-from pipeline import plan
+from pipeline import cluster, plan, run
 from pipeline.config import load_job
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
@@ -211,6 +211,15 @@ def test_a_finished_run_is_not_run_again(runs, storage, capsys):
     again = stage("sft", storage, "toy-sft", *TRL_QUICK)
     assert again == runs["sft"]
     assert "run toy-sft is finished" in capsys.readouterr().out
+
+
+def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
+    moved = storage / "moved" / "toy-evaluate"
+    shutil.copytree(storage / "toy-evaluate", moved)
+    settings = [f"run.storage_path={storage / 'moved'}", "run.name=toy-evaluate"]
+    job = cluster.name_run(load_job(ROOT / "jobs/demo/evaluate.yaml", settings, "evaluate"))
+    found = run.finished(job)
+    assert found == runs["evaluate"] | {"folder": str(moved)} != runs["evaluate"]
 
 
 def test_a_second_seed_is_another_run_and_the_same_seed_the_same(runs, storage):
