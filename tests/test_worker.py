@@ -1,5 +1,6 @@
-"""A worker's own process: what it leaves of the group that Ray forms."""
+"""A worker's own process: what it leaves of the group that Ray forms, and who may push it aside."""
 
+import os
 import subprocess
 import sys
 
@@ -29,3 +30,13 @@ def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(world, device
         [sys.executable, "-c", SCRIPT, world, device], capture_output=True, text=True, check=True
     )
     assert done.stdout.split("\n")[-2] == expected
+
+
+def test_workers_of_an_embedded_ray_are_not_niced_behind_its_own_processes(embedded_ray):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def niceness():
+        return os.nice(0)
+
+    assert ray.get(niceness.remote()) == os.nice(0)
