@@ -8,6 +8,7 @@ import torch
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import Linear
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.models.lora import FusedLinear, fuse
 
@@ -120,10 +121,11 @@ def test_everything_else_is_pefts_own_forward(case, monkeypatch):
 
 
 def test_fuse_keeps_modules_names_and_parameters_and_leaves_other_kinds_alone():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4))
-    LoraModel(model, peft.LoraConfig(r=2, target_modules=["0", "1"]), "one")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4), Conv1D(4, 4))
+    LoraModel(model, peft.LoraConfig(r=2, target_modules=["0", "1", "3"], fan_in_fan_out=True), "one")
     before = {name: id(p) for name, p in model.named_parameters()}
     fuse(model)
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert type(model[0]) is FusedLinear and isinstance(model[0], Linear)
     assert type(model[1]).__name__ == "Embedding" and type(model[2]) is nn.Linear
+    assert type(model[3]) is Linear  # GPT-2's, whose weight lies the other way round
