@@ -96,18 +96,23 @@ def test_no_more_is_kept_for_backward_than_by_peft():
     assert kept(fused) == kept(own) == 50 * IN + 50 * 4  # x and x A'
 
 
-@pytest.mark.parametrize("case", ["autocast", "half", "dora", "disabled", "merged", "bare", "two"])
+@pytest.mark.parametrize(
+    "case", ["autocast", "half", "dora", "disabled", "merged", "bare", "two", "learning", "dropout"]
+)
 def test_everything_else_is_pefts_own_forward(case, monkeypatch):
     own, fused = layers(
         dtype=torch.bfloat16 if case == "half" else torch.float32,
         use_dora=case == "dora",
         lora_bias=case == "bare",
+        lora_dropout=0.5 * (case == "dropout"),
     )
     for layer in (own, fused):
         if case == "disabled":
             layer._disable_adapters = True
         if case == "merged":
             layer.merge()
+        if case == "learning":  # peft's forward gives W its gradient
+            layer.get_base_layer().weight.requires_grad_(True)
         if case == "two":
             torch.manual_seed(5)
             config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["0"])
@@ -116,7 +121,11 @@ def test_everything_else_is_pefts_own_forward(case, monkeypatch):
     calls = taken(monkeypatch)
     x = torch.randn(3, IN).to(torch.bfloat16 if case == "half" else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
-        assert torch.equal(fused(x), own(x))
+        found = []
+        for layer in (fused, own):
+            torch.manual_seed(6)  # of the dropout
+            found.append(layer(x))
+        assert torch.equal(*found)
     assert not calls
 
 

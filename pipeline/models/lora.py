@@ -26,8 +26,8 @@ def fuse(model: nn.Module) -> None:
 class FusedLinear(Linear):
     """peft's `lora.Linear`, fused while one plain adapter is active on a base of the adapter's own precision.
 
-    In every other case it is peft's: autocast, a base in half precision (a quantised one is another class), DoRA, a
-    merged adapter, several at once.
+    In every other case it is peft's: autocast, a base in half precision (a quantised one is another class) or one that
+    learns, dropout, DoRA, a merged adapter, several at once.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -46,6 +46,8 @@ class FusedLinear(Linear):
         return (
             name not in self.lora_variant
             and self.lora_B[name].bias is None
+            and isinstance(self.lora_dropout[name], nn.Identity)
+            and not weight.requires_grad
             and x.dtype == weight.dtype == self.lora_A[name].weight.dtype
             and not torch.is_autocast_enabled(x.device.type)
         )
@@ -66,9 +68,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         rows, low, W, A, B = ctx.saved_tensors
-        for_x, _, for_A, for_B, _ = (
-            ctx.needs_input_grad
-        )  # the first layer's x and a frozen role's A and B: none
+        # not of the first layer's x, nor of a frozen role's A and B
+        for_x, _, for_A, for_B, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         low_grad = (flat @ B).mul_(ctx.scale)
         x_grad = (flat @ W).addmm_(low_grad, A).view(*grad.shape[:-1], -1) if for_x else None
