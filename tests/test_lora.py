@@ -5,6 +5,7 @@ import copy
 import peft
 import pytest
 import torch
+import toy_ppo as toy
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import Linear
 from torch import nn
@@ -138,3 +139,14 @@ def test_fuse_keeps_modules_names_and_parameters_and_leaves_other_kinds_alone():
     assert type(model[0]) is FusedLinear and isinstance(model[0], Linear)
     assert type(model[1]).__name__ == "Embedding" and type(model[2]) is nn.Linear
     assert type(model[3]) is Linear  # GPT-2's, whose weight lies the other way round
+
+
+def test_every_role_of_a_shared_base_runs_fused(monkeypatch):
+    shared = toy.shared_base("llama")
+    layers = sum(isinstance(m, Linear) for m in shared.base.modules())
+    calls = taken(monkeypatch)
+    for count, role in enumerate(shared.roles, start=1):
+        shared.hidden(role, torch.tensor([[5, 6, 7]]))
+        assert len(calls) == count * layers > 0, role
+    shared.hidden(None, torch.tensor([[5, 6, 7]]))  # the bare base: no adapter, nothing to fuse
+    assert len(calls) == len(shared.roles) * layers
