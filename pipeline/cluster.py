@@ -8,7 +8,6 @@ The same `run.name` continues from its last checkpoint; without a name every run
 
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -183,7 +182,7 @@ class Outcome:
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
-    adapter: str | None  # None where nothing was trained
+    adapter: str | None  # in the checkpoint; None where nothing was trained
     checkpoint: str
     seconds: float
     peak_memory: int  # bytes, the largest worker: of the GPU where there is one, else resident
@@ -230,11 +229,11 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     checkpoints.repair(job.folder)  # what workers that died left half written
     assert result.checkpoint is not None and result.return_value is not None
     checkpoint = _uri(job, result.checkpoint.path)
-    adapter = os.path.join(storage.fetch_folder(checkpoint, tempfile.mkdtemp(prefix="adapter-")), "adapter")
+    adapter = storage.join(checkpoint, "adapter")
     return Outcome(
         metrics=result.return_value["metrics"],
         samples=result.return_value["samples"],
-        adapter=adapter if os.path.isdir(adapter) else None,
+        adapter=adapter if storage.exists(adapter) else None,
         checkpoint=checkpoint,
         seconds=time.monotonic() - started,
         peak_memory=result.return_value["peak_memory"],

@@ -73,8 +73,9 @@ def _train_and_register(
         outcome = cluster.fit(replace(work, run_id=run_id), rows, train)
         version = None
         if job.mlflow.registered_model and outcome.adapter:
-            facts = lineage.read(outcome.adapter, outcome.adapter)
-            version = registry.publish(job, run_id, outcome.adapter, outcome.metrics, facts)
+            with storage.local_copy(outcome.adapter) as folder:
+                facts = lineage.read(folder, outcome.adapter)
+                version = registry.publish(job, run_id, folder, outcome.metrics, facts)
         result = describe(job, work, report, outcome, version, run_id, time.monotonic() - started)
         storage.write_json(storage.join(job.folder, "result.json"), result)
     return result

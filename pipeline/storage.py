@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -89,16 +90,18 @@ def read_lines(path: str) -> Iterator[str]:
             yield line.removesuffix("\n")
 
 
-def fetch_folder(path: str, into: str) -> str:
-    """A local folder with the files of `path`: itself if it is local, else a copy under `into`."""
-    if not is_remote(path):
-        return absolute(path)
+@contextlib.contextmanager
+def local_copy(folder: str) -> Iterator[str]:
+    """A local folder with the files of `folder`: itself if it is local, else a copy that ends with the block."""
+    if not is_remote(folder):
+        yield absolute(folder)
+        return
     import pyarrow.fs as pafs
 
-    fs, inner = filesystem(path)
-    os.makedirs(into, exist_ok=True)
-    pafs.copy_files(inner, into, source_filesystem=fs)
-    return into
+    fs, inner = filesystem(folder)
+    with tempfile.TemporaryDirectory() as local:
+        pafs.copy_files(inner, local, source_filesystem=fs)
+        yield local
 
 
 def store_folder(local: str, path: str) -> None:

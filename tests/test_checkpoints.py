@@ -14,6 +14,7 @@ from running import ROOT
 
 from pipeline import storage
 from pipeline.errors import InputError
+from pipeline.lineage import folder_digests
 from pipeline.resume import checkpoints
 
 
@@ -184,6 +185,11 @@ def test_the_same_in_a_bucket(tmp_path, monkeypatch):
     assert checkpoints.repair(uri) == ["checkpoint_00000005"]
     assert storage.read_json(f"{uri}/{checkpoints.SNAPSHOT}")["current_report_index"] == 1
     assert storage.folders(f"{uri}/damaged") == ["checkpoint_00000010"]
+    with storage.local_copy(f"{uri}/checkpoint_00000005") as local:
+        assert folder_digests(local) == folder_digests(str(folder))
+    assert not os.path.exists(local)
+    with storage.local_copy(str(folder)) as local:
+        assert local == str(folder)
     bucket.rm("/runs", recursive=True)
 
 

@@ -1,7 +1,9 @@
 """Registration: nothing half done, the gate, references that exist, a server that is away. Real MLflow on SQLite."""
 
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
@@ -49,6 +51,38 @@ def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
     assert pinned == "models:/rlhf-sft/1"
     folder = registry.fetch(pinned, registry.tracking_uri(job))
     assert folder_digests(folder) == folder_digests(adapter)
+
+
+def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter, tmp_path, monkeypatch):
+    from pipeline.registry import versions
+
+    monkeypatch.setattr(versions, "_is_here", lambda location: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    uri = registry.tracking_uri(job)
+    with registry.run(job, {}) as run_id:
+        registry.publish(job, run_id, adapter, {}, LINEAGE)
+    stored = mlflow(job).get_model_version_download_uri("rlhf-sft", "1")
+
+    rename = os.rename
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda *_: 1 / 0)
+        with pytest.raises(InputError, match=r"models:/rlhf-sft/1: its files cannot be fetched"):
+            registry.fetch("models:/rlhf-sft/1", uri)
+    assert not os.listdir(tmp_path / "cache/rlhf-pipeline/versions")
+
+    def beaten(source, target):
+        shutil.copytree(source, target)  # by another process
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", beaten)
+        folder = registry.fetch("models:/rlhf-sft/1", uri)
+    assert folder_digests(folder) == folder_digests(adapter)
+    assert [path.name for path in (tmp_path / "cache/rlhf-pipeline/versions").iterdir()] == [
+        Path(folder).name
+    ]
+    shutil.rmtree(stored.removeprefix("file://"))
+    assert registry.fetch("models:/rlhf-sft/1", uri) == folder
 
 
 def test_a_run_registered_just_before_a_crash_is_not_registered_twice(job, adapter):

@@ -1,8 +1,12 @@
 """Versions: the gate, registering with a load back, aliases, lineage as tags, and from a reference to a folder."""
 
+import hashlib
 import json
+import os
+import tempfile
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipeline.config import OPERATORS, Job, parse_gate
 from pipeline.errors import InputError
@@ -94,8 +98,9 @@ def _store(mlflow: Any, job: Job, run_id: str, folder: str, lineage: dict[str, A
     )
     try:
         mlflow.log_model_artifacts(model.model_id, folder)
-        back = _download(mlflow, model.artifact_location)
-        sent, received = folder_digests(folder), folder_digests(back)
+        with tempfile.TemporaryDirectory() as into:
+            sent = folder_digests(folder)
+            received = folder_digests(_download(mlflow, model.artifact_location, into))
         if sent != received:
             different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
             raise RuntimeError(
@@ -195,6 +200,8 @@ def version(reference: str, uri: str) -> dict[str, Any]:
 def fetch(reference: str, uri: str) -> str:
     """The local folder of a version (`models:/name/3`); a local folder is returned as it is. Read only.
 
+    What a bucket or a server holds is downloaded once for all processes and runs of a machine: a version never changes.
+
     Raises:
         InputError: when its files are not there, or not to be reached.
     """
@@ -204,7 +211,7 @@ def fetch(reference: str, uri: str) -> str:
     name, version = reference.removeprefix("models:/").split("/")
     location = mlflow.get_model_version_download_uri(name, version)
     try:
-        return _download(mlflow, location)
+        return _download(mlflow, location) if _is_here(location) else _kept(mlflow, location)
     except Exception as error:  # each artifact store raises types of its own
         raise InputError(
             f"{reference}: its files cannot be fetched from {location} ({error}); bring them back, or "
@@ -212,11 +219,33 @@ def fetch(reference: str, uri: str) -> str:
         ) from error
 
 
-def _download(mlflow: Any, location: str) -> str:
-    """The local folder of an artifact location; on a local store the stored folder itself, not a copy.
+def _kept(mlflow: Any, location: str) -> str:
+    """The copy of a location in the user's cache, made if there is none; it appears there whole or not at all."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = os.path.join(caches, "rlhf-pipeline", "versions")
+    kept = os.path.join(cache, hashlib.sha256(location.encode()).hexdigest()[:32])
+    if not os.path.isdir(kept):
+        os.makedirs(cache, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as into:
+            folder = _download(mlflow, location, into)
+            try:
+                os.rename(folder, kept)
+            except OSError:
+                if not os.path.isdir(kept):  # else another process was first, with the same files
+                    raise
+    return kept
+
+
+def _is_here(location: str) -> bool:
+    return urlsplit(location).scheme in ("", "file")
+
+
+def _download(mlflow: Any, location: str, into: str | None = None) -> str:
+    """The local folder of an artifact location: of a local store the stored folder itself, not a copy.
 
     Locations instead of `models:/` references, because those are resolved by the process-wide server, not this client's.
     """
     from mlflow import artifacts
 
-    return artifacts.download_artifacts(location, tracking_uri=mlflow.tracking_uri)
+    into = None if _is_here(location) else into
+    return artifacts.download_artifacts(location, dst_path=into, tracking_uri=mlflow.tracking_uri)

@@ -35,8 +35,8 @@ MEASURED = re.compile(r"runtime|per_second|second|time|memory|flos")
 class Server:
     """One MLflow server: several nodes, even on one machine, may not share a SQLite file."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, artifacts: str | None = None):
+        self.folder, self.artifacts = folder, artifacts or str(folder / "artifacts")
 
     def __enter__(self) -> "Server":
         with socket.socket() as free:
@@ -45,7 +45,7 @@ class Server:
         self.uri = f"http://127.0.0.1:{port}"
         command = [
             sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-            "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", "--artifacts-destination", str(self.folder / "artifacts"),
+            "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", "--artifacts-destination", self.artifacts,
         ]  # fmt: skip
         with open(self.folder / "mlflow.log", "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
