@@ -1,6 +1,7 @@
 """What a job names from outside: adapters, reward models and Python functions. Pinned to versions, and checked before training."""
 
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -56,6 +57,15 @@ def functions(job: Job) -> dict[str, str]:
     sources = {key_of(job, f"reward.{index}"): source for index, (source, _) in enumerate(job.rewards)}
     sources["judge"] = job.judge or ""
     return {key: source for key, source in sources.items() if source.startswith("python:")}
+
+
+def check_sampler(job: Job) -> None:
+    """Refuses trainer.use_vllm where vLLM is not installed: nodes are made alike, so what is missing here is missing there."""
+    if job.stage == "ppo" and job.trainer.get("use_vllm") and importlib.util.find_spec("vllm") is None:
+        raise InputError(
+            'trainer.use_vllm: vLLM is not installed here; type .venv/bin/pip install -e ".[vllm]" (on every node; it needs '
+            "a GPU), or leave the key out"
+        )
 
 
 @contextmanager

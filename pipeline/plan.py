@@ -167,7 +167,13 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
         )
     )
     items.append(Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"))
-    if asked.rollout_rows:
+    if asked.rollout_rows and job.trainer.get("use_vllm"):
+        size = asked.rollout_rows * asked.width * shape.cache(asked.low)
+        items += [
+            Item("vLLM: a base of its own", shape.weights),
+            Item(f"vLLM: KV cache of {asked.rollout_rows} rows of {asked.width} tokens, at least", size),
+        ]
+    elif asked.rollout_rows:
         width = asked.width + 128  # the cache grows 128 places at a time
         items += [
             Item(
@@ -306,7 +312,8 @@ def cost(plan: Plan, name: str, rows: int) -> Cost:
         seconds = episodes * (prompt + reply) * forward * (passes + 1 + learn) / flops
         batches = math.ceil(episodes / args.local_rollout_forward_batch_size)
         weights = next(item.size for item in plan.items if item.what.startswith("base"))
-        step = max(weights / (gpu.bandwidth * 1e9), plan.layers * LAUNCH)
+        launch = 0.0 if args.use_vllm else plan.layers * LAUNCH  # vLLM replays CUDA graphs
+        step = max(weights / (gpu.bandwidth * 1e9), launch)
         seconds += batches * reply * step
     else:
         given = plan.job.trainer

@@ -1,10 +1,13 @@
 """From a job's inputs to roles on one base: which adapter plays the policy, the reference, the rewards and the critic."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pipeline import lineage
 from pipeline.inputs import check_function
-from pipeline.worker import Host
+from pipeline.worker import Host, Worker
 
 
 def shared_base(worker: Host) -> Any:
@@ -93,6 +96,34 @@ def add_critic(worker: Host, shared: Any) -> None:
         shared.add("critic", copy_of="reward", head=True, trainable=True)
     else:
         shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
+
+
+@contextmanager
+def sampler(worker: Worker, shared: Any, args: Any) -> Iterator[Any]:
+    """What writes the policy's replies: vLLM where the job asks for it, as long as the block lasts; else None, the base itself."""
+    if not args.use_vllm:
+        yield None
+        return
+    from pipeline.ppo.vllm_engine import VllmEngine
+
+    model = worker.job.model
+    options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
+    if shared.device.type == "cuda":
+        options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
+    engine = VllmEngine(
+        shared,
+        model.name_or_path,
+        os.path.join(worker.scratch, "vllm"),
+        longest=max(map(len, worker.rows("train")["input_ids"])) + args.response_length,
+        revision=model.revision,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        **options,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 def folders(worker: Host, shared: Any) -> dict[str, str]:

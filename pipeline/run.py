@@ -20,7 +20,7 @@ from pipeline.config import Job
 from pipeline.config.fields import fields_of
 from pipeline.config.rules import TRAINERS
 from pipeline.errors import InputError, summary
-from pipeline.inputs import check_adapters, check_columns, pin_inputs
+from pipeline.inputs import check_adapters, check_columns, check_sampler, pin_inputs
 from pipeline.resume import begun, checkpoints
 from pipeline.worker import Work
 
@@ -155,6 +155,7 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
     from pipeline.models.base import base_identity, check_weights
     from pipeline.models.tokenizer import load_tokenizer
 
+    check_sampler(job)
     model = job.model
     base = base_identity(model.name_or_path, model.revision)
     check_weights(model)

@@ -5,6 +5,7 @@ table is about rows, the second about job files and what they name, the third ab
 """
 
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -199,6 +200,9 @@ JOB = [
     case("GPU that is not there", "sft", r"scaling\.use_gpu: 99 workers want a GPU each, but this machine has \d+; run on a cluster", overrides=[
         "scaling.use_gpu=true", "trainer.use_cpu=false", "scaling.num_workers=99", "scaling.resources_per_worker={{CPU: 0.01, GPU: 1}}",
         "data.batch_size=null"]),
+    *[case("vLLM where there is none", "ppo", r"trainer\.use_vllm: vLLM is not installed here; type .*\[vllm\]", overrides=["trainer.use_vllm=true"])
+      for _ in range(importlib.util.find_spec("vllm") is None)],
+    case("share of the GPU", "ppo", r"trainer\.vllm_gpu_memory_utilization: found 1\.5; expected above 0 and below 1", overrides=["trainer.vllm_gpu_memory_utilization=1.5"]),
     case("storage below a file", "sft", r"run\.storage_path: '/dev/null/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/dev/null/runs"]),
     case("storage that nobody may write", "sft", r"run\.storage_path: '/proc/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/proc/runs"]),
     case("storage of an unknown scheme", "sft", r"run\.storage_path: 'ftps://host/runs' cannot be written", overrides=["run.storage_path=ftps://host/runs"]),

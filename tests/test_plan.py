@@ -105,6 +105,13 @@ def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
     assert large.trainable - small.trainable == 3 * Shape(asked).adapter({**asked.lora}) - 3 * 4096
 
 
+def test_vllm_costs_a_second_base_and_saves_time(llama_8b):
+    ours, vllm = (job(llama_8b, "llama3-8b/ppo", *more) for more in ([], ["trainer.use_vllm=true"]))
+    base = Shape(ours).weights
+    assert 0.8 * base < plan.make(vllm).peak - plan.make(ours).peak < 1.5 * base  # less our own cache
+    assert plan.cost(plan.make(vllm), "H100", 1000).hours < plan.cost(plan.make(ours), "H100", 1000).hours
+
+
 def test_a_ppo_checkpoint_of_8b_stays_below_a_gigabyte(llama_8b):
     """Of the shipped profile: the policy has the rank of its sft, the critic that of its rm."""
     loras = {"policy": job(llama_8b, "llama3-8b/sft").lora, "reward": job(llama_8b, "llama3-8b/rm").lora}

@@ -129,6 +129,25 @@ def test_dual_clip_bounds_the_loss_of_bad_actions_only():
     )
 
 
+def test_importance_weights_by_hand():
+    trainer, sampler = (
+        t([math.log(0.4), math.log(0.5), math.log(0.9), NAN]),
+        t([math.log(0.8), math.log(0.5), math.log(0.1), NAN]),
+    )
+    weights = F.importance_weights(trainer, sampler, t([1, 1, 1, 0]), 3.0)
+    assert weights[0].tolist() == pytest.approx([0.5, 1.0, 3.0, 0.0])
+    # On the clipped surrogate they are weights of the loss: of each action's own, clipped or not.
+    new, old, advantages, mask = t([0.5, -0.5]), t([0.0, 0.0]), t([2.0, -3.0]), t([1, 1])
+    each = [
+        F.policy_loss(
+            new[:, i : i + 1], old[:, i : i + 1], advantages[:, i : i + 1], mask[:, i : i + 1], 0.2
+        )[0]
+        for i in (0, 1)
+    ]
+    both, _ = F.policy_loss(new, old, advantages * t([0.5, 3.0]), mask, 0.2)
+    assert both.item() == pytest.approx((0.5 * each[0].item() + 3.0 * each[1].item()) / 2)
+
+
 def test_value_loss_by_hand():
     values, old, returns, mask = t([1.0, 0.5, NAN]), t([0.0, 0.4, NAN]), t([2.0, 0.0, NAN]), t([1, 1, 0])
     loss, stats = F.value_loss(values, old, returns, mask, 0.2)  # clipped to 0.2 and 0.5

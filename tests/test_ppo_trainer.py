@@ -224,6 +224,26 @@ def test_another_engine_fits_in(made_up_logprobs):
     )
 
 
+@pytest.mark.parametrize(("limit", "weight"), [(3.0, math.exp(0.5)), (1.2, 1.2), (None, 1.0)])
+def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
+    class Off(TransformersEngine):
+        def generate(self, *args):
+            return [Reply(r.tokens, r.ended, [p - 0.5 for p in r.logprobs]) for r in super().generate(*args)]
+
+    def advantages(**changes):
+        shared = toy.shared_base()
+        trainer = toy.trainer(shared, engine=Off(shared), **changes)
+        episodes, samples, _ = trainer.rollout()
+        trainer.score(episodes, samples)
+        trainer.judge(episodes)
+        trainer.rewards_and_advantages(episodes, None)
+        return episodes
+
+    plain, weighed = advantages(), advantages(use_vllm=True, vllm_importance_sampling_clip_max=limit)
+    assert torch.allclose(weighed.advantages, plain.advantages * weight, rtol=1e-4)
+    assert torch.equal(weighed.returns, plain.returns)
+
+
 def test_prompts_come_once_a_pass_in_another_order_each():
     order = prompt_order(0, 20, 10, seed=1)
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(10)) and order[:10] != order[10:]

@@ -28,7 +28,7 @@ POSITIVE = (
         "total_episodes",
     ),
     *("num_train_epochs", "kl_target", "kl_horizon", "ref_model_sync_steps", "cliprange", "cliprange_value"),
-    *("early_stop_kl", "reward_clip", "adam_epsilon", "logging_steps"),
+    *("early_stop_kl", "reward_clip", "adam_epsilon", "logging_steps", "vllm_importance_sampling_clip_max"),
 )
 NOT_NEGATIVE = (
     *("min_new_tokens", "kl_coef", "entropy_coef", "vf_coef", "critic_warmup_steps", "missing_eos_penalty"),
@@ -68,6 +68,13 @@ class PPOConfig:
     """Before so many tokens the end has probability 0, in sampling and in every log-prob alike."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in every log-prob alike."""
+    use_vllm: bool = False
+    """Sample with vLLM (the extra `vllm`): faster replies of a large model, for a second copy of the base beside the first."""
+    vllm_gpu_memory_utilization: float = 0.3
+    """Share of the GPU's memory for that copy and its KV cache."""
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    """vLLM's probabilities are not quite the trainer's: each action's advantage is weighed by trainer / vLLM, up to this;
+    null: not weighed."""
 
     # ---- reward
     normalize_rewards: bool = False
@@ -178,6 +185,9 @@ class PPOConfig:
             self._require(key, getattr(self, key) is None or getattr(self, key) >= 0, "0 or more")
         for key in ("gamma", "lam", "ref_model_mixup_alpha", "adam_beta1", "adam_beta2"):
             self._require(key, 0 <= getattr(self, key) <= 1, "between 0 and 1")
+        self._require(
+            "vllm_gpu_memory_utilization", 0 < self.vllm_gpu_memory_utilization < 1, "above 0 and below 1"
+        )
         self._check_combinations()
 
     def _check_types(self) -> None:

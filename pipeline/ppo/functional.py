@@ -17,6 +17,7 @@ with PPO" (Huang et al. 2024); Ziegler et al. 2019 (adaptive KL, 1909.08593); Sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -166,6 +167,17 @@ def policy_loss(
             "clipfrac": ((clipped > free) & mask).sum() / denominator,
         }
     return loss.where(mask, 0.0).sum() / denominator, stats
+
+
+def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, limit: float) -> Tensor:
+    """(batch, time) probability of each action by the trainer over that by its sampler, at most `limit`; 0 off the mask.
+
+    They correct for a sampler of other kernels or precision: truncated importance sampling (Ionides 2008), one action at a
+    time. A weight w >= 0 on the clipped surrogate is the surrogate of w * A.
+    """
+    mask = mask.bool()
+    log_ratio = logprobs.float().where(mask, 0.0) - sampler_logprobs.float().where(mask, 0.0)
+    return log_ratio.clamp(max=math.log(limit)).exp().where(mask, 0.0)
 
 
 def value_loss(

@@ -48,8 +48,8 @@ class Reply:
 
 
 class Engine(Protocol):
-    """What the trainer needs of a sampler. One that holds its own copy of the model (vLLM) takes the policy's adapter
-    in `sync`, and must keep the promise above: a reply is a function of seed, episode and prompt."""
+    """What the trainer needs of a sampler. One that holds its own copy of the model (vllm_engine.py) takes the policy's
+    adapter in `sync`, and must keep the promise above: a reply is a function of seed, episode and prompt."""
 
     def sync(self) -> None:
         """The policy has changed: from the next `generate` on, sample from the new one."""

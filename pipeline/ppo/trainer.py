@@ -29,6 +29,7 @@ from pipeline.ppo.checks import check_first_ratio, of_rollout, require
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.functional import (
     AdaptiveKLController,
+    importance_weights,
     kl_estimate,
     policy_loss,
     token_rewards,
@@ -284,6 +285,13 @@ class PPOTrainer:
         episodes.advantages, episodes.returns = estimate_advantages(
             args, rewards, episodes.values, episodes.mask, bootstrap, greedy_scores, episodes.learn
         )
+        if args.use_vllm and args.vllm_importance_sampling_clip_max:
+            episodes.advantages *= importance_weights(
+                episodes.old_logprobs,
+                episodes.sampler_logprobs,
+                episodes.mask,
+                args.vllm_importance_sampling_clip_max,
+            )
         return rewards
 
     # ----------------------------------------------------------------------------------------- learning

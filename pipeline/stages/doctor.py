@@ -67,8 +67,9 @@ def train(worker: Worker) -> dict[str, Any]:
     rewards = roles.add_rewards(worker, shared)
     if args.uses_critic:
         roles.add_critic(worker, shared)
-    trainer = PPOTrainer(shared, worker.tokenizer, args, worker.rows("train"), rewards)
-    findings, phases = doctor.examine(trainer, roles.folders(worker, shared))
+    with roles.sampler(worker, shared, args) as engine:
+        trainer = PPOTrainer(shared, worker.tokenizer, args, worker.rows("train"), rewards, engine=engine)
+        findings, phases = doctor.examine(trainer, roles.folders(worker, shared))
     return worker.finish(
         {},
         samples=[

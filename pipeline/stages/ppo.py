@@ -43,18 +43,20 @@ def train(worker: Worker) -> dict[str, Any]:
             trainer.save(folder)
             worker.checkpoint(folder, metrics, step)
 
-    trainer = PPOTrainer(
-        shared,
-        worker.tokenizer,
-        args,
-        prompts=worker.rows("train"),
-        rewards=rewards,
-        on_step=on_step,
-    )
-    if worker.resume:
-        trainer.restore(worker.resume)
-        worker.replay([(int(m["episode"]) // args.batch_size, m) for m in trainer.history])
-    trainer.train()
+    with roles.sampler(worker, shared, args) as engine:
+        trainer = PPOTrainer(
+            shared,
+            worker.tokenizer,
+            args,
+            prompts=worker.rows("train"),
+            rewards=rewards,
+            engine=engine,
+            on_step=on_step,
+        )
+        if worker.resume:
+            trainer.restore(worker.resume)
+            worker.replay([(int(m["episode"]) // args.batch_size, m) for m in trainer.history])
+        trainer.train()
 
     metrics = dict(trainer.history[-1])
     samples: list[dict[str, Any]] = []

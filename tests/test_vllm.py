@@ -1,0 +1,104 @@
+"""Rollouts by a real vLLM (its CPU build will do): the replies of the adapter that learns, and nothing else's."""
+
+import os
+
+import pytest
+import torch
+import toy_ppo as toy
+from toy_models import BASE, shared_base, tokenizer
+
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.rewards import FunctionReward
+from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.ppo.trainer import PPOTrainer
+
+pytest.importorskip("vllm", reason="needs the extra `vllm`")
+from pipeline.ppo.vllm_engine import VllmEngine, accepted_rank
+
+pytestmark = pytest.mark.slow
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+EOS = (825, 1)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    shared = shared_base()
+    shared.add("policy", lora=toy.LORA, trainable=True)
+    return shared
+
+
+@pytest.fixture(scope="module")
+def engine(shared, tmp_path_factory):
+    engine = VllmEngine(shared, BASE, tmp_path_factory.mktemp("vllm"), longest=64, dtype="float32")
+    yield engine
+    engine.close()
+
+
+def prompts(count=12):
+    questions = [f"What is the capital of {place}?" for place in ("Norway", "Peru", "Chile", "Ghana")]
+    chats = [[{"role": "user", "content": questions[i % 4]}] for i in range(count)]
+    return [tokenizer().apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+
+
+def disturb(shared, seed):
+    torch.manual_seed(seed)
+    for parameter in shared.parameters_of("policy"):
+        parameter.data += 0.05 * torch.randn_like(parameter)
+
+
+def test_greedy_replies_are_those_of_the_adapter_as_it_is_now(shared, engine):
+    greedy, seen = Sampling(16, EOS, temperature=0.0), []
+    for seed in range(3):
+        disturb(shared, seed)
+        engine.sync()
+        found = engine.generate(prompts(4), range(4), greedy)
+        expected = TransformersEngine(shared).generate(prompts(4), range(4), greedy)
+        assert [(r.tokens, r.ended) for r in found] == [(r.tokens, r.ended) for r in expected]
+        seen.append([r.tokens for r in found])
+    assert seen[0] != seen[1] != seen[2]
+
+
+def test_samples_hang_on_seed_and_episode(engine):
+    engine.sync()
+    first = engine.generate(prompts(), range(12), Sampling(12, EOS, seed=1))
+    assert [r.tokens for r in engine.generate(prompts(), range(12), Sampling(12, EOS, seed=1))] == [
+        r.tokens for r in first
+    ]
+    assert [r.tokens for r in engine.generate(prompts(), range(12), Sampling(12, EOS, seed=2))] != [
+        r.tokens for r in first
+    ]
+    same_prompt = [prompts(1)[0]] * 12
+    assert (
+        len({tuple(r.tokens) for r in engine.generate(same_prompt, range(12), Sampling(12, EOS, seed=1))}) > 3
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])
+def test_its_log_probs_are_the_trainers(shared, engine, settings):
+    """With the temperature and the barred ends, over several ids that end a reply; and what was sampled is learned from."""
+    rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
+    args = PPOConfig(
+        total_episodes=24, batch_size=12, response_length=12, use_vllm=True, advantage_estimator="reinforce",
+        learning_rate=1e-3, num_ppo_epochs=1, **settings,
+    )  # fmt: skip
+    reward = FunctionReward(lambda completions, **_: [float(len(text)) for text in completions])
+    before = toy.weights(shared).clone()
+    trainer = PPOTrainer(shared, tokenizer(), args, rows, [reward], eos=EOS, engine=engine)
+    trainer.args.check_reference = False  # the policy was disturbed
+    for metrics in trainer.train():
+        assert metrics["val/sampler_drift"] < 1e-5
+        assert metrics["completions/mean_length"] >= settings.get("min_new_tokens", 1)
+    assert not torch.equal(before, toy.weights(shared))
+
+
+def test_a_rank_that_vllm_knows():
+    assert [accepted_rank(r) for r in (1, 4, 16, 17, 512)] == [1, 8, 16, 32, 512]
+    with pytest.raises(ValueError, match=r"lora\.r is 513; vLLM takes up to 512"):
+        accepted_rank(513)
+
+
+def test_dora_is_refused(tmp_path):
+    shared = shared_base()
+    shared.add("policy", lora={**toy.LORA, "use_dora": True}, trainable=True)
+    with pytest.raises(ValueError, match="vLLM cannot run a DoRA adapter"):
+        VllmEngine(shared, BASE, tmp_path, longest=64)
