@@ -168,10 +168,10 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     )
     items.append(Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"))
     if asked.rollout_rows and job.trainer.get("use_vllm"):
-        size = asked.rollout_rows * asked.width * shape.cache(asked.low)
+        rows, width = asked.rollout_rows, asked.width
         items += [
             Item("vLLM: a base of its own", shape.weights),
-            Item(f"vLLM: KV cache of {asked.rollout_rows} rows of {asked.width} tokens, at least", size),
+            Item(f"vLLM: KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.low)),
         ]
     elif asked.rollout_rows:
         width = asked.width + 128  # the cache grows 128 places at a time

@@ -113,7 +113,7 @@ def sampler(worker: Worker, shared: Any, args: Any) -> Iterator[Any]:
     engine = VllmEngine(
         shared,
         model.name_or_path,
-        os.path.join(worker.scratch, "vllm"),
+        os.path.join(worker.scratch, f"vllm-{worker.rank}"),
         longest=max(map(len, worker.rows("train")["input_ids"])) + args.response_length,
         revision=model.revision,
         dtype=model.dtype,
