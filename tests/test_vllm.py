@@ -1,16 +1,21 @@
 """Rollouts by a real vLLM (its CPU build will do): the replies of the adapter that learns, and nothing else's."""
 
+import contextlib
 import os
+from pathlib import Path
 
+import dying
 import pytest
 import torch
 import toy_ppo as toy
+from running import curve, stage
 from toy_models import BASE, shared_base, tokenizer
 
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import FunctionReward
 from pipeline.ppo.rollout import Sampling, TransformersEngine
 from pipeline.ppo.trainer import PPOTrainer
+from tests.chaos.runs import until
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
 from pipeline.ppo.vllm_engine import VllmEngine, accepted_rank
@@ -22,6 +27,7 @@ EOS = (825, 1)
 
 @pytest.fixture(scope="module")
 def shared():
+    torch.manual_seed(0)
     shared = shared_base()
     shared.add("policy", lora=toy.LORA, trainable=True)
     return shared
@@ -43,7 +49,7 @@ def prompts(count=12):
 def disturb(shared, seed):
     torch.manual_seed(seed)
     for parameter in shared.parameters_of("policy"):
-        parameter.data += 0.05 * torch.randn_like(parameter)
+        parameter.data += 0.1 * torch.randn_like(parameter)
 
 
 def test_greedy_replies_are_those_of_the_adapter_as_it_is_now(shared, engine):
@@ -83,12 +89,40 @@ def test_its_log_probs_are_the_trainers(shared, engine, settings):
     )  # fmt: skip
     reward = FunctionReward(lambda completions, **_: [float(len(text)) for text in completions])
     before = toy.weights(shared).clone()
-    trainer = PPOTrainer(shared, tokenizer(), args, rows, [reward], eos=EOS, engine=engine)
+    trainer = PPOTrainer(shared, tokenizer(), args, rows, [reward], engine=engine)
     trainer.args.check_reference = False  # the policy was disturbed
     for metrics in trainer.train():
         assert metrics["val/sampler_drift"] < 1e-5
         assert metrics["completions/mean_length"] >= settings.get("min_new_tokens", 1)
     assert not torch.equal(before, toy.weights(shared))
+
+
+def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, storage, monkeypatch):
+    options = [
+        "trainer.use_vllm=true", "trainer.total_episodes=48", "trainer.batch_size=8", "trainer.response_length=16",
+        "trainer.save_steps=2", "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:length",
+        "mlflow.registered_model=null",
+    ]  # fmt: skip
+    before = of_vllm()
+    expected = stage("ppo", storage, "vllm", *options)
+    killed = dying.at_step("ppo", 3, str(storage / "vllm-died"), dying.killed)
+    monkeypatch.setattr("pipeline.stages.ppo.train", killed)
+    result = stage("ppo", storage, "vllm-killed", *options, "run.max_failures=1")
+    assert (storage / "vllm-died").exists()
+    until(lambda: of_vllm() <= before, "vLLM's processes to end", patience=30)
+    for name in ("objective/scores", "objective/entropy", "loss/policy_avg"):
+        assert curve(storage, result, name) == pytest.approx(curve(storage, expected, name), rel=1e-3)
+    assert len(curve(storage, result, "objective/scores")) == 6
+
+
+def of_vllm():
+    """Numbers of vLLM's processes."""
+    found = set()
+    for one in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if Path(f"/proc/{one}/comm").read_text().startswith("VLLM"):
+                found.add(one)
+    return found
 
 
 def test_a_rank_that_vllm_knows():

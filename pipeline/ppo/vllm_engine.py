@@ -90,7 +90,7 @@ class VllmEngine:
             SamplingParams(
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_new_tokens,
-                min_tokens=sampling.min_new_tokens,
+                min_tokens=sampling.min_new_tokens,  # bars the model's own ends too: the trainer's ends hold them
                 stop_token_ids=list(sampling.eos),
                 ignore_eos=True,  # the ends are those above and no other
                 seed=seed_of(sampling.seed, episode),
