@@ -324,9 +324,8 @@ class Worker(Host):
 
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:
         work = self.work
-        parents = {
-            name: source for name, source in work.inputs.items() if name != "judge"
-        }  # it taught nothing
+        # The judge taught nothing.
+        parents = {name: source for name, source in work.inputs.items() if name != "judge"}
         return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
     def close(self, patience: float | None = None) -> None:

@@ -20,11 +20,12 @@ from pipeline.errors import InputError
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
+# GPU node type -> instance, and GB of disk
 SIZES = {
     "gpu1": ("g6.2xlarge", 300),
     "gpu4": ("g6e.12xlarge", 300),
     "gpu8": ("p4de.24xlarge", 600),
-}  # and GB of disk
+}
 IMAGE = "ami-12c6146b"  # one that the mock knows
 needs_boto = pytest.mark.skipif(importlib.util.find_spec("boto3") is None, reason="needs the extra `cloud`")
 needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
@@ -178,9 +179,8 @@ def ec2(monkeypatch, home):
 
 def deploy_stack(boto3):
     """The roles and the bucket, from the file that cluster.yaml's header names."""
-    assert not re.search(
-        r": [&*]", (ROOT / "jobs/cloud/aws.yaml").read_text()
-    )  # CloudFormation knows no YAML aliases
+    # CloudFormation knows no YAML aliases
+    assert not re.search(r": [&*]", (ROOT / "jobs/cloud/aws.yaml").read_text())
     cloud = boto3.client("cloudformation")
     cloud.create_stack(
         StackName="rlhf",

@@ -128,9 +128,8 @@ def test_a_reward_that_scores_otherwise_than_in_training_is_seen(tmp_path):
 
     shared = toy.shared_base()
     trainer = toy.trainer(shared, reward=[AdapterReward(shared)])
-    assert (
-        doctor.scores_as_trained(trainer, "reward", str(tmp_path)).holds is None
-    )  # no probes: nothing to say
+    # no probes: nothing to say
+    assert doctor.scores_as_trained(trainer, "reward", str(tmp_path)).holds is None
 
     def score(ids):
         return float(shared.scores("reward", torch.tensor([ids]), lengths=torch.tensor([len(ids)])))

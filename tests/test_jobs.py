@@ -93,9 +93,8 @@ def test_the_stages_of_a_profile_fit_together(profile):
         assert use.model == ppo.model or kind == "export"
         assert (use.run.storage_path, use.mlflow.experiment) == (ppo.run.storage_path, ppo.mlflow.experiment)
     assert uses["generate"].trainer["response_length"] == ppo.trainer["response_length"]
-    assert all(
-        ppo.trainer[key] == value for key, value in evaluate.trainer.items()
-    )  # judged as it was trained
+    # judged as it was trained
+    assert all(ppo.trainer[key] == value for key, value in evaluate.trainer.items())
 
 
 def test_the_demo_is_all_there():

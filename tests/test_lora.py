@@ -69,9 +69,8 @@ def test_gradcheck_and_only_the_gradients_that_are_asked_for():
     assert torch.autograd.gradcheck(fused, x)
     for parameter in fused.parameters():
         parameter.requires_grad_(False)
-    (grad,) = torch.autograd.grad(
-        fused(x).sum(), x
-    )  # a frozen role: the gradient goes through, and A and B get none
+    # a frozen role: the gradient goes through, and A and B get none
+    (grad,) = torch.autograd.grad(fused(x).sum(), x)
     assert grad.abs().sum() > 0
     fused.lora_A["one"].weight.requires_grad_(True)
     fused(x.detach()).sum().backward()  # the first layer: its input has no gradient

@@ -180,9 +180,8 @@ def test_plain_template(tmp_path):
 
 def test_plain_template_begins_as_the_tokenizer_does(tmp_path):
     roles = {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>"}
-    tokenizer = load_tokenizer(
-        make_folder(tmp_path, ["<s>", "</s>", "<pad>"], **roles)
-    )  # adds no bos by itself
+    # adds no bos by itself
+    tokenizer = load_tokenizer(make_folder(tmp_path, ["<s>", "</s>", "<pad>"], **roles))
     assert tokenizer.apply_chat_template(CHAT[1:2], tokenize=False) == "\n\nHuman: Hi?"
 
 

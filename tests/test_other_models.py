@@ -18,15 +18,13 @@ def config_of(family, vocabulary, eos):
 
     common = {"vocab_size": vocabulary, "eos_token_id": eos, "bos_token_id": None, "pad_token_id": None}
     made = {
-        "gpt2": lambda: t.GPT2Config(
-            n_embd=64, n_layer=2, n_head=2, n_positions=128, **common
-        ),  # absolute positions, tied
+        # absolute positions, tied
+        "gpt2": lambda: t.GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=128, **common),
         "qwen3": lambda: t.Qwen3Config(tie_word_embeddings=True, **WIDE, **common),
         "mistral": lambda: t.MistralConfig(sliding_window=None, **WIDE, **common),
         "gemma": lambda: t.GemmaConfig(**WIDE, **common),
-        "gpt_neox": lambda: t.GPTNeoXConfig(
-            intermediate_size=128, **SIZE, **common
-        ),  # its head is called embed_out
+        # its head is called embed_out
+        "gpt_neox": lambda: t.GPTNeoXConfig(intermediate_size=128, **SIZE, **common),
         "llama-nf4": lambda: t.LlamaConfig(**WIDE, **common),
     }
     return made[family]()

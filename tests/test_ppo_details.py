@@ -63,9 +63,8 @@ def test_02_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
         trainer.accumulate(episodes, [0, 1], float(episodes.mask[:2].sum()), True)["policy/approxkl_avg"]
         < 1e-9
     )
-    object.__setattr__(
-        trainer.sampling, "temperature", 0.8
-    )  # from here on training differs from what was sampled
+    # from here on training differs from what was sampled
+    object.__setattr__(trainer.sampling, "temperature", 0.8)
     with pytest.raises(RuntimeError, match="first ratios are not 1"):
         trainer.learn(episodes)
 
@@ -163,9 +162,8 @@ def test_08_advantages_are_whitened_over_the_batch_of_all_workers(monkeypatch):
     chosen = episodes.advantages[episodes.mask]
     assert chosen.mean().abs() < 1e-6 and chosen.std() == pytest.approx(1, rel=1e-5)
     doubled = []
-    monkeypatch.setattr(
-        advantages_module, "all_reduce", lambda x: doubled.append(x) or 2 * x
-    )  # a twin with the same share
+    # a twin with the same share
+    monkeypatch.setattr(advantages_module, "all_reduce", lambda x: doubled.append(x) or 2 * x)
     args = (trainer.args, rewards, episodes.values, episodes.mask, torch.zeros(16))
     twin, _ = advantages_module.estimate_advantages(*args)
     n = int(episodes.mask.sum())
@@ -250,9 +248,8 @@ def test_15_kl_controller_counts_nats_a_reply_and_is_in_the_checkpoint(tmp_path)
     episodes = half_way(toy.trainer(toy.shared_base(spread=0.2), **changes))
     metrics = trainer.step()
     kl = (episodes.old_logprobs - episodes.ref_logprobs).sum(-1).mean().item()
-    assert (
-        metrics["objective/kl"] == pytest.approx(kl, rel=1e-4) and kl > 1
-    )  # a mean over tokens would be below
+    # a mean over tokens would be below
+    assert metrics["objective/kl"] == pytest.approx(kl, rel=1e-4) and kl > 1
     assert metrics["objective/kl_coef"] == 0.1 and trainer.kl_coef == pytest.approx(
         0.1 * (1 + 0.2 * 16 / 100)
     )

@@ -379,9 +379,8 @@ def pair(margin, longer=0):
 
 
 def test_the_figures_of_pairs():
-    sure = [
-        pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)
-    ]  # says 0.9, and is right so often
+    # says 0.9, and is right so often
+    sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
     found = preferences.summary(sure)
     assert (found["accuracy"], found["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
     assert found["margin to length, correlation"] is None  # all are longer by two tokens

@@ -180,9 +180,8 @@ def test_other_pages(address):
 
 def test_it_listens_on_this_machine_only(address):
     port = int(address.rpartition(":")[2])
-    with socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:  # no packet is sent: it asks for the route
+    # no packet is sent: it asks for the route
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         outside = probe.getsockname()[0]
     with socket.socket() as attempt:

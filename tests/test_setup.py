@@ -34,9 +34,8 @@ def test_every_requirement_is_pinned_and_locked():
     extras = PROJECT["optional-dependencies"]
     wanted = pins(PROJECT["dependencies"]) | pins(extras["dev"] + extras["notebook"] + extras["cloud"])
     assert {name: locked.get(name) for name in wanted} == wanted
-    assert (
-        pins(extras["vllm"]).keys().isdisjoint(locked)
-    )  # it needs other versions of numpy and fastapi than these
+    # it needs other versions of numpy and fastapi than these
+    assert pins(extras["vllm"]).keys().isdisjoint(locked)
 
 
 def test_the_installed_versions_are_the_pinned_ones():
@@ -119,9 +118,8 @@ def test_setup_installs_once_and_again_when_the_pins_change(make):
         os.utime(make.folder / name, (later, later))
         assert len(make("setup").installs) == number
         now = later + 0.5
-        os.utime(
-            make.folder / ".venv/.core", (now, now)
-        )  # the clock catches up with the file from the future
+        # the clock catches up with the file from the future
+        os.utime(make.folder / ".venv/.core", (now, now))
 
 
 def test_a_failed_install_is_tried_again(make):

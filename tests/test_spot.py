@@ -50,9 +50,8 @@ def test_aws(service):
     assert spot.seconds_left() is None
     service.answers[("GET", "/latest/meta-data/spot/instance-action")] = aws_notice(120)
     assert 100 < spot.seconds_left() <= 120
-    assert (
-        service.asked[-1].get("X-aws-ec2-metadata-token") == "T0KEN"
-    )  # IMDSv2: cluster.yaml allows nothing else
+    # IMDSv2: cluster.yaml allows nothing else
+    assert service.asked[-1].get("X-aws-ec2-metadata-token") == "T0KEN"
 
 
 def test_google(service):

@@ -122,9 +122,8 @@ def test_doctor_examines_a_job_and_leaves_nothing(runs, storage, tmp_path, capfd
 def test_plan_reads_the_adapters_that_a_job_starts_from(runs, storage, capsys):
     stage("plan", storage, "x", "lora.r=2", job="jobs/demo/dpo.yaml")
     out = capsys.readouterr().out
-    assert (
-        "note:" not in out and "0.131 M learn" in out
-    )  # of the sft adapter's rank 16, not of the job's rank 2
+    # of the sft adapter's rank 16, not of the job's rank 2
+    assert "note:" not in out and "0.131 M learn" in out
 
 
 RELOAD = """

@@ -141,9 +141,8 @@ def test_room_counts_nodes_to_come(job):
         preflight.check_resources(job(*gpus, "scaling.num_workers=4"), replace(scaled_to_zero, max_workers=2))
     with pytest.raises(InputError, match="a worker wants 2 GPU"):
         preflight.check_resources(job(*gpus, "scaling.resources_per_worker={GPU: 2}"), scaled_to_zero)
-    preflight.check_resources(
-        job(*gpus, "scaling.num_workers=[2, 8]"), scaled_to_zero
-    )  # elastic: two will do
+    # elastic: two will do
+    preflight.check_resources(job(*gpus, "scaling.num_workers=[2, 8]"), scaled_to_zero)
 
 
 def test_several_nodes_share_storage_and_mlflow(job, tmp_path, monkeypatch):
@@ -153,9 +152,8 @@ def test_several_nodes_share_storage_and_mlflow(job, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="on this machine's own disk"):
         preflight.check_storage(mine, two)
     monkeypatch.chdir(ROOT)
-    preflight.check_storage(
-        job("run.storage_path=/mnt/not-here/runs"), two
-    )  # the job itself looks, with a file
+    # the job itself looks, with a file
+    preflight.check_storage(job("run.storage_path=/mnt/not-here/runs"), two)
     preflight.check_storage(job("run.storage_path=s3://bucket/runs"), two)
     with pytest.raises(InputError, match=r"a SQLite file .*mlflow.tracking_uri=http://10\.9\.8\.0:5000"):
         preflight.check_tracking(mine, two)

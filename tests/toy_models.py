@@ -58,8 +58,7 @@ def make(folder: str, seed: int, head: bool) -> None:
     torch.manual_seed(seed)
     shared = shared_base()
     shared.add("toy", lora={"r": 4, "target_modules": "all-linear"}, head=head)
-    for parameter in shared.parameters_of(
-        "toy"
-    ):  # peft's B is 0: an adapter that changes nothing tests nothing
+    # peft's B is 0: an adapter that changes nothing tests nothing
+    for parameter in shared.parameters_of("toy"):
         parameter.data += 0.04 * torch.randn_like(parameter)
     shared.save("toy", folder)

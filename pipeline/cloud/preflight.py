@@ -23,9 +23,8 @@ from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import Job
 from pipeline.errors import InputError
 
-LIMIT = (
-    100 * 2**20
-)  # bytes: Ray keeps an uploaded working directory in the memory of the head (100 MiB at most)
+# Bytes: Ray keeps an uploaded working directory in the memory of the head, 100 MiB at most.
+LIMIT = 100 * 2**20
 # Hub organisations whose models ask for a licence to be accepted: their files need a token on every node.
 GATED = ("meta-llama/", "google/gemma", "mistralai/")
 

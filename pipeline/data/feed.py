@@ -102,9 +102,8 @@ class ExactBatches(Trainer):
     `num_items_in_batch`; row means (rm, dpo) are weighted by the rank's share of the rows of the global batch.
     """
 
-    _shares: deque[
-        tuple[float, int, bool]
-    ]  # of the micro-batches fetched: (weight, rows, uneven over the ranks)
+    # of the micro-batches fetched: (weight, rows, uneven over the ranks)
+    _shares: deque[tuple[float, int, bool]]
     _share = 1.0
 
     def get_train_dataloader(self) -> Any:

@@ -90,9 +90,8 @@ class RowError(Exception):
         name = f"`{self.field}`: " if self.field else ""
         return f"{self.where()}: {name}found {self.found}; expected {self.expected}"
 
-    def __reduce__(
-        self,
-    ) -> tuple[Any, ...]:  # an exception is pickled by its args, which a dataclass does not set
+    # An exception is pickled by its args, which a dataclass does not set.
+    def __reduce__(self) -> tuple[Any, ...]:
         return RowError, (self.kind, self.field, self.found, self.expected, self.file, self.line, self.unit)
 
 

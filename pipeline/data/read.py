@@ -64,9 +64,8 @@ class Stats:
     """What one task found; small, however long its chunk."""
 
     splits: dict[str, Split] = field(default_factory=dict)
-    lengths: dict[str, tuple[Counter, Counter]] = field(
-        default_factory=dict
-    )  # split -> histograms: prompt, reply
+    # split -> histograms: prompt, reply
+    lengths: dict[str, tuple[Counter, Counter]] = field(default_factory=dict)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)  # split -> (file, rows)
     kinds: Counter = field(default_factory=Counter)  # of bad rows
     errors: list[RowError] = field(default_factory=list)  # the first few

@@ -52,9 +52,8 @@ class SharedBase(nn.Module):
         self.trainable: dict[str, bool] = {}
         self.autocast = autocast
         self.gradient_checkpointing = False
-        self._stored: dict[
-            str, str
-        ] = {}  # role -> the adapter that serves it (two frozen roles may share one)
+        # role -> the adapter that serves it (two frozen roles may share one)
+        self._stored: dict[str, str] = {}
         self._folders: dict[str, str] = {}  # folder -> the frozen adapter loaded from it
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._tuner: LoraModel | None = None
@@ -249,9 +248,10 @@ class SharedBase(nn.Module):
                 raise InputError(
                     f"{path}: head {heads} of shape {tuple(weight.shape)}; expected one weight of shape (1, {self.hidden_size})"
                 )
-            self._new_head(stored, weight) if stored not in self.heads else self.heads[
-                stored
-            ].weight.data.copy_(weight)
+            if stored in self.heads:
+                self.heads[stored].weight.data.copy_(weight)
+            else:
+                self._new_head(stored, weight)
         elif stored in self.heads:
             raise InputError(f"{path}: role {role!r} has a scalar head, and there is none in this file")
         mine = self._adapter(stored)
@@ -344,17 +344,14 @@ class SharedBase(nn.Module):
         """(N,) log-probs, or entropies, from hidden states (N, H): through the lm head, a chunk of rows at a time."""
         head = self.base.get_output_embeddings()
         size = max(1, LOGIT_CHUNK.get(hidden.device.type, LOGIT_CHUNK["cpu"]) // self.vocab_size)
-        pieces = (
-            [hidden.sum(-1).float() * 0.0] if len(hidden) == 0 else []
-        )  # no action: still part of the graph
+        # no action: still part of the graph
+        pieces = [hidden.sum(-1).float() * 0.0] if len(hidden) == 0 else []
         for at in range(0, len(hidden), size):
             part = slice(at, at + size)
             run = partial(_from_logits, self, targets[part], early[part], temperature, barred, want_entropy)
             if not torch.is_grad_enabled():
                 pieces.append(run(hidden[part]))
-            elif isinstance(
-                head, BaseTunerLayer
-            ):  # an adapter on the lm head: its parameters need gradients, too
+            elif isinstance(head, BaseTunerLayer):  # an adapter on the lm head learns, too
                 contexts = self._checkpoint_contexts
                 pieces.append(checkpoint(run, hidden[part], use_reentrant=False, context_fn=contexts))
             else:
@@ -420,10 +417,8 @@ class SharedBase(nn.Module):
         for module in self.base.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            elif isinstance(
-                getattr(module, "attention_dropout", None), float
-            ):  # read by functional attention
-                module.attention_dropout = 0.0
+            elif isinstance(getattr(module, "attention_dropout", None), float):
+                module.attention_dropout = 0.0  # of functional attention
 
     @torch.no_grad()
     def _check_logits(self) -> None:

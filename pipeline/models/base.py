@@ -265,9 +265,8 @@ def load_base(
         raise InputError(
             f"model.name_or_path: {where!r} ({config.model_type}) cannot be loaded as {auto.__name__}"
         )
-    with (
-        _without_load_report()
-    ):  # it calls the scorer's new head a problem; what is one, _check_loaded refuses
+    # Its report calls the scorer's new head a problem; what is one, _check_loaded refuses.
+    with _without_load_report():
         loaded, info = auto.from_pretrained(where, **options)
     _check_loaded(where, info, scorer)
     freeze(loaded)

@@ -85,9 +85,7 @@ class Episodes:
     old_logprobs: Tensor  # (B, R)
     ref_logprobs: Tensor  # (B, R)
     values: Tensor  # (B, R) the critic's, before each action
-    bootstrap: (
-        Tensor  # (B,) its value after the last action, of rows that were cut off; 0 of those that ended
-    )
+    bootstrap: Tensor  # (B,) its value after the last action, of rows that were cut off; else 0
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
     learn: Tensor  # (B, R) bool: `mask`, less what teaches nothing (the overlong filter)

@@ -12,29 +12,16 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-POSITIVE = (
-    *(
-        "batch_size",
-        "num_ppo_epochs",
-        "num_mini_batches",
-        "num_generations",
-        "response_length",
-        "temperature",
-    ),
-    *(
-        "per_device_train_batch_size",
-        "local_rollout_forward_batch_size",
-        "micro_batch_tokens",
-        "total_episodes",
-    ),
-    *("num_train_epochs", "kl_target", "kl_horizon", "ref_model_sync_steps", "cliprange", "cliprange_value"),
-    *("early_stop_kl", "reward_clip", "adam_epsilon", "logging_steps", "vllm_importance_sampling_clip_max"),
-)
-NOT_NEGATIVE = (
-    *("min_new_tokens", "kl_coef", "entropy_coef", "vf_coef", "critic_warmup_steps", "missing_eos_penalty"),
-    *("learning_rate", "critic_learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"),
-    *("save_steps", "eval_steps", "seed"),
-)
+POSITIVE = """
+    batch_size num_ppo_epochs num_mini_batches num_generations response_length temperature
+    per_device_train_batch_size local_rollout_forward_batch_size micro_batch_tokens total_episodes num_train_epochs
+    kl_target kl_horizon ref_model_sync_steps cliprange cliprange_value early_stop_kl reward_clip
+    adam_epsilon logging_steps vllm_importance_sampling_clip_max
+""".split()
+NOT_NEGATIVE = """
+    min_new_tokens kl_coef entropy_coef vf_coef critic_warmup_steps missing_eos_penalty learning_rate
+    critic_learning_rate weight_decay warmup_steps max_grad_norm save_steps eval_steps seed
+""".split()
 
 
 @dataclass

@@ -74,9 +74,8 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
     inputs = []
     for context, digest in digests.items():
         paths = getattr(job.data, context, None) or job.data.train
-        with (
-            warnings.catch_warnings()
-        ):  # a local path can be a "local" source in two ways, which are the same
+        # a local path can be a "local" source in two ways, which are the same
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(str(_first(paths)))
         dataset = MetaDataset(source, name=context, digest=digest[:36])

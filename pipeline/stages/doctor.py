@@ -27,9 +27,8 @@ def run(job: Job) -> dict[str, Any]:
     job = cluster.name_run(replace(job, run=replace(job.run, name=None, max_failures=0)))
     job = replace(
         job,
-        run=replace(
-            job.run, name=f"doctor-{job.run.name}"
-        ),  # beside the run that it is about, not in its place
+        # Beside the run that it is about, not in its place.
+        run=replace(job.run, name=f"doctor-{job.run.name}"),
         scaling={**job.scaling, "num_workers": 1},
     )
     storage.require_writable(job.run.storage_path)

@@ -31,9 +31,8 @@ def train(worker: Worker) -> dict[str, Any]:
         """TRL's trainer, each pair exactly once an epoch over all workers."""
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
-    args = training.arguments(
-        worker, RewardConfig, max_length=None
-    )  # too long pairs are gone: TRL would drop them
+    # No max_length: too long pairs are gone, and TRL would drop them.
+    args = training.arguments(worker, RewardConfig, max_length=None)
     set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
     trainer = Trainer(
         model=load_base(worker.job.model, worker.tokenizer),

@@ -16,9 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "jobs/demo/model"
 WORK = ROOT / "runs/bench"  # random models, rows, and what each measurement left
-TRL_PPO = (
-    ROOT / ".bench/trl"
-)  # TRL 1.12, the last one with a PPOTrainer: only the process that measures it sees it
+# TRL 1.12, the last one with a PPOTrainer: only the process that measures it sees it
+TRL_PPO = ROOT / ".bench/trl"
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 LEARNING_RATE = 1e-5
 SEED = 6  # of our sampling: at size `large` the replies of both updates take about 39 % of the limit
@@ -37,14 +36,10 @@ class Size:
 
     shape: dict[str, int] | None  # of a random Llama; None: the demo model, which is trained
     prompts: int  # of one PPO update
-    together: (
-        int  # rows of one forward and backward of ours; TRL's minibatch cannot be cut without losing steps
-    )
+    together: int  # rows of one forward and backward of ours; TRL's minibatch cannot be cut
     prompt_tokens: int | None  # of each prompt; None: the demo's own
     new_tokens: int  # most in a reply
-    eos_bias: (
-        float  # on the end's logit where replies end by themselves; for a mean reply of 40 % of the limit
-    )
+    eos_bias: float  # on the end's logit where replies end by themselves, after 40 % of the limit
     updates: int  # of PPO, the first of them a warm-up
     rows: int  # of one step of sft; a step of rm and dpo has half as many pairs, which are two rows each
     words: int | None  # of each row of sft, rm and dpo; None: the demo's rows
