@@ -184,7 +184,14 @@ class PPOTrainer:
         if args.eval_steps and self.update % args.eval_steps == 0 and self.eval_prompts:
             with self.phases("eval"):
                 metrics |= self.evaluate()[0]
-        return metrics | {"episode": float(self.update * args.batch_size)} | self.phases.metrics()
+        cost = self.phases.metrics()
+        seconds = sum(cost.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "values", "update"))
+        tokens = metrics["completions/mean_length"] * args.batch_size
+        speed = {
+            "train_samples_per_second": args.batch_size / seconds,
+            "train_tokens_per_second": tokens / seconds,
+        }
+        return metrics | {"episode": float(self.update * args.batch_size)} | cost | speed
 
     # --------------------------------------------------------------------------------- rollout and scores
 

@@ -245,6 +245,13 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 kind="stack",
             ),
             Panel(
+                "Speed",
+                "tokens a second",
+                {"train_tokens_per_second": ""},
+                "Sampled, scored and learned from, over all workers.",
+                zero=True,
+            ),
+            Panel(
                 "Memory",
                 "GiB",
                 {"memory/rollout": "rollout", "memory/update": "update", "memory/peak": "highest so far"},
