@@ -1,7 +1,6 @@
 """Files -> token tables on an embedded Ray: reports, errors with file:line, the cache, the hold-out, packing."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -30,27 +29,6 @@ class Data:
     batch_size: int | None = None
     cache_dir: str | None = None
     seed: int = 0
-
-
-@pytest.fixture(scope="session")
-def embedded_ray():
-    import ray
-
-    if not ray.is_initialized():
-        os.environ.update(
-            RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled", RAY_DATA_DISABLE_PROGRESS_BARS="1",
-            RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false",
-            OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT),
-        )  # fmt: skip
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=200 << 20,
-            logging_level="warning",
-        )
-    yield
-    ray.shutdown()
 
 
 def write(path: Path, rows: list) -> str:

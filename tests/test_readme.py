@@ -69,7 +69,7 @@ def shell(command, copy, **more):
     clean = {
         k: v
         for k, v in os.environ.items()
-        if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "MAKEFLAGS", "MAKELEVEL")
+        if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "MAKEFLAGS", "MAKELEVEL", "ARGS")
     }
     return subprocess.run(
         command, shell=True, cwd=copy, capture_output=True, text=True, env=clean, timeout=900, **more

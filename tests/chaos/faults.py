@@ -178,6 +178,8 @@ class Nodes:
 
     def __init__(self, run: Run, count: int):
         # The workers are the nodes' children and not the driver's. Two threads would add in another order than one.
+        before = dict(os.environ)
+        run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before)))
         os.environ.update(
             OMP_NUM_THREADS="1", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[2]),
         )  # fmt: skip
