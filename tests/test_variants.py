@@ -67,14 +67,15 @@ async def manners_later(completions, answer):
 
 
 @pytest.fixture(scope="module")
-def trained(embedded_ray, tmp_path_factory):
+def trained(embedded_ray, tmp_path_factory, request):
     """Folders of the demo's sft and reward adapters, and the table of gains, printed at the end."""
     storage = tmp_path_factory.mktemp("variants")
     found = {name: stage(name, storage, name)["adapter"] for name in ("sft", "rm")}
     gains = []
     yield found, gains
-    print("\n\n| variant | gold reward before | after | KL, nats a reply |\n| --- | --- | --- | --- |")
-    print("\n".join(gains))
+    terminal = request.config.pluginmanager.getplugin("terminalreporter")  # print would be captured
+    head = ["", "| variant | gold reward before | after | KL, nats a reply |", "| --- | --- | --- | --- |"]
+    terminal.write_line("\n".join([*head, *gains]))
 
 
 def rows(name, tokenizer):
