@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = (
-    "llama3_reward_model.ipynb",
-    "ppo.ipynb",
-)  # the second one goes on with what the first one trained
+NOTEBOOKS = ("llama3_reward_model.ipynb", "ppo.ipynb")  # the second goes on with what the first trained
 
 
 def execute(path: Path, timeout: int = 1800, **parameters: Any) -> Any:
