@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import console, registry, storage
+from pipeline import console, embedded, registry, storage
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.resume import checkpoints
@@ -30,13 +30,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
     **console.QUIET,
 }
-EMBEDDED = {
-    "RAY_AUTH_MODE": "disabled",  # it listens on loopback and serves one user: no token
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also what a checkpoint report waits for (2 s by default)
-    "RAY_prestart_worker_first_driver": "0",  # a process for each CPU, more than are used: they slow the start
-    "RAY_worker_niceness": "0",  # Ray's default is 15: its own idle processes would push the training aside
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one more process; nobody gives this machine notice
-}
+RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
 
 
 def name_run(job: Job) -> Job:
@@ -59,21 +53,28 @@ def session(job: Job) -> Iterator[None]:
         yield
         return
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
-    quiet = {"log_to_driver": True, "logging_level": "warning"}
-    if os.environ.get("RAY_ADDRESS"):  # set by Ray for the driver of a submitted job
-        ray.init(**quiet)
-        check_shared_storage(job)
-    else:
-        os.environ.update({k: v for k, v in EMBEDDED.items() if k not in os.environ})
-        # A bare init() would join whatever cluster this machine last started, somebody else's included.
-        cpus = max(4, os.cpu_count() or 1)  # logical: data tasks must find a slot beside the workers
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    console.attach()
-    _quiet_data()
+    with _cluster(job) if os.environ.get("RAY_ADDRESS") else _embedded():
+        console.attach()
+        _quiet_data()
+        yield
+
+
+@contextlib.contextmanager
+def _cluster(job: Job) -> Iterator[None]:
+    """The cluster that this driver runs on: Ray sets RAY_ADDRESS for the driver of a submitted job."""
+    import ray
+
+    ray.init(**RAY_LOGGING)
     try:
+        check_shared_storage(job)
         yield
     finally:
         ray.shutdown()
+
+
+def _embedded() -> contextlib.AbstractContextManager[None]:
+    cpus = max(4, os.cpu_count() or 1)  # logical: data tasks must find a slot beside the workers
+    return embedded.ray_session(num_cpus=cpus, **RAY_LOGGING)
 
 
 def _quiet_data() -> None:
@@ -199,6 +200,8 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.config import LoggingConfig
 
+    from pipeline.rendezvous import FileRendezvous
+
     job = work.job
     scaling = dict(job.scaling)
     if isinstance(scaling.get("num_workers"), list):
@@ -206,6 +209,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     trainer = TorchTrainer(
         main,
         train_loop_config={"train": train, "work": work},
+        torch_config=None if os.environ.get("RAY_ADDRESS") else FileRendezvous(),
         datasets=rows,
         # Every worker sees the whole set: a split shard would be split a second time by accelerate.
         dataset_config=DataConfig(datasets_to_split=[]),

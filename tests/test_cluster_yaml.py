@@ -296,3 +296,25 @@ def test_the_roles_allow_what_they_need_and_no_more(ec2):
         assert "*" not in "".join(statement["Action"])
         if "ec2:TerminateInstances" in statement["Action"]:
             assert statement["Condition"]["StringEquals"] == {"ec2:ResourceTag/ray-cluster-name": "rlhf"}
+
+
+def test_the_head_passes_its_workers_role_to_instances_only():
+    class Template(yaml.SafeLoader):
+        """CloudFormation's !Ref, !Sub and !GetAtt as text."""
+
+    Template.add_multi_constructor("!", lambda loader, tag, node: loader.construct_scalar(node))
+    resources = yaml.load((ROOT / "jobs/cloud/aws.yaml").read_text(), Template)["Resources"]
+    (policy,) = resources["HeadRole"]["Properties"]["Policies"]
+    passing = [one for one in policy["PolicyDocument"]["Statement"] if "iam:PassRole" in one["Action"]]
+    assert [(one["Resource"], one["Condition"]) for one in passing] == [
+        ("WorkerRole.Arn", {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}})
+    ]
+
+
+def test_no_worker_has_the_account_of_the_head():
+    types = yaml.safe_load((ROOT / "jobs/cloud/gcp.yaml").read_text())["available_node_types"]
+    accounts = {
+        name: {one["email"] for one in node["node_config"]["serviceAccounts"]} for name, node in types.items()
+    }
+    head = accounts.pop("head")
+    assert head and accounts and all(worker and not worker & head for worker in accounts.values())

@@ -81,6 +81,13 @@ def test_workers_get_what_the_job_asks_for(capsys):
     )
 
 
+def test_nobody_in_the_network_commands_the_head_without_the_token():
+    """The dashboard has to answer the operator's pod, so it listens on all interfaces: the token is what guards it."""
+    cluster = yaml.safe_load(SHIPPED.read_text())["spec"]["rayClusterSpec"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "0.0.0.0"
+    assert cluster["authOptions"] == {"mode": "token"}
+
+
 def test_secrets_are_named_and_never_written(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
     text = made(

@@ -44,6 +44,19 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
+SECRETS = [".env", "jobs/.env.prod", "prod.env", ".aws/credentials", ".ssh/id_ed25519", ".ray/auth_token", "tls.key", "jobs/node.pem",
+           "gcloud-credentials.json", "service-account-1.json", "secrets.yaml", ".netrc", ".kube/config"]  # fmt: skip
+
+
+def test_keys_and_tokens_in_the_folder_are_not_uploaded(tmp_path):
+    shutil.copy(ROOT / ".rayignore", tmp_path)
+    sent = ["pipeline/run.py", "jobs/demo/sft.yaml", "pyproject.toml", "my_rewards.py", "data/rows.jsonl"]
+    for name in [*SECRETS, *sent]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert set(preflight.upload_files(str(tmp_path))) - {".rayignore"} == set(sent)
+
+
 # ------------------------------------------------------------------------------------------- refused, with a head
 
 

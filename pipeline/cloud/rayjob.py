@@ -55,10 +55,14 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
             "backoffLimit": 0,  # run.max_failures restarts workers; a job that is wrong would be wrong again
             "rayClusterSpec": {
                 "rayVersion": ray,
+                # The operator makes a secret with a token and hands it to every pod. Without it whoever reaches the head's
+                # port 8265 in the cluster's network runs what he likes in it. Needs KubeRay 1.6.
+                "authOptions": {"mode": "token"},
                 "enableInTreeAutoscaling": True,
                 "autoscalerOptions": {"idleTimeoutSeconds": 600},
                 "headGroupSpec": {
-                    # No tasks on the head: it runs Ray's control and the driver.
+                    # No tasks on the head: it runs Ray's control and the driver. The operator, in a pod of its own, asks
+                    # the dashboard how the job does, with the token.
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
                     "template": {"spec": pod(job, "ray-head", {"cpu": "2", "memory": "8Gi"})},
                 },

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runs import STEPS, Run, until
+from runs import AUTHENTICATION, STEPS, Run, until
 
 
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
@@ -181,7 +181,7 @@ class Nodes:
         before = dict(os.environ)
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before)))
         os.environ.update(
-            OMP_NUM_THREADS="1", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[2]),
+            OMP_NUM_THREADS="1", **AUTHENTICATION, RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[2]),
         )  # fmt: skip
         from ray.cluster_utils import Cluster
 

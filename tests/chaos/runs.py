@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 14
+# The clusters of the experiments, and the drivers that join them: on a network they are nobody else's.
+AUTHENTICATION = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 PATIENCE = 240  # seconds for whatever is waited for
 SMALL = {
     "trl": [
@@ -94,7 +97,7 @@ class Run:
 
     def start(self, *extra: str) -> "Run":
         env = os.environ | {
-            "CHAOS_STEP_S": str(self.pause), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
+            "CHAOS_STEP_S": str(self.pause), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **AUTHENTICATION,
             "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
             "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1",

@@ -1,0 +1,117 @@
+"""An embedded Ray: it listens on loopback only, wants a token that is made anew for it, and leaves nothing behind.
+
+    with embedded.ray_session(logging_level="warning"):
+        ...
+
+Ray listens on every interface and, without a token, runs whatever command is posted to its agent. Here every socket is
+bound to loopback, so that no other machine can knock, and every request needs the token, so that no other user of this
+machine gets in.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline import janitor
+from pipeline.errors import InputError
+
+# Set before Ray starts, so that every process of it inherits them; what the user has set stays.
+DEFAULTS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also what a checkpoint report waits for (2 s by default)
+    "RAY_prestart_worker_first_driver": "0",  # a process for each CPU, more than are used: they slow the start
+    "RAY_worker_niceness": "0",  # Ray's default is 15: its own idle processes would push the training aside
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one more process; nobody gives this machine notice
+}
+
+
+def secured() -> dict[str, str]:
+    """The environment of a Ray that only this session can speak to. It overrides what the user has set."""
+    return {
+        # Named after the systems on which it is the default: there Ray binds to loopback, to spare its users the
+        # firewall's questions (https://github.com/ray-project/ray/issues/18730). It does the same on Linux.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": _token(),
+        # torch.distributed would listen on the address that this machine's name resolves to.
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface()),
+    }
+
+
+@cache  # two sessions of one process may share it
+def _token() -> str:
+    return secrets.token_hex(32)
+
+
+def _loopback_interface() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def _read_environment_again() -> None:
+    """Ray reads these settings when it is imported, which a notebook, say, did long before.
+
+    All of it private (ray 2.60); tests/test_security.py lists the sockets of a session that starts in such a process.
+    """
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def ray_session(**options: Any) -> Iterator[None]:
+    """Starts Ray for the block, and ends it. `options` are ray.init's.
+
+    Raises:
+        InputError: when the folder for Ray's files belongs to another user.
+    """
+    os.environ.update({key: value for key, value in DEFAULTS.items() if key not in os.environ})
+    os.environ.update(secured())
+    root = _session_root()
+    _sweep(root)
+    watching = janitor.start(str(root))
+
+    import ray
+
+    _read_environment_again()
+    try:
+        # address="local": a bare init() would join whatever cluster this machine last started, somebody else's included.
+        context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
+        yield
+        ray.shutdown()
+        shutil.rmtree(context.address_info["session_dir"], ignore_errors=True)
+    finally:  # of a session that failed, Ray's logs stay until the next one but one starts
+        ray.shutdown()
+        watching.communicate()
+
+
+# --------------------------------------------------------------------------------------------- what stays behind
+
+
+def _session_root() -> Path:
+    """The folder of this user's Ray sessions: logs and unix sockets. Not Ray's /tmp/ray, which all users share."""
+    root = Path(os.environ.get("RAY_TMPDIR", "/tmp"), f"ray-{os.getuid()}")
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if root.stat().st_uid != os.getuid():
+        raise InputError(
+            f"{root} belongs to another user; export RAY_TMPDIR=FOLDER, one of your own with a short path"
+        )
+    root.chmod(0o700)
+    return root
+
+
+def _sweep(root: Path) -> None:
+    """Deletes the folders of sessions whose driver is gone, except the newest: its logs may be wanted."""
+    import psutil
+
+    sessions = sorted(path for path in root.glob("session_*_*") if path.is_dir() and not path.is_symlink())
+    ended = [path for path in sessions if not psutil.pid_exists(int(path.name.rpartition("_")[2]))]
+    for path in ended[:-1]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,195 @@
+"""An embedded Ray can be reached by nobody but the session that started it, and leaves nothing behind."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import grpc
+import psutil
+import pytest
+from running import NO_EVAL, ROOT
+
+COMMAND = json.dumps({"entrypoint": "true"})  # what Ray's agent runs for whoever has the token
+# (method, path, body): what the HTTP servers of a session answer; all but metrics and health want the token.
+REQUESTS = [
+    ("POST", "/api/job_agent/jobs/", COMMAND),
+    ("GET", "/api/job_agent/jobs/x/logs", None),
+    ("POST", "/get_or_create_runtime_env", ""),
+]
+OPEN = ("# HELP", "# TYPE")  # Prometheus metrics: numbers about Ray itself
+# A method of each gRPC service of Ray that would run code, read data or end something.
+CALLS = ["CoreWorkerService/PushTask", "InternalKVGcsService/InternalKVKeys", "NodeManagerService/RequestWorkerLease",
+         "ReporterService/GetTraceback"]  # fmt: skip
+
+
+def sockets(process):
+    """{(address, port): process name} of what a process and its descendants listen on."""
+    found = {}
+    for one in [process, *process.children(recursive=True)]:
+        try:
+            for connection in one.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    address = connection.laddr.ip.removeprefix("::ffff:")
+                    found[address, connection.laddr.port] = " ".join(one.cmdline())[:80]
+        except psutil.Error:
+            continue  # it has ended meanwhile
+    return found
+
+
+def on_loopback(address):
+    return address.startswith("127.") or address == "::1"
+
+
+def http_answers(address, port):
+    """[(path, status, beginning of the body)] of REQUESTS, without a token; [] where no HTTP is spoken."""
+    answers = []
+    for method, path, body in REQUESTS:
+        connection = http.client.HTTPConnection(address, port, timeout=5)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answers.append((path, response.status, response.read(200).decode("utf-8", "replace")))
+        except (http.client.HTTPException, OSError):
+            return []
+        finally:
+            connection.close()
+    return answers
+
+
+def grpc_codes(address, port):
+    """{method: status code} of CALLS, without a token."""
+    codes = {}
+    # In a test process Ray's own channels carry the token; this one is made by hand.
+    with grpc.insecure_channel(f"{address}:{port}") as channel:
+        for method in CALLS:
+            call = channel.unary_unary(
+                f"/ray.rpc.{method}", request_serializer=bytes, response_deserializer=bytes
+            )
+            try:
+                call(b"", timeout=5)
+                codes[method] = "OK"
+            except grpc.RpcError as error:
+                codes[method] = error.code().name
+    return codes
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A real run of two workers: {(address, port): name} of all that listened during it, and what answered a knock."""
+    folder = tmp_path_factory.mktemp("sockets")
+    command = [
+        sys.executable, "-m", "pipeline", "sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.report=false", "gate={}",
+        "trainer.max_steps=2", "scaling.num_workers=2", "mlflow.registered_model=null", *NO_EVAL,
+    ]  # fmt: skip
+    # Settings of the user that would open it: they do not count.
+    env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    env.pop("RAY_AUTH_TOKEN", None)
+    listening, answers, codes = {}, {}, {}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as driver:
+        try:
+            while driver.poll() is None:
+                for place, name in sockets(psutil.Process(driver.pid)).items():
+                    if place in listening:
+                        continue
+                    listening[place] = name
+                    if on_loopback(place[0]):  # a test knocks at no other address
+                        answers[place] = http_answers(*place)
+                        codes[place] = {} if answers[place] else grpc_codes(*place)
+                time.sleep(0.05)
+        finally:
+            driver.kill()
+        said = driver.stdout.read().decode()
+    assert driver.returncode == 0, said[-3000:]
+    return listening, answers, codes
+
+
+def test_a_run_listens_on_loopback_only(run):
+    listening, _, _ = run
+    outside = {place: name for place, name in listening.items() if not on_loopback(place[0])}
+    assert not outside
+    names = " ".join(listening.values())
+    assert all(
+        name in names for name in ("raylet", "gcs_server", "ray::DashboardAgent", "ray::RayTrainWorker")
+    )
+
+
+def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
+    listening, answers, codes = run
+    obeyed = [
+        (listening[place], path, status, body)
+        for place, some in answers.items()
+        for path, status, body in some
+        if status < 400 and not body.startswith(OPEN)
+    ]
+    assert not obeyed
+    statuses = [status for some in answers.values() for path, status, _ in some if path == REQUESTS[0][1]]
+    assert 401 in statuses, "the agent that runs jobs was not knocked at"
+    spoken = [code for some in codes.values() for code in some.values()]
+    assert "OK" not in spoken
+    refused = {
+        method for some in codes.values() for method, code in some.items() if code == "UNAUTHENTICATED"
+    }
+    assert refused == set(CALLS), "each of these services was there, and asked for the token"
+
+
+SESSION = """
+import sys
+import ray  # before the session, as a notebook may have done
+from pipeline import embedded
+with embedded.ray_session(num_cpus=1, logging_level="warning"):
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a process with an embedded session, its files below `start.root`; ends it after the test."""
+    started = []
+    root = tmp_path.parent / "r"  # unix sockets have short names
+
+    def begin():
+        process = subprocess.Popen(
+            [sys.executable, "-c", SESSION], cwd=ROOT, env=os.environ | {"RAY_TMPDIR": str(root)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout.readline().startswith("127.0.0.1:")
+        return process
+
+    begin.sessions = lambda: sorted(root.glob("ray-*/session_*_*"))
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_an_ended_session_leaves_no_process_and_no_file(start):
+    driver = start()
+    left = psutil.Process(driver.pid).children(recursive=True)
+    driver.communicate()
+    assert driver.returncode == 0
+    gone, alive = psutil.wait_procs(left, timeout=10)
+    assert len(gone) > 4 and not alive
+    assert not start.sessions()
+
+
+def test_a_killed_driver_takes_its_processes_along_and_the_next_session_its_files(start):
+    for _ in range(2):
+        driver = start()
+        left = psutil.Process(driver.pid).children(recursive=True)
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+        _, alive = psutil.wait_procs(left, timeout=8)
+        assert not alive, [process.name() for process in alive]
+    assert len(start.sessions()) == 2
+    start()
+    assert len(start.sessions()) == 2, (
+        "the newest that failed, whose logs may be wanted, and the one that runs"
+    )
