@@ -52,15 +52,32 @@ def _loopback_interface() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def _read_environment_again() -> None:
-    """Ray reads these settings when it is imported, which a notebook, say, did long before.
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """The environment of a session for the block; afterwards as it was, for a cluster with a token of its own, say."""
+    before = dict(os.environ)
+    os.environ.update({key: value for key, value in DEFAULTS.items() if key not in os.environ})
+    os.environ.update(secured())
+    _read_by_ray()
+    try:
+        yield
+    finally:
+        for key in (*DEFAULTS, *secured()):
+            os.environ.pop(key, None)
+            os.environ.update({key: before[key]} if key in before else {})
+        _read_by_ray()
 
-    All of it private (ray 2.60); tests/test_security.py lists the sockets of a session that starts in such a process.
+
+def _read_by_ray() -> None:
+    """Ray reads these settings when it is imported, which a notebook, say, did long before: it reads them again.
+
+    All of it private (ray 2.60); tests/test_embedded.py lists the sockets of a session that starts in such a process.
     """
-    from ray._private import ray_constants
+    from ray._private import ray_constants as ray_settings
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    default = not ray_settings.IS_WINDOWS_OR_OSX
+    ray_settings.ENABLE_RAY_CLUSTER = ray_settings.env_bool(ray_settings.ENABLE_RAY_CLUSTERS_ENV_VAR, default)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -72,24 +89,21 @@ def ray_session(**options: Any) -> Iterator[None]:
     Raises:
         InputError: when the folder for Ray's files belongs to another user.
     """
-    os.environ.update({key: value for key, value in DEFAULTS.items() if key not in os.environ})
-    os.environ.update(secured())
     root = _session_root()
     _sweep(root)
-    watching = janitor.start(str(root))
+    with _environment():
+        import ray
 
-    import ray
-
-    _read_environment_again()
-    try:
-        # address="local": a bare init() would join whatever cluster this machine last started, somebody else's included.
-        context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
-        yield
-        ray.shutdown()
-        shutil.rmtree(context.address_info["session_dir"], ignore_errors=True)
-    finally:  # of a session that failed, Ray's logs stay until the next one but one starts
-        ray.shutdown()
-        watching.communicate()
+        watching = janitor.start(str(root))
+        try:
+            # address="local": else it would join whatever cluster this machine last started, somebody else's included.
+            context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
+            yield
+            ray.shutdown()
+            shutil.rmtree(context.address_info["session_dir"], ignore_errors=True)
+        finally:  # of a session that failed, Ray's logs stay until the next but one starts
+            ray.shutdown()
+            watching.communicate()
 
 
 # --------------------------------------------------------------------------------------------- what stays behind

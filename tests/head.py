@@ -40,7 +40,7 @@ class Head:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token),
         }
-        for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONPATH"):
+        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "MLFLOW_TRACKING_URI", "PYTHONPATH"):
             environment.pop(name, None)
         ports = {
             name: str(free_port())

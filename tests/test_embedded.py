@@ -12,6 +12,7 @@ import grpc
 import psutil
 import pytest
 from running import NO_EVAL, ROOT
+from sockets import on_loopback, sockets
 
 COMMAND = json.dumps({"entrypoint": "true"})  # what Ray's agent runs for whoever has the token
 # (method, path, body): what the HTTP servers of a session answer; all but metrics and health want the token.
@@ -24,24 +25,6 @@ OPEN = ("# HELP", "# TYPE")  # Prometheus metrics: numbers about Ray itself
 # A method of each gRPC service of Ray that would run code, read data or end something.
 CALLS = ["CoreWorkerService/PushTask", "InternalKVGcsService/InternalKVKeys", "NodeManagerService/RequestWorkerLease",
          "ReporterService/GetTraceback"]  # fmt: skip
-
-
-def sockets(process):
-    """{(address, port): process name} of what a process and its descendants listen on."""
-    found = {}
-    for one in [process, *process.children(recursive=True)]:
-        try:
-            for connection in one.net_connections("inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    address = connection.laddr.ip.removeprefix("::ffff:")
-                    found[address, connection.laddr.port] = " ".join(one.cmdline())[:80]
-        except psutil.Error:
-            continue  # it has ended meanwhile
-    return found
-
-
-def on_loopback(address):
-    return address.startswith("127.") or address == "::1"
 
 
 def http_answers(address, port):

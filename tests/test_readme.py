@@ -11,8 +11,10 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 from running import ROOT
+from sockets import on_loopback, sockets
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -131,6 +133,8 @@ def test_a_service_answers(command, url, copy):
                 try:
                     with urllib.request.urlopen(url, timeout=2) as answer:
                         assert answer.status == 200
+                        listening = sockets(psutil.Process(server.pid))
+                        assert listening and all(on_loopback(address) for address, _ in listening)
                         break
                 except OSError:
                     continue

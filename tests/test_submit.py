@@ -11,9 +11,11 @@ import threading
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 from head import TOKEN, Head, Proxy
 from running import ROOT
+from sockets import sockets
 
 from pipeline.__main__ import main
 from pipeline.cloud import preflight, submit
@@ -285,6 +287,7 @@ def test_leaving_a_job_and_ending_it(cluster, capsys):
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as follower:
         assert any(line.startswith("line 1") for line in follower.stdout)
+        assert not sockets(psutil.Process(follower.pid)), "who follows a job listens nowhere"
         follower.send_signal(signal.SIGINT)
         _, message = follower.communicate(timeout=60)
         assert follower.returncode == 130
