@@ -109,6 +109,7 @@ def prepare(
     if manifest is None:
         chunks = [chunk for name, found in files.items() for chunk in source.plan(found, name, stage)]
         stats = run_tasks(chunks, tokenizer, options, folder)
+        note_empty(stats, chunks)
         check(stats, chunks, options, data)
         manifest = {"key": key, **merge(stats, chunks, options)}
         storage.write_json(storage.join(folder, "manifest.json"), manifest)
@@ -252,6 +253,22 @@ def read_part(batch: dict[str, Any], names: list[str], columns: list[str]) -> It
         with fs.open_input_file(inner) as file:
             for records in pq.ParquetFile(file).iter_batches(batch_size=1 << 14, columns=columns):
                 yield pa.Table.from_batches([records])
+
+
+def note_empty(stats: list[Stats], chunks: list[Chunk]) -> None:
+    """A file without rows is as bad as a bad row, in the first of its chunks."""
+    read: Counter = Counter()
+    for stat, chunk in zip(stats, chunks, strict=True):
+        read[chunk.path] += sum(split.read for split in stat.splits.values())
+    for stat, chunk in zip(stats, chunks, strict=True):
+        if chunk.start == 0 and not read[chunk.path]:
+            bad(
+                stat,
+                stat.split(chunk.split),
+                1,
+                RowError("empty_file", "", "no rows", "one JSON object on each line"),
+            )
+            place(stat, chunk)
 
 
 def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) -> None:
@@ -428,11 +445,10 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
         options.special_tokens,
     )
     writers: dict[str, PartWriter] = {}
-    shape, seen, size = (chunk.shape, chunk.shape_line), False, 0
+    shape, size = (chunk.shape, chunk.shape_line), 0
     batch: list[tuple[int, Record | RowError]] = []
     stats.split(chunk.split)
     for number, row, raw in source.rows(chunk, digest):
-        seen = True
         if len(hashes) <= 8 * HASHES:
             hashes += hashlib.blake2b(raw, digest_size=8).digest()
         found = row
@@ -446,13 +462,6 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
             flush(batch, encoder, stats, chunk, options, writers, index, folder)
             batch, size = [], 0
     flush(batch, encoder, stats, chunk, options, writers, index, folder)
-    if not seen and chunk.start == 0:
-        bad(
-            stats,
-            stats.split(chunk.split),
-            1,
-            RowError("empty_file", "", "no rows", "one JSON object on each line"),
-        )
     for name, writer in writers.items():
         stats.parts[name] = writer.close()
     place(stats, chunk)

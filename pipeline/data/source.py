@@ -269,6 +269,9 @@ def rows(chunk: Chunk, digest: "hashlib._Hash") -> Iterator[Row]:
         if not chunk.zipped and not chunk.array:
             yield from lines(range_lines(raw, chunk, digest))
             return
+        if chunk.zipped and (bomb := unpacking(chunk.path)):
+            yield 1, bomb, b""
+            return
         stream: Any = io.BufferedReader(Gunzip(raw)) if chunk.zipped else raw
         if chunk.array or (chunk.zipped and peek_array(stream)):
             yield from elements(stream, digest)
@@ -302,6 +305,15 @@ class Gunzip(io.RawIOBase):
             return 0
         buffer[: len(data)] = data
         return len(data)
+
+
+def unpacking(path: str) -> RowError | None:
+    """What is wrong with a gzip file that gives itself away as no rows at its beginning: before any row is worked on."""
+    with open_bytes(path) as raw:
+        stream = Gunzip(raw)
+        while stream.size <= BOMB_BYTES and stream.read(BLOCK):
+            pass
+        return damaged(io.BufferedReader(stream)) if stream.size > BOMB_BYTES and stream.damage else None
 
 
 def damage_of(stream: Any) -> str:
