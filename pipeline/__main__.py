@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 
+from pipeline import console
 from pipeline.errors import Failure, InputError, causes
 
 VERBS = {
@@ -117,6 +118,7 @@ def input_error(error: BaseException) -> InputError | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; the exit status."""
+    console.show_anything()
     given = parser().parse_args(arguments)
     try:
         return run(given.verb, given.job, given.overrides)

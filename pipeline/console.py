@@ -4,10 +4,12 @@ Ray prefixes every line of a worker with `(name pid=1234)`, and two of its actor
 that mean nothing here. Uses the dispatcher that ray.init() itself uses (ray 2.60, private; pinned in pyproject.toml).
 """
 
+import io
 import sys
 from typing import Any
 
 from pipeline.config import JOBS
+from pipeline.errors import visible
 
 NOISE = (
     # https://github.com/ray-project/ray/issues/53727: about restarts of an actor of Ray's own.
@@ -28,6 +30,13 @@ QUIET = {
 }
 # Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second.
 SILENT = ("PlacementGroupCleaner",)
+
+
+def show_anything() -> None:
+    """A character that the terminal's encoding lacks is shown as `\\u2192`, not an error at the end of a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def attach() -> None:
@@ -79,5 +88,5 @@ def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    text = " ".join(text.split())
+    text = visible(" ".join(text.split()))
     return text if len(text) <= width else text[: width - 1] + "…"

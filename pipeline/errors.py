@@ -1,14 +1,34 @@
 """Errors that speak for themselves: the command line prints their message. All others keep their traceback."""
 
+import re
 from collections.abc import Iterator
+
+# What a terminal obeys instead of showing it: control characters (ESC begins most of them), characters that reverse or
+# hide text, halves of surrogate pairs.
+UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
+
+
+def visible(text: str, lines: bool = True) -> str:
+    """Text of rows, files and models as a terminal may show it: what it would obey is written as `\\x1b`, `\\u202e`.
+
+    `lines` says whether line ends and tabs stay; the name of a file or a field is not to begin a line of its own.
+    """
+    shown = UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+    return shown if lines else shown.replace("\n", "\\n").replace("\t", "\\t")
 
 
 class InputError(Exception):
     """The job file or the data is wrong; the command line prints the message and exits with status 2.
 
     The message says what was wrong, the value found, where it stands (`file:line` or `section.key`),
-    what is expected, and what to type next.
+    what is expected, and what to type next. What it quotes from outside cannot reach the terminal as a command to it.
     """
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 class Failure(Exception):

@@ -43,7 +43,10 @@ def _scorer(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0
         constants = lineage.read(folder, source).get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, rows=rows, weight=weight, **constants)
     model, tokenizer = _other_model(worker, folder)
-    return ModelReward(model.to(shared.device), tokenizer, rows=rows, weight=weight, name=role)
+    control = worker.job.data.special_tokens == "control"
+    return ModelReward(
+        model.to(shared.device), tokenizer, rows=rows, weight=weight, name=role, control=control
+    )
 
 
 def _other_model(worker: Host, where: str) -> tuple[Any, Any]:

@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from pipeline.config import Data
 from pipeline.data import read, source
 from pipeline.data.feed import to_hf
 from pipeline.data.read import prepare
@@ -15,20 +15,6 @@ from pipeline.errors import InputError
 from tests.test_data_formats import SHARED, tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@dataclass
-class Data:
-    train: object = None
-    eval: object = None
-    eval_fraction: float = 0.0
-    max_length: int | None = None
-    on_error: str = "raise"
-    too_long: str = "error"
-    apply_chat_template: bool | None = None
-    batch_size: int | None = None
-    cache_dir: str | None = None
-    seed: int = 0
 
 
 def write(path: Path, rows: list) -> str:

@@ -49,6 +49,9 @@ class Data:
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
     too_long: Literal["error", "drop", "truncate"] = "error"
     apply_chat_template: bool | None = None  # text rows; None: only if the tokenizer has its own template
+    special_tokens: Literal["text", "control"] = (
+        "text"  # what "<|eot_id|>" in the text of a row is: its characters, or the token
+    )
     batch_size: int | None = None  # rows per optimizer step over all workers; gradient accumulation follows
     cache_dir: str | None = None  # None: <run.storage_path>/data
     seed: int = 0  # of eval_fraction

@@ -1,25 +1,30 @@
 """Records -> token ids and labels: the chat template, the mask of trained tokens, begin and end tokens, lengths.
 
-Which tokens are trained is found in the rendered *text* (a reply spans from the end of `messages[:i]` with generation
-prompt to the end of `messages[:i+1]`; or the template's own `{% generation %}` block) and carried over to tokens by
-their character offsets, so that each text is tokenised once, whole, as the model sees it. No torch import.
+Which tokens are trained is found in the rendered *text* (template.py) and carried over to tokens by their character
+offsets, so that each text is tokenised once, whole, as the model sees it. Special tokens in the words of a row stay
+words (models/special.py). What a row teaches is compared as tokens: a reply of none, or a pair of equal ones, is refused.
+No torch import.
 """
 
 import json
+import operator
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.formats import Record, RowError, Text, Turns, shared_length
+from pipeline.data.formats import Record, RowError, Text, shared_length
+from pipeline.data.template import ChatTemplate, Span, no_prompt, no_reply
+from pipeline.models.special import ControlTokens, Disguise
 
-DATE = (
-    "26 Jul 2024"  # Llama 3.1+ templates write today's date into the prompt: a digest would change every day
-)
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+LONGEST = 64  # characters a token: a text of more, and of more than SHORT, is not tokenised to its end
+SHORT = 1 << 20
+FEW = 8  # tokens that a reply without a word is made of, at most
+WORD = re.compile(r"\w")
+CONTENT = operator.itemgetter("content")
 
-Span = tuple[int, int]
+Rendered = tuple[str, Disguise | None]  # a text, and how special tokens in the row's words are hidden in it
 
 
 @dataclass
@@ -46,7 +51,8 @@ class Encoder:
     """Turns the records of one stage into token rows, a batch at a time.
 
     `max_length` is in tokens; `too_long` is error | drop | truncate; `apply_template` says whether a text prompt becomes
-    a user message; `ends` are all ids that end a reply, of which `tokenizer.eos_token_id` is added where none is there.
+    a user message; `ends` are all ids that end a reply, of which `tokenizer.eos_token_id` is added where none is there;
+    `special_tokens` in the words of a row are text | control.
     """
 
     def __init__(
@@ -57,13 +63,19 @@ class Encoder:
         too_long: str,
         apply_template: bool,
         ends: Sequence[int],
+        special_tokens: str = "text",
     ):
         self.tokenizer, self.stage = tokenizer, stage
         self.max_length, self.too_long, self.apply_template = max_length, too_long, apply_template
+        self.room = LONGEST * max_length + SHORT  # characters
+        self.control = ControlTokens(tokenizer, hide=special_tokens == "text")
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
+        # What a template may write around a reply of no words; where the job lets rows hold control tokens, those say something.
+        around = self.control.names if self.control.hide else [tokenizer.bos_token, tokenizer.pad_token]
+        self.silent = self.ends | set(tokenizer.convert_tokens_to_ids([name for name in around if name]))
         self.adds_bos = self.bos is not None and tokenizer("a").input_ids[:1] == [self.bos]
-        self.template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-        self.marks_replies = self.template is not None and GENERATION.search(self.template) is not None
+        self.chat = ChatTemplate(tokenizer)
+        self.render = self.chat.render
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -77,15 +89,40 @@ class Encoder:
             "score": self._judged,
             "pairs": self._judged,
         }.get(self.stage, self._prompts)
-        return parts(records)
+        huge = [self._huge(record) for record in records]
+        found = iter(parts([record for record, far in zip(records, huge, strict=True) if far is None]))
+        return [next(found) if far is None else [far] for far in huge]
+
+    def special_in(self, record: Record) -> list[str]:
+        """The special tokens in the words of a row."""
+        words = contents(record.prompt, *(reply for pair in record.pairs for reply in pair))
+        return list(dict.fromkeys(name for text in words for name in self.control.found(text)))
+
+    def _huge(self, record: Record) -> Outcome | None:
+        """What becomes of a row that is too long beyond doubt: tokenising it would cost a second for each megabyte."""
+        pairs = [sum(map(size_of, pair)) for pair in record.pairs]
+        size = size_of(record.prompt) + max(pairs, default=0)
+        if size <= self.room or self.too_long == "truncate":
+            return None
+        return self._too_long(f"{size:,} characters")
 
     # ---- text -> ids -------------------------------------------------------------------------------------------
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _encodings(self, texts: list[Rendered], batch: Any) -> list[Any]:
+        """`batch`, a method of the backend, on all texts; those with something to hide one by one."""
+        plain = [text[: self.room] for text, disguise in texts if disguise is None]
+        found = iter(batch(plain, add_special_tokens=False))
         return [
-            self._one_bos(encoding.ids)
-            for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            next(found) if disguise is None else disguise.encode(text[: self.room])
+            for text, disguise in texts
         ]
+
+    def _ids(self, texts: list[Rendered]) -> list[list[int]]:
+        encodings = self._encodings(texts, self.backend.encode_batch_fast)
+        return [self._one_bos(encoding.ids) for encoding in encodings]
+
+    def _alone(self, rendered: Rendered) -> list[int]:
+        return self._encodings([rendered], self.backend.encode_batch_fast)[0].ids
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         """The begin token once where the tokenizer begins texts with it, never twice."""
@@ -107,101 +144,65 @@ class Encoder:
                 break
         return [*ids, self.eos]
 
+    def _blank(self, ids: list[int]) -> bool:
+        """Whether a reply of these tokens says nothing: they are special tokens and white space."""
+        words = set(ids) - self.silent
+        return len(words) <= FEW and not self.tokenizer.decode(sorted(words)).strip()
+
     # ---- templates ---------------------------------------------------------------------------------------------
 
-    def _turns(self, record: Record, replies: tuple[Text, ...]) -> tuple[Text, tuple[Text, ...]]:
-        """A text row as messages where the template is to be applied to it."""
-        if not isinstance(record.prompt, str) or not self.apply_template:
-            return record.prompt, replies
-        return [{"role": "user", "content": record.prompt}], tuple(
-            [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
-            for reply in replies
-        )
-
-    def render(self, turns: Turns, generation_prompt: bool) -> str:
-        """The chat template's text; raises RowError where the template refuses the messages."""
-        from jinja2 import TemplateError
-
-        if self.template is None:
-            raise RowError(
-                "template",
-                "messages",
-                "a tokenizer without a chat template",
-                "model.chat_template: plain, or a file",
+    def _turns(
+        self, record: Record, replies: tuple[Text, ...]
+    ) -> tuple[Text, tuple[Text, ...], Disguise | None]:
+        """Prompt and replies, as messages where the template is to be applied, and how special tokens are hidden in them."""
+        prompt = record.prompt
+        if isinstance(prompt, str) and self.apply_template:
+            prompt = [{"role": "user", "content": prompt}]
+            replies = tuple(
+                [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
+                for reply in replies
             )
         try:
-            return self.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=generation_prompt, date_string=DATE
-            )
-        except TemplateError as error:
-            roles = ", ".join(turn["role"] for turn in turns)
-            raise RowError(
-                "template", "messages", f"roles {roles}", f"what the chat template accepts: {error}"
-            ) from None
+            disguise = self.control.disguise(contents(prompt, *replies))
+        except ValueError as error:
+            raise RowError("special_tokens", "", str(error), "text without one of the two") from None
+        if disguise is None:
+            return prompt, replies, None
+        return hidden(prompt, disguise), tuple(hidden(reply, disguise) for reply in replies), disguise
 
     def _whole(self, prompt: Text, reply: Text) -> tuple[str, str]:
         """(text of the prompt, text of prompt and reply); the second begins with the first."""
         if isinstance(prompt, str):
             return prompt, prompt + str(reply)
-        head, whole = self.render(prompt, True), self.render([*prompt, *reply], False)
-        if not whole.startswith(head):
-            raise inconsistent(len(prompt))
-        return head, whole
-
-    def _spans(self, turns: Turns, first: int) -> tuple[str, list[Span]]:
-        """The rendered conversation, and the character span of each assistant turn from message `first` on."""
-        if self.marks_replies and first == 0:
-            from transformers.utils.chat_template_utils import render_jinja_template
-
-            whole = self.render(turns, False)  # refuses what the template refuses
-            options = {**self.tokenizer.special_tokens_map, "date_string": DATE}
-            _, spans = render_jinja_template(
-                conversations=[turns],
-                chat_template=self.template,
-                return_assistant_tokens_mask=True,
-                **options,
-            )
-            return whole, [tuple(span) for span in spans[0]]
-        whole = self.render(turns, False)
-        replies = [i for i in range(first, len(turns)) if turns[i]["role"] == "assistant"]
-        return whole, [self._span(whole, turns, i) for i in replies]
-
-    def _span(self, whole: str, turns: Turns, i: int) -> Span:
-        content = turns[i]["content"].strip()
-        head = self.render(turns[:i], True) if i else whole[: whole.find(content)]
-        if not whole.startswith(head):
-            raise inconsistent(i)
-        upto = whole if i + 1 == len(turns) else self.render(turns[: i + 1], False)
-        if whole.startswith(upto):
-            return len(head), len(upto)
-        # Templates that write the last turn in another way than earlier ones (Qwen3's empty thoughts): by its words.
-        at = whole.find(content, len(head))
-        if at < 0 or whole[len(head) : at].strip():
-            raise inconsistent(i)
-        return len(head), at + len(content)
+        return self.chat.whole(prompt, list(reply))  # type: ignore[arg-type]
 
     # ---- the stages --------------------------------------------------------------------------------------------
 
     def _demonstrations(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        rendered: list[tuple[str, list[Span]] | RowError] = []
+        rendered: list[tuple[Rendered, list[Span]] | RowError] = []
         for record in records:
             try:
                 rendered.append(self._demonstration(record))
             except RowError as error:
                 rendered.append(error)
         texts = [item[0] for item in rendered if not isinstance(item, RowError)]
-        encodings = iter(self.backend.encode_batch(texts, add_special_tokens=False))
+        encodings = iter(self._encodings(texts, self.backend.encode_batch))
         return [
-            [item if isinstance(item, RowError) else self._labelled(next(encodings), *item)]
+            [item if isinstance(item, RowError) else self._labelled(next(encodings), item[0][0], item[1])]
             for item in rendered
         ]
 
-    def _demonstration(self, record: Record) -> tuple[str, list[Span]]:
-        prompt, (reply,) = self._turns(record, record.pairs[0])
+    def _demonstration(self, record: Record) -> tuple[Rendered, list[Span]]:
+        prompt, (reply,), disguise = self._turns(record, record.pairs[0])
         if isinstance(prompt, str):
             whole = prompt + str(reply)
-            return whole, [(len(prompt), len(whole))]
-        return self._spans([*prompt, *reply], 0 if record.all_turns else len(prompt))
+            return (whole, disguise), [(len(prompt), len(whole))]
+        turns = [*prompt, *reply]
+        whole, spans = self.chat.spans(turns, 0 if record.all_turns else len(prompt))
+        if prompt[-1]["content"].strip() not in whole:
+            self.chat.asking(prompt)  # refuses what the template leaves out
+        self.chat.check_written(turns, whole, spans[-1][0] if spans else 0)
+        return (whole, disguise), spans
 
     def _labelled(self, encoding: Any, whole: str, spans: list[Span]) -> Outcome:
         ids, offsets = encoding.ids, encoding.offsets
@@ -239,9 +240,10 @@ class Encoder:
         length = len(ids)
         if length > self.max_length:
             if self.too_long != "truncate":
-                return self._too_long(length)
+                return self._too_long(f"{length} tokens")
             ids, trained = ids[: self.max_length], trained[: self.max_length]
-        if not any(trained[1:]):  # the first token is never predicted
+        # The first token is never predicted.
+        if self._blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
             return Dropped("too_long") if length > self.max_length else no_reply()
         labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
         replies = sum(trained)
@@ -251,10 +253,10 @@ class Encoder:
 
     def _pairs(self, records: Sequence[Record]) -> list[list[Outcome]]:
         results: list[list[Outcome]] = []
-        texts: list[str] = []
+        texts: list[Rendered] = []
         rendered: list[
-            list[tuple[str, str, str]] | RowError
-        ] = []  # (prompt, prompt + chosen, prompt + rejected)
+            list[tuple[Rendered, ...]] | RowError
+        ] = []  # prompt, prompt + chosen, prompt + rejected
         for record in records:
             try:
                 triples = [self._rendered_pair(record, pair) for pair in record.pairs]
@@ -268,41 +270,55 @@ class Encoder:
             if isinstance(item, RowError):
                 results.append([item])
             elif self.stage == "rm":
-                results.append([self._scored(next(ids), next(ids), record.margin) for _ in item])
+                results.append([self._scored(triple, next(ids), next(ids), record.margin) for triple in item])
             else:
                 results.append([self._preferred(triple, next(ids), next(ids), next(ids)) for triple in item])
         return results
 
-    def _rendered_pair(self, record: Record, pair: tuple[Text, ...]) -> tuple[str, str, str]:
-        prompt, (chosen, rejected) = self._turns(record, pair)
+    def _rendered_pair(self, record: Record, pair: tuple[Text, ...]) -> tuple[Rendered, ...]:
+        prompt, (chosen, rejected), disguise = self._turns(record, pair)
         head, left = self._whole(prompt, chosen)
-        return head, left, self._whole(prompt, rejected)[1]
+        return (head, disguise), (left, disguise), (self._whole(prompt, rejected)[1], disguise)
 
-    def _scored(self, chosen: list[int], rejected: list[int], margin: float | None) -> Outcome:
+    def _scored(
+        self, texts: tuple[Rendered, ...], chosen: list[int], rejected: list[int], margin: float | None
+    ) -> Outcome:
         chosen, rejected = self._ended(chosen), self._ended(rejected)
+        if chosen == rejected:
+            return equal_pair()
+        for name, text in zip(("chosen", "rejected"), texts[1:], strict=True):
+            reply = reply_of(texts[0], text)
+            if not WORD.search(self.control.pattern.sub("", reply[0])) and self._blank(self._alone(reply)):
+                return no_reply(name)
         length, prompt = max(len(chosen), len(rejected)), shared_length(chosen, rejected)
         if length > self.max_length:
             if self.too_long != "truncate":
-                return self._too_long(length)
+                return self._too_long(f"{length} tokens")
             chosen, rejected = chosen[: self.max_length], rejected[: self.max_length]
             if chosen == rejected:
                 return Dropped("equal_after_truncation")
         columns = {"chosen_ids": chosen, "rejected_ids": rejected, "margin": margin}
         return Example(columns, prompt, len(chosen) - prompt, length > self.max_length)
 
-    def _preferred(self, texts: tuple[str, str, str], prompt: list[int], *sides: list[int]) -> Outcome:
+    def _preferred(self, texts: tuple[Rendered, ...], prompt: list[int], *sides: list[int]) -> Outcome:
         replies = [
             # A token that spans the border would be lost in a cut: then the reply is tokenised by itself.
             self._ended(
-                side[len(prompt) :] if side[: len(prompt)] == prompt else self._alone(whole[len(texts[0]) :])
+                side[len(prompt) :]
+                if side[: len(prompt)] == prompt
+                else self._alone(reply_of(texts[0], whole))
             )
             for side, whole in zip(sides, texts[1:], strict=True)
         ]
+        if wrong := self._unlike(replies):
+            return wrong
+        if not prompt:
+            return no_prompt()
         room = self.max_length - len(prompt)
         length = max(map(len, replies))
         if length > room:
             if self.too_long != "truncate":
-                return self._too_long(len(prompt) + length)
+                return self._too_long(f"{len(prompt) + length} tokens")
             if room < 1:
                 return Dropped("too_long")
             replies = [reply[:room] for reply in replies]
@@ -311,30 +327,44 @@ class Encoder:
         columns = {"prompt_ids": prompt, "chosen_ids": replies[0], "rejected_ids": replies[1]}
         return Example(columns, len(prompt), len(replies[0]), length > room)
 
+    def _unlike(self, replies: Sequence[list[int]]) -> RowError | None:
+        """What is wrong with replies to one prompt, as the model reads them: one says nothing, or both say the same."""
+        for name, reply in zip(("chosen", "rejected"), replies, strict=False):
+            if self._blank(reply):
+                return no_reply(name if len(replies) > 1 else "")
+        return equal_pair() if len(replies) > 1 and replies[0] == replies[1] else None
+
     def _judged(self, records: Sequence[Record]) -> list[list[Outcome]]:
         """Rows of `score`: prompt and replies together are the ids that `rm` trains on, to the last one."""
         return [self._replies(record) for record in records]
 
     def _replies(self, record: Record) -> list[Outcome]:
         try:
-            turns = [self._turns(record, replies) for replies in record.pairs]
-            texts = [[self._whole(prompt, reply) for reply in replies] for prompt, replies in turns]
+            texts = [self._prompt_and_replies(record, replies) for replies in record.pairs]
         except RowError as error:
             return [error]
         return [self._compared(record, index, pair) for index, pair in enumerate(texts)]
 
-    def _compared(self, record: Record, index: int, texts: list[tuple[str, str]]) -> Outcome:
-        head, *sides = self._ids([texts[0][0], *(whole for _, whole in texts)])
+    def _prompt_and_replies(self, record: Record, replies: tuple[Text, ...]) -> list[Rendered]:
+        prompt, replies, disguise = self._turns(record, replies)
+        wholes = [self._whole(prompt, reply) for reply in replies]
+        return [(wholes[0][0], disguise), *((whole, disguise) for _, whole in wholes)]
+
+    def _compared(self, record: Record, index: int, texts: list[Rendered]) -> Outcome:
+        head, *sides = self._ids(texts)
         sides = [self._ended(side) for side in sides]
+        # A token that spans the border belongs to the reply; and the reply is never empty.
+        prompt = min(min(shared_length(head, side), len(side) - 1) for side in sides)
+        if wrong := self._unlike([side[prompt:] for side in sides]):
+            return wrong
         length = max(map(len, sides))
         if length > self.max_length:
             if self.too_long != "truncate":
-                return self._too_long(length)
+                return self._too_long(f"{length} tokens")
             sides = [side[: self.max_length] for side in sides]
             if len(sides) > 1 and sides[0] == sides[1]:
                 return Dropped("equal_after_truncation")
-        # A token that spans the border belongs to the reply; and the reply is never empty.
-        prompt = min(min(shared_length(head, side), len(side) - 1) for side in sides)
+            prompt = min(min(prompt, len(side) - 1) for side in sides)
         chosen, rejected = [*(side[prompt:] for side in sides), None][:2]
         row = record.row
         if len(record.pairs) > 1:  # one row of several answers is several pairs
@@ -348,18 +378,16 @@ class Encoder:
         assert chosen is not None
         return Example(columns, prompt, len(chosen), length > self.max_length)
 
-    def _alone(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
-
     def _prompts(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        rendered: list[str | RowError] = []
+        rendered: list[Rendered | RowError] = []
         for record in records:
             try:
-                prompt, _ = self._turns(record, ())
-                rendered.append(prompt if isinstance(prompt, str) else self.render(prompt, True))
+                prompt, _, disguise = self._turns(record, ())
+                text = prompt if isinstance(prompt, str) else self.chat.asking(prompt)
+                rendered.append((text[-self.room :], disguise))
             except RowError as error:
                 rendered.append(error)
-        ids = iter(self._ids([item for item in rendered if isinstance(item, str)]))
+        ids = iter(self._ids([item for item in rendered if not isinstance(item, RowError)]))
         return [
             [item if isinstance(item, RowError) else self._asked(next(ids), record)]
             for record, item in zip(records, rendered, strict=True)
@@ -367,31 +395,52 @@ class Encoder:
 
     def _asked(self, ids: list[int], record: Record) -> Outcome:
         length = len(ids)
+        if not ids or (self.control.hide and self._blank(ids)):
+            return no_prompt()
         if length > self.max_length:
             if self.too_long != "truncate":
-                return self._too_long(length)
+                return self._too_long(f"{length} tokens")
             begin = ids[:1] if ids[0] == self.bos else []  # a prompt keeps its end: the question stands there
             ids = begin + ids[length - self.max_length + len(begin) :]
         return Example({"input_ids": ids, "row": record.row}, len(ids), 0, length > self.max_length)
 
-    def _too_long(self, length: int) -> Outcome:
+    def _too_long(self, found: str) -> RowError | Dropped:
         if self.too_long == "drop":
             return Dropped("too_long")
         return RowError(
-            "too_long", "", f"{length} tokens", f"at most {self.max_length} (data.max_length or the context)"
+            "too_long", "", found, f"at most {self.max_length} tokens (data.max_length or the context)"
         )
 
 
-def inconsistent(index: int) -> RowError:
-    return RowError(
-        "template",
-        f"messages[{index}]",
-        "a chat template that writes earlier turns in another way once this one follows",
-        "a prefix-consistent template, or one with {% generation %} around the replies (model.chat_template)",
-    )
+# ---- rows of text, or of messages ------------------------------------------------------------------------------
 
 
-def no_reply() -> RowError:
+def contents(*parts: Text) -> list[str]:
+    """All words of a row."""
+    return [text for part in parts for text in ([part] if isinstance(part, str) else map(CONTENT, part))]
+
+
+def size_of(part: Text) -> int:
+    return sum(map(len, contents(part)))
+
+
+def hidden(part: Text, disguise: Disguise) -> Text:
+    if isinstance(part, str):
+        return disguise.hide(part)
+    return [{**turn, "content": disguise.hide(turn["content"])} for turn in part]
+
+
+def reply_of(head: Rendered, whole: Rendered) -> Rendered:
+    return whole[0][len(head[0]) :], whole[1]
+
+
+# ---- what is wrong with a row ----------------------------------------------------------------------------------
+
+
+def equal_pair() -> RowError:
     return RowError(
-        "empty_reply", "", "no token of a reply after the chat template", "a reply that the template renders"
+        "equal_pair",
+        "chosen",
+        "the same tokens on both sides after chat template and tokenizer",
+        "two replies that differ in what the model reads",
     )

@@ -14,11 +14,16 @@ the tokenizer applies to it.
 """
 
 import difflib
+import hashlib
+import itertools
 import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from pipeline.errors import visible
 
 Message = dict[str, str]
 Turns = list[Message]
@@ -67,6 +72,8 @@ SHAPES = {
     "pairs": PREFERENCES,  # held-out ones, as `score` reads them
 }
 OPTIONAL = {"input", "margin", "system"}
+DEEPEST = 64  # lists and objects inside each other: what reads a row later calls itself as often
+LARGEST = 3.4028e38  # a margin: it is stored as a 32-bit float
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
 
@@ -84,10 +91,11 @@ class RowError(Exception):
     unit: Literal["line", "element"] = "line"
 
     def where(self) -> str:
-        return f"{self.file}:{self.line}" if self.unit == "line" else f"{self.file}: element {self.line}"
+        file = visible(self.file, lines=False)
+        return f"{file}:{self.line}" if self.unit == "line" else f"{file}: element {self.line}"
 
     def __str__(self) -> str:
-        name = f"`{self.field}`: " if self.field else ""
+        name = f"`{visible(self.field, lines=False)}`: " if self.field else ""
         return f"{self.where()}: {name}found {self.found}; expected {self.expected}"
 
     # An exception is pickled by its args, which a dataclass does not set.
@@ -115,6 +123,17 @@ class Record:
             return self.prompt
         return json.dumps([[m["role"], m["content"]] for m in self.prompt], ensure_ascii=False)
 
+    def digests(self) -> bytes:
+        """8 bytes of the prompt and 8 of prompt and replies, by their words, however they are written."""
+        asked = self.prompt if isinstance(self.prompt, str) else self.prompt[0]["content"]
+        alone = isinstance(self.prompt, str) or len(self.prompt) == 1
+        prompt = asked.strip() if alone else self.prompt_key()
+        replies = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
+        whole = hashlib.blake2b(f"{prompt}\0{replies}".encode("utf-8", "surrogatepass"), digest_size=8)
+        return (
+            hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest() + whole.digest()
+        )
+
 
 def shape_of(row: dict[str, Any], stage: str) -> str | None:
     """Name of the shape of a row, or None."""
@@ -124,6 +143,7 @@ def shape_of(row: dict[str, Any], stage: str) -> str | None:
 
 def parse(row: Any, stage: str) -> Record:
     """A decoded JSON row -> `Record`; raises RowError (without file and line, which the reader adds)."""
+    check_values(row)
     if not isinstance(row, dict):
         raise RowError("not_object", "", show(row), "a JSON object, such as " + example(stage))
     shape = shape_of(row, stage)
@@ -140,7 +160,61 @@ def parse(row: Any, stage: str) -> Record:
         record = preference(row, shape) if shape in PREFERENCES else demonstration(row, shape)
         record.row = json.dumps(row, ensure_ascii=False)
         return record
-    return prompt_row(row, shape)
+    record = prompt_row(row, shape)
+    if stage == "evaluate" and row.get("completion"):
+        reply(row["completion"], "completion", record.prompt)  # its likelihood is measured
+    return record
+
+
+# ---- what holds for every value, whatever it is for -------------------------------------------------------------
+
+
+class Repeated(dict[str, Any]):
+    """An object in which `key` stands twice: as JSON allows it, the last value counts, and which is meant nobody knows."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]):
+        super().__init__(pairs)
+        seen: set[str] = set()
+        self.key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+
+
+def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` that rows are decoded with."""
+    made = dict(pairs)
+    return made if len(made) == len(pairs) else Repeated(pairs)
+
+
+def check_values(value: Any, name: str = "", depth: int = 0) -> None:
+    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, or too deep a nesting."""
+    if isinstance(value, str):
+        check_text(value, name)
+    elif isinstance(value, float | int):
+        if not abs(value) <= sys.float_info.max:
+            raise RowError("not_finite", name, show(value), "a finite number")
+    elif isinstance(value, list | dict):
+        if depth == DEEPEST:
+            raise RowError(
+                "nested",
+                name[:80],
+                f"more than {DEEPEST} lists and objects inside each other",
+                "a flatter row",
+            )
+        if isinstance(value, Repeated):
+            raise RowError("repeated_key", name, f"the key {show(value.key)} twice", "each key once")
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                check_values(item, f"{name}[{index}]", depth + 1)
+            return
+        for key, item in value.items():
+            check_text(key, name)
+            check_values(item, f"{name}.{key[:60]}" if name else key[:60], depth + 1)
+
+
+def check_text(value: str, name: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RowError("not_utf8", name, "half a surrogate pair (\\ud8..)", "Unicode text") from None
 
 
 # ---- the three kinds of set ------------------------------------------------------------------------------------
@@ -164,6 +238,8 @@ def preference(row: dict[str, Any], shape: str) -> Record:
     margin = row.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
         raise RowError("wrong_type", "margin", show(margin), "a number")
+    if margin is not None and abs(margin) > LARGEST:
+        raise RowError("not_finite", "margin", show(margin), "a number that a 32-bit float can hold")
     if shape == "prompt+pos_answers+neg_answers":
         prompt, pairs = answers(row)
     elif shape == "chosen+rejected":
@@ -389,7 +465,7 @@ def message(item: Any, key: str) -> Message:
             raise RowError(
                 "missing_field",
                 f"{key}.{name}",
-                "fields " + ", ".join(map(str, item)) + nearest(name, item),
+                fields_of(some(item)) + nearest(name, item),
                 "{role, content}",
             )
     role = text(item[names[0]], f"{key}.{names[0]}")
@@ -406,8 +482,6 @@ def text(value: Any, key: str) -> str:
         raise RowError("null", key, "null", "a text")
     if not isinstance(value, str):
         raise RowError("wrong_type", key, f"{type_name(value)} {show(value)}", "a text")
-    if max(value, default="") >= "\ud800" and any("\ud800" <= char <= "\udfff" for char in value):
-        raise RowError("not_utf8", key, "half a surrogate pair (\\ud8..)", "Unicode text")
     return value
 
 
@@ -440,7 +514,7 @@ def plain(value: Text) -> str:
 
 def wrong_fields(row: dict[str, Any], stage: str) -> RowError:
     """No shape fits: name the field that is missing from the nearest shape, and a field that looks like it."""
-    keys = [str(key) for key in row]
+    keys = some(row)
     known = {name for needs in SHAPES[stage].values() for name in needs}
     best = max(SHAPES[stage].values(), key=lambda needs: sum(near(need, keys) for need in needs) / len(needs))
     missing = next(need for need in best if need not in row)
@@ -448,18 +522,27 @@ def wrong_fields(row: dict[str, Any], stage: str) -> RowError:
     return RowError(
         "missing_field",
         missing,
-        ("fields " + ", ".join(keys[:8]) if keys else "no fields") + nearest(missing, odd),
+        fields_of(keys) + nearest(missing, odd),
         "one of " + " | ".join(SHAPES[stage]) + f" (stage {stage})",
     )
+
+
+def some(keys: Iterable[str]) -> list[str]:
+    """Keys to look for a misspelt one among: not thousands, and none that is a text of its own."""
+    return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
+
+
+def fields_of(keys: list[str]) -> str:
+    return "fields " + visible(", ".join(keys[:8]), lines=False) if keys else "no fields"
 
 
 def near(name: str, keys: list[str]) -> float:
     return 1.0 if name in keys else 0.5 if difflib.get_close_matches(name, keys, 1) else 0.0
 
 
-def nearest(name: str, keys: Any) -> str:
-    close = difflib.get_close_matches(name, [str(key) for key in keys], 1)
-    return f" (is `{close[0]}` meant to be `{name}`?)" if close else ""
+def nearest(name: str, keys: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, some(keys), 1)
+    return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
 
 
 def example(stage: str) -> str:
@@ -479,6 +562,8 @@ def type_name(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value in an error message: JSON, at most 60 characters."""
-    shown = json.dumps(value, ensure_ascii=False, default=str)
+    """A value in an error message: JSON, at most 60 characters, none that a terminal obeys."""
+    shown = visible(
+        json.dumps(value[:60] if isinstance(value, str) else value, ensure_ascii=False, default=str)
+    )
     return shown if len(shown) <= 60 else shown[:57] + "..."

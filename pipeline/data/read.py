@@ -9,9 +9,9 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import pickle
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,17 +20,20 @@ from typing import Any
 from pipeline import storage
 from pipeline.data import report as reports
 from pipeline.data import source
-from pipeline.data.encode import DATE, Dropped, Encoder, Example
-from pipeline.data.formats import RowError, parse, shape_of
+from pipeline.data.encode import Dropped, Encoder, Example
+from pipeline.data.formats import Record, RowError, parse, shape_of
+from pipeline.data.parts import PartWriter
 from pipeline.data.report import Report, Split
 from pipeline.data.source import Chunk
+from pipeline.data.template import DATE
 from pipeline.errors import InputError
 
-VERSION = 1  # of the parts: raise it when the same rows would become other tokens
+VERSION = 2  # of the parts: raise it when the same rows would become other tokens
 BATCH = 256  # rows tokenised together
-GROUP_TOKENS = 1 << 18  # of a parquet row group
-PACK_ROWS = 4096  # rows packed together: bounded, and importing TRL for its packing costs 6 s in every task
-HASHES = 1 << 21  # rows up to which duplicates are counted: 8 bytes a row come to the driver
+BATCH_BYTES = 16 << 20  # of them, at most: a row may be a book
+HASHES = (
+    1 << 21
+)  # rows up to which duplicates are counted: 8 bytes a row come to the driver, 16 for those of train and eval
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Options:
     eval_fraction: float
     seed: int
     packing: bool
+    special_tokens: str = "text"
 
 
 @dataclass
@@ -72,6 +76,9 @@ class Stats:
     samples: list[str] = field(default_factory=list)
     digest: str = ""
     hashes: bytes | None = b""  # 8 bytes for each row
+    words: bytearray | None = field(
+        default_factory=bytearray
+    )  # 16 bytes for each row that is kept: of its prompt, and of all of it
     margins: bool = False
 
     def split(self, name: str) -> Split:
@@ -102,6 +109,7 @@ def prepare(
     if manifest is None:
         chunks = [chunk for name, found in files.items() for chunk in source.plan(found, name, stage)]
         stats = run_tasks(chunks, tokenizer, options, folder)
+        note_empty(stats, chunks)
         check(stats, chunks, options, data)
         manifest = {"key": key, **merge(stats, chunks, options)}
         storage.write_json(storage.join(folder, "manifest.json"), manifest)
@@ -148,6 +156,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         data.eval_fraction,
         data.seed,
         packing and stage == "sft",
+        data.special_tokens,
     )
 
 
@@ -174,9 +183,21 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
     path = storage.join(folder, "manifest.json")
     if not storage.exists(path):
         return None
-    manifest = storage.read_json(path)
-    names = [name for parts in manifest["parts"].values() for name, _ in parts]
-    return manifest if all(storage.exists(storage.join(folder, name)) for name in names) else None
+    try:
+        manifest = storage.read_json(path)
+        names = [name for parts in manifest["parts"].values() for name, _ in parts]
+    except (ValueError, KeyError, TypeError, AttributeError):  # damaged: the cache can always be made again
+        return None
+    return manifest if all(is_whole(storage.join(folder, name)) for name in names) else None
+
+
+def is_whole(path: str) -> bool:
+    """Whether a part is there, and, where that costs no request, has its end."""
+    if storage.is_remote(path) or not storage.exists(path):
+        return storage.exists(path)
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 4))
+        return file.read() == b"PAR1"
 
 
 # ---- driver: tasks out, tables back ----------------------------------------------------------------------------
@@ -232,6 +253,22 @@ def read_part(batch: dict[str, Any], names: list[str], columns: list[str]) -> It
         with fs.open_input_file(inner) as file:
             for records in pq.ParquetFile(file).iter_batches(batch_size=1 << 14, columns=columns):
                 yield pa.Table.from_batches([records])
+
+
+def note_empty(stats: list[Stats], chunks: list[Chunk]) -> None:
+    """A file without rows is as bad as a bad row, in the first of its chunks."""
+    read: Counter = Counter()
+    for stat, chunk in zip(stats, chunks, strict=True):
+        read[chunk.path] += sum(split.read for split in stat.splits.values())
+    for stat, chunk in zip(stats, chunks, strict=True):
+        if chunk.start == 0 and not read[chunk.path]:
+            bad(
+                stat,
+                stat.split(chunk.split),
+                1,
+                RowError("empty_file", "", "no rows", "one JSON object on each line"),
+            )
+            place(stat, chunk)
 
 
 def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) -> None:
@@ -300,7 +337,7 @@ def first_errors(stats: list[Stats]) -> list[RowError]:
 
 def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str, Any]:
     """Manifest fields from the statistics of all chunks."""
-    report = Report(options.stage, options.max_length)
+    report = Report(options.stage, options.max_length, special_tokens=options.special_tokens)
     parts: dict[str, list[tuple[str, int]]] = {}
     for name in ("train", "eval"):
         mine = [stat for stat in stats if name in stat.splits]
@@ -313,11 +350,19 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
             reports.percentiles(sum((stat.lengths[name][side] for stat in mine), Counter()))
             for side in (0, 1)
         )
+        merge_special(split, [stat.splits[name] for stat in mine])
         report.splits[name] = split
         parts[name] = [stat.parts[name] for stat in mine if name in stat.parts]
     report.skipped = [str(error) for error in first_errors(stats)]
     report.samples = [text for stat in stats for text in stat.samples][: reports.SAMPLES]
     report.duplicates = duplicates([stat.hashes for stat in stats])
+    if "eval" in (chunk.split for chunk in chunks):
+        report.overlap = overlap(
+            *(
+                [s.words for s, c in zip(stats, chunks, strict=True) if c.split == n]
+                for n in ("train", "eval")
+            )
+        )
     report.packed = sum(rows for _, rows in parts["train"]) if options.packing else None
     columns = {
         "sft": ["input_ids", "labels", *(["seq_lengths"] if options.packing else [])],
@@ -328,6 +373,14 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
     }.get(options.stage, ["input_ids", "row"])
     digests = {name: content_digest(name, stats, chunks, options) for name in parts}
     return {"parts": parts, "columns": columns, "digests": digests, "report": report.to_dict()}
+
+
+def merge_special(whole: Split, splits: list[Split]) -> None:
+    whole.special_rows = sum(split.special_rows for split in splits)
+    whole.special_tokens = dict(
+        sum((Counter(split.special_tokens) for split in splits), Counter()).most_common()
+    )
+    whole.special_first = next((split.special_first for split in splits if split.special_first), "")
 
 
 def content_digest(name: str, stats: list[Stats], chunks: list[Chunk], options: Options) -> str:
@@ -345,6 +398,20 @@ def duplicates(hashes: list[bytes | None]) -> int | None:
         return None
     rows = np.frombuffer(b"".join(hashes), dtype=np.uint64)  # type: ignore[arg-type]
     return len(rows) - len(np.unique(rows))
+
+
+def overlap(train: list[bytearray | None], held_out: list[bytearray | None]) -> tuple[int, int] | None:
+    """Rows of `eval` whose prompt also stands in `train`, and those that stand there as they are; None: too many to compare."""
+    import numpy as np
+
+    if None in train or None in held_out or sum(map(len, train + held_out)) > 16 * HASHES:  # type: ignore[arg-type]
+        return None
+    known, asked = (
+        np.frombuffer(b"".join(words), dtype=np.uint64).reshape(-1, 2)  # type: ignore[arg-type]
+        for words in (train, held_out)
+    )
+    prompts, rows = (int(np.isin(asked[:, side], known[:, side]).sum()) for side in (0, 1))
+    return prompts, rows
 
 
 # ---- task: one chunk -> one part for each split ----------------------------------------------------------------
@@ -369,31 +436,32 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
     """Reads the rows of a chunk, writes the good ones as tokens, counts the rest."""
     stats, digest, hashes = Stats(), hashlib.sha256(), bytearray()
     encoder = Encoder(
-        tokenizer, options.stage, options.max_length, options.too_long, options.apply_template, options.ends
+        tokenizer,
+        options.stage,
+        options.max_length,
+        options.too_long,
+        options.apply_template,
+        options.ends,
+        options.special_tokens,
     )
     writers: dict[str, PartWriter] = {}
-    shape, batch, seen = (chunk.shape, chunk.shape_line), [], False
+    shape, size = (chunk.shape, chunk.shape_line), 0
+    batch: list[tuple[int, Record | RowError]] = []
     stats.split(chunk.split)
     for number, row, raw in source.rows(chunk, digest):
-        seen = True
-        hashes += hashlib.blake2b(raw, digest_size=8).digest()
+        if len(hashes) <= 8 * HASHES:
+            hashes += hashlib.blake2b(raw, digest_size=8).digest()
         found = row
         if not isinstance(row, RowError):
             if shape[0] is None and isinstance(row, dict):
                 shape = shape_of(row, options.stage), number
             found = checked(row, options.stage, *shape)
         batch.append((number, found))
-        if len(batch) == BATCH:
+        size += len(raw)
+        if len(batch) == BATCH or size >= BATCH_BYTES:
             flush(batch, encoder, stats, chunk, options, writers, index, folder)
-            batch = []
+            batch, size = [], 0
     flush(batch, encoder, stats, chunk, options, writers, index, folder)
-    if not seen and chunk.start == 0:
-        bad(
-            stats,
-            stats.split(chunk.split),
-            1,
-            RowError("empty_file", "", "no rows", "one JSON object on each line"),
-        )
     for name, writer in writers.items():
         stats.parts[name] = writer.close()
     place(stats, chunk)
@@ -446,6 +514,10 @@ def flush(
             bad(stats, split, number, error)
             continue
         stats.margins = stats.margins or record.margin is not None
+        note_special(split, number, encoder.special_in(record))
+        if stats.words is not None:
+            stats.words += record.digests()
+            stats.words = stats.words if len(stats.words) <= 16 * HASHES else None
         for item in examples:
             if isinstance(item, Dropped):
                 split.dropped[item.reason] = split.dropped.get(item.reason, 0) + 1
@@ -454,6 +526,15 @@ def flush(
                 if name not in writers:
                     writers[name] = PartWriter(folder, f"{index:06d}-{name}", options)
                 writers[name].add(item.columns)
+
+
+def note_special(split: Split, number: int, names: list[str]) -> None:
+    """Counts a row whose text contains special tokens; where the first one stands is its number until `place`."""
+    if names:
+        split.special_rows += 1
+        split.special_first = split.special_first or str(number)
+        for name in names:
+            split.special_tokens[name] = split.special_tokens.get(name, 0) + 1
 
 
 def keep(item: Example, name: str, split: Split, stats: Stats, tokenizer: Any) -> None:
@@ -476,13 +557,16 @@ def bad(stats: Stats, split: Split, number: int, error: RowError) -> None:
 
 
 def place(stats: Stats, chunk: Chunk) -> None:
-    """File, and line in the whole file, of the errors: the lines before the chunk are counted only now."""
-    if not stats.errors:
+    """File, and line in the whole file, of what is named: the lines before the chunk are counted only now."""
+    noted = [split for split in stats.splits.values() if split.special_first]
+    if not stats.errors and not noted:
         return
-    before, array = source.lines_before(chunk), source.is_array(chunk)
+    before, unit = source.lines_before(chunk), source.unit(chunk)
     name = chunk.path if storage.is_remote(chunk.path) else source.shown(chunk.path)
     for error in stats.errors:
-        error.file, error.line, error.unit = name, error.line + before, "element" if array else "line"
+        error.file, error.line, error.unit = name, error.line + before, unit
+    for split in noted:
+        split.special_first = RowError("", "", "", "", name, int(split.special_first) + before, unit).where()
 
 
 def held_out(prompt: str, options: Options) -> bool:
@@ -493,88 +577,3 @@ def held_out(prompt: str, options: Options) -> bool:
         f"{options.seed}:{prompt}".encode("utf-8", "surrogatepass"), digest_size=8
     ).digest()
     return int.from_bytes(digest, "big") < options.eval_fraction * 2**64
-
-
-class PartWriter:
-    """One parquet file, written a bounded row group at a time; its name is new, so that a retried task is harmless."""
-
-    def __init__(self, folder: str, stem: str, options: Options):
-        import pyarrow.parquet as pq
-
-        self.name, self.options = f"{stem}-{uuid.uuid4().hex[:8]}.parquet", options
-        self.rows: list[dict[str, Any]] = []
-        self.tokens = self.count = 0
-        fs, inner = storage.filesystem(storage.join(folder, self.name))
-        self.schema = schema(options)
-        self.stream = fs.open_output_stream(inner)
-        self.writer = pq.ParquetWriter(self.stream, self.schema, compression="lz4")
-
-    def add(self, columns: dict[str, Any]) -> None:
-        self.rows.append(columns)
-        self.tokens += sum(len(value) for value in columns.values() if isinstance(value, list))
-        if self.tokens >= GROUP_TOKENS if not self.options.packing else len(self.rows) >= PACK_ROWS:
-            self.write()
-
-    def write(self) -> None:
-        import pyarrow as pa
-
-        rows = pack(self.rows, self.options.max_length) if self.options.packing else self.rows
-        columns = [
-            pa.array([row.get(name) for row in rows], kind)
-            for name, kind in zip(self.schema.names, self.schema.types, strict=True)
-        ]
-        if "margin" in self.schema.names:
-            columns[-1] = columns[-1].fill_null(0.0)  # a margin of nothing is what a row without one means
-        self.writer.write_table(pa.table(columns, schema=self.schema))
-        self.count += len(rows)
-        self.rows, self.tokens = [], 0
-
-    def close(self) -> tuple[str, int]:
-        if self.rows:
-            self.write()
-        self.writer.close()
-        self.stream.close()
-        return self.name, self.count
-
-
-def schema(options: Options) -> Any:
-    import pyarrow as pa
-
-    ids = pa.list_(pa.int32())
-    if options.stage == "sft":
-        names = ["input_ids", "labels", *(["seq_lengths"] if options.packing else [])]
-    elif options.stage in ("rm", "dpo", "score", "pairs"):
-        names = [*(["prompt_ids"] if options.stage != "rm" else []), "chosen_ids", "rejected_ids"]
-    else:
-        names = ["input_ids"]
-    further = {"sft": [], "dpo": [], "rm": [("margin", pa.float32())]}.get(
-        options.stage, [("row", pa.string())]
-    )
-    return pa.schema([(name, ids) for name in names] + further)
-
-
-def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Best-fit decreasing: whole rows joined into bins of at most `size` tokens; `seq_lengths` keeps the borders."""
-    free: dict[int, list[list[dict[str, Any]]]] = {}  # room left -> bins
-    bins: list[list[dict[str, Any]]] = []
-    for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
-        need = len(row["input_ids"])
-        room = min((space for space in free if space >= need), default=None)
-        if room is None:
-            room = size
-            target: list[dict[str, Any]] = []
-            bins.append(target)
-        else:
-            target = free[room].pop()
-            if not free[room]:
-                del free[room]
-        target.append(row)
-        free.setdefault(room - need, []).append(target)
-    return [
-        {
-            "input_ids": [token for row in group for token in row["input_ids"]],
-            "labels": [label for row in group for label in row["labels"]],
-            "seq_lengths": [len(row["input_ids"]) for row in group],
-        }
-        for group in bins
-    ]

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipeline.data.formats import shared_length
+from pipeline.errors import visible
 
 FIRST = 10  # bad rows that are named one by one
 SAMPLES = 3
@@ -13,6 +14,11 @@ KINDS = {
     "not_json": "not JSON",
     "not_object": "not a JSON object",
     "not_utf8": "not UTF-8",
+    "not_finite": "number that is not finite",
+    "repeated_key": "repeated key",
+    "nested": "nested too deep",
+    "too_large": "too large",
+    "special_tokens": "special tokens that cannot be kept apart",
     "truncated_gzip": "truncated or damaged gzip",
     "missing_field": "wrong or missing field",
     "null": "null",
@@ -42,6 +48,9 @@ class Split:
     tokens: int = 0
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     reply_tokens: dict[str, int] = field(default_factory=dict)
+    special_rows: int = 0  # whose text contains special tokens
+    special_tokens: dict[str, int] = field(default_factory=dict)  # token -> rows
+    special_first: str = ""  # file:line of the first of these rows
 
 
 @dataclass
@@ -57,6 +66,10 @@ class Report:
     skipped: list[str] = field(default_factory=list)  # the first bad rows, file:line each
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # packed training rows
+    overlap: tuple[int, int] | None = (
+        None  # rows of eval whose prompt stands in train, and those that do as they are
+    )
+    special_tokens: str = "text"  # what they are in the text of a row: text, or control
     reused: bool = False
     seconds: float = 0.0
 
@@ -66,7 +79,8 @@ class Report:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> "Report":
         splits = {name: Split(**split) for name, split in value["splits"].items()}
-        return cls(**{**value, "splits": splits})
+        overlap = tuple(value["overlap"]) if value["overlap"] else None
+        return cls(**{**value, "splits": splits, "overlap": overlap})
 
     def render(self, samples: bool = True) -> str:
         source = "reused from the cache" if self.reused else "made now"
@@ -74,18 +88,37 @@ class Report:
             f"data for stage {self.stage}: at most {self.max_length} tokens a row, {source}, {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
-            lines += ["", *self._split(name, split)]
+            lines += ["", *self._split(name, split), *self._warnings(name, split)]
         if self.packed is not None:
             lines.append(f"  packed      {self.packed:,} rows of up to {self.max_length} tokens")
         if self.duplicates:
             lines.append(f"  duplicates  {self.duplicates:,} rows equal to an earlier one (kept)")
         if self.skipped:
-            lines += ["", "first rows left out:", *(f"  {row}" for row in self.skipped)]
+            lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
         if self.samples and samples:
             lines += ["", "samples, the trained tokens between ⟦ and ⟧:"]
             for index, sample in enumerate(self.samples, 1):
-                lines += [f"--- {index} " + "-" * 66, sample]
+                lines += [f"--- {index} " + "-" * 66, visible(sample)]
         return "\n".join(lines)
+
+    def _warnings(self, name: str, split: Split) -> list[str]:
+        lines = []
+        if split.special_rows:
+            tokens = ", ".join(f"{token} in {rows:,}" for token, rows in [*split.special_tokens.items()][:5])
+            other = ["control", "text"][self.special_tokens == "control"]
+            lines.append(
+                f"{split.special_rows:,} rows with special tokens in their words, which are read as {self.special_tokens} "
+                f"(data.special_tokens={other} reads them as {other}): {tokens}; first: {split.special_first}"
+            )
+        if name == "eval" and self.overlap and self.overlap[0]:
+            prompts, rows = self.overlap
+            same = (
+                f", {rows:,} of them with the same completion" if self.stage in ("sft", "rm", "dpo") else ""
+            )
+            lines.append(
+                f"{prompts:,} rows whose prompt stands in data.train too{same}: held-out figures count what was learned by heart"
+            )
+        return [f"  warning     {visible(line, lines=False)}" for line in lines]
 
     def _split(self, name: str, split: Split) -> list[str]:
         lines = [

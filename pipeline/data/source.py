@@ -14,21 +14,30 @@ import io
 import itertools
 import json
 import os
+import pathlib
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pipeline import storage
-from pipeline.data.formats import RowError, shape_of, show
+from pipeline.data.formats import DEEPEST, RowError, mapping, shape_of, show
 from pipeline.errors import InputError
 
 CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
 BLOCK = 1 << 20
+ROW = 64 << 20  # bytes of the largest row: what has no end in sight is no row
+BOMB = 100  # times its size: what a gzip file of rows never unpacks to
+BOMB_BYTES = 16 << 20  # unpacked, from where on that is asked
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 FOREIGN = (".parquet", ".csv", ".tsv", ".zst", ".bz2", ".xz", ".zip", ".arrow")
 
 Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
+BLANKS = " \t\r\n"  # JSON's white space
+BLANK = re.compile(f"[{BLANKS}]*")
+# A number of thousands of digits is read as an infinite one, and refused under the name of its field.
+DECODER, WIDE = (json.JSONDecoder(object_pairs_hook=mapping, parse_int=kind) for kind in (None, float))
 
 
 @dataclass(frozen=True)
@@ -85,9 +94,7 @@ def matching(item: str, key: str) -> list[File]:
         not storage.is_remote(item) and os.path.exists(inner)
     )
     if pattern:
-        paths = (
-            remote_glob(fs, inner) if storage.is_remote(item) else sorted(glob.glob(inner, recursive=True))
-        )
+        paths = remote_glob(fs, inner) if storage.is_remote(item) else local_glob(inner)
         infos = [info for info in fs.get_file_info(paths) if info.is_file] if paths else []
         if not infos:
             raise InputError(
@@ -100,6 +107,11 @@ def matching(item: str, key: str) -> list[File]:
         return [as_file(item, info)]
     if info.type.name == "Directory":
         return folder(item, fs, inner, key)
+    if info.type.name == "Unknown":
+        raise InputError(
+            f"{key}: {item!r} is neither a file nor a folder; rows are read more than once, so write what comes out of a "
+            "pipe or a device into a file first"
+        )
     parent = os.path.dirname(inner)
     names = os.listdir(parent) if not storage.is_remote(item) and os.path.isdir(parent) else []
     close = difflib.get_close_matches(os.path.basename(inner), names, 1)
@@ -112,13 +124,46 @@ def matching(item: str, key: str) -> list[File]:
 def folder(item: str, fs: Any, inner: str, key: str) -> list[File]:
     import pyarrow.fs as pafs
 
-    infos = fs.get_file_info(pafs.FileSelector(inner, recursive=True))
+    below = pafs.FileSelector(inner, recursive=True) if storage.is_remote(item) else files_below(inner)
+    infos = fs.get_file_info(below)
     infos = [i for i in infos if i.is_file and i.path.endswith(SUFFIXES) and not hidden(i.path[len(inner) :])]
     if not infos:
         raise InputError(
             f"{key}: the folder {item!r} holds no data file; expected files named *{', *'.join(SUFFIXES)}"
         )
     return [as_file(item, info) for info in sorted(infos, key=lambda info: info.path)]
+
+
+def files_below(folder: str) -> list[str]:
+    """All files below a local folder, each once: links that lead back to a folder above would go round for ever."""
+    seen: set[tuple[int, int]] = set()
+    paths = []
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for path, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        folders.sort()
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        paths += [os.path.join(path, name) for name in names]
+    return paths
+
+
+def local_glob(pattern: str) -> list[str]:
+    """The paths that match, in order. `**` does not follow links to folders (pathlib's does not): they may go round for ever."""
+    before, double, after = (pattern + "/" * pattern.endswith("/**")).partition("/**/")
+    if not double:
+        return sorted(glob.glob(pattern))
+    below = (
+        (str(path), start)
+        for start in glob.glob(before or "/")
+        for path in pathlib.Path(start).glob(f"**/{after or '*'}")
+    )
+    return sorted(path for path, start in below if not hidden(path[len(start) :]) or "/." in after)
 
 
 def hidden(path: str) -> bool:
@@ -189,27 +234,27 @@ def read_head(file: File) -> bytes:
     try:
         with open_bytes(file.path) as stream:
             return stream.read(BLOCK // 4)
-    except OSError as error:
+    except OSError as error:  # a folder opens, but does not read
         raise InputError(f"data: {file.path} cannot be read: {error}") from error
 
 
 def first_shape(head: bytes, stage: str) -> tuple[int, str | None]:
     """(line, shape) of the first line of a file that is a row of a known shape."""
     for number, line in enumerate(head.split(b"\n"), 1):
-        try:
-            row = json.loads(line.removeprefix(codecs.BOM_UTF8))
-        except ValueError:
-            continue  # not a row: its own chunk reports it
+        row = decode(line.removeprefix(codecs.BOM_UTF8))  # what is not a row is reported by its own chunk
         if isinstance(row, dict) and (shape := shape_of(row, stage)):
             return number, shape
     return 1, None
 
 
 def open_bytes(path: str) -> Any:
-    if not storage.is_remote(path):
-        return open(path, "rb")
-    fs, inner = storage.filesystem(path)
-    return fs.open_input_file(inner)
+    try:
+        if not storage.is_remote(path):
+            return open(path, "rb")
+        fs, inner = storage.filesystem(path)
+        return fs.open_input_file(inner)
+    except OSError as error:
+        raise InputError(f"data: {path} cannot be read: {error}") from error
 
 
 # ---- rows of a chunk -------------------------------------------------------------------------------------------
@@ -223,6 +268,9 @@ def rows(chunk: Chunk, digest: "hashlib._Hash") -> Iterator[Row]:
     with open_bytes(chunk.path) as raw:
         if not chunk.zipped and not chunk.array:
             yield from lines(range_lines(raw, chunk, digest))
+            return
+        if chunk.zipped and (bomb := unpacking(chunk.path)):
+            yield 1, bomb, b""
             return
         stream: Any = io.BufferedReader(Gunzip(raw)) if chunk.zipped else raw
         if chunk.array or (chunk.zipped and peek_array(stream)):
@@ -238,7 +286,7 @@ class Gunzip(io.RawIOBase):
     """
 
     def __init__(self, raw: Any):
-        self.inner, self.damage = gzip.GzipFile(fileobj=raw), ""
+        self.raw, self.inner, self.damage, self.size = raw, gzip.GzipFile(fileobj=raw), "", 0
 
     def readable(self) -> bool:
         return True
@@ -249,10 +297,23 @@ class Gunzip(io.RawIOBase):
         try:
             data = self.inner.read1(len(buffer))
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            self.damage = str(error)
+            self.damage = f"breaks off here ({error})"
+            return 0
+        self.size += len(data)
+        if self.size > BOMB_BYTES and self.size > BOMB * self.raw.tell():
+            self.damage = f"unpacks to more than {BOMB} times its size"
             return 0
         buffer[: len(data)] = data
         return len(data)
+
+
+def unpacking(path: str) -> RowError | None:
+    """What is wrong with a gzip file that gives itself away as no rows at its beginning: before any row is worked on."""
+    with open_bytes(path) as raw:
+        stream = Gunzip(raw)
+        while stream.size <= BOMB_BYTES and stream.read(BLOCK):
+            pass
+        return damaged(io.BufferedReader(stream)) if stream.size > BOMB_BYTES and stream.damage else None
 
 
 def damage_of(stream: Any) -> str:
@@ -261,7 +322,7 @@ def damage_of(stream: Any) -> str:
 
 def damaged(stream: Any) -> RowError:
     return RowError(
-        "truncated_gzip", "", f"a gzip stream that breaks off here ({damage_of(stream)})", "a whole .gz file"
+        "truncated_gzip", "", f"a gzip stream that {damage_of(stream)}", "a whole .gz file of rows"
     )
 
 
@@ -269,16 +330,16 @@ def peek_array(stream: io.BufferedReader) -> bool:
     return stream.peek(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
-def is_array(chunk: Chunk) -> bool:
-    """Whether errors are to be placed by the number of the array's element."""
+def unit(chunk: Chunk) -> Literal["line", "element"]:
+    """What the numbers of the chunk's rows count."""
     if not chunk.zipped:
-        return chunk.array
+        return "element" if chunk.array else "line"
     with open_bytes(chunk.path) as raw:
-        return peek_array(io.BufferedReader(Gunzip(raw)))
+        return "element" if peek_array(io.BufferedReader(Gunzip(raw))) else "line"
 
 
 def range_lines(raw: Any, chunk: Chunk, digest: "hashlib._Hash") -> Iterator[bytes]:
-    """The lines that begin in [start, stop); the last one is read to its end, however far that is."""
+    """The lines that begin in [start, stop); the last one is read to its end, or until it is too large for a row."""
     at = max(chunk.start - 1, 0)
     raw.seek(at)
     data = raw.read(chunk.stop - at)
@@ -289,11 +350,12 @@ def range_lines(raw: Any, chunk: Chunk, digest: "hashlib._Hash") -> Iterator[byt
         data = data[cut:]
     if not data:
         return
-    tail: list[bytes] = []
-    while not (tail[-1] if tail else data).endswith(b"\n") and (more := raw.read(BLOCK // 16)):
+    last, tail = len(data) - data.rfind(b"\n") - 1, [data]
+    while not tail[-1].endswith(b"\n") and last <= ROW and (more := raw.read(BLOCK // 16)):
         end = more.find(b"\n") + 1
         tail.append(more[:end] if end else more)
-    data = b"".join([data, *tail]) if tail else data
+        last += len(tail[-1])
+    data = b"".join(tail) if len(tail) > 1 else data
     digest.update(data)
     at = 0
     while at < len(data):
@@ -304,11 +366,13 @@ def range_lines(raw: Any, chunk: Chunk, digest: "hashlib._Hash") -> Iterator[byt
 
 
 def stream_lines(stream: io.BufferedReader, digest: "hashlib._Hash") -> Iterator[bytes | RowError]:
-    for line in stream:
+    while line := stream.readline(ROW + 1):
         if damage_of(stream):
             break  # the line is cut short, too
         digest.update(line)
         yield line
+        while len(line) > ROW and not line.endswith(b"\n"):  # too large: passed over to its end
+            line = stream.readline(ROW)
     if damage_of(stream):
         yield damaged(stream)
 
@@ -318,6 +382,9 @@ def lines(source: Iterator[bytes | RowError]) -> Iterator[Row]:
         if isinstance(line, RowError):
             yield number, line, b""
             continue
+        if len(line) > ROW:
+            yield number, too_large(), b""
+            continue
         line = line.removeprefix(codecs.BOM_UTF8).strip()
         if line:
             yield number, decode(line), line
@@ -325,27 +392,46 @@ def lines(source: Iterator[bytes | RowError]) -> Iterator[Row]:
 
 def decode(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        text = line.decode("utf-8").strip(BLANKS)
+        row, end = read_value(text)
+        if end < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        return row
     except UnicodeDecodeError as error:
         found = f"byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
         return RowError("not_utf8", "", found, "UTF-8 text")
     except json.JSONDecodeError as error:
         found = f"{show(error.doc[:40])} ({error.msg} at column {error.colno})"
         return RowError("not_json", "", found, "one JSON object on each line, or one JSON array in the file")
-    except (RecursionError, ValueError) as error:  # nested too deep; a number with thousands of digits
-        return RowError(
-            "not_json", "", f"{show(line[:40].decode('utf-8', 'replace'))} ({error})", "a JSON object"
-        )
+    except RecursionError:
+        return too_deep()
+
+
+def read_value(text: str, at: int = 0) -> tuple[Any, int]:
+    """A JSON value and where it ends; raises JSONDecodeError or RecursionError."""
+    try:
+        return DECODER.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # https://docs.python.org/3/library/stdtypes.html#int-max-str-digits
+        return WIDE.raw_decode(text, at)
+
+
+def too_deep() -> RowError:
+    return RowError("nested", "", f"more than {DEEPEST} lists and objects inside each other", "a flatter row")
+
+
+def too_large() -> RowError:
+    return RowError("too_large", "", f"more than {ROW >> 20} MiB without an end of the row", "a smaller row")
 
 
 def elements(stream: Any, digest: "hashlib._Hash") -> Iterator[Row]:
     """The elements of a JSON array, read block by block; what is not JSON ends the file."""
-    decoder, parser = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, number, ended, block = "", 0, 0, False, BLOCK
     opened = False
     while True:
-        while at < len(text) and text[at] in " \t\r\n":
-            at += 1
+        at = BLANK.match(text, at).end()  # type: ignore[union-attr]
         char = text[at : at + 1]
         if opened and char == "]":
             yield from behind_array(stream, text[at + 1 :], number, digest)
@@ -356,10 +442,12 @@ def elements(stream: Any, digest: "hashlib._Hash") -> Iterator[Row]:
         if char == "," and number:
             at += 1
             continue
-        value, stop, failure = None, -1, "the array is not closed"
+        value, stop, failure, wrong = None, -1, "the array is not closed", None
         if char:
             try:
-                value, stop = parser.raw_decode(text, at)
+                value, stop = read_value(text, at)
+            except RecursionError:
+                ended, wrong = True, too_deep()
             except json.JSONDecodeError as error:
                 failure = f"{show(text[at : at + 40])} ({error.msg})"
                 # An error well inside the text is real; one near its end may only mean that more is to be read.
@@ -369,13 +457,17 @@ def elements(stream: Any, digest: "hashlib._Hash") -> Iterator[Row]:
             yield number, value, text[at:stop].encode("utf-8", "surrogatepass")
             at, block = stop, BLOCK
             continue
+        if not ended and len(text) - at > ROW:
+            ended, wrong = True, too_large()
         if ended:
-            wrong = damaged(stream) if damage_of(stream) else None
-            yield number + 1, wrong or RowError("not_json", "", failure, "a JSON array of objects"), b""
+            wrong = damaged(stream) if damage_of(stream) else wrong
+            wrong = wrong or RowError("not_json", "", failure, "a JSON array of objects")
+            wrong.found += "; what stands behind it was not read"
+            yield number + 1, wrong, b""
             return
         data = stream.read(block)
         digest.update(data)
-        ended, block = not data, min(block * 2, 64 << 20)
+        ended, block = not data, min(block * 2, ROW >> 2)
         try:
             text, at = text[at:] + decoder.decode(data, final=ended), 0
         except UnicodeDecodeError as error:

@@ -143,7 +143,10 @@ def _given(
     own, said = worker.tokenizer.own_chat_template, worker.job.data.apply_chat_template
     room = worker.work.base["context_length"] or 1 << 20
     ends = eos_ids(worker.tokenizer, shared.base.generation_config)
-    encoder = Encoder(worker.tokenizer, "score", room, "truncate", own if said is None else said, ends)
+    special = worker.job.data.special_tokens
+    encoder = Encoder(
+        worker.tokenizer, "score", room, "truncate", own if said is None else said, ends, special
+    )
     places, texts = [], []
     for place, row in enumerate(rows):
         if not row["row"].get("completion"):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.errors import InputError
+from pipeline.errors import InputError, visible
 from pipeline.inference import here
 from pipeline.inputs import functions, unfilled
 from pipeline.run import room_for_prompts
@@ -50,7 +50,8 @@ class Chat:
         self.sampling = sampling(host, self.shared)
         self.room = room_for_prompts(host.job, host.work.base["context_length"]) or sys.maxsize
         ends = eos_ids(host.tokenizer, self.shared.base.generation_config)
-        self.encoder = Encoder(host.tokenizer, "generate", self.room, "error", True, ends)
+        special = host.job.data.special_tokens
+        self.encoder = Encoder(host.tokenizer, "generate", self.room, "error", True, ends, special)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
         self.replies = 0  # each has its own stream of random numbers
@@ -67,7 +68,7 @@ class Chat:
                     self.system = [{"role": "system", "content": text.strip()}] if text.strip() else []
                 print("   (a new conversation)", flush=True)
             elif command.startswith("/"):
-                print(f"   (no command {command}: {HELP})", flush=True)
+                print(f"   (no command {visible(command)}: {HELP})", flush=True)
             elif command:
                 self.answer(line.strip())
 
@@ -167,7 +168,7 @@ class Writer:
 
     def __init__(self, tokenizer: Any, show: Callable[[str], Any] | None = None):
         self.decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
-        self.put = show or (lambda text: print(text, end="", flush=True))
+        self.put = show or (lambda text: print(visible(text), end="", flush=True))
         self.shown = ""
 
     def show(self, tokens: list[int]) -> None:

@@ -76,7 +76,8 @@ class Scores:
         tokenizer, own = host.tokenizer, host.tokenizer.own_chat_template
         context = host.job.data.max_length or host.work.base["context_length"] or 1 << 20
         apply = own if host.job.data.apply_chat_template is None else host.job.data.apply_chat_template
-        self.encoder = Encoder(tokenizer, "score", context, host.job.data.too_long, apply, eos_ids(tokenizer))
+        data, ends = host.job.data, eos_ids(tokenizer)
+        self.encoder = Encoder(tokenizer, "score", context, data.too_long, apply, ends, data.special_tokens)
         self.score = scorer(host)
         self.rows = options(host.job).local_rollout_forward_batch_size
         self.waiting: queue.SimpleQueue[tuple[list[Any], Future]] = queue.SimpleQueue()
