@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from pipeline import storage
 from pipeline.config.fields import Field, fields_of, show
-from pipeline.config.jobfile import Tree, read_tree
 from pipeline.config.gates import OPERATORS as OPERATORS
 from pipeline.config.gates import parse_gate as parse_gate
+from pipeline.config.jobfile import Tree, read_tree
 from pipeline.config.keys import INPUTS, REFUSED, class_of
 from pipeline.config.keys import TRAINERS as TRAINERS
 from pipeline.config.rules import CHECKS

@@ -7,7 +7,6 @@ rules.py; PPOConfig's own ranges are in pipeline/ppo/config.py.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -47,12 +46,13 @@ RANGES: dict[str, dict[str, str]] = {
         {
             SEED: "seed data_seed",
             ROWS: """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
-                eval_accumulation_steps precompute_ref_batch_size pad_to_multiple_of torch_empty_cache_steps
-                ddp_bucket_cap_mb""",
+                eval_accumulation_steps precompute_ref_batch_size torch_empty_cache_steps ddp_bucket_cap_mb""",
+            "[1, 1024]": "pad_to_multiple_of dataloader_prefetch_factor",
             STEPS: "logging_steps save_steps eval_steps",
             "0 or (0, 1) or whole [1, 1000000000]": "warmup_steps",
             "-1 or [1, 1000000000]": "max_steps",
-            "(0, 1000000]": "num_train_epochs beta discopop_tau",
+            "(0, 1000000]": "num_train_epochs",
+            "[0.000001, 1000000]": "beta discopop_tau",
             "[0, 1000000]": """max_grad_norm neftune_noise_alpha center_rewards_coefficient router_aux_loss_coef
                 loss_weights""",
             "[0, 1000000000]": "eval_delay",
@@ -60,9 +60,8 @@ RANGES: dict[str, dict[str, str]] = {
             "[0, 1)": "adam_beta1 adam_beta2 label_smoothing_factor f_alpha_divergence_coef",
             "[0, 0.5)": "label_smoothing",  # the share of pairs that are the wrong way round
             "[0, 1]": "ld_alpha",
-            "(0, 1]": "adam_epsilon",
+            "[1e-30, 1]": "adam_epsilon",
             "[0, 256]": "dataloader_num_workers",
-            "[1, 1024]": "dataloader_prefetch_factor",
             "[1, 1000000]": "ddp_timeout",
         }
     ),
@@ -154,8 +153,7 @@ def _check_text(tree: Tree, stage: str, key: str, value: str) -> None:
         raise tree.error(key, f"found {show(value)}, expected one of {', '.join(words)}{hint}")
     if len(value.encode()) > NAMES.get(key, 1 << 20):
         raise tree.error(key, f"found {len(value.encode())} bytes, expected at most {NAMES[key]}")
-    if key in PATHS and (long := max(re.split(r"[/\\:]", value), key=lambda part: len(os.fsencode(part)))):
-        if len(os.fsencode(long)) > 240:  # a file system's 255, less what is appended
-            raise tree.error(
-                key, f"found {show(long)} of {len(os.fsencode(long))} bytes in a path, expected at most 240"
-            )
+    longest = max(re.split(r"[/:]", value), key=lambda part: len(part.encode()))
+    if key in PATHS and len(longest.encode()) > 240:  # a file system's 255, less what is appended
+        size = len(longest.encode())
+        raise tree.error(key, f"found {show(longest)} of {size} bytes in a path, expected at most 240")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.fields import show, short
+from pipeline.config.fields import short, show
 from pipeline.config.jobfile import Tree
 
 if TYPE_CHECKING:

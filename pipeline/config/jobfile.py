@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
-def _children(node: yaml.Node) -> list[yaml.Node]:
+def _children(node: yaml.Node | None) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return [part for pair in node.value for part in pair]
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
@@ -270,7 +270,7 @@ def _refuse_values(tree: Tree, value: Any, key: str) -> None:
 def _unprintable(text: str) -> str | None:
     """What keeps a text from being shown, stored or used as a path; None: nothing."""
     if found := re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", text):
-        return "a line break" if found[0] in "\r\n" else f"the control character {ascii(found[0])}"
+        return "a line break" if found[0] in "\r\n" else f"the control character {found[0]!a}"
     if re.search(r"[\ud800-\udfff]", text):
         return "a byte that is not UTF-8"
     return None

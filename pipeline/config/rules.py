@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import bounds, gates
+from pipeline.config import bounds, gates, scaling
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.keys import TRAINERS
@@ -15,6 +15,10 @@ from pipeline.ppo.bounds import outside
 
 if TYPE_CHECKING:
     from pipeline.config import Job
+
+
+# Of torch.utils.checkpoint and transformers; `selective` is TRL's for sft.
+CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "early_stop", "selective")
 
 
 # ---------------------------------------------------------------- combinations
@@ -109,7 +113,7 @@ def _check_data(tree: Tree, job: Job) -> None:
 
 def _check_batches(tree: Tree, job: Job) -> None:
     """batch_size = per_device_train_batch_size x workers x accumulation, exactly, for every worker count that can occur."""
-    low, high = _worker_range(tree, job)
+    low, high = scaling.worker_range(tree, job)
     size = job.data.batch_size
     if job.stage not in ("sft", "rm", "dpo"):
         if size is not None:
@@ -149,16 +153,6 @@ def _check_batches(tree: Tree, job: Job) -> None:
             f"found {size}, expected a multiple of {step}, so that trainer.per_device_train_batch_size={device} on {workers} comes out even; "
             f"try data.batch_size={math.ceil(size / step) * step} or a smaller trainer.per_device_train_batch_size",
         )
-
-
-def _worker_range(tree: Tree, job: Job) -> tuple[int, int]:
-    low, high = job.workers
-    if not 1 <= low <= high <= 10_000:
-        raise tree.error(
-            "scaling.num_workers",
-            f"found {show(job.scaling['num_workers'])}, expected at least 1, or [min, max] with 1 <= min <= max <= 10000",
-        )
-    return low, high
 
 
 def _check_trainer(tree: Tree, job: Job) -> None:
@@ -212,7 +206,12 @@ def _check_trl(tree: Tree, job: Job) -> None:
         )
     if trainer.get("fp16") and not job.scaling.get("use_gpu"):
         raise tree.error("trainer.fp16", "needs a GPU; on CPUs type trainer.fp16=false trainer.bf16=true")
-    if trainer.get("save_strategy") == "best":
+    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        for name, value in (trainer.get(key) or {}).items():
+            if name not in CHECKPOINTING or not isinstance(value, bool):
+                known = f"expected true or false for one of {', '.join(CHECKPOINTING)}"
+                raise tree.error(f"trainer.{key}", f"found {show(name)}: {show(value)}, {known}")
+    if trainer.get("save_strategy") == "best" or trainer.get("metric_for_best_model") is not None:
         _check_best(tree, job)
     if job.stage != "dpo":
         return
@@ -234,7 +233,7 @@ def _check_best(tree: Tree, job: Job) -> None:
     if metric is None or f"eval_{metric.removeprefix('eval_')}" not in known:
         raise tree.error(
             "trainer.metric_for_best_model",
-            f"found {show(metric)}; save_strategy=best needs one of {', '.join(known)}",
+            f"found {show(metric)}, expected one of {', '.join(known)}",
         )
     if strategy == "no":
         raise tree.error(
@@ -247,7 +246,10 @@ def _check_inference(tree: Tree, trainer: dict[str, Any]) -> None:
         raise tree.error(
             "trainer.temperature", f"found {trainer['temperature']}, expected 0 or 0.000001 or more"
         )
-    if (fewest := trainer.get("min_new_tokens", 0)) >= trainer.get("response_length", fewest + 1):
+    longest = trainer.get(
+        "response_length", fields_of("pipeline.config.Inference")["response_length"].default
+    )
+    if (fewest := trainer.get("min_new_tokens", 0)) >= longest:
         raise tree.error("trainer.min_new_tokens", f"found {fewest}, expected less than response_length")
 
 
@@ -361,6 +363,7 @@ CHECKS = (
     _check_data,
     _check_trainer,
     _check_batches,
+    scaling.check,
     _check_run,
     _check_mlflow,
     gates.check,

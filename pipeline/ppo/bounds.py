@@ -53,4 +53,4 @@ def _words(part: str) -> str:
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else f"{value:g}"
+    return str(int(value)) if value == int(value) else f"{value:g}"  # {:g} would round the largest seed

@@ -23,14 +23,16 @@ RANGES = table(
         "[0, 1048576]": "min_new_tokens",
         "(0, 1000000000]": "micro_batch_tokens logging_steps ref_model_sync_steps",
         "[0, 1000000000]": "critic_warmup_steps warmup_steps save_steps eval_steps",
-        "(0, 1000000000000]": "total_episodes kl_horizon",
-        "(0, 1000000]": """num_train_epochs num_ppo_epochs kl_target cliprange cliprange_value early_stop_kl reward_clip
+        "(0, 1000000000000]": "total_episodes",
+        "(0, 1000000]": """num_train_epochs num_ppo_epochs cliprange cliprange_value early_stop_kl reward_clip
             vllm_importance_sampling_clip_max""",
+        "[0.000001, 1000000]": "kl_target",
+        "[1, 1000000000000]": "kl_horizon",
         "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty max_grad_norm",
         "(1, 1000000]": "dual_clip",
         "(0, 100]": "temperature",
         "[0, 100]": "learning_rate critic_learning_rate weight_decay",
-        "(0, 1]": "adam_epsilon",
+        "[1e-30, 1]": "adam_epsilon",
         "[0, 1]": "gamma lam ref_model_mixup_alpha",
         "[0, 1)": "adam_beta1 adam_beta2",
         "(0, 1)": "vllm_gpu_memory_utilization",
@@ -284,7 +286,9 @@ def _fits(value: Any, hint: Any) -> bool:
             if value in get_args(option) and isinstance(value, str):
                 return True
         elif option is float:
-            if type(value) is int and abs(value) < 1 << 63 or type(value) is float and math.isfinite(value):
+            if (type(value) is int and abs(value) < 1 << 63) or (
+                type(value) is float and math.isfinite(value)
+            ):
                 return True
         elif type(value) is option:
             return True
