@@ -18,7 +18,7 @@ from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job
 from pipeline.config.fields import fields_of
-from pipeline.config.rules import TRAINERS
+from pipeline.config.keys import TRAINERS
 from pipeline.errors import InputError, summary
 from pipeline.inputs import check_adapters, check_columns, check_sampler, pin_inputs
 from pipeline.resume import begun, checkpoints

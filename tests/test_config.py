@@ -95,7 +95,7 @@ BAD = [
         r"job\.yaml:2: data\.train: an alias refers to the node around it",
     ),
     ("stage: sft\nmodel: !!python/object/apply:os.system [ls]\n", [], r"job\.yaml:2:8: not valid YAML"),
-    ("- sft\n", [], r"the file holds list, expected sections"),
+    ("- sft\n", [], r"found \['sft'\], expected sections"),
     ("", [], r"stage: missing, expected one of sft, rm, dpo, ppo, evaluate"),
     ("stage: stf\n", [], r"stage: found 'stf', expected one of"),
     # a stage and its inputs
@@ -125,8 +125,8 @@ BAD = [
         ["data.eval=b.jsonl", "data.eval_fraction=0.1"],
         r"data\.eval_fraction: given together with data\.eval",
     ),
-    ("sft", ["data.eval_fraction=1"], r"data\.eval_fraction: found 1, expected 0 <= eval_fraction < 1"),
-    ("sft", ["data.max_length=0"], r"data\.max_length: found 0, expected at least 1"),
+    ("sft", ["data.eval_fraction=1"], r"data\.eval_fraction: found 1, expected 0 or more and below 1"),
+    ("sft", ["data.max_length=0"], r"data\.max_length: found 0, expected between 2 and 1048576"),
     ("sft", ["trainer.eval_strategy=epoch"], r"trainer\.eval_strategy: there is nothing to evaluate on"),
     (
         "sft",
@@ -157,7 +157,7 @@ BAD = [
     (
         "sft",
         ["trainer.learning_rate=-1"],
-        r"trainer\.learning_rate: found -1, expected a number that is not negative",
+        r"trainer\.learning_rate: found -1, expected between 0 and 100, for example 2e-05",
     ),
     (
         "sft",

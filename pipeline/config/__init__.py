@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 from pipeline import storage
 from pipeline.config.fields import Field, fields_of, show
+from pipeline.config.gates import OPERATORS as OPERATORS
+from pipeline.config.gates import parse_gate as parse_gate
 from pipeline.config.jobfile import Tree, read_tree
-from pipeline.config.rules import CHECKS, INPUTS, REFUSED, TRAINERS
-from pipeline.config.rules import OPERATORS as OPERATORS
-from pipeline.config.rules import parse_gate as parse_gate
+from pipeline.config.keys import INPUTS, REFUSED, class_of
+from pipeline.config.keys import TRAINERS as TRAINERS
+from pipeline.config.rules import CHECKS
 from pipeline.errors import InputError
 
 STAGES = ("sft", "rm", "dpo", "ppo", "evaluate")
@@ -147,10 +149,10 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
     job = Job(
         stage=found,
         model=Model(**_own(tree, "model")),
-        lora=_library(tree, "lora", "peft.tuners.lora.config.LoraConfig"),
+        lora=_library(tree, "lora"),
         data=Data(**_own(tree, "data")),
-        trainer=_library(tree, "trainer", TRAINERS[found]),
-        scaling=_library(tree, "scaling", "ray.train.v2.api.config.ScalingConfig"),
+        trainer=_library(tree, "trainer"),
+        scaling=_library(tree, "scaling"),
         run=Run(**_own(tree, "run")),
         mlflow=MLflow(**_own(tree, "mlflow")),
         gate={name: rule for name, rule in _section(tree, "gate").items() if rule is not None},
@@ -192,16 +194,14 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
 
 def _own(tree: Tree, section: str) -> dict[str, Any]:
     """A section with a dataclass of this file."""
-    return _checked(
-        tree, section, fields_of(f"pipeline.config.{'MLflow' if section == 'mlflow' else section.title()}")
-    )
+    return _checked(tree, section, fields_of(class_of(section, tree.data["stage"])))
 
 
-def _library(tree: Tree, section: str, dotted: str) -> dict[str, Any]:
+def _library(tree: Tree, section: str) -> dict[str, Any]:
     """A section that is handed to a library as it stands."""
-    values = _section(tree, section)
+    dotted = class_of(section, tree.data["stage"])
     refused = {} if dotted.startswith("pipeline.") else REFUSED[section]
-    for key in values:
+    for key in _section(tree, section):
         if key in refused:
             raise tree.error(f"{section}.{key}", f"not to be set here: {refused[key]}")
     return _checked(tree, section, fields_of(dotted))
@@ -227,16 +227,8 @@ def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.7)
     if near:
         return tree.error(name, f"{message}; did you mean {f'{section}.' if section else ''}{near[0]}?")
-    keys = {
-        **{
-            f"{own}.{k}": k
-            for own in ("model", "data", "run", "mlflow")
-            for k in fields_of(f"pipeline.config.{_class(own)}")
-        },
-        **{f"trainer.{k}": k for k in fields_of(TRAINERS[stage])},
-        **{f"lora.{k}": k for k in fields_of("peft.tuners.lora.config.LoraConfig")},
-        **{f"scaling.{k}": k for k in fields_of("ray.train.v2.api.config.ScalingConfig")},
-    }
+    sections = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling")
+    keys = {f"{own}.{k}": k for own in sections for k in fields_of(class_of(own, stage))}
     for cutoff in (1.0, 0.7):
         elsewhere = difflib.get_close_matches(key, keys.values(), n=1, cutoff=cutoff)
         if elsewhere:
@@ -248,10 +240,5 @@ def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -
 
 
 def _owner(stage: str, section: str) -> str:
-    return {"lora": "peft.LoraConfig", "scaling": "ray.train.ScalingConfig"}.get(
-        section, TRAINERS[stage].rpartition(".")[2]
-    )
-
-
-def _class(section: str) -> str:
-    return "MLflow" if section == "mlflow" else section.title()
+    libraries = {"lora": "peft.LoraConfig", "scaling": "ray.train.ScalingConfig"}
+    return libraries.get(section) or class_of(section, stage).rpartition(".")[2]

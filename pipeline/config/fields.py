@@ -63,8 +63,13 @@ class Field:
 def show(value: Any) -> str:
     """A value as a message shows it: short, on one line, with its type where that is the trouble."""
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
-    text = "null" if value is None else text
-    return text if len(text) <= 80 else text[:77] + "..."
+    return short("null" if value is None else text)
+
+
+def short(text: str) -> str:
+    """A text as a message quotes it: what is long is cut, what a terminal would obey or could not show is escaped."""
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 @cache

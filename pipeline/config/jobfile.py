@@ -1,17 +1,21 @@
 """A job file as a plain tree: YAML in, overrides applied, each key remembering where it was written.
 
 YAML is read by the rules of YAML 1.2, because those of 1.1 trap people here: `1e-4` is a number, `eval_strategy: no` is the word "no",
-`2026-11-20` is text. Keys are text and stand once. A value that looks like a secret is refused and never printed.
+`2026-11-20` is text. Keys are text and stand once. A value that looks like a secret is refused and never printed. A few
+lines of YAML can stand for gigabytes, or nest deeper than Python recurses: size and depth are limited while it is parsed.
 """
 
 import math
+import os
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from pipeline.config.fields import short, show
 from pipeline.errors import InputError
 
 # Tokens and keys of the services this pipeline talks to, private keys, and a password inside a URL.
@@ -21,8 +25,50 @@ SECRET = re.compile(
 )
 
 
+# What a job may be at most; the largest one shipped has 5 KB.
+BYTES = 1 << 17  # PyYAML reads about as much in a second
+NODES = 100_000  # with every alias counted as often as it stands
+DEPTH = 32
+CHARACTERS = 4096  # of a text: the longest path of Linux
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: true/false, decimal integers, floats with or without a point, null, text."""
+    """YAML 1.2 scalars: true/false, decimal integers, floats with or without a point, null, text; within NODES and DEPTH."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.around = 0  # nodes around the one that is composed
+        self.measured: dict[int, tuple[int, int]] = {}  # id of a node -> (nodes, levels), aliases written out
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "tag", None) not in (None, "!", "tag:yaml.org,2002:str"):
+            raise yaml.MarkedYAMLError(
+                problem="found a tag (!...); write the value without it", problem_mark=event.start_mark
+            )
+        self.around += 1
+        self._limit(self.around, DEPTH, "levels", event)
+        node = super().compose_node(parent, index)
+        self.around -= 1
+        # An alias to the node around it has no size yet: `_walk` refuses it.
+        inside = [self.measured.get(id(child), (1, 1)) for child in _children(node)]
+        size, levels = 1 + sum(n for n, _ in inside), 1 + max((depth for _, depth in inside), default=0)
+        self._limit(size, NODES, "values", event)
+        self._limit(levels, DEPTH, "levels", event)
+        if not isinstance(event, yaml.AliasEvent):
+            self.measured[id(node)] = size, levels
+        return node
+
+    def _limit(self, found: int, most: int, what: str, event: Any) -> None:
+        if found > most:
+            problem = f"found more than {most:,} {what}, aliases written out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+def _children(node: yaml.Node | None) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 _REPLACED = ("bool", "int", "float", "timestamp", "value")
@@ -32,7 +78,8 @@ _Loader.yaml_implicit_resolvers = {
 }
 for _tag, _pattern, _first in (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
+    # What has more than 18 digits does not fit into 64 bits, and is a float as in JSON.
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]{0,17})$", "-+0123456789"),
     ("float", r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
     ("float", r"^(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$", "-+."),
 ):
@@ -57,29 +104,44 @@ class Tree:
 
 def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     """The job file at `path` with `section.key=value` overrides applied. Raises InputError with file:line."""
-    file = Path(path)
-    if file.is_dir():
-        raise InputError(
-            f"{path} is a folder, expected a job file: {', '.join(map(str, sorted(file.glob('*.yaml')))) or 'none in it'}"
-        )
-    if not file.is_file():
-        raise InputError(
-            f"{path}: no such job file; those shipped are jobs/PROFILE/STAGE.yaml, for example jobs/demo/sft.yaml"
-        )
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text: {error}") from None
     tree = Tree(str(path))
-    tree.data = _parse(text, str(path), tree.where)
+    tree.data = _parse(_read(Path(path)), str(path), tree.where)
     if not isinstance(tree.data, dict):
         raise InputError(
-            f"{path}: the file holds {type(tree.data).__name__}, expected sections such as `stage: sft` and `model: ...`"
+            f"{path}: found {show(tree.data)}, expected sections such as `stage: sft` and `model: ...`"
         )
     for override in overrides:
         _override(tree, override)
     _refuse_values(tree, tree.data, "")
     return tree
+
+
+def _read(file: Path) -> str:
+    """The text of a job file. Never opens what could block or have no end (a pipe, a device)."""
+    try:
+        kind = file.stat().st_mode
+        if stat.S_ISDIR(kind):
+            jobs = ", ".join(str(job) for job in sorted(file.glob("*.yaml"))[:16])
+            raise InputError(f"{file} is a folder, expected a job file: {jobs or 'none in it'}")
+        if not stat.S_ISREG(kind):
+            raise InputError(f"{file} is a pipe, a socket or a device, expected a job file")
+        # Without blocking: some files of /proc are regular and yet wait for something to be written.
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
+            content = stream.read(BYTES + 1) or b""
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(
+            f"{file}: no such job file; those shipped are jobs/PROFILE/STAGE.yaml, for example jobs/demo/sft.yaml"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InputError(f"{show(str(file))}: cannot be read ({getattr(error, 'strerror', error)})") from None
+    if len(content) > BYTES:
+        raise InputError(
+            f"{file}: found more than {BYTES >> 10} KiB, expected a job file; are these the rows?"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: not UTF-8 text: {error}") from None
 
 
 def _parse(text: str, name: str, where: dict[str, str]) -> Any:
@@ -142,9 +204,10 @@ def _override(tree: Tree, text: str) -> None:
     key, equals, value = text.partition("=")
     if SECRET.search(text):
         raise InputError(f"command line: {'an override' if SECRET.search(key) else key}: {_NO_SECRETS}")
-    if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[^.\s]+)*", key):
+    known = re.fullmatch(r"[A-Za-z_]\w*(\.[^.\s]+)*", key)
+    if not equals or not known or len(key) > CHARACTERS or key.count(".") >= DEPTH or len(text) > BYTES:
         raise InputError(
-            f"command line: {text}: expected section.key=value, for example trainer.learning_rate=1e-4"
+            f"command line: {short(text)}: expected section.key=value, for example trainer.learning_rate=1e-4"
         )
     where: dict[str, str] = {}
     if key.startswith("gate.") and value not in ("", "null"):
@@ -153,7 +216,8 @@ def _override(tree: Tree, text: str) -> None:
         try:
             parsed = _parse(value, "command line", where) if value.strip() else None
         except InputError as error:
-            raise InputError(f"{error} in {text!r}; put the value in quotes: '{key}=\"{value}\"'") from None
+            quoted = f'{short(key)}="{short(value)}"'
+            raise InputError(f"{error} in {show(text)}; put the value in quotes: '{quoted}'") from None
     *sections, last = key.split(".")
     node = tree.data
     for depth, part in enumerate(sections):
@@ -162,7 +226,7 @@ def _override(tree: Tree, text: str) -> None:
         node = node[part]
         if not isinstance(node, dict):
             raise InputError(
-                f"command line: {key}: {'.'.join(sections[: depth + 1])} is {node!r}, which has no keys"
+                f"command line: {short(key)}: {short('.'.join(sections[: depth + 1]))} is {show(node)}, which has no keys"
             )
     node[last] = parsed
     for stale in [name for name in tree.where if name.startswith(key + ".")]:
@@ -177,15 +241,23 @@ _NO_SECRETS = (
 
 
 def _refuse_values(tree: Tree, value: Any, key: str) -> None:
-    """Refuse secrets, numbers that are not finite, and anything that JSON does not know."""
+    """Refuse secrets, numbers that are not finite, text that cannot be stored, and anything that JSON does not know."""
     if isinstance(value, dict):
         for name, item in value.items():
+            if not name.strip() or len(name) > CHARACTERS // 16 or _unprintable(name):
+                raise tree.error(
+                    key or "job", f"found the key {show(name)}, expected a short one on one line"
+                )
             _refuse_values(tree, item, _join(key, name))
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _refuse_values(tree, item, _join(key, str(index)))
     elif isinstance(value, str) and SECRET.search(value):
         raise tree.error(key, _NO_SECRETS)
+    elif isinstance(value, str) and len(value) > CHARACTERS:
+        raise tree.error(key, f"found a text of {len(value):,} characters, expected at most {CHARACTERS:,}")
+    elif isinstance(value, str) and (problem := _unprintable(value)):
+        raise tree.error(key, f"found {problem} in {show(value)}; type the value anew, on one line")
     elif isinstance(value, float) and not math.isfinite(value):
         raise tree.error(key, f"found {value}, expected a finite number")
     elif not isinstance(value, (str, int, float, type(None))):
@@ -193,3 +265,12 @@ def _refuse_values(tree: Tree, value: Any, key: str) -> None:
             key,
             f"found a {type(value).__name__}, expected text, a number, true, false, null, a list or a mapping",
         )
+
+
+def _unprintable(text: str) -> str | None:
+    """What keeps a text from being shown, stored or used as a path; None: nothing."""
+    if found := re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", text):
+        return "a line break" if found[0] in "\r\n" else f"the control character {found[0]!a}"
+    if re.search(r"[\ud800-\udfff]", text):
+        return "a byte that is not UTF-8"
+    return None

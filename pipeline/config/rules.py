@@ -3,107 +3,22 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config import bounds, gates, scaling
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
+from pipeline.config.keys import TRAINERS
+from pipeline.ppo.bounds import outside
 
 if TYPE_CHECKING:
     from pipeline.config import Job
 
-# Which models a stage takes in: True where it cannot run without.
-INPUTS: dict[str, dict[str, bool]] = {
-    "sft": {},
-    "rm": {},
-    "dpo": {"policy": True, "judge": False},
-    "ppo": {"policy": True, "reward": True, "judge": False},
-    "evaluate": {"policy": False, "baseline": False, "reward": False, "judge": False},
-    "generate": {"policy": True, "reward": False},
-    "score": {"reward": True},
-    "export": {"policy": False, "reward": False},
-}
-TRAINERS = {
-    "sft": "trl.trainer.sft_config.SFTConfig",
-    "rm": "trl.trainer.reward_config.RewardConfig",
-    "dpo": "trl.trainer.dpo_config.DPOConfig",
-    "ppo": "pipeline.ppo.config.PPOConfig",
-    "evaluate": "pipeline.ppo.config.PPOConfig",  # sampling, lengths and batch size keep their names
-    **dict.fromkeys(("generate", "score", "export"), "pipeline.config.Inference"),
-}
 
-
-_DATA = "rows are read, templated and tokenised once, before training, by the `data` section"
-_HUB = "models go to the MLflow registry (mlflow.registered_model)"
-_MODEL = "how the base is loaded is said in the `model` section"
-_ORDER = "the pipeline draws the batches, so that every row is seen exactly once an epoch and a resumed run continues where it stopped"
-_SHARD = "adapters train data-parallel over scaling.num_workers; the frozen base is not sharded"
-# Keys that the libraries know and that would break what the pipeline promises.
-REFUSED: dict[str, dict[str, str]] = {
-    "trainer": {
-        "output_dir": "checkpoints go to <run.storage_path>/<run.name>",
-        "run_name": "use run.name",
-        "report_to": "metrics go to MLflow; see the `mlflow` section",
-        "resume_from_checkpoint": "the same command with the same run.name continues; run.fresh=true starts anew",
-        "save_total_limit": "use run.num_to_keep",
-        "save_only_model": "a checkpoint without optimizer and random state cannot be resumed exactly",
-        "load_best_model_at_end": "the last adapter is registered and the `gate` judges it; the best checkpoint may lie on another node",
-        "ignore_data_skip": _ORDER,
-        "remove_unused_columns": "the tokenised columns are exactly those that the trainer needs",
-        "max_length": "use data.max_length and data.too_long, so that what is cut or dropped is counted and reported",
-        "auto_find_batch_size": "it would change the global batch; set trainer.per_device_train_batch_size",
-        "train_sampling_strategy": _ORDER,
-        "length_column_name": _ORDER,
-        "shuffle_dataset": _ORDER,
-        "dataloader_drop_last": _ORDER,
-        "accelerator_config": _ORDER,
-        "model_init_kwargs": _MODEL,
-        "trust_remote_code": "use model.trust_remote_code",
-        "chat_template_path": "use model.chat_template",
-        "eos_token": "the end-of-sequence token is the tokenizer's own",
-        "pad_token": "the pad token follows from the tokenizer and is never its end-of-sequence token",
-        "dataset_text_field": _DATA,
-        "dataset_kwargs": _DATA,
-        "dataset_num_proc": _DATA,
-        "truncation_mode": "use data.too_long",
-        "completion_only_loss": "only the replies are trained; the labels are made with the data",
-        "assistant_only_loss": "only the replies are trained; the labels are made with the data",
-        "label_names": _DATA,
-        "packing_strategy": "packed rows hold whole conversations, best fit first",
-        "use_cache": "training needs no cache, and with one packed rows would see each other",
-        "eval_packing": "evaluation rows are packed as the training rows are",
-        "disable_tqdm": "progress is printed once for all workers",
-        "ddp_find_unused_parameters": "an adapter's parameters are all used",
-        **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), _SHARD),
-        **dict.fromkeys(("local_rank", "ddp_backend"), "Ray Train sets it for each worker"),
-        **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the stage says what is done"),
-        **dict.fromkeys(
-            (
-                "push_to_hub",
-                "hub_token",
-                "hub_private_repo",
-                "hub_model_id",
-                "hub_strategy",
-                "hub_always_push",
-                "hub_revision",
-            ),
-            _HUB,
-        ),
-    },
-    "lora": {
-        **dict.fromkeys(
-            ("task_type", "peft_type", "peft_version", "auto_mapping", "inference_mode"), "the stage sets it"
-        ),
-        **dict.fromkeys(("base_model_name_or_path", "revision"), _MODEL),
-        "modules_to_save": "the base stays frozen and shared; the reward's score head is trained and saved without being named",
-        "layer_replication": "it changes the base, which all adapters share",
-        "trainable_token_indices": "it trains rows of the base's embedding, which all adapters share",
-    },
-    "scaling": {"trainer_resources": "Ray Train 2 no longer has it; the driver takes no CPU"},
-}
+# Of torch.utils.checkpoint and transformers; `selective` is TRL's for sft.
+CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "early_stop", "selective")
 
 
 # ---------------------------------------------------------------- combinations
@@ -114,8 +29,6 @@ def _check_model(tree: Tree, job: Job) -> None:
             "model.chat_template",
             f"found {show(template)}, expected an existing Jinja file, `plain`, or null",
         )
-    if not job.model.name_or_path.strip():
-        raise tree.error("model.name_or_path", "found empty text, expected a hub id or a folder")
     if job.lora.get("bias", "none") != "none":
         raise tree.error(
             "lora.bias",
@@ -127,9 +40,28 @@ def _check_model(tree: Tree, job: Job) -> None:
             "lora.init_lora_weights",
             f"found {init}, which rewrites base weights that all adapters share; expected true or gaussian",
         )
-    for key, least in (("r", 1), ("lora_alpha", 1)):
-        if job.lora.get(key, least) < least:
-            raise tree.error(f"lora.{key}", f"found {job.lora[key]}, expected at least {least}")
+
+
+def _check_lora(tree: Tree, job: Job) -> None:
+    """What peft would take and then find no layer for, or fail on in a worker."""
+    for key in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = job.lora.get(key)
+        if value == [] and key == "target_modules":
+            raise tree.error(
+                f"lora.{key}", "found an empty list, expected layers to adapt, for example all-linear"
+            )
+        if isinstance(value, str) and key != "layers_pattern":  # a pattern that whole names have to match
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise tree.error(
+                    f"lora.{key}", f"found {show(value)}, which is no pattern ({error})"
+                ) from None
+    for key, allowed in (("rank_pattern", "whole [1, 8192]"), ("alpha_pattern", "(0, 1000000]")):
+        for layers, value in (job.lora.get(key) or {}).items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if problem := outside(value, allowed) if number else "a number":
+                raise tree.error(f"lora.{key}", f"found {show(value)} for {show(layers)}, expected {problem}")
 
 
 def _check_data(tree: Tree, job: Job) -> None:
@@ -167,19 +99,11 @@ def _check_data(tree: Tree, job: Job) -> None:
         raise tree.error(
             "data.pairs", "there is no reward model to judge: give reward, e.g. models:/rlhf-rm@champion"
         )
-    if not 0 <= data.eval_fraction < 1:
-        raise tree.error(
-            "data.eval_fraction",
-            f"found {data.eval_fraction}, expected 0 <= eval_fraction < 1, for example 0.05",
-        )
     if data.eval and data.eval_fraction:
         raise tree.error(
             "data.eval_fraction",
             "given together with data.eval; keep one: a file of its own, or a share of data.train",
         )
-    for key in ("max_length", "batch_size"):
-        if (getattr(data, key) or 1) < 1 or getattr(data, key) == 0:
-            raise tree.error(f"data.{key}", f"found {getattr(data, key)}, expected at least 1")
     if job.trainer.get("eval_strategy", "no") != "no" and not (data.eval or data.eval_fraction):
         raise tree.error(
             "trainer.eval_strategy",
@@ -189,7 +113,7 @@ def _check_data(tree: Tree, job: Job) -> None:
 
 def _check_batches(tree: Tree, job: Job) -> None:
     """batch_size = per_device_train_batch_size x workers x accumulation, exactly, for every worker count that can occur."""
-    low, high = _worker_range(tree, job)
+    low, high = scaling.worker_range(tree, job)
     size = job.data.batch_size
     if job.stage not in ("sft", "rm", "dpo"):
         if size is not None:
@@ -231,16 +155,6 @@ def _check_batches(tree: Tree, job: Job) -> None:
         )
 
 
-def _worker_range(tree: Tree, job: Job) -> tuple[int, int]:
-    low, high = job.workers
-    if not 1 <= low <= high:
-        raise tree.error(
-            "scaling.num_workers",
-            f"found {show(job.scaling['num_workers'])}, expected at least 1, or [min, max] with 1 <= min <= max",
-        )
-    return low, high
-
-
 def _check_trainer(tree: Tree, job: Job) -> None:
     trainer = job.trainer
     if trainer.get("bf16") and trainer.get("fp16"):
@@ -249,37 +163,93 @@ def _check_trainer(tree: Tree, job: Job) -> None:
         )
     if trainer.get("use_cpu") and job.scaling.get("use_gpu"):
         raise tree.error("trainer.use_cpu", "given together with scaling.use_gpu=true; keep one")
-    for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if trainer.get(key) is not None and trainer[key] < 1:
-            raise tree.error(f"trainer.{key}", f"found {trainer[key]}, expected at least 1")
-    for key in ("learning_rate", "num_train_epochs", "warmup_steps", "weight_decay", "max_grad_norm"):
-        if trainer.get(key) is not None and trainer[key] < 0:
-            raise tree.error(
-                f"trainer.{key}", f"found {trainer[key]}, expected a number that is not negative"
-            )
     if job.stage in ("ppo", "evaluate"):
-        from pipeline.ppo.config import PPOConfig
-
-        try:
-            PPOConfig(**trainer)
-        except ValueError as error:
-            key, _, message = str(error).partition(": ")
-            raise tree.error(key, message) from None
+        _check_ppo(tree, job)
     elif job.stage in ("generate", "score", "export"):
         _check_inference(tree, trainer)
+    else:
+        _check_trl(tree, job)
+
+
+def _check_ppo(tree: Tree, job: Job) -> None:
+    from pipeline.ppo.config import PPOConfig
+
+    try:
+        args = PPOConfig(**job.trainer)
+    except ValueError as error:
+        key, _, message = str(error).partition(": ")
+        raise tree.error(key, message) from None
+    prompts, workers = args.batch_size // args.num_generations, job.workers[1]
+    if job.stage == "ppo" and prompts < workers:
+        raise tree.error(
+            "trainer.batch_size",
+            f"found {args.batch_size}, which is {prompts} prompt{'s' * (prompts > 1)} an update for {workers} workers; "
+            f"expected at least trainer.batch_size={workers * args.num_generations}",
+        )
+
+
+def _check_trl(tree: Tree, job: Job) -> None:
+    """What TRL's trainers refuse when a worker makes them, or never say."""
+    trainer, losses = job.trainer, job.trainer.get("loss_type", [])
+    if str(trainer.get("optim", "")).startswith(("galore", "apollo", "lomo", "adalomo")):
+        raise tree.error(
+            "trainer.optim",
+            f"found {trainer['optim']}, made for training whole weights; expected one for adapters, for example adamw_torch",
+        )
+    for key in ("lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if isinstance(trainer.get(key), str):
+            raise tree.error(f"trainer.{key}", f"found {show(trainer[key])}, expected a mapping or null")
+    if trainer.get("dataloader_persistent_workers") and not trainer.get("dataloader_num_workers"):
+        raise tree.error(
+            "trainer.dataloader_persistent_workers",
+            "there are none: give dataloader_num_workers, or take it out",
+        )
+    if trainer.get("fp16") and not job.scaling.get("use_gpu"):
+        raise tree.error("trainer.fp16", "needs a GPU; on CPUs type trainer.fp16=false trainer.bf16=true")
+    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        for name, value in (trainer.get(key) or {}).items():
+            if name not in CHECKPOINTING or not isinstance(value, bool):
+                known = f"expected true or false for one of {', '.join(CHECKPOINTING)}"
+                raise tree.error(f"trainer.{key}", f"found {show(name)}: {show(value)}, {known}")
+    if trainer.get("save_strategy") == "best" or trainer.get("metric_for_best_model") is not None:
+        _check_best(tree, job)
+    if job.stage != "dpo":
+        return
+    if losses == [] and "loss_type" in trainer:
+        raise tree.error("trainer.loss_type", "found an empty list, expected a loss, for example [sigmoid]")
+    if trainer.get("loss_weights") and not any(trainer["loss_weights"]):
+        raise tree.error("trainer.loss_weights", "found weights of 0 alone, which teach nothing")
+    if "exo_pair" in losses and not trainer.get("label_smoothing"):
+        raise tree.error("trainer.label_smoothing", "exo_pair needs it above 0, for example 0.001")
+    if trainer.get("sync_ref_model"):
+        raise tree.error(
+            "trainer.sync_ref_model", "the reference is the frozen sft adapter, which stays as it is"
+        )
+
+
+def _check_best(tree: Tree, job: Job) -> None:
+    metric, strategy = job.trainer.get("metric_for_best_model"), job.trainer.get("eval_strategy", "no")
+    known = [f"eval_{name}" for name in gates.HELD_OUT[job.stage].split()]
+    if metric is None or f"eval_{metric.removeprefix('eval_')}" not in known:
+        raise tree.error(
+            "trainer.metric_for_best_model",
+            f"found {show(metric)}, expected one of {', '.join(known)}",
+        )
+    if strategy == "no":
+        raise tree.error(
+            "trainer.save_strategy", "found best without trainer.eval_strategy: type =steps or =epoch"
+        )
 
 
 def _check_inference(tree: Tree, trainer: dict[str, Any]) -> None:
-    for key, least in (
-        ("response_length", 1),
-        ("local_rollout_forward_batch_size", 1),
-        ("min_new_tokens", 0),
-        ("temperature", 0),
-        ("seed", 0),
-    ):
-        if trainer.get(key, least) < least:
-            raise tree.error(f"trainer.{key}", f"found {trainer[key]}, expected {least} or more")
-    if (fewest := trainer.get("min_new_tokens", 0)) >= trainer.get("response_length", fewest + 1):
+    if 0 < trainer.get("temperature", 1) < 1e-6:
+        raise tree.error(
+            "trainer.temperature", f"found {trainer['temperature']}, expected 0 or 0.000001 or more"
+        )
+    longest = trainer.get(
+        "response_length", fields_of("pipeline.config.Inference")["response_length"].default
+    )
+    if (fewest := trainer.get("min_new_tokens", 0)) >= longest:
         raise tree.error("trainer.min_new_tokens", f"found {fewest}, expected less than response_length")
 
 
@@ -296,28 +266,15 @@ def _check_run(tree: Tree, job: Job) -> None:
             f"found {show(run.name)}, where run.storage_path keeps things of all runs; expected another name, "
             f"for example {job.stage}-{run.name}",
         )
-    if not run.storage_path.strip():
-        raise tree.error(
-            "run.storage_path",
-            "found empty text, expected a folder or s3://bucket/folder that every node reaches",
-        )
-    if run.max_failures < -1:
-        raise tree.error(
-            "run.max_failures", f"found {run.max_failures}, expected a count, or -1 for no limit"
-        )
-    if not 0 <= run.port < 65536:
-        raise tree.error("run.port", f"found {run.port}, expected 0 (any free one) to 65535")
-    if run.num_to_keep < 1:
-        raise tree.error("run.num_to_keep", f"found {run.num_to_keep}, expected at least 1 checkpoint")
 
 
 def _check_mlflow(tree: Tree, job: Job) -> None:
     mlflow = job.mlflow
     name = mlflow.registered_model
-    if name is not None and not re.fullmatch(r"[^/:@.\s][^/:@]*", name):
+    if name is not None and not re.fullmatch(r"\w[\w .+()-]*", name):
         raise tree.error(
             "mlflow.registered_model",
-            f"found {show(name)}, expected a name without `/`, `:` and `@`, for example rlhf-{job.stage}",
+            f"found {show(name)}, expected letters, digits, spaces and `. _ - + ( )`, for example rlhf-{job.stage}",
         )
     if mlflow.alias == "latest" or re.fullmatch(r"v\d+", mlflow.alias, re.IGNORECASE):
         raise tree.error(
@@ -328,29 +285,11 @@ def _check_mlflow(tree: Tree, job: Job) -> None:
             "mlflow.alias",
             f"found {show(mlflow.alias)}, expected letters, digits, `_` and `-`, for example champion",
         )
-    if not mlflow.experiment.strip():
-        raise tree.error("mlflow.experiment", "found empty text, expected a name, for example rlhf")
     if (mlflow.tracking_uri or "").startswith("file:"):
         raise tree.error(
             "mlflow.tracking_uri",
             "MLflow no longer writes to file: stores; use sqlite:///runs/mlflow.db or http://host:5000",
         )
-
-
-def _check_gate(tree: Tree, job: Job) -> None:
-    for metric, rule in job.gate.items():
-        try:
-            parse_gate(rule)
-        except ValueError as error:
-            raise tree.error(f"gate.{metric}", str(error)) from None
-    judged = job.policy or job.reward
-    if job.stage == "evaluate" and job.gate and not str(judged).startswith("models:/"):
-        raise tree.error(
-            "gate",
-            f"found one, but {show(judged)} is no registered version that it could let pass; take it out",
-        )
-    if job.stage in ("generate", "score", "export") and job.gate:
-        raise tree.error("gate", f"`{job.stage}` registers nothing that a gate could hold back; take it out")
 
 
 def _check_inputs(tree: Tree, job: Job) -> None:
@@ -417,35 +356,16 @@ def _check_export(tree: Tree, job: Job) -> None:
         )
 
 
-OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-
-
-def parse_gate(rule: Any) -> tuple[str, float]:
-    """`">= 0.95"` -> (">=", 0.95); the operator is a key of OPERATORS. Raises ValueError."""
-    match = (
-        re.fullmatch(r"\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*", rule)
-        if isinstance(rule, str)
-        else None
-    )
-    if match is None:
-        raise ValueError(
-            f'found {show(rule)}, expected a comparison in quotes: ">= 0.95" (operators >= <= > <)'
-        )
-    return match[1], float(match[2])
-
-
 CHECKS = (
+    bounds.check,
     _check_model,
+    _check_lora,
     _check_data,
     _check_trainer,
     _check_batches,
+    scaling.check,
     _check_run,
     _check_mlflow,
-    _check_gate,
+    gates.check,
     _check_inputs,
 )

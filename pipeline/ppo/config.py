@@ -12,16 +12,32 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-POSITIVE = """
-    batch_size num_ppo_epochs num_mini_batches num_generations response_length temperature
-    per_device_train_batch_size local_rollout_forward_batch_size micro_batch_tokens total_episodes num_train_epochs
-    kl_target kl_horizon ref_model_sync_steps cliprange cliprange_value early_stop_kl reward_clip
-    adam_epsilon logging_steps vllm_importance_sampling_clip_max
-""".split()
-NOT_NEGATIVE = """
-    min_new_tokens kl_coef entropy_coef vf_coef critic_warmup_steps missing_eos_penalty learning_rate
-    critic_learning_rate weight_decay warmup_steps max_grad_norm save_steps eval_steps seed
-""".split()
+from pipeline.ppo.bounds import outside, table
+
+# A seed is one of numpy's; counts and sizes end far above what any machine holds, and before numbers overflow.
+RANGES = table(
+    {
+        "[0, 4294967295]": "seed",
+        "(0, 1048576]": """batch_size num_mini_batches num_generations response_length per_device_train_batch_size
+            local_rollout_forward_batch_size""",
+        "[0, 1048576]": "min_new_tokens",
+        "(0, 1000000000]": "micro_batch_tokens logging_steps ref_model_sync_steps",
+        "[0, 1000000000]": "critic_warmup_steps warmup_steps save_steps eval_steps",
+        "(0, 1000000000000]": "total_episodes",
+        "(0, 1000000]": """num_train_epochs num_ppo_epochs cliprange cliprange_value early_stop_kl reward_clip
+            vllm_importance_sampling_clip_max""",
+        "[0.000001, 1000000]": "kl_target",
+        "[1, 1000000000000]": "kl_horizon",
+        "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty max_grad_norm",
+        "(1, 1000000]": "dual_clip",
+        "(0, 100]": "temperature",
+        "[0, 100]": "learning_rate critic_learning_rate weight_decay",
+        "[1e-30, 1]": "adam_epsilon",
+        "[0, 1]": "gamma lam ref_model_mixup_alpha",
+        "[0, 1)": "adam_beta1 adam_beta2",
+        "(0, 1)": "vllm_gpu_memory_utilization",
+    }
+)
 
 
 @dataclass
@@ -139,8 +155,16 @@ class PPOConfig:
     adam_epsilon: float = 1e-5
     """1e-5 is PPO's lineage; with torch's 1e-8 late, small gradients take full steps."""
     weight_decay: float = 0.0
-    lr_scheduler_type: str = "linear"
-    """A name of transformers.get_scheduler: linear, cosine, constant, constant_with_warmup, ..."""
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ] = "linear"
+    """Those of transformers.get_scheduler that need no settings of their own."""
     warmup_steps: int = 0
     """Updates of linear warm-up."""
     max_grad_norm: float = 1.0
@@ -166,15 +190,10 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for key in POSITIVE:
-            self._require(key, getattr(self, key) is None or getattr(self, key) > 0, "above 0")
-        for key in NOT_NEGATIVE:
-            self._require(key, getattr(self, key) is None or getattr(self, key) >= 0, "0 or more")
-        for key in ("gamma", "lam", "ref_model_mixup_alpha", "adam_beta1", "adam_beta2"):
-            self._require(key, 0 <= getattr(self, key) <= 1, "between 0 and 1")
-        self._require(
-            "vllm_gpu_memory_utilization", 0 < self.vllm_gpu_memory_utilization < 1, "above 0 and below 1"
-        )
+        for key, allowed in RANGES.items():
+            value = getattr(self, key)
+            expected = None if value is None else outside(value, allowed)
+            self._require(key, expected is None, expected or "")
         self._check_combinations()
 
     def _check_types(self) -> None:
@@ -190,7 +209,8 @@ class PPOConfig:
         self._require(
             "min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length"
         )
-        self._require("dual_clip", self.dual_clip is None or self.dual_clip > 1, "above 1, or null")
+        # Below, logits divided by it are no longer numbers of 32 bits.
+        self._require("temperature", self.temperature >= 1e-6, "0.000001 or more")
         self._require(
             "batch_size",
             self.batch_size % self.num_generations == 0,
@@ -207,6 +227,12 @@ class PPOConfig:
                 self.num_generations > 1,
                 f"2 or more: {estimator} compares replies to one prompt",
             )
+        if self.lr_scheduler_type == "polynomial":  # transformers lets it fall to 1e-7
+            for key in ("learning_rate", "critic_learning_rate"):
+                rate = getattr(self, key)
+                self._require(
+                    key, rate is None or rate > 1e-7, "above 1e-7 with lr_scheduler_type: polynomial"
+                )
         if self.kl_in == "loss":
             self._require(
                 "kl_estimator",
@@ -260,7 +286,9 @@ def _fits(value: Any, hint: Any) -> bool:
             if value in get_args(option) and isinstance(value, str):
                 return True
         elif option is float:
-            if type(value) in (int, float) and math.isfinite(value):
+            if (type(value) is int and abs(value) < 1 << 63) or (
+                type(value) is float and math.isfinite(value)
+            ):
                 return True
         elif type(value) is option:
             return True

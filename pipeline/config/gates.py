@@ -1,0 +1,135 @@
+"""The gate: conditions on the metrics of a run, read and compared with what its stage measures.
+
+gate: {eval_accuracy: ">= 0.95"}
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.fields import short, show
+from pipeline.config.jobfile import Tree
+
+if TYPE_CHECKING:
+    from pipeline.config import Job
+
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+# What a stage measures, by what it takes: nothing more than training, held-out rows, a reward, a judge, pairs.
+_TRL = "loss runtime samples_per_second steps_per_second num_tokens"
+_TOKENS = "entropy mean_token_accuracy aux_loss"
+_ANSWERS = "reward eos length repetition distinct distinct_1 distinct_2 perplexity"
+_TRAINED = """train_loss train_runtime train_samples_per_second train_steps_per_second train_tokens_per_second epoch
+    total_flos"""
+_UPDATE = """objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores objective/kl_coef
+    val/num_eos_tokens val/sampler_drift val/explained_variance val/ratio val/clipfrac_avg completions/mean_length
+    completions/clipped_ratio rewards/reward/mean loss/policy_avg loss/value_avg policy/approxkl_avg policy/clipfrac_avg
+    policy/entropy_avg policy/steps grad_norm/policy grad_norm/critic skipped_steps lr episode train_samples_per_second
+    train_tokens_per_second time/rollout time/score time/values time/update memory/rollout memory/score memory/values
+    memory/update memory/peak"""
+_PAIRS = """accuracy accuracy_low accuracy_high margin loss ece accuracy_chosen_shorter accuracy_chosen_longer
+    length_correlation"""
+HELD_OUT = {
+    "sft": f"{_TRL} {_TOKENS}",
+    "rm": f"{_TRL} accuracy margin min_reward mean_reward max_reward",
+    "dpo": f"""{_TRL} {_TOKENS} logits/chosen logits/rejected logps/chosen logps/rejected rewards/chosen rewards/rejected
+        rewards/accuracies rewards/margins""",
+}
+
+
+def parse_gate(rule: Any) -> tuple[str, float]:
+    """`">= 0.95"` -> (">=", 0.95); the operator is a key of OPERATORS. Raises ValueError."""
+    match = (
+        re.fullmatch(r"\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*", rule)
+        if isinstance(rule, str)
+        else None
+    )
+    if match is None or not math.isfinite(float(match[2])):
+        raise ValueError(
+            f'found {show(rule)}, expected a comparison in quotes: ">= 0.95" (operators >= <= > <)'
+        )
+    return match[1], float(match[2])
+
+
+def metrics(job: Job) -> dict[str, str]:
+    """{metric: what the job lacks for it, in words; empty where it lacks nothing} of all that the stage can measure."""
+    if job.stage in HELD_OUT:
+        rows = (
+            ""
+            if job.data.eval or job.data.eval_fraction
+            else "held-out rows (data.eval or data.eval_fraction)"
+        )
+        first = rows or ("" if job.trainer.get("eval_on_start") else "trainer.eval_on_start=true")
+        names = HELD_OUT[job.stage].split()
+        return {
+            **dict.fromkeys(_TRAINED.split(), ""),
+            **{f"eval_{name}": rows for name in names},
+            **{f"before_{name}": first for name in names},
+        }
+    found = dict.fromkeys(_UPDATE.split(), "") if job.stage == "ppo" else {}
+    found |= {f"rewards/reward_{i}/mean": "" for i in range(1, len(job.rewards)) if job.stage == "ppo"}
+    rows = "" if job.data.eval else "prompts to answer (data.eval)"
+    reward, judge = rows or ("" if job.reward else "a reward"), rows or ("" if job.judge else "a judge")
+    found |= {f"{when}_{name}": rows for when in ("before", "eval") for name in _ANSWERS.split()} | {
+        "eval_kl": rows
+    }
+    found |= dict.fromkeys(("before_reward", "eval_reward", *_interval("eval_win_rate")), reward)
+    found |= dict.fromkeys(("before_judge", "eval_judge", *_interval("eval_judge_win_rate")), judge)
+    if job.stage == "evaluate":
+        pairs = "" if job.data.pairs else "pairs to judge the reward on (data.pairs)"
+        agreed = pairs or ("" if job.judge else "a judge")
+        found |= {f"eval_rm_{name}": pairs for name in _PAIRS.split()}
+        found |= dict.fromkeys(("eval_rm_agreement", "eval_rm_judge_accuracy"), agreed)
+    return found
+
+
+def _interval(name: str) -> tuple[str, str, str]:
+    return name, f"{name}_low", f"{name}_high"
+
+
+def check(tree: Tree, job: Job) -> None:
+    """Refuses conditions that are none, and those on a metric that the stage never has."""
+    if job.gate and job.stage in ("generate", "score", "export"):
+        raise tree.error("gate", f"`{job.stage}` registers nothing that a gate could hold back; take it out")
+    known = metrics(job) if job.gate else {}
+    for metric, rule in job.gate.items():
+        try:
+            parse_gate(rule)
+        except ValueError as error:
+            raise tree.error(f"gate.{short(metric)}", str(error)) from None
+        if metric not in known and not _of_a_subset(job, metric):
+            near = difflib.get_close_matches(metric, known, n=1)
+            some = ", ".join([name for name in known if name.startswith("eval_")][:6])
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {some}, ..."
+            raise tree.error(f"gate.{short(metric)}", f"`{job.stage}` has no such metric; {hint}")
+    judged = job.policy or job.reward
+    if job.stage == "evaluate" and job.gate and not str(judged).startswith("models:/"):
+        raise tree.error(
+            "gate",
+            f"found one, but {show(judged)} is no registered version that it could let pass; take it out",
+        )
+
+
+def unmeasured(job: Job) -> Iterator[str]:
+    """A warning for each condition that cannot hold, because this job leaves out what its metric is measured on."""
+    known = metrics(job) if job.gate else {}
+    for metric in job.gate:
+        if lacking := known.get(metric):
+            yield (
+                f"gate.{metric}: needs {lacking}, which this job does not have; the version will be kept without its alias"
+            )
+
+
+def _of_a_subset(job: Job, metric: str) -> bool:
+    """The values of data.subset are in the rows: any may be meant."""
+    return bool(job.data.subset) and metric.startswith("eval_rm_accuracy/")

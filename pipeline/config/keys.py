@@ -1,0 +1,135 @@
+"""What a job file may say at each stage: the models that it takes in, whose keys its sections have, and which of those are refused."""
+
+from __future__ import annotations
+
+# Which models a stage takes in: True where it cannot run without.
+INPUTS: dict[str, dict[str, bool]] = {
+    "sft": {},
+    "rm": {},
+    "dpo": {"policy": True, "judge": False},
+    "ppo": {"policy": True, "reward": True, "judge": False},
+    "evaluate": {"policy": False, "baseline": False, "reward": False, "judge": False},
+    "generate": {"policy": True, "reward": False},
+    "score": {"reward": True},
+    "export": {"policy": False, "reward": False},
+}
+TRAINERS = {
+    "sft": "trl.trainer.sft_config.SFTConfig",
+    "rm": "trl.trainer.reward_config.RewardConfig",
+    "dpo": "trl.trainer.dpo_config.DPOConfig",
+    "ppo": "pipeline.ppo.config.PPOConfig",
+    "evaluate": "pipeline.ppo.config.PPOConfig",  # sampling, lengths and batch size keep their names
+    **dict.fromkeys(("generate", "score", "export"), "pipeline.config.Inference"),
+}
+
+
+_DATA = "rows are read, templated and tokenised once, before training, by the `data` section"
+_HUB = "models go to the MLflow registry (mlflow.registered_model)"
+_MODEL = "how the base is loaded is said in the `model` section"
+_ORDER = "the pipeline draws the batches, so that every row is seen exactly once an epoch and a resumed run continues where it stopped"
+_REPORT = "there is no other place that metrics go to than MLflow"
+_SHARD = "adapters train data-parallel over scaling.num_workers; the frozen base is not sharded"
+_INIT = (
+    "an initialisation from data rewrites base weights that all adapters share; see lora.init_lora_weights"
+)
+_VARIANT = "an experimental kind of LoRA, which the shared base and its adapters' files do not know"
+# Keys that the libraries know and that would break what the pipeline promises.
+REFUSED: dict[str, dict[str, str]] = {
+    "trainer": {
+        "output_dir": "checkpoints go to <run.storage_path>/<run.name>",
+        "run_name": "use run.name",
+        "report_to": "metrics go to MLflow; see the `mlflow` section",
+        "resume_from_checkpoint": "the same command with the same run.name continues; run.fresh=true starts anew",
+        "save_total_limit": "use run.num_to_keep",
+        "save_only_model": "a checkpoint without optimizer and random state cannot be resumed exactly",
+        "load_best_model_at_end": "the last adapter is registered and the `gate` judges it; the best checkpoint may lie on another node",
+        "ignore_data_skip": _ORDER,
+        "remove_unused_columns": "the tokenised columns are exactly those that the trainer needs",
+        "max_length": "use data.max_length and data.too_long, so that what is cut or dropped is counted and reported",
+        "auto_find_batch_size": "it would change the global batch; set trainer.per_device_train_batch_size",
+        "train_sampling_strategy": _ORDER,
+        "length_column_name": _ORDER,
+        "shuffle_dataset": _ORDER,
+        "dataloader_drop_last": _ORDER,
+        "accelerator_config": _ORDER,
+        "model_init_kwargs": _MODEL,
+        "trust_remote_code": "use model.trust_remote_code",
+        "chat_template_path": "use model.chat_template",
+        "eos_token": "the end-of-sequence token is the tokenizer's own",
+        "pad_token": "the pad token follows from the tokenizer and is never its end-of-sequence token",
+        "dataset_text_field": _DATA,
+        "dataset_kwargs": _DATA,
+        "dataset_num_proc": _DATA,
+        "truncation_mode": "use data.too_long",
+        "completion_only_loss": "only the replies are trained; the labels are made with the data",
+        "assistant_only_loss": "only the replies are trained; the labels are made with the data",
+        "label_names": _DATA,
+        "packing_strategy": "packed rows hold whole conversations, best fit first",
+        "use_cache": "training needs no cache, and with one packed rows would see each other",
+        "enable_jit_checkpoint": "a checkpoint is written on a notice to leave anyway",
+        "batch_eval_metrics": "the metrics are TRL's own",
+        **dict.fromkeys(
+            ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _REPORT
+        ),
+        "eval_packing": "evaluation rows are packed as the training rows are",
+        "disable_tqdm": "progress is printed once for all workers",
+        "ddp_find_unused_parameters": "an adapter's parameters are all used",
+        **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), _SHARD),
+        **dict.fromkeys(("local_rank", "ddp_backend"), "Ray Train sets it for each worker"),
+        **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the stage says what is done"),
+        **dict.fromkeys(
+            (
+                "push_to_hub",
+                "hub_token",
+                "hub_private_repo",
+                "hub_model_id",
+                "hub_strategy",
+                "hub_always_push",
+                "hub_revision",
+            ),
+            _HUB,
+        ),
+    },
+    "lora": {
+        **dict.fromkeys(
+            ("task_type", "peft_type", "peft_version", "auto_mapping", "inference_mode"), "the stage sets it"
+        ),
+        **dict.fromkeys(("base_model_name_or_path", "revision"), _MODEL),
+        "modules_to_save": "the base stays frozen and shared; the reward's score head is trained and saved without being named",
+        "layer_replication": "it changes the base, which all adapters share",
+        "trainable_token_indices": "it trains rows of the base's embedding, which all adapters share",
+        **dict.fromkeys(("megatron_config", "megatron_core"), "the base is a transformers model"),
+        **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config"), _INIT),
+        **dict.fromkeys(
+            (
+                "arrow_config",
+                "kasa_config",
+                "velora_config",
+                "monteclora_config",
+                "use_bdlora",
+                "runtime_config",
+                "alora_invocation_tokens",
+                "use_qalora",
+                "qalora_group_size",
+                "target_parameters",
+                "ensure_weight_tying",
+            ),
+            _VARIANT,
+        ),
+    },
+    "scaling": {
+        "trainer_resources": "Ray Train 2 no longer has it; the driver takes no CPU",
+        **dict.fromkeys(("use_tpu", "topology"), "workers train on CPUs or on NVIDIA GPUs"),
+    },
+}
+
+
+def class_of(section: str, stage: str) -> str:
+    """The dataclass, as `package.module.Class`, whose fields are the keys of a section."""
+    if section == "trainer":
+        return TRAINERS[stage]
+    libraries = {
+        "lora": "peft.tuners.lora.config.LoraConfig",
+        "scaling": "ray.train.v2.api.config.ScalingConfig",
+    }
+    return libraries.get(section) or f"pipeline.config.{'MLflow' if section == 'mlflow' else section.title()}"

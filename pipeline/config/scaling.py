@@ -1,0 +1,50 @@
+"""The `scaling` section: how many workers, and what each of them asks Ray for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.config.fields import short, show
+from pipeline.config.jobfile import Tree
+from pipeline.ppo.bounds import outside
+
+if TYPE_CHECKING:
+    from pipeline.config import Job
+
+# Ray counts in steps of 0.0001, GPUs above 1 in whole ones, and memory in bytes.
+AMOUNTS = {"GPU": "0 or [0.0001, 1] or whole [1, 1000]", "memory": "0 or [1048576, 1000000000000000]"}
+ANY = "0 or [0.0001, 1000000]"
+
+
+def check(tree: Tree, job: Job) -> None:
+    """Refuses what Ray could not count: it fails in its own process, or waits for ever."""
+    each, use_gpu = job.scaling.get("resources_per_worker"), job.scaling.get("use_gpu")
+    for name, amount in (each or {}).items():
+        number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
+        if problem := outside(amount, AMOUNTS.get(name, ANY)) if number else "a number":
+            raise tree.error(
+                f"scaling.resources_per_worker.{short(name)}", f"found {show(amount)}, expected {problem}"
+            )
+    if each is not None and not any(each.values()) and not (use_gpu and "GPU" not in each):
+        raise tree.error(
+            "scaling.resources_per_worker", f"found {show(each)}, expected at least one of them above 0"
+        )
+    if use_gpu and each and each.get("GPU", 1) == 0:
+        raise tree.error("scaling.resources_per_worker.GPU", "found 0 with scaling.use_gpu=true; take it out")
+    selectors = job.scaling.get("label_selector")
+    if isinstance(selectors, list) and len(selectors) != job.workers[1]:
+        raise tree.error(
+            "scaling.label_selector",
+            f"found {len(selectors)}, expected one for all workers, or one for each of {job.workers[1]}",
+        )
+
+
+def worker_range(tree: Tree, job: Job) -> tuple[int, int]:
+    """(fewest, most) workers of a job whose numbers make sense."""
+    low, high = job.workers
+    if not 1 <= low <= high <= 10_000:
+        raise tree.error(
+            "scaling.num_workers",
+            f"found {show(job.scaling['num_workers'])}, expected at least 1, or [min, max] with 1 <= min <= max <= 10000",
+        )
+    return low, high
