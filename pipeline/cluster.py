@@ -39,10 +39,6 @@ def name_run(job: Job) -> Job:
     return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
 
 
-def has_checkpoints(job: Job) -> bool:
-    return any(checkpoints.NAME.fullmatch(name) for name in storage.folders(job.folder))
-
-
 @contextlib.contextmanager
 def session(job: Job) -> Iterator[None]:
     """Ray for the stages inside: the one already running in this process, the cluster's, or an embedded one."""

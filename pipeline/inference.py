@@ -12,15 +12,14 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
-from pipeline import cluster, registry, storage
+from pipeline import cluster, storage
 from pipeline.config import Inference, Job
 from pipeline.data.feed import to_hf
-from pipeline.errors import InputError
 from pipeline.inputs import pin_inputs
-from pipeline.run import finished, models, prepare
+from pipeline.resume import begun
+from pipeline.run import Run, models, once, open_run
 from pipeline.worker import Host, Work, hush, quiet
 
 BATCHES = 4  # forwards of a part: enough to sort its rows by length, little enough to lose in a crash
@@ -39,25 +38,21 @@ def launch(job: Job, load: Load, measure: Measure, output: str) -> dict[str, Any
     Raises:
         InputError: when the job, the rows or an input is wrong, or a run of that name was begun with other settings.
     """
-    started = time.monotonic()
-    job = cluster.name_run(job)
-    storage.require_writable(job.run.storage_path)
-    if done := finished(job):
-        return done
-    registry.check(job)
-    job, inputs = pin_inputs(job)
-    print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
-    with cluster.session(job):
-        work, rows, report = prepare(job, inputs)
-        print(report.render(), flush=True)
-        if job.run.fresh:
-            storage.remove(job.folder)
-        begin(work)
-        count = report.splits["train"].kept
-        fresh = complete(work, rows["train"], count, load)
-        path = storage.join(job.folder, output)
-        metrics = join(work, count, measure, path)
-    seconds = time.monotonic() - started
+
+    def execute(job: Job) -> dict[str, Any]:
+        with open_run(job) as run:
+            return answer_rows(run, load, measure, output)
+
+    return once(job, execute)
+
+
+def answer_rows(run: Run, load: Load, measure: Measure, output: str) -> dict[str, Any]:
+    """From a run that is open to its output and its result.json."""
+    job, count = run.job, run.report.splits["train"].kept
+    fresh = complete(run.work, run.rows["train"], count, load)
+    path = storage.join(run.folder, output)
+    metrics = join(run.work, count, measure, path)
+    seconds = time.monotonic() - run.started
     result = {
         "stage": job.stage,
         "name": job.run.name,
@@ -65,12 +60,12 @@ def launch(job: Job, load: Load, measure: Measure, output: str) -> dict[str, Any
         "rows": count,
         "rows_done_now": fresh,
         "metrics": metrics,
-        "inputs": work.inputs,
-        "data": {"digests": work.digests, "report": report.to_dict()},
+        "inputs": run.work.inputs,
+        "data": {"digests": run.work.digests, "report": run.report.to_dict()},
         "seconds": round(seconds, 2),
         "job": job.to_dict(),
     }
-    storage.write_json(storage.join(job.folder, "result.json"), result)
+    storage.write_json(storage.join(run.folder, "result.json"), result)
     storage.remove(parts_folder(job))  # not before: without result.json the run is not finished
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in metrics.items()))
     print(f"   {count} rows in {seconds:.0f} s  {path}", flush=True)
@@ -85,7 +80,6 @@ def here(job: Job) -> Host:
     """
     os.environ.update({k: v for k, v in cluster.ENVIRONMENT.items() if k not in os.environ})
     cluster.check_scaling(job)
-    registry.check(job)
     job, inputs = pin_inputs(job)
     work = models(job, inputs)
     hush()
@@ -101,7 +95,7 @@ def options(job: Job) -> Inference:
 
 
 def parts_folder(job: Job) -> str:
-    return storage.join(job.folder, "parts")
+    return storage.join(job.folder, begun.PARTS)
 
 
 def part_file(job: Job, part: int) -> str:
@@ -110,43 +104,6 @@ def part_file(job: Job, part: int) -> str:
 
 def part_size(job: Job) -> int:
     return BATCHES * options(job).local_rollout_forward_batch_size
-
-
-def begin(work: Work) -> None:
-    """Notes what the run is made from, or proves that the parts which are there were made from the same.
-
-    Raises:
-        InputError: naming the settings that are others now.
-    """
-    job, path = work.job, storage.join(parts_folder(work.job), "settings.json")
-    settings = {
-        "inputs": work.inputs,
-        "weights": [weight for _, weight in job.rewards],
-        "model": asdict(job.model),
-        "base": work.base["digest"],
-        "data.train": work.fingerprints["train"],
-        "trainer": asdict(options(job)),
-    }
-    if not storage.exists(path):
-        storage.write_json(storage.join(job.folder, "job.json"), job.to_dict())
-        storage.write_json(path, settings)
-        return
-    before = storage.read_json(path)
-    if different := list(_differences(before, json.loads(json.dumps(settings)))):
-        raise InputError(
-            f"run.name: {job.run.name!r} was begun with other settings ({'; '.join(different)}), so that its rows would not "
-            "belong together; choose another run.name, or type run.fresh=true to start it over"
-        )
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any], above: str = "") -> Iterator[str]:
-    for key in sorted(before.keys() | now.keys()):
-        one, two = before.get(key), now.get(key)
-        if isinstance(one, dict) and isinstance(two, dict):
-            yield from _differences(one, two, f"{above}{key}.")
-        elif one != two:
-            shown = "" if key == "data.train" else f" was {one!r}, is {two!r}"
-            yield f"{above}{key}{shown}"
 
 
 def complete(work: Work, rows: Any, count: int, load: Load) -> int:
@@ -194,6 +151,7 @@ class Parts:
 
     def __init__(self, load: Load, work: Work, rows: Any):
         quiet(work.job.stage)
+        storage.attend(work.job.folder)  # one that outlives its driver still writes there
         self.load, self.work = load, work
         self.rows = to_hf(rows, work.fingerprints["train"])
         self.answer: Answer | None = None

@@ -23,6 +23,15 @@ def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
     A base given as `models:/name@alias` stands for the base that this version was trained on.
     """
     uri = registry.tracking_uri(job)
+    named = (
+        job.model.name_or_path,
+        job.policy,
+        job.baseline,
+        job.judge,
+        *(source for source, _ in job.rewards),
+    )
+    if any(str(name).startswith("models:/") for name in named):
+        registry.check(job)
     if job.model.name_or_path.startswith("models:/"):
         with about("model.name_or_path"):
             reference = registry.pin(job.model.name_or_path, uri)

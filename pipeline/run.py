@@ -1,6 +1,7 @@
-"""One run, seen from the driver: check everything, prepare the data, train on the cluster, register, say what came out.
+"""One run, seen from the driver: check everything, prepare the data, do the work, register, say what came out.
 
-    launch(job, train) -> the content of result.json
+    launch(job, train) -> the content of result.json        of a stage that trains or evaluates in Ray Train's workers
+    with open_run(job) as run: ...                          what every run has in common, whatever it does inside
 
 Whatever can be wrong is found before the first worker starts, and nothing is written to the registry until an
 adapter exists, reloads as it was saved, and has been compared with what the store gives back.
@@ -10,81 +11,156 @@ import contextlib
 import os
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job
 from pipeline.config.fields import fields_of
-from pipeline.config.keys import TRAINERS
+from pipeline.config.rules import TRAINERS
 from pipeline.errors import InputError, summary
 from pipeline.inputs import check_adapters, check_columns, check_sampler, pin_inputs
 from pipeline.resume import begun, checkpoints
-from pipeline.worker import Work
+from pipeline.worker import Work, Worker
 
 UNINTERESTING = ("runtime", "per_second", "num_tokens")  # of an evaluation's figures
 
 
-def launch(job: Job, train: Any) -> dict[str, Any]:
+@dataclass
+class Run:
+    """A job that can run: all of it has been checked, its rows are tokenised, and Ray is there."""
+
+    work: Work
+    rows: dict[str, Any]  # tokenised, by name: train, eval, pairs
+    report: Any  # what became of the rows
+    started: float  # time.monotonic() of the command
+    continues: bool = False  # an attempt that was cut short, from its last checkpoint or part
+    mlflow_run_id: str | None = None  # once there is one
+
+    @property
+    def job(self) -> Job:
+        """Named, and with every version that it names pinned."""
+        return self.work.job
+
+    @property
+    def folder(self) -> str:
+        return self.work.job.folder
+
+
+# What a stage registers or promotes: from the run and its outcome to a version, or None.
+Register = Callable[[Run, Outcome], registry.Version | None]
+
+
+def once(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
+    """The result of a job: that of a finished run of its name, which is read and nothing else, or of `execute(job)`.
+
+    Raises:
+        InputError: when the name belongs to a run of another stage, or the storage path cannot be written to.
+    """
+    job = cluster.name_run(job)
+    storage.require_writable(job.run.storage_path)
+    return finished(job) or execute(job)
+
+
+def launch(
+    job: Job, train: Callable[[Worker], dict[str, Any]], register: Register | None = None
+) -> dict[str, Any]:
     """Runs one stage from its job to its result.json; `train(worker)` is what every worker executes.
+
+    Args:
+        register: makes or promotes the run's version before it counts as finished; None: registers the adapter.
 
     Raises:
         InputError: when the job, the data or an input is wrong; nothing has been registered then.
     """
-    started = time.monotonic()
-    job = cluster.name_run(job)
-    storage.require_writable(job.run.storage_path)
-    if done := finished(job):
-        return done
-    registry.check(job)
-    job, inputs = pin_inputs(job)
-    earlier = begun.before(job)
-    if earlier:  # not what an alias has become since
-        inputs |= earlier.get("begun_with", {}).get("inputs", {})
-    print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
-    with cluster.session(job):
-        work, rows, report = prepare(job, inputs)
-        print(report.render(samples=not report.reused), flush=True)
-        if earlier:
-            earlier = begun.check(earlier, job, work.base["digest"], work.digests)
-        with storage.claim(job.folder):
-            result = _train_and_register(job, work, rows, report, train, earlier is None, started)
-    drawn = None
-    if job.run.report:
-        from pipeline import report as pages
 
-        drawn = pages.attach(result)
-    say(result, drawn)
-    return result
+    def execute(job: Job) -> dict[str, Any]:
+        with open_run(job) as run:
+            result = _train_and_register(run, train, register or publish)
+        drawn = None
+        if job.run.report:
+            from pipeline import report as pages
 
+            drawn = pages.attach(result)
+        say(result, drawn)
+        return result
 
-def _train_and_register(
-    job: Job, work: Work, rows: dict[str, Any], report: Any, train: Any, anew: bool, started: float
-) -> dict[str, Any]:
-    """From a checked job to its result.json; from here on the run exists."""
-    storage.wait_for_leavers(job.folder)
-    if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
-        storage.empty(job.folder)
-    checkpoints.repair(job.folder)
-    begun.note(job, work.inputs, work.base["digest"], work.digests)
-    with registry.run(job, work.digests, anew) as run_id, noted_failure(job, run_id, started):
-        outcome = cluster.fit(replace(work, run_id=run_id), rows, train)
-        version = None
-        if job.mlflow.registered_model and outcome.adapter:
-            with storage.local_copy(outcome.adapter) as folder:
-                facts = lineage.read(folder, outcome.adapter)
-                version = registry.publish(job, run_id, folder, outcome.metrics, facts)
-        result = describe(job, work, report, outcome, version, run_id, time.monotonic() - started)
-        storage.write_json(storage.join(job.folder, "result.json"), result)
-    return result
+    return once(job, execute)
 
 
 @contextlib.contextmanager
-def noted_failure(job: Job, run_id: str, started: float) -> Iterator[None]:
+def open_run(job: Job) -> Iterator[Run]:
+    """A run of its own: checked, with its folder to itself, and continuing what was begun under its name.
+
+    A failure inside leaves failed.json, for the run's report; a run that goes on again removes it.
+
+    Raises:
+        InputError: when the job, the data or an input is wrong, another process runs under that name, or what was begun
+            cannot be continued to the same end.
+    """
+    registry.check(job)
+    earlier = begun.before(job)
+    # Not what an alias has become since.
+    pinned = earlier.get("begun_with", {}).get("inputs", {}) if earlier else {}
+    with checked(job, pinned) as run:
+        print(run.report.render(samples=not run.report.reused), flush=True)
+        if earlier:
+            run.continues = begun.same_content(earlier, run.job, run.work.base["digest"], run.work.digests)
+        with storage.claim(run.folder):
+            storage.wait_for_leavers(run.folder)
+            if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
+                storage.empty(run.folder)
+            checkpoints.repair(run.folder)
+            begun.note(run.job, run.work.inputs, run.work.base["digest"], run.work.digests)
+            with noted_failure(run):
+                yield run
+
+
+@contextlib.contextmanager
+def checked(job: Job, pinned: dict[str, str] | None = None) -> Iterator[Run]:
+    """Everything that a job names, found and checked, its rows tokenised, on a Ray that lasts for the block.
+
+    Args:
+        pinned: versions of inputs that the run was begun with: they count, whatever the job's aliases mean by now.
+    """
+    started = time.monotonic()
+    job, inputs = pin_inputs(job)
+    print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
+    with cluster.session(job):
+        work, rows, report = prepare(job, inputs | (pinned or {}))
+        yield Run(work, rows, report, started)
+
+
+def _train_and_register(
+    run: Run, train: Callable[[Worker], dict[str, Any]], register: Register
+) -> dict[str, Any]:
+    """From a run that is open to its result.json."""
+    job = run.job
+    with registry.run(job, run.work.digests, anew=not run.continues) as run_id:
+        run.mlflow_run_id = run_id
+        outcome = cluster.fit(replace(run.work, run_id=run_id), run.rows, train)
+        version = register(run, outcome)
+        result = describe(run, outcome, version)
+        storage.write_json(storage.join(run.folder, "result.json"), result)
+    return result
+
+
+def publish(run: Run, outcome: Outcome) -> registry.Version | None:
+    """Registers the adapter that was trained; the alias moves to it if the gate lets it."""
+    if not run.job.mlflow.registered_model or not outcome.adapter:
+        return None
+    assert run.mlflow_run_id
+    with storage.local_copy(outcome.adapter) as folder:
+        facts = lineage.read(folder, outcome.adapter)
+        return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts)
+
+
+@contextlib.contextmanager
+def noted_failure(run: Run) -> Iterator[None]:
     """Leaves failed.json in the folder of a run that fails, for its report; a run that goes on again removes it."""
-    path = storage.join(job.folder, "failed.json")
+    path = storage.join(run.folder, "failed.json")
     storage.remove_file(path)
     try:
         yield
@@ -92,9 +168,9 @@ def noted_failure(job: Job, run_id: str, started: float) -> Iterator[None]:
         failure = {
             "error": summary(error),
             "traceback": "".join(traceback.format_exception(error))[-8000:],
-            "seconds": round(time.monotonic() - started, 2),
-            "mlflow_run_id": run_id,
-            "tracking_uri": registry.tracking_uri(job),
+            "seconds": round(time.monotonic() - run.started, 2),
+            "mlflow_run_id": run.mlflow_run_id,
+            "tracking_uri": registry.tracking_uri(run.job),
         }
         try:
             storage.write_json(path, failure)
@@ -188,37 +264,29 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
     return room
 
 
-def describe(
-    job: Job,
-    work: Work,
-    report: Any,
-    outcome: Outcome,
-    version: registry.Version | None,
-    run_id: str,
-    seconds: float,
-) -> dict[str, Any]:
+def describe(run: Run, outcome: Outcome, version: registry.Version | None) -> dict[str, Any]:
     """What result.json says: how a script, or the next stage, learns what happened."""
     return {
-        "stage": job.stage,
-        "name": job.run.name,
-        "folder": job.folder,
+        "stage": run.job.stage,
+        "name": run.job.run.name,
+        "folder": run.folder,
         "metrics": outcome.metrics,
         "samples": outcome.samples,
         "checkpoint": outcome.checkpoint,
         "adapter": outcome.adapter,
-        "mlflow_run_id": run_id,
-        "tracking_uri": registry.tracking_uri(job),
+        "mlflow_run_id": run.mlflow_run_id,
+        "tracking_uri": registry.tracking_uri(run.job),
         "registered_model": version.name if version else None,
         "version": version.version if version else None,
         "alias": version.alias if version else None,
         "gate": version.gate if version else None,
-        "inputs": work.inputs,
-        "data": {"digests": work.digests, "report": report.to_dict()},
-        "seconds": round(seconds, 2),
+        "inputs": run.work.inputs,
+        "data": {"digests": run.work.digests, "report": run.report.to_dict()},
+        "seconds": round(time.monotonic() - run.started, 2),
         "train_seconds": round(outcome.seconds, 2),
         "peak_memory_bytes": outcome.peak_memory,
         "versions": lineage.versions(),
-        "job": job.to_dict(),
+        "job": run.job.to_dict(),
     }
 
 
@@ -238,6 +306,6 @@ def say(result: dict[str, Any], drawn: str | None) -> None:
             print(f"   {name:<28}{was}{metrics[f'eval_{name}']:.4g}")
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
-        print(f"   registered {version}  (gate {version.gate})")
+        print(f"   {'registered ' if result['adapter'] else ''}{version}  (gate {version.gate})")
     where = result["folder"]
     print(f"   {result['seconds']:.0f} s  {where}/{'report.html' if drawn else 'result.json'}", flush=True)

@@ -181,6 +181,24 @@ def test_a_gate_that_holds_moves_the_alias(alone, storage):
     assert tags["evaluate.gate"] == "passed"
 
 
+def test_a_finished_evaluation_moves_nothing_again(alone, storage, some_pairs):
+    """Somebody has taken the alias away since: the same command again reads the result, and that is all."""
+    registry = client(storage)
+    registry.delete_registered_model_alias("toy-rm", "judged")
+    try:
+        settings = [
+            *RM,
+            f"data.pairs={some_pairs}",
+            "gate.eval_rm_accuracy_low=>= 0.01",
+            "mlflow.alias=judged",
+        ]
+        again = stage("evaluate", storage, "alone", *settings)
+        assert again == alone
+        assert "judged" not in registry.get_registered_model("toy-rm").aliases
+    finally:
+        registry.set_registered_model_alias("toy-rm", "judged", "1")
+
+
 def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
     result = policy[0]
     assert (result["registered_model"], result["alias"]) == ("toy-policy", None)

@@ -14,6 +14,7 @@ from running import ROOT, stage
 from toy_models import registered, shared_base, tokenizer
 
 from pipeline.__main__ import main
+from pipeline.storage import claim
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
@@ -115,7 +116,7 @@ def check_kill_and_resume(storage, tmp_path, name, count, size, settings, capsys
     _, nothing = generate(storage, name, *settings, "trainer.temperature=0.5", status=2)
     assert nothing == []
     assert re.search(
-        r"run\.name: '.*' was begun with other settings \(trainer\.temperature was 1\.0, is 0\.5\)",
+        r"run\.name: '.*' was begun with trainer\.temperature=1\.0 \(now 0\.5\); what it left cannot be continued",
         capsys.readouterr().err,
     )
     result, lines = generate(storage, name, *settings, "scaling.num_workers=2")  # that may change
@@ -128,6 +129,23 @@ def test_killed_in_the_middle_it_goes_on(models, storage, tmp_path, capsys):
     lines = check_kill_and_resume(storage, tmp_path, "killed", 160, 2, ["trainer.seed=5"], capsys)
     # as if nothing had happened: sampled by row number, whatever the parts, the batches and the workers
     assert [line["completion"] for line in lines] == [text(r) for r in by_the_engine(models, lines, 1.0)[0]]
+
+
+def test_two_of_one_name_do_not_share_their_parts(models, storage, tmp_path, capsys):
+    prompts(tmp_path / "prompts.jsonl", 4)
+    with claim(str(storage / "taken")):
+        generate(storage, "taken", f"data.train={tmp_path}/prompts.jsonl", status=2)
+    assert "another process is running" in capsys.readouterr().err
+    assert not (storage / "taken" / "job.json").exists()
+
+
+def test_a_failure_is_noted(models, storage, tmp_path):
+    prompts(tmp_path / "prompts.jsonl", 4)
+    given = [f"data.train={tmp_path}/prompts.jsonl", "reward=python:bad_rewards:raises"]
+    generate(storage, "failing", *given, status=1)
+    failure = json.loads((storage / "failing" / "failed.json").read_text())
+    assert "KeyError" in failure["traceback"]
+    assert not (storage / "failing" / "result.json").exists()
 
 
 @pytest.mark.slow

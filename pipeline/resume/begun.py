@@ -1,24 +1,28 @@
 """A run that was begun before: what its folder says, and which keys of the job may differ when it goes on.
 
-`job.json` is written before training: the resolved job, and what its inputs were at that moment (versions behind
-aliases, digests of base and rows). A checkpoint is continued only by a job that leads to the same end.
+`job.json` is written before the work begins: the resolved job, and what its inputs were at that moment (versions behind
+aliases, digests of base and rows). What a run left, checkpoints or parts of its output, is continued only by a job that
+leads to the same end.
 """
 
 import json
 from typing import Any
 
-from pipeline import cluster, storage
+from pipeline import storage
 from pipeline.config import Job
 from pipeline.errors import InputError
+from pipeline.resume import checkpoints
 
 FILE = "job.json"
+ROW_BY_ROW = ("generate", "score")  # what is written about a row depends on no other
+PARTS = "parts"  # the folder of what batch inference has done
 # What does not decide the numbers, or only the order in which they are summed up.
 MAY_CHANGE = (
     "run", "mlflow", "gate", "judge", "scaling", "source", "data.cache_dir", "data.pairs",
     "model.attn_implementation",
     "trainer.logging_steps", "trainer.logging_strategy", "trainer.logging_first_step",
     "trainer.save_steps", "trainer.save_strategy", "trainer.eval_steps", "trainer.eval_strategy",
-    "trainer.per_device_eval_batch_size", "trainer.local_rollout_forward_batch_size", "trainer.micro_batch_tokens",
+    "trainer.per_device_eval_batch_size", "trainer.micro_batch_tokens",
     "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_kwargs",
     "trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor", "trainer.dataloader_pin_memory",
 )  # fmt: skip
@@ -56,32 +60,31 @@ def read(job: Job, path: str) -> dict[str, Any]:
 def before(job: Job) -> dict[str, Any] | None:
     """job.json of the run that this job continues; None for one to be started, or started over.
 
-    Without a checkpoint there is nothing to be continued: there the job may be mended, and is then another run.
+    Without a checkpoint or a part there is nothing to continue: there the job may be mended, and is then another run.
 
     Raises:
-        InputError: when there is a checkpoint that this job would continue to another end.
+        InputError: when this job would continue what is there to another end.
     """
     path = storage.join(job.folder, FILE)
     if job.run.fresh or not storage.exists(path):
         return None
     found = read(job, path)
-    free: tuple[str, ...] = MAY_CHANGE
-    if job.data.batch_size or job.stage == "ppo":  # rows in memory, not rows of a step
-        free += ("trainer.per_device_train_batch_size",)
+    free = _free(job)
     then, now = (_flat(tree) for tree in (found, json.loads(json.dumps(job.to_dict(), default=str))))
     different = [
         f"{key}={_shown(then.get(key))} (now {_shown(now.get(key))})"
         for key in sorted(then.keys() | now.keys())
         if then.get(key) != now.get(key) and not _in(key, (*free, "begun_with"))
     ]
-    if different and not cluster.has_checkpoints(job):
+    if different and not _has_progress(job):
         return None
     if different:
         raise InputError(
-            f"run.name: {job.run.name!r} was begun with {', '.join(different[:5])}; its checkpoint cannot be continued to "
+            f"run.name: {job.run.name!r} was begun with {', '.join(different[:5])}; what it left cannot be continued to "
             f"the same end. Take the values back, another run.name, or run.fresh=true. These may change: {', '.join(free)}"
         )
-    if then.get("scaling.num_workers") != now.get("scaling.num_workers"):
+    sums = job.stage not in ROW_BY_ROW
+    if sums and then.get("scaling.num_workers") != now.get("scaling.num_workers"):
         print(
             f"run {job.run.name} goes on with scaling.num_workers={now.get('scaling.num_workers')} instead of "
             f"{then.get('scaling.num_workers')}: the same batches, but sums in another order",
@@ -90,23 +93,37 @@ def before(job: Job) -> dict[str, Any] | None:
     return found
 
 
-def check(found: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> dict[str, Any] | None:
-    """`found`, if base and rows are those that the run was begun with; None if they are not, and it has no checkpoint.
+def same_content(found: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
+    """Whether base and rows are still those that the run was begun with; if not, and it left nothing, it starts anew.
 
     Raises:
-        InputError: naming what changed under a checkpoint, which has no place in it.
+        InputError: naming what changed since the run began, when it left checkpoints or parts.
     """
     was = found.get("begun_with", {})
     changed = [f"model.name_or_path ({job.model.name_or_path})"] if was.get("base", base) != base else []
     changed += [
         f"data.{name}" for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest
     ]
-    if changed and cluster.has_checkpoints(job):
+    if changed and _has_progress(job):
         raise InputError(
-            f"run.name: the content of {', '.join(changed)} is not what {job.run.name!r} was begun with, so its checkpoint "
-            "has no place in it. Bring the files back, take another run.name, or run.fresh=true"
+            f"run.name: the content of {', '.join(changed)} has changed since {job.run.name!r} began; it cannot be continued. "
+            "Bring the files back, take another run.name, or run.fresh=true"
         )
-    return None if changed else found
+    return not changed
+
+
+def _free(job: Job) -> tuple[str, ...]:
+    """The keys that may change."""
+    free: tuple[str, ...] = MAY_CHANGE
+    if job.data.batch_size or job.stage == "ppo":  # rows in memory, not rows of a step
+        free += ("trainer.per_device_train_batch_size",)
+    if job.stage not in ROW_BY_ROW:  # there it decides which rows make a part
+        free += ("trainer.local_rollout_forward_batch_size",)
+    return free
+
+
+def _has_progress(job: Job) -> bool:
+    return any(name == PARTS or checkpoints.NAME.fullmatch(name) for name in storage.folders(job.folder))
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

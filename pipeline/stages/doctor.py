@@ -8,11 +8,10 @@ Nothing is trained, nothing is registered, and nothing stays behind. Exit status
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipeline import cluster, registry, storage
+from pipeline import cluster, storage
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.inputs import pin_inputs
-from pipeline.run import prepare
+from pipeline.run import checked
 from pipeline.worker import Worker
 
 REPLIES = 16  # examined, unless a minibatch of the job is larger
@@ -32,13 +31,9 @@ def run(job: Job) -> dict[str, Any]:
         scaling={**job.scaling, "num_workers": 1},
     )
     storage.require_writable(job.run.storage_path)
-    registry.check(job)
-    job, inputs = pin_inputs(job)
-    print(f"\n== doctor  {job.source}", flush=True)
     try:
-        with cluster.session(job):
-            work, rows, _ = prepare(job, inputs)
-            outcome = cluster.fit(replace(work, run_id=str(job.run.name)), rows, train)
+        with checked(job) as run:
+            outcome = cluster.fit(replace(run.work, run_id=str(job.run.name)), run.rows, train)
     finally:
         storage.remove(job.folder)
     found = outcome.samples[0]

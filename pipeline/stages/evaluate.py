@@ -13,27 +13,26 @@ run and the restart after a lost node already, and scale over rows just as well.
 from typing import Any
 
 from pipeline import registry, storage
+from pipeline.cluster import Outcome
 from pipeline.config import Job
-from pipeline.run import launch
+from pipeline.run import Run, launch
 from pipeline.worker import Worker
 
 
 def run(job: Job) -> dict[str, Any]:
-    result = launch(job, train)
-    folder = result["folder"]
-    found = storage.read_json(storage.join(folder, "evaluation.json"))
+    result = launch(job, train, register=promote)
+    found = storage.read_json(storage.join(result["folder"], "evaluation.json"))
     if found["pairs"]:
         from pipeline.evaluation.pairs import table
 
         print("\n" + table(found["pairs"]), flush=True)
-    judged = result["inputs"].get("policy") or result["inputs"].get("reward.0")
-    if job.gate and judged:
-        version = registry.promote(job, judged, result["metrics"])
-        print(f"   {version}  (gate {version.gate})", flush=True)
-        result |= {"registered_model": version.name, "version": version.version}
-        result |= {"alias": version.alias, "gate": version.gate}
-        storage.write_json(storage.join(folder, "result.json"), result)
     return result
+
+
+def promote(run: Run, outcome: Outcome) -> registry.Version | None:
+    """Moves the alias to the version that was evaluated, if the job has a gate and the figures pass it."""
+    judged = run.work.inputs.get("policy") or run.work.inputs.get("reward.0")
+    return registry.promote(run.job, judged, outcome.metrics) if run.job.gate and judged else None
 
 
 def train(worker: Worker) -> dict[str, Any]:

@@ -16,12 +16,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from pipeline import cluster, lineage, storage
+from pipeline import lineage, storage
 from pipeline.card import card
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.inference import here, options
-from pipeline.run import finished
+from pipeline.run import once
 from pipeline.worker import Host
 
 # What the loaded model is compared on. Any text would do: it goes through the chat template of the adapter.
@@ -38,16 +38,17 @@ TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 
 
 
 def run(job: Job) -> dict[str, Any]:
-    started = time.monotonic()
     if storage.is_remote(job.run.storage_path):
         raise InputError(
             f"run.storage_path: {job.run.storage_path!r} is a bucket, and transformers writes to folders; export to one, e.g. "
             "run.storage_path=./exports, and copy it"
         )
-    job = cluster.name_run(job)
-    storage.require_writable(job.run.storage_path)
-    if done := finished(job):
-        return done
+    return once(job, export)
+
+
+def export(job: Job) -> dict[str, Any]:
+    """Merges what the job names, in this process; the content of result.json."""
+    started = time.monotonic()
     host = here(job)
     if "reward.0" in host.work.inputs and not lineage.is_adapter(host.input("reward.0")):
         raise InputError(
@@ -55,19 +56,20 @@ def run(job: Job) -> dict[str, Any]:
         )
     print(f"\n== export  run {job.run.name}  {job.source}", flush=True)
     exported = {}
-    for name in ("policy", "reward.0"):
-        if name in host.work.inputs:
-            folder = storage.join(job.folder, name.removesuffix(".0"))
-            exported[name.removesuffix(".0")] = {"folder": folder, **write(host, name, folder)}
-    result = {
-        "stage": "export",
-        "name": job.run.name,
-        "exported": exported,
-        "inputs": host.work.inputs,
-        "seconds": round(time.monotonic() - started, 2),
-        "job": job.to_dict(),
-    }
-    storage.write_json(storage.join(job.folder, "result.json"), result)
+    with storage.claim(job.folder):
+        for name in ("policy", "reward.0"):
+            if name in host.work.inputs:
+                folder = storage.join(job.folder, name.removesuffix(".0"))
+                exported[name.removesuffix(".0")] = {"folder": folder, **write(host, name, folder)}
+        result = {
+            "stage": "export",
+            "name": job.run.name,
+            "exported": exported,
+            "inputs": host.work.inputs,
+            "seconds": round(time.monotonic() - started, 2),
+            "job": job.to_dict(),
+        }
+        storage.write_json(storage.join(job.folder, "result.json"), result)
     return result
 
 

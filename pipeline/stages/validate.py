@@ -5,21 +5,18 @@
 The tokenised rows stay in the cache: the run that follows does not make them again.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from pipeline import cluster, registry, storage
+from pipeline import cluster, storage
 from pipeline.config import Job
-from pipeline.inputs import pin_inputs
-from pipeline.run import prepare
+from pipeline.run import checked
 
 
 def run(job: Job) -> dict[str, Any]:
-    job = cluster.name_run(job)
+    # Without the name: it looks at rows, whatever was begun or has ended under it.
+    job = cluster.name_run(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
-    if job.policy or job.reward:
-        registry.check(job)
-    job, inputs = pin_inputs(job)
-    with cluster.session(job):
-        _, _, report = prepare(job, inputs)
-        print(report.render(), flush=True)
-    return report.to_dict()
+    with checked(job) as run:
+        print(run.report.render(), flush=True)
+    return run.report.to_dict()
