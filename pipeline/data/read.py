@@ -355,7 +355,11 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
         parts[name] = [stat.parts[name] for stat in mine if name in stat.parts]
     report.skipped = [str(error) for error in first_errors(stats)]
     report.samples = [text for stat in stats for text in stat.samples][: reports.SAMPLES]
-    report.duplicates = duplicates([stat.hashes for stat in stats])
+    sets = [
+        duplicates([s.hashes for s, c in zip(stats, chunks, strict=True) if c.split == name])
+        for name in ("train", "eval")
+    ]
+    report.duplicates = None if None in sets else sum(filter(None, sets))
     if "eval" in (chunk.split for chunk in chunks):
         report.overlap = overlap(
             *(

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from pipeline.data.formats import RowError, Turns
+from pipeline.errors import visible
 
 DATE = (
     "26 Jul 2024"  # Llama 3.1+ templates write today's date into the prompt: a digest would change every day
@@ -27,8 +28,6 @@ class ChatTemplate:
 
     def render(self, turns: Turns, generation_prompt: bool) -> str:
         """The chat template's text; raises RowError where the template refuses the messages."""
-        from jinja2 import TemplateError
-
         if self.text is None:
             raise RowError(
                 "template",
@@ -40,10 +39,11 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=generation_prompt, date_string=DATE
             )
-        except TemplateError as error:
-            roles = ", ".join(turn["role"] for turn in turns)
+        except Exception as error:  # a template is a program: it raises what it likes, about this row
+            roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
+            said = visible(f"{type(error).__name__}: {error}", lines=False)[:300]
             raise RowError(
-                "template", "messages", f"roles {roles}", f"what the chat template accepts: {error}"
+                "template", "messages", f"roles {roles}", f"what the chat template accepts: {said}"
             ) from None
 
     def whole(self, prompt: Turns, reply: Turns) -> tuple[str, str]:

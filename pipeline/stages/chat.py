@@ -6,6 +6,7 @@ The job is that of `generate`; its data is not read. What one types goes through
 trained with. /reset starts anew, /system TEXT sets the instructions, /quit ends; lines may also come from a pipe.
 """
 
+import io
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,8 @@ def run(job: Job) -> None:
     inputs = host.work.inputs.items()
     named = ", ".join(f"{key.removesuffix('.0')} {value}" for key, value in inputs) or "the bare base"
     print(f"{job.model.name_or_path}: {named}\n{HELP}", flush=True)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes of another encoding end no conversation
     Chat(host).talk(sys.stdin)
 
 
@@ -116,7 +119,7 @@ class Chat:
             assert isinstance(found, RowError)
             if found.kind != "too_long":
                 print(
-                    f"   (the chat template refuses this: {found.found}; expected {found.expected})",
+                    f"   (this cannot be asked: found {visible(found.found)}; expected {visible(found.expected)})",
                     flush=True,
                 )
                 return None
