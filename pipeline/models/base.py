@@ -232,7 +232,13 @@ def load_base(
     on a CPU too. Raises InputError for a base that cannot be had, lacks weights, or has no head of the kind.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
     where, revision = model.name_or_path, model.revision
     raw = base_config(where, revision)
@@ -261,7 +267,8 @@ def load_base(
         options["quantization_config"] = _nf4(dtype)
         options["device_map"] = {"": device or "cpu"}
     auto = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
-    if type(config) not in auto._model_mapping and not model.trust_remote_code:
+    mapping = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping and not model.trust_remote_code:
         raise InputError(
             f"model.name_or_path: {where!r} ({config.model_type}) cannot be loaded as {auto.__name__}"
         )
