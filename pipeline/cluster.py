@@ -134,6 +134,7 @@ def check_scaling(job: Job) -> None:
 
 
 def _local_gpus() -> int:
+    # Private (ray 2.60), but it is how Ray will count them, and torch takes a second to import. Remove when public.
     from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
     return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()

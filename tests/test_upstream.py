@@ -823,6 +823,7 @@ def test_mlflow_still_reads_the_environment_variable(name):
     assert getattr(environment_variables, f"MLFLOW_{name}").name == f"MLFLOW_{name}"
 
 
+@pytest.mark.filterwarnings("ignore:The specified dataset source can be interpreted in multiple ways")
 def test_a_data_set_is_still_described_to_mlflow_by_its_digest():
     """pipeline/registry/runs.py, _log_inputs: dataset_source_registry, MetaDataset.to_dict -> entities.Dataset."""
     import mlflow

@@ -319,7 +319,8 @@ def _one_nf4_path(model: torch.nn.Module) -> None:
     """Keep bitsandbytes 0.50 from repacking nf4 weights at the first inference on a CPU with avx512_bf16.
 
     The packed form wants every width to be a multiple of 64, rounds otherwise than the form used in training, and
-    stays packed in training; without it sampling and training see the same weights.
+    stays packed in training; without it sampling and training see the same weights. The flag is private; the kernel came
+    with https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804. Remove when the two forms round alike.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
