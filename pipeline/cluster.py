@@ -130,6 +130,7 @@ def check_scaling(job: Job) -> None:
 
 
 def _local_gpus() -> int:
+    # Private (ray 2.60), but it is how Ray will count them, and torch takes a second to import. Remove when public.
     from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
     return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
@@ -189,12 +190,11 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     """Runs `train(worker)` on every worker of a TorchTrainer; restarts and resumes as the job says.
 
     Raises:
-        ray.train.v2.api.exceptions.WorkerGroupError: with each worker's exception; the command line looks into it for
+        ray.train.WorkerGroupError: with each worker's exception; the command line looks into it for
             an InputError.
     """
-    from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train import CheckpointConfig, DataConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
-    from ray.train.v2.api.config import LoggingConfig
 
     from pipeline.rendezvous import FileRendezvous
 

@@ -2,6 +2,7 @@
 
 Ray prefixes every line of a worker with `(name pid=1234)`, and two of its actors complain every second about things
 that mean nothing here. Uses the dispatcher that ray.init() itself uses (ray 2.60, private; pinned in pyproject.toml).
+Remove that when ray.init takes a function that prints, or a logging setting without the prefix.
 """
 
 import io
@@ -28,7 +29,8 @@ QUIET = {
     "TQDM_DISABLE": "1",  # bars of loading weights; a stage shows its own progress
     "PYTHONWARNINGS": "ignore",
 }
-# Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second.
+# Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second. Remove when
+# it asks the GCS instead.
 SILENT = ("PlacementGroupCleaner",)
 
 

@@ -38,7 +38,8 @@ class Failure(Exception):
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error and all that is inside it, outermost first: what Ray wrapped around it on its way from a worker.
 
-    RayTaskError holds `cause`; Ray Train's errors hold `worker_failures`, each of them `_base_exc`.
+    RayTaskError holds `cause`; Ray Train's errors hold `worker_failures`, each of them `_base_exc` (ray 2.60, private).
+    Remove those when Ray chains its exceptions by `__cause__`.
     """
     seen: set[int] = set()
     waiting = [error]

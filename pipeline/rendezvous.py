@@ -1,7 +1,8 @@
 """How the workers of one machine find each other for torch.distributed: through a file that only their user can read.
 
 torch's own way, a TCPStore, listens on every interface of the machine, asks nobody for a password and cannot be told
-otherwise (torch 2.13: `master_listen_fd` is not offered by `init_process_group`). On a cluster workers need it.
+otherwise (torch 2.13: `master_listen_fd` is not offered by `init_process_group`;
+https://github.com/pytorch/pytorch/issues/173909). On a cluster workers need it.
 """
 
 import os

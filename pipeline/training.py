@@ -80,7 +80,8 @@ def _history(state: Any) -> list[tuple[int, dict[str, float]]]:
 
 
 # Sums that transformers 5.23 and TRL 1.16 keep between two lines of the log and leave out of their checkpoints: without
-# them the first line after a resume is a mean over fewer steps, and tokens are counted from 0.
+# them the first line after a resume is a mean over fewer steps, and tokens are counted from 0. All of them private.
+# Remove when trainer_state.json holds them.
 def save_sums(trainer: Any, path: str) -> None:
     sums = {
         "tr_loss": trainer._tr_loss.item(),
@@ -111,7 +112,8 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             # TRL casts the adapters of a 4-bit base to bf16, in which small updates vanish, and the reward's head with
-            # them (trl 1.16, RewardTrainer.__init__): adapters and heads are fp32 here, whatever the base.
+            # them (trl 1.16, RewardTrainer.__init__; https://github.com/huggingface/trl/issues/7268 is the same of DoRA's
+            # magnitudes): adapters and heads are fp32 here, whatever the base. Remove when TRL leaves them in fp32.
             parameter.data = parameter.data.float()
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer))
@@ -137,7 +139,7 @@ def _train(worker: Worker, trainer: Any) -> dict[str, float]:
         )
         state = TrainerState.load_from_json(os.path.join(worker.resume, "trainer_state.json"))
         if state.global_step >= state.max_steps > 0:
-            # transformers 5.23 would make one step more, in the middle of an epoch.
+            # transformers 5.23 would make one step more, in the middle of an epoch. Remove when train() returns at once.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
             worker.replay(_history(state))

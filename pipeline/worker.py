@@ -66,7 +66,8 @@ def leave_group_of_one(world: int, use_gpu: bool) -> None:
     """A single worker on a CPU trains as a plain process would: accelerate wraps a model in DDP if it finds a group.
 
     Ray forms a torch.distributed group and says so in the environment, whatever its size. On a GPU it stays, for without
-    it transformers puts nn.DataParallel around a model wherever it sees several GPUs.
+    it transformers puts nn.DataParallel around a model wherever it sees several GPUs. Remove when TorchTrainer can be told
+    to form no group, or accelerate wraps no model of a group of one.
     """
     import torch
 
@@ -167,7 +168,8 @@ class Worker(Host):
             registry.MetricLog(registry.tracking_uri(self.job), work.run_id) if self.rank == 0 else None
         )
         self.notice, self.saved_for_notice = Notice(self.world), False
-        # Signals are for a process's main thread, which is Ray's; training runs in another.
+        # Signals are for a process's main thread, which is Ray's; training runs in another. `execute` is a method of Ray
+        # Train's own actor (ray 2.60, private). Remove when Ray Train lets a worker take SIGTERM.
         ray.get(ray.get_runtime_context().current_actor.execute.remote(listen))
         if self.local_rank == 0:  # what a worker that was killed left there
             shutil.rmtree(self.scratch, ignore_errors=True)

@@ -122,7 +122,7 @@ def _to_edit(line: str) -> bool:
 
 
 def _check_schema(file: Path, config: dict[str, Any]) -> None:
-    """Ray's own check, the one `ray up` begins with (private in ray 2.60; the wheel is pinned)."""
+    """Ray's own check, the one `ray up` begins with (private in ray 2.60; the wheel is pinned). Remove when it is public."""
     from jsonschema import ValidationError
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -166,7 +166,8 @@ def up(file: Path, config: dict[str, Any], options: list[str]) -> None:
     """Becomes `ray up`.
 
     Autoscaler 2, Ray's default, takes a spot type's fallback after a launch that failed. On machines of one's own it
-    counts the head as a worker and starts one too few (ray 2.60, LocalNodeProvider): those get autoscaler 1.
+    counts the head as a worker and starts one too few (ray 2.60, LocalNodeProvider): those get autoscaler 1. Remove when it
+    starts them all.
     """
     version = "0" if config["provider"]["type"] == "local" else "1"
     environment = {**os.environ, "RAY_UP_enable_autoscaler_v2": version}

@@ -217,7 +217,7 @@ def upload_files(folder: str = ".") -> dict[str, int]:
     Raises:
         InputError: above 100 MiB, with the five largest.
     """
-    # What the upload itself walks with (ray 2.60, private).
+    # What the upload itself walks with (ray 2.60, private). Remove when Ray lists what it would upload.
     from ray._private.runtime_env.packaging import _dir_travel
 
     root, found = Path(folder).absolute(), {}

@@ -46,7 +46,8 @@ def seconds_left() -> float | None:
 def drain(seconds: float) -> int:
     """Tells Ray's control that this node ends in `seconds`; the exit status of the command.
 
-    `ray drain-node` is hidden from `ray --help` (2.60); without --node-id it means the node that it runs on.
+    `ray drain-node` is hidden from `ray --help` (2.60); without --node-id it means the node that it runs on. Remove this
+    file when Ray itself watches for the cloud's notice.
     """
     command = ["ray", "drain-node", "--address", "auto", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     command += ["--reason-message", "the cloud takes this spot instance back"]

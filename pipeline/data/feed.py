@@ -144,7 +144,8 @@ class ExactBatches(Trainer):
         prepared = prepare_data_loader(
             loader, device=self.accelerator.device, num_processes=1, process_index=0, put_on_device=True
         )
-        prepared._drop_last = True  # no remainder: gather_for_metrics must not cut the last batch
+        # No remainder: gather_for_metrics must not cut the last batch. Private (accelerate 1.15), as its argument is.
+        prepared._drop_last = True
         return prepared
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -186,7 +187,8 @@ class ExactBatches(Trainer):
 def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
     """`accelerator.gather` for ranks with different numbers of rows, of which this one has `count`.
 
-    TRL gathers per-row tensors for its metrics; torch.distributed would hang or fail on unequal shapes.
+    TRL gathers per-row tensors for its metrics; torch.distributed would hang or fail on unequal shapes. Remove when TRL
+    pads across processes before it gathers.
     """
     gather = accelerator.gather
 

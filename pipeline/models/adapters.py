@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig
-from peft.tuners.lora import LoraModel
+from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -56,7 +55,6 @@ class SharedBase(nn.Module):
         self._stored: dict[str, str] = {}
         self._folders: dict[str, str] = {}  # folder -> the frozen adapter loaded from it
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
-        self._tuner: LoraModel | None = None
         self._layers: list[BaseTunerLayer] = []
         self._role: str | None = None
         config = base_model.config.get_text_config()
@@ -137,11 +135,7 @@ class SharedBase(nn.Module):
             )
         config.lora_dropout = 0.0  # dropout makes the first ratio differ from 1 and the KL from 0
         config.modules_to_save, config.inference_mode = None, False
-        if self._tuner is None:
-            self._tuner = LoraModel(self.base, {role: config}, role)
-        else:
-            self._tuner.peft_config[role] = config
-            self._tuner.inject_adapter(self.base, role)
+        inject_adapter_in_model(config, self.base, role)
         self.configs[role] = config
         self._stored[role] = role
         fuse(self.base)
@@ -202,7 +196,8 @@ class SharedBase(nn.Module):
         stored = None if role is None else self._stored[role]
         self._role = role
         for layer in self._layers:
-            # Not layer.set_adapter or enable_adapters: both rewrite requires_grad.
+            # Not layer.set_adapter or enable_adapters: both rewrite requires_grad, and peft 0.21 has no other way
+            # (https://github.com/huggingface/peft/issues/2759). Remove when it has; tests/test_upstream.py.
             layer._disable_adapters = stored is None
             if stored is not None:
                 layer._active_adapter = [stored]
@@ -403,6 +398,7 @@ class SharedBase(nn.Module):
 
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         # called while the forward runs: the role it runs under is the one to bring back
+        # (https://github.com/huggingface/peft/issues/2832). Remove when peft keeps the active adapter for the rerun.
         return nullcontext(), self.use(self._role)
 
     def _precision(self) -> AbstractContextManager:

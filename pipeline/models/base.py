@@ -232,7 +232,13 @@ def load_base(
     on a CPU too. Raises InputError for a base that cannot be had, lacks weights, or has no head of the kind.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
     where, revision = model.name_or_path, model.revision
     raw = base_config(where, revision)
@@ -261,7 +267,8 @@ def load_base(
         options["quantization_config"] = _nf4(dtype)
         options["device_map"] = {"": device or "cpu"}
     auto = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
-    if type(config) not in auto._model_mapping and not model.trust_remote_code:
+    mapping = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping and not model.trust_remote_code:
         raise InputError(
             f"model.name_or_path: {where!r} ({config.model_type}) cannot be loaded as {auto.__name__}"
         )
@@ -312,7 +319,8 @@ def _one_nf4_path(model: torch.nn.Module) -> None:
     """Keep bitsandbytes 0.50 from repacking nf4 weights at the first inference on a CPU with avx512_bf16.
 
     The packed form wants every width to be a multiple of 64, rounds otherwise than the form used in training, and
-    stays packed in training; without it sampling and training see the same weights.
+    stays packed in training; without it sampling and training see the same weights. The flag is private; the kernel came
+    with https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804. Remove when the two forms round alike.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -17,7 +17,11 @@ from torch import Tensor, nn
 
 
 def fuse(model: nn.Module) -> None:
-    """Makes the plain LoRA layers of a model fused ones, in place: the same modules, parameters and names."""
+    """Makes the plain LoRA layers of a model fused ones, in place: the same modules, parameters and names.
+
+    peft 0.21 chooses its layers' classes itself; its hook for others, LoraConfig._register_custom_module, is private too.
+    Remove when peft takes a layer class, or fuses its own.
+    """
     for layer in model.modules():
         if type(layer) is Linear and type(layer.get_base_layer()) is nn.Linear:
             layer.__class__ = FusedLinear

@@ -90,7 +90,8 @@ class Shape:
         with _Fake(self, layers, low) as shared:
             own = {p.untyped_storage()._cdata for p in shared.parameters()}
             ids = torch.zeros(rows, width, dtype=torch.long)
-            # Whether rows are packed is looked for in numbers; without them transformers would make a mask for it.
+            # Whether rows are packed is looked for in numbers; without them transformers (5.23) would make a mask for it.
+            # Remove when a forward can be told that they are not, or fake tensors are seen there.
             unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
             with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 hidden = shared.hidden("policy", ids)

@@ -189,6 +189,8 @@ def _plain_template(tokenizer: Any) -> str:
 
 def _template_file(path: str) -> str:
     import jinja2
+
+    # Private (transformers 5.23), but it knows transformers' own tags. Remove when compiling alone is public.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     file = Path(path).expanduser()

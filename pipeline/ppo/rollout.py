@@ -186,7 +186,10 @@ def growing_cache(shared: SharedBase) -> DynamicCache:
 
 
 class GrowingLayer(DynamicLayer):
-    """A DynamicLayer with room ahead: it concatenates (that is, copies everything) every `ROOM` tokens, not every one."""
+    """A DynamicLayer with room ahead: it concatenates (that is, copies everything) every `ROOM` tokens, not every one.
+
+    Overrides what transformers 5.23 calls in a decoding loop. Remove when DynamicCache itself grows in blocks.
+    """
 
     ROOM = 128
 

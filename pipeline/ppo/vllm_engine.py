@@ -104,7 +104,10 @@ class VllmEngine:
         return [reply_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:
-        """Ends vLLM's process, which gives its memory back."""
+        """Ends vLLM's process, which gives its memory back.
+
+        vLLM 0.30 has no public way. Remove the private one when it has: https://github.com/vllm-project/vllm/pull/36283.
+        """
         self.llm.llm_engine.engine_core.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -125,7 +128,7 @@ def accepted_rank(rank: int) -> int:
     """The smallest rank that vLLM makes room for and that holds `rank`."""
     from typing import get_args
 
-    from vllm.config.lora import MaxLoRARanks
+    from vllm.config.lora import MaxLoRARanks  # undocumented; remove when LLM takes any rank
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
     if not ranks:

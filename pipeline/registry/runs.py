@@ -64,7 +64,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
     """The resolved job, its parameters, and each data set by its digest (no row is stored or read)."""
     import mlflow as mlflow_api
     from mlflow.data.meta_dataset import MetaDataset
-    from mlflow.entities import DatasetInput, InputTag, Param
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
     resolved = job.to_dict()
     mlflow.log_dict(run_id, resolved, "job.json")
@@ -79,7 +79,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
             warnings.simplefilter("ignore")
             source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(str(_first(paths)))
         dataset = MetaDataset(source, name=context, digest=digest[:36])
-        inputs.append(DatasetInput(dataset._to_mlflow_entity(), [InputTag("mlflow.data.context", context)]))
+        inputs.append(DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)]))
     mlflow.log_inputs(run_id, inputs)
 
 

@@ -19,7 +19,8 @@ from pipeline import storage
 from pipeline.errors import InputError
 
 DIGESTS = "digests.json"
-SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's (ray 2.60, private; pinned in pyproject.toml)
+# Ray Train's (ray 2.60, private; pinned in pyproject.toml). Remove when Ray Train itself skips a checkpoint that is not whole.
+SNAPSHOT = "checkpoint_manager_snapshot.json"
 NAME = re.compile(r"checkpoint_(\d{8})(?:-(\d+))?|final(?:-(\d+))?")
 SET_ASIDE = "damaged"
 

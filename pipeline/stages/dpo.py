@@ -28,7 +28,9 @@ def train(worker: Worker) -> dict[str, Any]:
         """TRL's trainer on rows that are tokenised already, each exactly once an epoch over all workers."""
 
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            return dataset  # TRL 1.16 has no switch for this; it would look for the text columns
+            # TRL 1.16 has no switch for this; it would look for the text columns. Remove when it leaves rows with
+            # `prompt_ids` as they are, as its RewardTrainer leaves those with `chosen_ids`.
+            return dataset
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
     base, adapter = load_base(worker.job.model), None
