@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 # What a terminal obeys instead of showing it: control characters (ESC begins most of them), characters that reverse or
 # hide text, halves of surrogate pairs.
@@ -33,6 +34,20 @@ class InputError(Exception):
 
 class Failure(Exception):
     """Something that was to be proved does not hold; the command line prints the message and exits with status 1."""
+
+
+@contextmanager
+def about(key: str) -> Iterator[None]:
+    """Begins the InputErrors from within with the key of the job that they are about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{key}: {str(error).removeprefix('model.name_or_path: ')}") from error
+
+
+def in_brief(error: BaseException, most: int = 250) -> str:
+    """Type and message of an error on one line, for an InputError about what a library raised."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"[:most]
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

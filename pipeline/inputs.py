@@ -5,14 +5,12 @@ import importlib.util
 import inspect
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from pipeline import lineage, registry
 from pipeline.config import Job
-from pipeline.errors import InputError
+from pipeline.errors import InputError, about
 
 GIVEN = ("prompts", "completions", "completion_ids")  # to every Python reward, whatever the data holds
 
@@ -35,19 +33,22 @@ def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
     if job.model.name_or_path.startswith("models:/"):
         with about("model.name_or_path"):
             reference = registry.pin(job.model.name_or_path, uri)
-            base = lineage.read(registry.fetch(reference, uri), reference)["base"]
-        job = replace(
-            job, model=replace(job.model, name_or_path=base["name_or_path"], revision=base["revision"])
-        )
+            base = lineage.read(registry.fetch(reference, uri), reference).get("base")
+            if base is None:
+                raise InputError(
+                    f"{reference} does not say which base it was trained on; name the base itself"
+                )
+        revision = base.get("revision")
+        job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
     inputs = {}
     for name in ("policy", "baseline", "judge"):
         reference = getattr(job, name)
         if reference and reference != "base" and not reference.startswith("python:"):
             with about(name):
-                inputs[name] = registry.pin(reference, uri)
+                inputs[name] = registry.pin(os.path.expanduser(reference), uri)
     for index, (source, _) in enumerate(job.rewards):
         with about(key_of(job, f"reward.{index}")):
-            inputs[f"reward.{index}"] = registry.pin(source, uri)
+            inputs[f"reward.{index}"] = registry.pin(os.path.expanduser(source), uri)
     if job.judge and job.judge.startswith("python:"):
         inputs["judge"] = job.judge
     for key, source in functions(job).items():
@@ -77,21 +78,18 @@ def check_sampler(job: Job) -> None:
         )
 
 
-@contextmanager
-def about(key: str) -> Iterator[None]:
-    """Begins the InputErrors from within with the key of the job that they are about."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{key}: {str(error).removeprefix('model.name_or_path: ')}") from error
-
-
-def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any]) -> dict[str, str]:
+def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files: Any) -> dict[str, str]:
     """{input: local folder} of those inputs that are adapters; each must have been trained on the job's base.
 
+    Args:
+        base: its identity.
+        files: its files, models.fit.Base.
+
     Raises:
-        InputError: when an adapter is missing or belongs to another base.
+        InputError: when an adapter is missing or damaged, or belongs to another base.
     """
+    from pipeline.models import adapter_files
+
     adapters = {}
     for name, reference in inputs.items():
         if reference.startswith("python:"):
@@ -106,8 +104,16 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any]) -> di
         lineage.check_base(found, base, key, reference)
         with about(key):
             lineage.check_head(folder, scores, reference)
+            adapter_files.check(files, folder, scores)
         adapters[name] = folder
     return adapters
+
+
+def makes_adapter(job: Job, adapters: dict[str, str]) -> bool:
+    """Whether a role of the stage begins as a new adapter, made as the job's `lora` section says."""
+    if job.stage in ("dpo", "ppo"):
+        return "policy" not in adapters or (job.stage == "ppo" and "reward.0" not in adapters)
+    return job.stage in ("sft", "rm")
 
 
 def check_reward_model(job: Job, where: str) -> None:
@@ -116,7 +122,9 @@ def check_reward_model(job: Job, where: str) -> None:
     Raises:
         InputError: naming what it is.
     """
-    from pipeline.models.base import base_config, check_weights
+    from pipeline.models.base import base_config
+    from pipeline.models.fit import check_base
+    from pipeline.models.tokenizer import load_tokenizer
 
     try:
         config = base_config(where)
@@ -124,7 +132,7 @@ def check_reward_model(job: Job, where: str) -> None:
         raise InputError(
             f"{error}, models:/NAME@ALIAS of a registered one, or python:MODULE:FUNCTION"
         ) from error
-    kind, labels = (config.get("architectures") or ["unknown"])[0], len(config.get("id2label") or "01")
+    kind, labels = str((config.get("architectures") or ["unknown"])[0]), len(config.get("id2label") or "01")
     classifies = kind.endswith("ForSequenceClassification") or job.model.trust_remote_code
     if not classifies or labels != 1:
         raise InputError(
@@ -134,7 +142,9 @@ def check_reward_model(job: Job, where: str) -> None:
             "`rm` trained (models:/rlhf-rm@champion, or its folder), a sequence-classification model with one label, or "
             "python:MODULE:FUNCTION"
         )
-    check_weights(replace(job.model, name_or_path=where, revision=None))
+    model = replace(job.model, name_or_path=where, revision=None, load_in_4bit=False)
+    check_base(model, scorer=True, gpu=bool(job.scaling.get("use_gpu")))
+    load_tokenizer(where, trust_remote_code=job.model.trust_remote_code)
 
 
 def check_function(source: str) -> Any:

@@ -13,8 +13,12 @@ from importlib.metadata import version
 from typing import Any
 
 from pipeline.errors import InputError
+from pipeline.models import adapter_files
+from pipeline.models.files import json_object
 
 FILE = "lineage.json"
+MEND = "bring the file back, take it out (the base is then checked by shape alone), or name another adapter"
+MOST = 1e30  # of a reward's mean and std: far above any score
 LIBRARIES = ("torch", "transformers", "peft", "trl", "ray", "mlflow")
 
 
@@ -61,24 +65,43 @@ def read(folder: str, reference: str) -> dict[str, Any]:
         raise InputError(
             f"{reference}: no such folder; give a folder, or models:/NAME@ALIAS of a registered adapter"
         )
-    if not os.path.exists(os.path.join(folder, "adapter_config.json")):
+    if not is_adapter(folder):
         found = ", ".join(sorted(os.listdir(folder))[:6]) or "nothing"
         raise InputError(f"{reference}: no adapter in {folder} (expected adapter_config.json, found {found})")
     path = os.path.join(folder, FILE)
-    if not os.path.exists(path):
-        return {}  # a plain peft adapter: usable, its base is checked by shape when it is loaded
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+    if not os.path.lexists(path):
+        return {}  # a plain peft adapter: usable, its base is checked by shape
+    lineage = json_object(path, MEND)
+    if problem := _problem(lineage):
+        raise InputError(f"{path}: {problem}; {MEND}")
+    return lineage
+
+
+def _problem(lineage: dict[str, Any]) -> str | None:
+    """The first entry that is not as `describe` writes it, in words; entries may be missing."""
+    for key in ("base", "parents", "data", "versions", "reward"):
+        if not isinstance(lineage.get(key, {}), dict):
+            return f"{key}: found {lineage[key]!r:.80}, expected an object"
+    for key in ("name_or_path", "digest") if "base" in lineage else ():
+        if not isinstance(lineage["base"].get(key), str):
+            return f"base.{key}: found {lineage['base'].get(key)!r:.80}, expected a text"
+    if "reward" not in lineage:
+        return None
+    reward = lineage["reward"]
+    numbers = [reward.get(key) for key in ("mean", "std")]
+    finite = all(type(number) in (int, float) and abs(number) <= MOST for number in numbers)
+    if reward.keys() != {"mean", "std"} or not finite or numbers[1] <= 0:
+        return f"reward: found {reward!r:.80}, expected mean and std, finite numbers of which std is above 0"
+    return None
 
 
 def is_adapter(folder: str) -> bool:
-    return os.path.exists(os.path.join(folder, "adapter_config.json"))
+    return os.path.lexists(os.path.join(folder, "adapter_config.json"))
 
 
 def adapter_config(folder: str) -> dict[str, Any]:
     """peft's settings of an adapter folder, as its adapter_config.json has them."""
-    with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as file:
-        return json.load(file)
+    return adapter_files.settings(folder)
 
 
 def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:

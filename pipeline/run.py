@@ -21,7 +21,7 @@ from pipeline.config import Job
 from pipeline.config.fields import fields_of
 from pipeline.config.rules import TRAINERS
 from pipeline.errors import InputError, summary
-from pipeline.inputs import check_adapters, check_columns, check_sampler, pin_inputs
+from pipeline.inputs import check_adapters, check_columns, check_sampler, makes_adapter, pin_inputs
 from pipeline.resume import begun, checkpoints
 from pipeline.worker import Work, Worker
 
@@ -228,17 +228,24 @@ def prepare(job: Job, inputs: dict[str, str]) -> tuple[Work, dict[str, Any], Any
 
 def models(job: Job, inputs: dict[str, str]) -> Work:
     """The base, its tokenizer, and inputs that fit to it: what there is to say before any row is read."""
-    from pipeline.models.base import base_identity, check_weights
+    from pipeline.models.base import base_identity
+    from pipeline.models.fit import check_base, check_lora
     from pipeline.models.tokenizer import load_tokenizer
 
     check_sampler(job)
     model = job.model
+    files = check_base(model, gpu=bool(job.scaling.get("use_gpu")))
     base = base_identity(model.name_or_path, model.revision)
-    check_weights(model)
-    adapters = check_adapters(job, inputs, base)
+    adapters = check_adapters(job, inputs, base, files)
+    if makes_adapter(job, adapters):
+        check_lora(files, job.lora, scorer=job.stage == "rm")
     learned = adapters.get("policy") or (adapters.get("reward.0") if not job.policy else None)
     template = model.chat_template
-    if template is None and learned and os.path.exists(saved := os.path.join(learned, "chat_template.jinja")):
+    if (
+        template is None
+        and learned
+        and os.path.lexists(saved := os.path.join(learned, "chat_template.jinja"))
+    ):
         template = saved  # the one that it was trained with
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
     return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id="", inputs=inputs)

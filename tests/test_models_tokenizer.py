@@ -248,3 +248,93 @@ def test_model_without_a_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 10}))
     with pytest.raises(InputError, match="no tokenizer can be read"):
         load_tokenizer(str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------ damaged files
+
+
+def changed(folder: Path, file: str, change) -> str:
+    content = json.loads((folder / file).read_text())
+    change(content)
+    (folder / file).write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.fixture
+def chatty(tmp_path) -> Path:
+    return Path(make_folder(tmp_path, LLAMA_31, eos_token="<|eot_id|>"))
+
+
+READS = {
+    "nothing": b"", "cut": b'{"a":', "not UTF-8": b'{"a": "\xff"}', "a list": b"[1]", "deep": b'{"a":' * 100_000, "no model": b"{}"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_a_damaged_tokenizer(kind, chatty):
+    (chatty / "tokenizer.json").write_bytes(READS[kind])
+    with pytest.raises(
+        InputError, match=r"^model\.name_or_path: no tokenizer can be read from .*; expected tokenizer\.json"
+    ):
+        load_tokenizer(str(chatty))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in READS if kind != "no model"])
+@pytest.mark.parametrize(
+    "file", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+)
+def test_a_damaged_file_beside_the_tokenizer_is_named(file, kind, chatty):
+    (chatty / file).write_bytes(READS[kind])
+    with pytest.raises(InputError, match=rf"^model\.name_or_path: .*/{file}: (not valid JSON|found list)"):
+        load_tokenizer(str(chatty))
+
+
+VOCABULARIES = [
+    (lambda vocab: vocab.update(zzz=5000), r"2 tokens beyond the \d+ rows of the embedding .* for one; take the tokenizer"),
+    (lambda vocab: vocab.update(dict.fromkeys(list(vocab), 0)), "gives several tokens the same id"),
+    (lambda vocab: vocab.update(zzz=-1), "no tokenizer can be read"),
+    (lambda vocab: vocab.clear(), "no tokenizer can be read|is empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "says"), VOCABULARIES)
+def test_a_vocabulary_that_the_embedding_has_no_rows_for(change, says, chatty):
+    folder = changed(chatty, "tokenizer.json", lambda content: change(content["model"]["vocab"]))
+    with pytest.raises(InputError, match=rf"^model\.name_or_path: .*({says})"):
+        load_tokenizer(folder)
+
+
+def test_a_vocabulary_without_words(chatty):
+    folder = changed(chatty, "tokenizer.json", lambda content: content["model"].update(vocab={}, merges=[]))
+    with pytest.raises(InputError, match=r"the vocabulary in tokenizer\.json of .* is empty"):
+        load_tokenizer(folder)
+
+
+def test_special_tokens_beyond_the_embedding_may_not_be_written(chatty):
+    """Those of a larger model do no harm as long as neither the template nor the end of a reply uses them."""
+    rows = json.loads((chatty / "config.json").read_text())["vocab_size"]
+    folder = changed(chatty, "config.json", lambda content: content.update(vocab_size=rows - 1))
+    with pytest.raises(InputError, match=r"1 tokens beyond the .*'<\|eot_id\|>' with id"):
+        load_tokenizer(folder)
+    assert load_tokenizer(
+        changed(chatty, "tokenizer_config.json", lambda c: c.update(eos_token="<|end_of_text|>"))
+    )
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("eos", [-1, 10**6, "x", True, 1.5, [3, "x"], [[3]], {"a": 1}], ids=str)
+def test_ends_that_are_no_ids(eos, file, chatty):
+    if file == "generation_config.json":
+        (chatty / file).write_text("{}")
+    folder = changed(chatty, file, lambda content: content.update(eos_token_id=eos))
+    with pytest.raises(
+        InputError,
+        match=rf"^model\.name_or_path: eos_token_id in {file} of .*: found .*, expected ids from 0 to",
+    ):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_class_that_does_not_tokenise(chatty):
+    folder = changed(chatty, "tokenizer_config.json", lambda c: c.update(tokenizer_class="BertTokenizer"))
+    with pytest.raises(InputError, match=r"no tokenizer can be read from .*UNK"):
+        load_tokenizer(folder)

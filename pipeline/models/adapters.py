@@ -12,7 +12,6 @@ checkpoint is given a context that brings back the role it was made under.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,10 +27,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import InputError
-from pipeline.models.base import HEAD_NAMES
+from pipeline.models import adapter_files
+from pipeline.models.adapter_files import HEAD_NAMES, PREFIX
+from pipeline.models.adapter_files import is_head as is_head
 from pipeline.models.lora import fuse
 
-PREFIX = "base_model.model."  # what peft puts before every name in an adapter file
 HEAD = f"{PREFIX}score.weight"  # a scalar head in the files that we write
 LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits made at a time, in numbers: 16 and 256 MiB of fp32
 
@@ -66,7 +66,8 @@ class SharedBase(nn.Module):
         )
         self.base.requires_grad_(False)
         self._no_dropout()
-        self._check_logits()
+        if self.device.type != "meta":  # shapes alone: there are no logits
+            self._check_logits()
 
     @property
     def device(self) -> torch.device:
@@ -234,8 +235,9 @@ class SharedBase(nn.Module):
 
     def load(self, role: str, folder: str | Path) -> None:
         """Fill an existing role from an adapter folder; every tensor must be there, and none be left over."""
-        path, stored = Path(folder) / "adapter_model.safetensors", self._stored[role]
-        tensors = _read_tensors(path)
+        adapter_files.tensors(folder)
+        path, stored = Path(folder) / adapter_files.TENSORS, self._stored[role]
+        tensors = load_file(path)
         heads = [key for key in tensors if is_head(key)]
         if heads:
             weight = tensors.pop(heads[0])
@@ -482,26 +484,7 @@ def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def _read_config(folder: Path) -> LoraConfig:
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        raise InputError(f"{folder}: no adapter_config.json in it; expected the folder of a LoRA adapter")
-    kind = json.loads(path.read_text(encoding="utf-8")).get("peft_type")
-    if kind != "LORA":
-        raise InputError(f"{path}: peft_type is {kind!r}; expected 'LORA'")
+    adapter_files.settings(folder)
     config = PeftConfig.from_pretrained(str(folder))
     assert isinstance(config, LoraConfig)
     return config
-
-
-def is_head(key: str) -> bool:
-    """Whether a tensor of an adapter file is a scalar head, under whichever name its model has for it."""
-    return key.removeprefix(PREFIX).split(".")[0] in HEAD_NAMES
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise InputError(
-            f"{path}: not there. Adapters are read from safetensors only (a pickled adapter_model.bin can run any code); "
-            "save it again with safe_serialization=True"
-        )
-    return load_file(path)

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, about, in_brief
+from pipeline.models.adapter_files import HEAD_NAMES
+from pipeline.models.files import json_object
+from pipeline.models.weights import INDEX, SINGLE, Stored, stored_in, stored_in_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,12 +38,32 @@ CONTEXT_KEYS = (
     "n_ctx",
     "max_sequence_length",
 )
+# Whole numbers of config.json, each with the largest that is no mistake: a library would count to any that is said.
+SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 10_000),
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size", "head_dim"), 1 << 24
+    ),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), 1 << 16),
+    **dict.fromkeys(CONTEXT_KEYS, 1 << 31),
+}
+POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rope_theta")
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-HEAD_NAMES = ("score", "classifier", "classification_head")
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # what reads the last hidden state stays unquantised
 
 
 # ------------------------------------------------------------------------------------------- files of a base
+
+
+def local(name_or_path: str) -> Path:
+    """A base's name as a path, `~` expanded; whether there is such a folder, only os.path.isdir says without raising."""
+    return Path(os.path.expanduser(name_or_path))
+
+
+def source(name_or_path: str) -> str:
+    """A base's name as the libraries take it: an existing folder, or a hub id."""
+    folder = local(name_or_path)
+    return str(folder) if os.path.isdir(folder) else name_or_path
 
 
 def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
@@ -46,10 +71,10 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
 
     Raises InputError if the base itself cannot be had: not a folder and not reachable, gated, unknown revision.
     """
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        return folder / filename if (folder / filename).is_file() else None
-    if folder.exists():
+    folder = local(name_or_path)
+    if os.path.isdir(folder):
+        return folder / filename if os.path.lexists(folder / filename) else None
+    if os.path.lexists(folder):
         raise InputError(
             f"model.name_or_path: {name_or_path!r} is a file; expected the folder with config.json and "
             f"*.safetensors in it, perhaps {str(folder.parent)!r}"
@@ -124,19 +149,15 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
     path = base_file(name_or_path, filename, revision)
     if path is None:
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}); fetch the model again") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object")
-    return content
+    with about("model.name_or_path"):
+        return json_object(path)
 
 
 def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
     """The base's config.json. Raises InputError if there is none (an adapter folder, for example)."""
     config = base_json(name_or_path, "config.json", revision)
     if config is not None:
+        _check_types(str(base_file(name_or_path, "config.json", revision)), config)
         return config
     if base_file(name_or_path, "adapter_config.json", revision) is not None:
         raise InputError(
@@ -146,6 +167,36 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
     raise InputError(
         f"model.name_or_path: {name_or_path!r} has no config.json; expected a model folder or a hub id"
     )
+
+
+def _check_types(path: str, config: dict[str, Any]) -> None:
+    """Refuses what every reader of config.json stumbles over; what only some read, transformers checks when it builds it."""
+    expected = {
+        "model_type": str, "architectures": list, **dict.fromkeys(("text_config", "id2label", "quantization_config"), dict)
+    }  # fmt: skip
+    for key, kind in expected.items():
+        if config.get(key) is not None and not isinstance(config[key], kind):
+            raise InputError(
+                f"model.name_or_path: {path}: {key}: found {config[key]!r:.80}, expected a {kind.__name__}; fetch the model again"
+            )
+    for part in (config, config.get("text_config") or {}):
+        for key, most in SIZES.items():
+            size = part.get(key)
+            if size is None or isinstance(size, list):  # of each layer its own
+                continue
+            if type(size) is not int or not 1 <= size <= most:
+                raise InputError(
+                    f"model.name_or_path: {path}: {key}: found {size!r:.80}, expected a whole number from 1 to {most}; "
+                    "fetch the model again"
+                )
+        rope = part.get("rope_parameters")
+        for key, number in {**part, **(rope if isinstance(rope, dict) else {})}.items():
+            positive = type(number) in (int, float) and 0 < number < math.inf
+            if key in POSITIVE and number is not None and not positive:
+                raise InputError(
+                    f"model.name_or_path: {path}: {key}: found {number!r:.80}, expected a finite number above 0; fetch the "
+                    "model again"
+                )
 
 
 # ------------------------------------------------------------------------------------------------- identity
@@ -158,8 +209,8 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
     their header and 64 evenly spaced pieces): it changes when a weight does, and costs no torch import.
     """
     config = base_config(name_or_path, revision)
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
+    folder = local(name_or_path)
+    if os.path.isdir(folder):
         digest = "sha256:" + _folder_digest(folder, config)
     else:
         path = base_file(name_or_path, "config.json", revision)
@@ -172,7 +223,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
         "revision": revision,
         "digest": digest,
         "context_length": context_length(config),
-        "architecture": architectures[0],
+        "architecture": str(architectures[0]),
     }
 
 
@@ -187,7 +238,8 @@ def context_length(config: dict[str, Any]) -> int | None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The weight files of a model folder: safetensors, or pickles where there are none."""
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    return [file for file in found if file.is_file()]  # a pipe would be read for ever
 
 
 def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
@@ -199,7 +251,12 @@ def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
     lasting = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
     digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
     for path in files:
-        digest.update(path.name.encode() + _file_digest(path))
+        try:
+            digest.update(path.name.encode() + _file_digest(path))
+        except OSError as error:
+            raise InputError(
+                f"model.name_or_path: {path} cannot be read ({error.strerror}); make it readable for this user"
+            ) from error
     return digest.hexdigest()
 
 
@@ -232,56 +289,86 @@ def load_base(
     on a CPU too. Raises InputError for a base that cannot be had, lacks weights, or has no head of the kind.
     """
     import torch
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-    )
 
-    where, revision = model.name_or_path, model.revision
-    raw = base_config(where, revision)
-    _check_remote_code(model, raw)
-    check_weights(model)
-    if Path(where).expanduser().is_dir():
-        where = str(Path(where).expanduser())
-    config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=model.trust_remote_code)
-    _no_dropout_in(config)
     scorer = scorer_tokenizer is not None
+    config, auto = architecture(model, scorer)
+    check_weights(model)
+    _no_dropout_in(config)
     if scorer_tokenizer is not None:
-        config.num_labels = 1
         config.get_text_config().pad_token_id = scorer_tokenizer.pad_token_id
     dtype = getattr(torch, model.dtype)
     options: dict[str, Any] = {
         "config": config,
-        "revision": revision,
+        "revision": model.revision,
         "dtype": dtype,
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # then it says which
     }
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
     if model.load_in_4bit:
         options["quantization_config"] = _nf4(dtype)
         options["device_map"] = {"": device or "cpu"}
-    auto = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
-    mapping = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in mapping and not model.trust_remote_code:
-        raise InputError(
-            f"model.name_or_path: {where!r} ({config.model_type}) cannot be loaded as {auto.__name__}"
-        )
-    # Its report calls the scorer's new head a problem; what is one, _check_loaded refuses.
-    with _without_load_report():
+    where = source(model.name_or_path)
+    # Its report calls the scorer's new head a problem; what is one, check_loaded refuses.
+    with without_load_report(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
-    _check_loaded(where, info, scorer)
+    check_loaded(where, info, scorer)
     freeze(loaded)
     if model.load_in_4bit:
         _one_nf4_path(loaded)
     if scorer:
         _fp32_head(loaded)
     return loaded if device is None or model.load_in_4bit else loaded.to(device)
+
+
+def model_classes(scorer: bool) -> Any:
+    """{configuration class: model class} of transformers' own models that answer, or that score."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
+    """The base's configuration and the Auto class to load it with; a scorer has one label.
+
+    Raises:
+        InputError: when transformers does not know it, or refuses its config.json.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    _check_remote_code(model, base_config(model.name_or_path, model.revision))
+    where = source(model.name_or_path)
+    with without_load_report(), unreadable(model):
+        config = AutoConfig.from_pretrained(
+            where, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    auto = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
+    if type(config) not in model_classes(scorer) and not model.trust_remote_code:
+        raise InputError(
+            f"model.name_or_path: {where!r} ({config.model_type}) cannot be loaded as {auto.__name__}"
+        )
+    if scorer:
+        config.num_labels = 1
+    return config, auto
+
+
+@contextmanager
+def unreadable(model: Model) -> Iterator[None]:
+    """Turns what transformers raises about files that it cannot make a model of, and that can be anything, into an InputError."""
+    import torch
+
+    try:
+        yield
+    except (InputError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"model.name_or_path: transformers cannot make a model of {model.name_or_path!r} ({in_brief(error)}); mend its "
+            "config.json or generation_config.json, or fetch the model again"
+        ) from error
 
 
 def freeze(model: torch.nn.Module) -> None:
@@ -343,23 +430,51 @@ def _check_remote_code(model: Model, raw: dict[str, Any]) -> None:
     )
 
 
-def check_weights(model: Model) -> None:
-    """Refuse a base without safetensors unless pickles are allowed; no torch import."""
-    folder = Path(model.name_or_path).expanduser()
-    if folder.is_dir():
-        files = weight_files(folder)
-        if not files:
-            raise InputError(
-                f"model.name_or_path: {str(folder)!r} holds no weights; expected *.safetensors in it"
-            )
-        pickled = files[0].suffix == ".bin"
-    else:
-        find = (
-            base_file(model.name_or_path, name, model.revision)
-            for name in ("model.safetensors.index.json", "model.safetensors")
+def check_weights(model: Model) -> dict[str, Stored]:
+    """{tensor: dtype and shape} of a base, from its files' headers; no torch import.
+
+    Empty where they are not here to be read: shards on the hub, and pickles.
+
+    Raises:
+        InputError: when a file is damaged or missing, or all are pickles and these are not allowed.
+    """
+    folder = local(model.name_or_path)
+    if not os.path.isdir(folder):
+        return _check_hub_weights(model)
+    with about("model.name_or_path"):
+        tensors = stored_in_model(folder)
+    if tensors:
+        return tensors
+    if os.path.lexists(folder / SINGLE):
+        raise InputError(
+            f"model.name_or_path: {folder / SINGLE} holds no tensors; fetch or save the model again"
         )
-        pickled = not any(find)
-    if pickled and not model.allow_pickle:
+    files = weight_files(folder)
+    if not files:
+        raise InputError(
+            f"model.name_or_path: {str(folder)!r} holds no weights; expected *.safetensors in it"
+        )
+    if files[0].suffix == ".safetensors":
+        raise InputError(
+            f"model.name_or_path: {str(folder)!r} holds {files[0].name}, but neither {SINGLE} nor {INDEX}; fetch or save the "
+            "model again"
+        )
+    _check_pickles(model)
+    return {}
+
+
+def _check_hub_weights(model: Model) -> dict[str, Stored]:
+    file = base_file(model.name_or_path, SINGLE, model.revision)
+    if file is not None:
+        with about("model.name_or_path"):
+            return stored_in(file)
+    if base_file(model.name_or_path, INDEX, model.revision) is None:
+        _check_pickles(model)
+    return {}
+
+
+def _check_pickles(model: Model) -> None:
+    if not model.allow_pickle:
         raise InputError(
             f"model.name_or_path: {model.name_or_path!r} has pickled weights only (pytorch_model.bin), which can run any "
             "code when loaded; convert them to safetensors, or, if you trust them, set model.allow_pickle=true"
@@ -367,7 +482,7 @@ def check_weights(model: Model) -> None:
 
 
 @contextmanager
-def _without_load_report() -> Iterator[None]:
+def without_load_report() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -378,14 +493,17 @@ def _without_load_report() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
+def check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
     """transformers only warns about weights that a file lacks, and makes up random ones: refuse that."""
-    missing = [key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))]
-    wrong = missing + [str(key) for key in info["mismatched_keys"]]
+    missing = sorted(key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES)))
+    wrong = [f"{key!r} is missing" for key in missing] + [
+        f"{key!r} has shape {tuple(there)} and config.json promises {tuple(promised)}"
+        for key, there, promised in sorted(info["mismatched_keys"])
+    ]
     if wrong:
         raise InputError(
-            f"model.name_or_path: the weight files of {where!r} lack or misshape {len(wrong)} of its tensors, "
-            f"{wrong[0]} for one; fetch or save the model again"
+            f"model.name_or_path: the weight files of {where!r} lack or misshape {len(wrong)} of its tensors: {wrong[0]}; "
+            "fetch or save the model again"
         )
 
 

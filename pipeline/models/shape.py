@@ -136,10 +136,6 @@ class _Fake:
 
         from pipeline.models.adapters import SharedBase
 
-        class Unchecked(SharedBase):
-            def _check_logits(self) -> None:
-                """Needs numbers."""
-
         config = copy.deepcopy(self.shape.config)
         text = config.get_text_config()
         text.num_hidden_layers = self.layers
@@ -148,7 +144,7 @@ class _Fake:
         dtype = getattr(torch, self.shape.job.model.dtype)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            shared = Unchecked(model, autocast=torch.bfloat16 if self.low else None)
+            shared = SharedBase(model, autocast=torch.bfloat16 if self.low else None)
             head = self.shape.job.stage in ("rm", "ppo")
             shared.add("policy", lora=self.lora, head=head, trainable=True)
         self.mode = FakeTensorMode()

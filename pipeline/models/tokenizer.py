@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError
-from pipeline.models.base import base_config, base_file, base_json
-
-PLAIN_TEMPLATE = Path(__file__).with_name("plain.jinja")
-BOS_LINE = "{{- bos_token }}\n"
+from pipeline.errors import InputError, about, in_brief
+from pipeline.models.base import base_config, base_file, base_json, source
+from pipeline.models.files import require_file
+from pipeline.models.template import set_template
 
 # Tokens that end a turn in the chat templates of the day, where tokenizer.eos_token may name another one.
 END_OF_TURN = (
@@ -43,6 +41,9 @@ NEVER_PRODUCED = tuple(
 )
 
 
+SOME_TEXT = "What is 2 + 3?\n\u00c9\u6f22\U0001f600"
+
+
 def load_tokenizer(
     name_or_path: str,
     revision: str | None = None,
@@ -55,38 +56,46 @@ def load_tokenizer(
     result says whether the tokenizer came with one. Raises InputError: no such base, no usable pad token, no template.
     """
     config = base_config(name_or_path, revision)
-    settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
+    files = (
+        base_json(name_or_path, f"{name}.json", revision)
+        for name in ("tokenizer_config", "generation_config")
+    )
+    settings, generation = (content or {} for content in files)
+    base_json(name_or_path, "special_tokens_map.json", revision)  # a damaged one is named here
+    if own := base_file(name_or_path, "chat_template.jinja", revision):
+        with about("model.name_or_path"):  # transformers would do without one that is a folder or a dead link
+            require_file(own, "fetch the model again, or take it out")
     tokenizer = _read(name_or_path, revision, settings, trust_remote_code)
     rows = (config.get("text_config") or config).get("vocab_size")
-    _set_eos(tokenizer, name_or_path, [base_json(name_or_path, "generation_config.json", revision), config])
-    _set_template(tokenizer, chat_template)
-    ends = eos_ids(tokenizer, base_json(name_or_path, "generation_config.json", revision))
+    for file, content in (("generation_config", generation), ("config", config)):
+        _check_said_ids(content, rows, f"{file}.json of {name_or_path!r}")
+    _set_eos(tokenizer, name_or_path, [generation, config])
+    set_template(tokenizer, chat_template, name_or_path)
+    _check_ids(tokenizer, rows, name_or_path)
+    ends = eos_ids(tokenizer, generation)
     tokenizer.pad_token = _pad_token(tokenizer, set(ends), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
 
 
 def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], trust_remote_code: bool) -> Any:
-    """The stored tokenizer. The plain fast class where that is what it is: it loads without torch, in a second."""
-    from transformers import PreTrainedTokenizerFast
+    """The stored tokenizer, and proof that it tokenises.
 
-    where = str(Path(name_or_path).expanduser()) if Path(name_or_path).expanduser().is_dir() else name_or_path
-    options: dict[str, Any] = {"revision": revision}
-    if settings.get("pad_token") in NEVER_PRODUCED:
-        options["pad_token"] = (
-            None  # one of ours, saved: as a special token, its literal character would become pad
-        )
-    plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    if plain and base_file(name_or_path, "tokenizer.json", revision) is not None:
-        return PreTrainedTokenizerFast.from_pretrained(where, **options)
-    from transformers import AutoTokenizer
-
+    Raises:
+        InputError: when there is none, or its files are damaged.
+    """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        tokenizer = _stored(name_or_path, revision, settings, trust_remote_code)
+        tokenizer(SOME_TEXT)  # some settings are only read here,
+        tokenizer.backend_tokenizer.to_str()  # and here, on its way to the workers
+    except (InputError, KeyboardInterrupt, MemoryError):
+        raise
+    except (
+        BaseException
+    ) as error:  # tokenizers panics (PanicException, no Exception) where its file is damaged
         raise InputError(
-            f"model.name_or_path: no tokenizer can be read from {name_or_path!r}: {' '.join(str(error).split())[:200]}; "
-            "expected tokenizer.json and tokenizer_config.json beside the model"
+            f"model.name_or_path: no tokenizer can be read from {name_or_path!r} ({in_brief(error)}); expected tokenizer.json "
+            "and tokenizer_config.json beside the model: fetch or save them again"
         ) from error
     if not tokenizer.is_fast:
         raise InputError(
@@ -94,6 +103,72 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
             "form; save one beside the model with tokenizers, or take a model that has it"
         )
     return tokenizer
+
+
+def _stored(
+    name_or_path: str, revision: str | None, settings: dict[str, Any], trust_remote_code: bool
+) -> Any:
+    """The plain fast class where that is what it is: it loads without torch, in a second."""
+    from transformers import PreTrainedTokenizerFast
+
+    options: dict[str, Any] = {"revision": revision}
+    if settings.get("pad_token") in NEVER_PRODUCED:
+        options["pad_token"] = (
+            None  # one of ours, saved: as a special token, its literal character would become pad
+        )
+    plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    if plain and base_file(name_or_path, "tokenizer.json", revision) is not None:
+        return PreTrainedTokenizerFast.from_pretrained(source(name_or_path), **options)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source(name_or_path), trust_remote_code=trust_remote_code, **options)
+
+
+# ------------------------------------------------------------------------------- ids that the embedding has rows for
+
+
+def _check_said_ids(config: dict[str, Any], rows: int | None, where: str) -> None:
+    """Refuses token ids in a configuration that are none, and ends of a reply that this base cannot write."""
+    for key in ("bos_token_id", "pad_token_id"):
+        if type(config.get(key)) not in (int, type(None)):
+            raise InputError(
+                f"model.name_or_path: {key} in {where}: found {config[key]!r:.80}, expected an id or null; mend it there"
+            )
+    for index in _as_list(config.get("eos_token_id")):
+        if type(index) is not int or index < 0 or (rows is not None and index >= rows):
+            raise InputError(
+                f"model.name_or_path: eos_token_id in {where}: found {index!r:.80}, expected ids from 0 to "
+                f"{'the last' if rows is None else rows - 1}, the last row of the embedding; mend it there"
+            )
+
+
+def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
+    """Refuses a tokenizer that gives ids without a row in the embedding, which nothing resizes here.
+
+    Special tokens beyond it are harmless as long as nothing writes them: some tokenizers are made for larger models.
+    """
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    if not vocabulary.keys() - added.keys():
+        raise InputError(
+            f"model.name_or_path: the vocabulary in tokenizer.json of {where!r} is empty; fetch the model again"
+        )
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise InputError(
+            f"model.name_or_path: tokenizer.json of {where!r} gives several tokens the same id; fetch the model again"
+        )
+    written = {token for token in added if token in tokenizer.chat_template}
+    written |= {tokenizer.bos_token, tokenizer.eos_token}
+    beyond = [
+        token
+        for token, index in vocabulary.items()
+        if rows is not None and index >= rows and (token not in added or token in written)
+    ]
+    if beyond:
+        raise InputError(
+            f"model.name_or_path: the tokenizer of {where!r} has {len(beyond)} tokens beyond the {rows} rows of the embedding "
+            f"(vocab_size in config.json), {beyond[0]!r:.80} with id {vocabulary[beyond[0]]} for one; take the tokenizer that "
+            "belongs to these weights, or resize the embedding and save the model again"
+        )
 
 
 # ------------------------------------------------------------------------------------------- eos and pad rules
@@ -159,51 +234,6 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
         "token that no text produces as pad_token in its tokenizer_config.json (its id must be below "
         f"{rows}, the rows of the embedding)"
     )
-
-
-# --------------------------------------------------------------------------------------------- chat template
-
-
-def _set_template(tokenizer: Any, chat_template: str | None) -> None:
-    plain = _plain_template(tokenizer)
-    own = tokenizer.chat_template
-    if isinstance(own, dict):  # several named templates, of which "default" is the one for chats
-        own = own.get("default")
-    tokenizer.own_chat_template = own is not None and own != plain
-    if chat_template is None:
-        tokenizer.chat_template = own or plain
-    elif chat_template == "plain":
-        tokenizer.chat_template = plain
-    else:
-        tokenizer.chat_template = _template_file(chat_template)
-
-
-def _plain_template(tokenizer: Any) -> str:
-    """The built-in template; its text begins with the bos token only where the tokenizer begins every text with it."""
-    text = PLAIN_TEMPLATE.read_text(encoding="utf-8")
-    begins = tokenizer("a").input_ids[:1]
-    if tokenizer.bos_token_id is not None and begins == [tokenizer.bos_token_id]:
-        return text
-    return text.replace(BOS_LINE, "")
-
-
-def _template_file(path: str) -> str:
-    import jinja2
-
-    # Private (transformers 5.23), but it knows transformers' own tags. Remove when compiling alone is public.
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise InputError(
-            f"model.chat_template: there is no file {path!r}; expected a Jinja file, 'plain', or null"
-        )
-    text = file.read_text(encoding="utf-8")
-    try:
-        _compile_jinja_template(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise InputError(f"model.chat_template: {path}:{error.lineno}: {error.message}") from error
-    return text
 
 
 # -------------------------------------------------------------------------------------------------- digests

@@ -1,0 +1,48 @@
+"""JSON files that somebody else wrote: read whole as an object, or refused by name (no torch import)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import InputError, in_brief
+
+
+def json_object(path: str | Path, mend: str = "fetch or save it again") -> dict[str, Any]:
+    """The content of a JSON file.
+
+    Raises:
+        InputError: where it is no regular file, cannot be read, is not UTF-8, not JSON, nested too deeply, holds NaN, or
+            is no object; `mend` says what to do then.
+    """
+    require_file(path, mend)
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_constant)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {mend}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {mend}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object; {mend}")
+    return content
+
+
+def _constant(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN is not a value of JSON")
+    return float(name)  # Infinity: Mamba's configurations hold it
+
+
+def require_file(path: str | Path, mend: str) -> None:
+    """Refuses what is not a regular file: a pipe, for example, would be read for ever."""
+    if os.path.isfile(path):
+        return
+    if os.path.islink(path):
+        found = f"a link to {os.readlink(path)!r}, which is not there"
+    else:
+        found = (
+            "a folder" if os.path.isdir(path) else "no regular file" if os.path.exists(path) else "nothing"
+        )
+    raise InputError(f"{path}: found {found}, expected a file; {mend}")

@@ -1,0 +1,298 @@
+"""Do a base, its config.json and a `lora` section fit together? (adapter_files.py: and an adapter?) Answered from names and shapes, before anything is started.
+
+    base = check_base(job.model)      # its files hold what its config.json promises
+    check_lora(base, job.lora)        # the settings of a new adapter find modules to adapt
+
+What a plain Llama consists of is written down here, so that its job is checked in milliseconds. Everything else, and what
+does not look right, is asked of transformers and peft, on the meta device: what they say decides, three seconds later.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import InputError, in_brief
+from pipeline.models.adapter_files import HEAD_NAMES
+from pipeline.models.base import (
+    architecture,
+    base_config,
+    base_json,
+    check_loaded,
+    check_weights,
+    local,
+    model_classes,
+    unreadable,
+    weight_files,
+    without_load_report,
+)
+from pipeline.models.llama import LINEAR as LLAMA_LINEAR
+from pipeline.models.llama import Layout, layout
+from pipeline.models.weights import FLOATING, Stored
+
+if TYPE_CHECKING:
+    from pipeline.config import Model
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base as its files describe it."""
+
+    model: Model
+    config: dict[str, Any]
+    tensors: dict[str, Stored]  # empty where its weights are not here, or not in safetensors
+    scorer: bool = False  # a sequence-classification model with its head
+    gpu: bool = False  # it will run on GPUs, which this process may lack
+
+    @property
+    def plain(self) -> Layout | None:
+        """Its tensors, if it is a plain Llama."""
+        return None if self.scorer else layout(self.config)
+
+    @property
+    def checkable(self) -> bool:
+        """Not: code of its own, and weights that are quantised already, of which only their loader knows the shapes."""
+        return not (self.config.get("quantization_config") or self.model.trust_remote_code)
+
+
+# --------------------------------------------------------------------------------------------------- the base
+
+
+def check_base(model: Model, scorer: bool = False, gpu: bool = False) -> Base:
+    """Refuses a base whose files do not hold the tensors that its config.json promises, in their shapes.
+
+    Raises:
+        InputError: naming a tensor or a key.
+    """
+    config = base_config(model.name_or_path, model.revision)
+    _check_generation(model)
+    base = Base(model, config, check_weights(model) or _pickled(model), scorer, gpu)
+    if not base.checkable:
+        if not model.trust_remote_code:
+            _check_quantised(base)
+        return base
+    known = base.plain and base.plain == {name: one.shape for name, one in base.tensors.items()}
+    if not known:
+        skeleton(base)
+    if model.attn_implementation not in (None, *(("eager", "sdpa") if known else ())):
+        check_attention(base)
+    for name, one in base.tensors.items():
+        if name.endswith("weight") and one.dtype not in FLOATING:
+            raise InputError(
+                f"model.name_or_path: {model.name_or_path!r}: tensor {name!r} is of dtype {one.dtype}, expected one of "
+                f"{', '.join(FLOATING)}; fetch or save the model again"
+            )
+    return base
+
+
+def _check_generation(model: Model) -> None:
+    """Lets transformers read generation_config.json, unless it holds token ids and switches alone (tokenizer.py reads those)."""
+    said = base_json(model.name_or_path, "generation_config.json", model.revision) or {}
+    if all(key.endswith(("_token_id", "_version")) or type(value) is bool for key, value in said.items()):
+        return
+    from transformers import GenerationConfig
+
+    with without_load_report(), unreadable(model):
+        GenerationConfig.from_dict(said)
+
+
+def _check_quantised(base: Base) -> None:
+    """Refuses weights quantised in a way that transformers does not know, or, without a GPU, that needs what is not here."""
+    from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+
+    architecture(base.model, base.scorer)
+    with unreadable(base.model):
+        found = AutoQuantizationConfig.from_dict(base.config["quantization_config"])
+        if not base.gpu:
+            AutoHfQuantizer.from_config(found).validate_environment(device_map={"": "cpu"})
+
+
+def skeleton(base: Base, scorer: bool | None = None) -> Any:
+    """The model on the meta device, as transformers itself loads the base's tensors into it: names and shapes alone.
+
+    Args:
+        scorer: with a scalar head for a new reward model, which the files need not have; None: as `base` says.
+    """
+    import logging
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends a package when it is imported
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    _check_count_of_layers(base)
+    wants_score = base.scorer if scorer is None else scorer
+    config, auto = architecture(base.model, wants_score)
+    transformers_logging.disable_progress_bar()
+    try:
+        with without_load_report(), unreadable(base.model):
+            if not base.tensors:
+                with torch.device("meta"):
+                    return auto.from_config(config)
+            loaded, info = model_classes(wants_score)[type(config)].from_pretrained(
+                None,
+                config=config,
+                state_dict={
+                    name: torch.empty(one.shape, device="meta") for name, one in base.tensors.items()
+                },
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,  # then it says which
+                output_loading_info=True,
+            )
+    finally:
+        transformers_logging.enable_progress_bar()
+    check_loaded(base.model.name_or_path, info, scorer=bool(scorer))
+    _check_unused(base, loaded, info)
+    return loaded
+
+
+def _pickled(model: Model) -> dict[str, Stored]:
+    """The tensors of pickled weights, read as transformers reads them (no code is run); of other bases none."""
+    import torch
+
+    tensors: dict[str, Stored] = {}
+    folder = local(model.name_or_path)
+    for file in weight_files(folder) if os.path.isdir(folder) else ():
+        try:
+            content = torch.load(file, map_location="meta", weights_only=True)
+            found = {
+                name: Stored("F32" if one.is_floating_point() else str(one.dtype), tuple(one.shape))
+                for name, one in content.items()
+            }
+        except Exception as error:  # a damaged pickle can raise anything
+            raise InputError(
+                f"model.name_or_path: {file}: cannot be read ({in_brief(error)}); fetch or save the model again"
+            ) from error
+        tensors |= found
+    return tensors
+
+
+def _check_count_of_layers(base: Base) -> None:
+    """Before as many are built: each has tensors of its own."""
+    text = base.config.get("text_config") or base.config
+    for key in ("num_hidden_layers", "n_layer", "num_layers"):
+        if base.tensors and isinstance(text.get(key), int) and text[key] > len(base.tensors):
+            raise InputError(
+                f"model.name_or_path: config.json of {base.model.name_or_path!r} says {key}={text[key]}, and its weight files "
+                f"hold {len(base.tensors)} tensors in all; fetch the model again"
+            )
+
+
+def _check_unused(base: Base, loaded: Any, info: dict[str, Any]) -> None:
+    """Tensors that nothing reads are said; further layers of a kind that the model has are refused: it would lose them."""
+    unused = sorted(info["unexpected_keys"])
+    kinds = {_kind(name) for name in loaded.state_dict()}
+    if more := [name for name in unused if _kind(name) in kinds]:
+        raise InputError(
+            f"model.name_or_path: the weight files of {base.model.name_or_path!r} hold more layers than its config.json says: "
+            f"{len(more)} tensors would not be read, {more[0]!r} for one; fetch the model again"
+        )
+    if unused:
+        print(
+            f"warning: model.name_or_path: {len(unused)} tensors of {base.model.name_or_path!r} are not read by "
+            f"{type(loaded).__name__}, {unused[0]!r} for one",
+            flush=True,
+        )
+
+
+def _kind(name: str) -> str:
+    """The name of a tensor without the numbers of layers and experts."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def check_attention(base: Base) -> None:
+    """Refuses a model.attn_implementation that is unknown, not for this architecture, or whose package is missing.
+
+    Raises:
+        InputError: with what transformers says to it.
+    """
+    import importlib.util
+
+    import torch
+
+    wanted = base.model.attn_implementation
+    config, auto = architecture(base.model, base.scorer)
+    try:
+        with torch.device("meta"):
+            auto.from_config(config, attn_implementation=wanted)
+        if wanted == "flex_attention" and not base.gpu:
+            raise ValueError("it has no backward on a CPU")
+    except Exception as error:  # hub, kernels and each package raise types of their own
+        if importlib.util.find_spec("flash_attn") and base.gpu and not torch.cuda.is_available():
+            return  # it is installed; the workers have the GPU that is missing here
+        raise InputError(
+            f"model.attn_implementation: {wanted!r} cannot be used with {config.model_type} here ({in_brief(error)}); take the "
+            "key out, or type model.attn_implementation=sdpa (or eager)"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------ a new adapter
+
+
+def check_lora(base: Base, lora: dict[str, Any], scorer: bool) -> None:
+    """Refuses settings of a new adapter that peft refuses, or of which a part finds no module in this base.
+
+    Raises:
+        InputError: naming the key, and modules that there are.
+    """
+    targets = lora.get("target_modules")
+    simple = lora.keys() <= {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias"}
+    listed = isinstance(targets, list) and targets and LLAMA_LINEAR.issuperset(map(str, targets))
+    if not base.checkable or (base.plain and simple and (targets == "all-linear" or listed)):
+        return
+    model = skeleton(base, scorer)
+    modules = [
+        name
+        for name, module in model.named_modules()
+        if getattr(getattr(module, "weight", None), "ndim", 0) > 1 and not name.startswith(HEAD_NAMES)
+    ]
+    for key in ("target_modules", "exclude_modules"):
+        if lora.get(key) != "all-linear":
+            _check_names(key, lora.get(key), modules)
+    _check_layers(lora, model.config.get_text_config().num_hidden_layers)
+    _adapt(model, lora)
+
+
+def _check_names(key: str, wanted: Any, names: list[str]) -> None:
+    """Each name of a list ends one of `names`, and a text, a regular expression, matches one of them whole."""
+    for one in [wanted] if isinstance(wanted, str) else wanted or ():
+        try:
+            if isinstance(wanted, str):
+                found = any(re.fullmatch(one, name) for name in names)
+            else:
+                found = any(name == one or name.endswith(f".{one}") for name in names)
+        except re.error as error:
+            raise InputError(f"lora.{key}: {one!r} is no regular expression ({error})") from error
+        if not found:
+            choices = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            raise InputError(
+                f"lora.{key}: {one!r} matches no module of this base; expected "
+                + ("all-linear, or " if key == "target_modules" else "")
+                + f"some of {choices}"
+            )
+
+
+def _check_layers(lora: dict[str, Any], count: int) -> None:
+    layers = lora.get("layers_to_transform")
+    for one in [layers] if isinstance(layers, int) else layers or ():
+        if not 0 <= one < count:
+            raise InputError(
+                f"lora.layers_to_transform: found {one}, but this base has the layers 0 to {count - 1}"
+            )
+
+
+def _adapt(model: Any, lora: dict[str, Any]) -> None:
+    """Lets the library put the adapter there that a worker will train; what it warns about and ignores is an error here."""
+    from pipeline.models.adapters import SharedBase
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", RuntimeWarning)  # a pattern, or a parameter, that matches nothing
+            SharedBase(model).add("policy", lora=lora)
+    except InputError:
+        raise
+    except Exception as error:  # peft checks some settings, and stumbles over others
+        raise InputError(f"lora: peft refuses these settings ({in_brief(error)}); mend them") from error

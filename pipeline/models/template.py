@@ -1,0 +1,134 @@
+"""The chat template: which one it is, and whether it renders a conversation, in time and in memory (no torch import).
+
+A template is a program that came with a model. transformers runs it in a sandbox without files, imports or attributes
+that lead out, but for as long as it likes: it is tried once in a process that may be killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import warnings
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import InputError, in_brief
+
+PLAIN = Path(__file__).with_name("plain.jinja")
+BOS_LINE = "{{- bos_token }}\n"
+SECONDS, BYTES, CHARACTERS = 5.0, 1 << 30, 1 << 20  # what a template may take for, and write of, all PROBES
+PROBES = [
+    [{"role": role, "content": "Hello." if role != "user" else "Who is there?"} for role in roles]
+    for roles in (("user",), ("system", "user"), ("user", "assistant"), ("system", "user", "assistant"))
+]
+
+
+def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
+    """Gives the tokenizer its template: of a Jinja file, "plain", or None: its own, else "plain".
+
+    `own_chat_template` on the tokenizer says whether it came with one.
+
+    Raises:
+        InputError: when the template cannot be read, or renders none of the PROBES.
+    """
+    plain, own = _plain(tokenizer), tokenizer.chat_template
+    if isinstance(own, dict):  # several named templates, of which "default" is the one for chats
+        own = own.get("default")
+    tokenizer.own_chat_template = own is not None and own != plain
+    named = f"model.chat_template: {chat_template}"
+    if chat_template is None:
+        tokenizer.chat_template = own or plain
+        named = f"model.name_or_path: the chat template of {where!r}"
+    elif chat_template == "plain":
+        tokenizer.chat_template = plain
+    else:
+        tokenizer.chat_template = _of_file(chat_template)
+    if not isinstance(tokenizer.chat_template, str):
+        raise InputError(
+            f"{named} is no text ({type(own).__name__}); mend it, or name another as model.chat_template"
+        )
+    if tokenizer.chat_template != plain and (problem := try_out(tokenizer)):
+        raise InputError(
+            f"{named}{problem}; mend it, or name another as model.chat_template (plain is built in)"
+        )
+
+
+def _plain(tokenizer: Any) -> str:
+    """The built-in template; its text begins with the bos token only where the tokenizer begins every text with it."""
+    text = PLAIN.read_text(encoding="utf-8")
+    begins = tokenizer("a").input_ids[:1]
+    if tokenizer.bos_token_id is not None and begins == [tokenizer.bos_token_id]:
+        return text
+    return text.replace(BOS_LINE, "")
+
+
+def _of_file(path: str) -> str:
+    file = os.path.expanduser(path)
+    if not os.path.isfile(file):
+        raise InputError(
+            f"model.chat_template: there is no file {path!r}; expected a Jinja file, 'plain', or null"
+        )
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"model.chat_template: {path} cannot be read as UTF-8 text ({in_brief(error)}); save it as UTF-8"
+        ) from error
+    if not text.strip():
+        raise InputError(f"model.chat_template: {path} is empty; expected a Jinja template, 'plain', or null")
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------- trying it
+
+
+def try_out(tokenizer: Any) -> str | None:
+    """What is wrong with the tokenizer's template, in words; None: it renders one of the PROBES, or refuses them itself."""
+    fork = multiprocessing.get_context("fork")  # a new interpreter would take a second
+    ours, theirs = fork.Pipe(duplex=False)
+    child = fork.Process(target=_render, args=(tokenizer, theirs), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forking beside threads: the child only runs Jinja
+        child.start()
+    theirs.close()
+    try:
+        if not ours.poll(SECONDS):
+            return f": did not render a conversation of three turns within {SECONDS:g} seconds"
+        return ours.recv()
+    except EOFError:
+        return ": rendering a conversation of three turns ended the process that did it"
+    finally:
+        child.kill()
+        child.join()
+
+
+def _render(tokenizer: Any, pipe: Any) -> None:
+    """In the child: sends the problem, or None."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    _limit_memory()
+    problems: list[str | None] = []
+    for turns in PROBES:
+        asks = turns[-1]["role"] == "user"
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks)
+        except TemplateSyntaxError as error:
+            problems.append(f":{error.lineno}: {error.message}")
+        except Exception as error:
+            # What `raise_exception` raises is the template's own word: other rows it may accept.
+            refused = type(error) is TemplateError
+            problems.append(None if refused else f": cannot be rendered ({in_brief(error)})")
+        else:
+            long = len(text) > CHARACTERS
+            problems.append(f": writes {len(text)} characters for {len(turns)} short turns" if long else None)
+    pipe.send(problems[0] if all(problems) else None)
+
+
+def _limit_memory() -> None:
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # elsewhere (macOS) time alone is limited
+        now = int(statm.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + BYTES, now + BYTES))

@@ -1,0 +1,102 @@
+"""The tensors of safetensors files, from their headers: no torch import, and no numbers are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.errors import InputError, in_brief
+from pipeline.models.files import json_object, require_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATING = ("F64", "F32", "F16", "BF16")
+MEND = "fetch or save the model again"
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: str  # as safetensors writes it: F32, BF16, ...
+    shape: tuple[int, ...]
+
+
+def stored_in(file: Path, mend: str = MEND) -> dict[str, Stored]:
+    """{name: dtype and shape} of one file, whose header fits its length.
+
+    Raises:
+        InputError: when it is no safetensors file, or not a whole one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    require_file(file, mend)
+    try:
+        with safe_open(
+            file, framework="numpy"
+        ) as opened:  # checks header, offsets, sizes and the file's length
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
+            return {name: Stored(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{file}: not a whole safetensors file of {file.stat().st_size} bytes ({in_brief(error)}); {mend}"
+        ) from error
+
+
+def stored_in_model(folder: Path) -> dict[str, Stored]:
+    """{name: dtype and shape} of all tensors of a model folder; empty where it has no safetensors.
+
+    Raises:
+        InputError: when a file is damaged, or the index and the files do not agree.
+    """
+    if os.path.lexists(folder / SINGLE):
+        return stored_in(folder / SINGLE)
+    if os.path.lexists(folder / INDEX):
+        return _indexed(folder)
+    return {}
+
+
+def _indexed(folder: Path) -> dict[str, Stored]:
+    index = folder / INDEX
+    places = json_object(index, MEND).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(f, str) for f in places.values()):
+        raise InputError(f"{index}: `weight_map` is not a mapping of tensors to files; {MEND}")
+    tensors: dict[str, Stored] = {}
+    for name in sorted(set(places.values())):
+        if not re.fullmatch(r"[\w.-]{1,250}\.safetensors", name):
+            raise InputError(
+                f"{index}: names the file {name!r:.100}, expected a .safetensors file beside it; {MEND}"
+            )
+        listed = {tensor for tensor, file in places.items() if file == name}
+        found = stored_in(folder / name)
+        if lost := sorted(listed - found.keys()):
+            raise InputError(
+                f"{folder / name}: lacks {len(lost)} tensors that {INDEX} places there, {lost[0]!r} for one; {MEND}"
+            )
+        tensors |= {tensor: found[tensor] for tensor in listed}
+    return tensors
+
+
+def not_finite(file: Path, mend: str = MEND) -> str | None:
+    """The first tensor of a (small) file that holds NaN or infinity; None: all numbers are finite."""
+    import numpy as np
+
+    stored_in(file, mend)
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+        for name, entry in header.items():
+            if name == "__metadata__" or entry["dtype"] not in FLOATING:
+                continue
+            begin, stop = entry["data_offsets"]
+            stream.seek(8 + length + begin)
+            numbers = stream.read(stop - begin)
+            if entry["dtype"] == "BF16":  # numpy has no bfloat16: its upper bits are float32's
+                values = (np.frombuffer(numbers, "<u2").astype("<u4") << 16).view("<f4")
+            else:
+                values = np.frombuffer(numbers, f"<f{int(entry['dtype'][1:]) // 8}")
+            if not np.isfinite(values).all():
+                return name
+    return None
