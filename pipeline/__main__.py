@@ -4,7 +4,7 @@
     python -m pipeline rlhf jobs/demo [section.key=value ...]
 
 Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the job file or the data is wrong
-(`error: ...`), 130 interrupted. With RAY_ADDRESS=http://HEAD:8265 the stages run as jobs on that cluster (submit.py).
+(`error: ...`), 130 interrupted, 143 terminated. With RAY_ADDRESS=http://HEAD:8265 the stages run as jobs on that cluster (submit.py).
 """
 
 import argparse
@@ -13,7 +13,8 @@ import os
 import sys
 import traceback
 
-from pipeline import console
+from pipeline import console, signals
+from pipeline.credentials import without_credentials
 from pipeline.errors import Failure, InputError, causes
 
 VERBS = {
@@ -118,26 +119,53 @@ def input_error(error: BaseException) -> InputError | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; the exit status."""
-    console.show_anything()
     given = parser().parse_args(arguments)
     try:
         return run(given.verb, given.job, given.overrides)
     except KeyboardInterrupt:
-        print(
-            "\ninterrupted; the same command with the same run.name continues from the last checkpoint",
-            file=sys.stderr,
-        )
-        return 130
+        return stopped("interrupted", given.verb, 130)
+    except SystemExit as error:
+        if signal := signals.received:
+            return stopped(f"terminated by {signal.name}", given.verb, 128 + signal)
+        return failed(f"{caller(error)} called sys.exit({error.code!r}), which ends no run in order")
     except Failure as failure:
-        print(f"failed: {failure}", file=sys.stderr)
-        return 1
+        return failed(str(failure))
     except Exception as error:
         if wrong := input_error(error):
-            print(f"error: {wrong}", file=sys.stderr)
+            print(f"error: {without_credentials(str(wrong))}", file=sys.stderr)
             return 2
-        traceback.print_exc()
+        print(without_credentials(traceback.format_exc()), end="", file=sys.stderr)
         return 1
+
+
+def stopped(how: str, verb: str, status: int) -> int:
+    """Says what became of a run that a signal ended."""
+    resumable = verb not in ("chat", "serve", "validate", "plan", "doctor", "report")
+    further = "; the same command with the same run.name continues from the last checkpoint" * resumable
+    print(f"\n{how}{further}", file=sys.stderr)
+    return status
+
+
+def failed(why: str) -> int:
+    print(f"failed: {without_credentials(why)}", file=sys.stderr)
+    return 1
+
+
+def caller(error: SystemExit) -> str:
+    """The line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def command() -> int:
+    """`main` as a process of its own, with the terminal and the signals that belong to it."""
+    console.own()
+    signals.listen()
+    sys.unraisablehook = signals.deliver_again
+    status = main()
+    signals.exit_with(status)
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

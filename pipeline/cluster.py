@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import console, embedded, registry, storage
+from pipeline import console, embedded, registry, signals, storage
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.resume import checkpoints
@@ -50,6 +50,7 @@ def session(job: Job) -> Iterator[None]:
         return
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
     with _cluster(job) if os.environ.get("RAY_ADDRESS") else _embedded():
+        signals.listen()  # ray.init() has put handlers of its own there
         console.attach()
         _quiet_data()
         yield
@@ -65,7 +66,8 @@ def _cluster(job: Job) -> Iterator[None]:
         check_shared_storage(job)
         yield
     finally:
-        ray.shutdown()
+        with signals.ignored():
+            ray.shutdown()
 
 
 def _embedded() -> contextlib.AbstractContextManager[None]:
@@ -153,7 +155,7 @@ def check_shared_storage(job: Job) -> None:
             "mlflow.tracking_uri: a SQLite file belongs to one machine, but this cluster has "
             f"{len(nodes)} nodes; name a server, e.g. mlflow.tracking_uri=http://HEAD:5000"
         )
-    probe = storage.join(job.run.storage_path, ".shared-probe")
+    probe = storage.probe_in(job.run.storage_path)
     storage.write_json(probe, {"driver": os.uname().nodename})
     sees = ray.remote(num_cpus=0)(os.path.exists)
     asked = {
@@ -221,10 +223,18 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     started = time.monotonic()
     if job.run.num_to_keep == 1:
         print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to, should the newest be damaged")
+    # Ray Train's handler of Ctrl-C would end this process with status 1, without a word (ray 2.60, private): here it is a
+    # KeyboardInterrupt like anywhere else. Remove when https://docs.ray.io has a public way to keep one's own.
+    controllers: list[Any] = []
+    trainer._register_sigint_handler = controllers.append
     try:
         result = trainer.fit()
     except Exception:
         _say_what_is_left(job)
+        raise
+    except BaseException:
+        with signals.ignored():
+            _end_workers(controllers)
         raise
     checkpoints.repair(job.folder)  # what workers that died left half written
     assert result.checkpoint is not None and result.return_value is not None
@@ -238,6 +248,16 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         seconds=time.monotonic() - started,
         peak_memory=result.return_value["peak_memory"],
     )
+
+
+def _end_workers(controllers: list[Any]) -> None:
+    """After Ctrl-C or SIGTERM: the workers first, so that nobody writes into the run's folder any more."""
+    import ray
+
+    for controller in controllers:
+        # Its process ends with the call, which is an error to Ray.
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(controller.abort.remote(), timeout=5)
 
 
 def _say_what_is_left(job: Job) -> None:

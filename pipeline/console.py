@@ -5,11 +5,14 @@ that mean nothing here. Uses the dispatcher that ray.init() itself uses (ray 2.6
 Remove that when ray.init takes a function that prints, or a logging setting without the prefix.
 """
 
-import io
+import contextlib
+import logging
+import os
 import sys
 from typing import Any
 
 from pipeline.config import JOBS
+from pipeline.credentials import without_credentials
 from pipeline.errors import visible
 
 NOISE = (
@@ -34,11 +37,52 @@ QUIET = {
 SILENT = ("PlacementGroupCleaner",)
 
 
-def show_anything() -> None:
-    """A character that the terminal's encoding lacks is shown as `\\u2192`, not an error at the end of a run."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+# Control characters but tab, line feed and return: a row's text must not steer the terminal.
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
+
+
+def own() -> None:
+    """For a process with a command line: from here on stdout and stderr are an `Output`, whatever they are connected to."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed by whoever started this: the next file to be opened would take its place
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8, a lone surrogate
+        setattr(sys, name, Output(stream))
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # looks for an optional package when it is imported
+
+
+class Output:
+    """A text stream that shows neither credentials nor terminal escapes, and goes on when nobody reads it any more."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with self._reader():
+            self.stream.write(without_credentials(text).translate(CONTROL))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._reader():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def _reader(self) -> Any:
+        try:
+            yield
+        except BrokenPipeError:  # `| head -1` has seen enough; the run that it looked at has not ended
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
 
 
 def attach() -> None:
@@ -67,9 +111,6 @@ def show(data: dict[str, Any]) -> None:
 
 def quiet() -> None:
     """For a notebook, before it imports anything heavy: neither progress bars nor the libraries' advice to developers."""
-    import logging
-    import os
-
     from pipeline import worker
 
     os.environ.update(QUIET)

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline import janitor
+from pipeline import janitor, signals
 from pipeline.errors import InputError
 
 # Set before Ray starts, so that every process of it inherits them; what the user has set stays.
@@ -103,8 +103,9 @@ def ray_session(**options: Any) -> Iterator[None]:
             ray.shutdown()
             shutil.rmtree(context.address_info["session_dir"], ignore_errors=True)
         finally:  # of a session that failed, Ray's logs stay until the next but one starts
-            ray.shutdown()
-            watching.communicate()
+            with signals.ignored():
+                ray.shutdown()
+                watching.communicate()
 
 
 # --------------------------------------------------------------------------------------------- what stays behind

@@ -20,6 +20,7 @@ from pipeline.cluster import Outcome
 from pipeline.config import Job
 from pipeline.config.fields import fields_of
 from pipeline.config.rules import TRAINERS
+from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, summary
 from pipeline.inputs import check_adapters, check_columns, check_sampler, makes_adapter, pin_inputs
 from pipeline.resume import begun, checkpoints
@@ -159,15 +160,18 @@ def publish(run: Run, outcome: Outcome) -> registry.Version | None:
 
 @contextlib.contextmanager
 def noted_failure(run: Run) -> Iterator[None]:
-    """Leaves failed.json in the folder of a run that fails, for its report; a run that goes on again removes it."""
+    """Leaves failed.json in the folder of a run that fails, for its report; a run that goes on again removes it.
+
+    A run that was interrupted has not failed: it is unfinished.
+    """
     path = storage.join(run.folder, "failed.json")
     storage.remove_file(path)
     try:
         yield
-    except BaseException as error:
+    except Exception as error:
         failure = {
-            "error": summary(error),
-            "traceback": "".join(traceback.format_exception(error))[-8000:],
+            "error": without_credentials(summary(error)),
+            "traceback": without_credentials("".join(traceback.format_exception(error)))[-8000:],
             "seconds": round(time.monotonic() - run.started, 2),
             "mlflow_run_id": run.mlflow_run_id,
             "tracking_uri": registry.tracking_uri(run.job),
@@ -175,7 +179,7 @@ def noted_failure(run: Run) -> Iterator[None]:
         try:
             storage.write_json(path, failure)
         except Exception as other:  # a full disk, say: the failure itself is what its user has to see
-            print(f"warning: {path} was not written ({type(other).__name__}: {other})", flush=True)
+            print(f"warning: {path} was not written ({registry.first_line(other)})", flush=True)
         raise
 
 

@@ -12,9 +12,12 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from pipeline import deadline
+from pipeline.credentials import without_credentials
 from pipeline.errors import InputError
 
 
@@ -73,7 +76,7 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
             for line in lines:
                 stream.write(f"{line}\n".encode())
         return
-    partial = f"{inner}.{os.getpid()}.partial"
+    partial = f"{inner}.{uuid.uuid4().hex[:12]}.partial"
     with open(partial, "w", encoding="utf-8") as file:
         for line in lines:
             file.write(line + "\n")
@@ -165,6 +168,30 @@ def move(path: str, target: str) -> None:
 
 
 @contextlib.contextmanager
+def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
+    """A block that one process of this machine at a time is in; `what` says what the others wait for.
+
+    Raises:
+        TimeoutError: when another process stays in it for `seconds`.
+    """
+    started, told = time.monotonic(), False
+    with open(path, "a", encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - started
+            if waited > seconds:
+                raise TimeoutError(f"waited {seconds:.0f} s for {what}: {path} is locked")
+            if waited > 1 and not told:
+                print(f"waiting for {what}", flush=True)
+                told = True
+            time.sleep(0.05)
+        yield
+
+
+@contextlib.contextmanager
 def claim(path: str) -> Iterator[None]:
     """Keeps a run folder to this process while it writes there; the system lets go of it when the process dies.
 
@@ -176,8 +203,13 @@ def claim(path: str) -> Iterator[None]:
     if is_remote(path):
         yield
         return
-    os.makedirs(path, exist_ok=True)
-    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.makedirs(path, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(
+            f"run.name: the folder {path} cannot be used ({error.strerror}); take another run.name"
+        ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -235,13 +267,26 @@ def require_writable(path: str) -> None:
     Raises:
         InputError: with the reason that the file system gives.
     """
-    probe = join(path, ".write-probe")
     try:
-        write_json(probe, {})
-        fs, inner = filesystem(probe)
-        fs.delete_file(inner)
+        if is_remote(path):
+            deadline.answer(_write_and_delete, probe_in(path))
+        else:
+            _write_and_delete(probe_in(path))
     except Exception as error:  # pyarrow and each cloud's client raise types of their own
         raise InputError(
-            f"run.storage_path: {path!r} cannot be written ({error}); choose a folder or bucket that this user may "
-            "write to, e.g. run.storage_path=./runs"
+            without_credentials(
+                f"run.storage_path: {path!r} cannot be written ({error}); choose a folder or bucket that this user may "
+                "write to, e.g. run.storage_path=./runs"
+            )
         ) from error
+
+
+def probe_in(folder: str) -> str:
+    """The path of a file to try a folder with: no two processes use the same."""
+    return join(folder, f".probe-{uuid.uuid4().hex[:12]}")
+
+
+def _write_and_delete(path: str) -> None:
+    write_json(path, {})
+    fs, inner = filesystem(path)
+    fs.delete_file(inner)

@@ -18,3 +18,10 @@ def nan(completions, **_):
 
 def needs_weight(prompts, completions, weight):
     return [float(value) for value in weight]
+
+
+def leaks(completions, **_):
+    """An error whose text holds what no error should: the whole environment."""
+    import os
+
+    raise RuntimeError(f"no reward with {dict(os.environ)}")

@@ -1,14 +1,27 @@
 """Secrets appear nowhere, states of a resumed run are read as data, and what a job names cannot run code unasked."""
 
+import base64
+import contextlib
+import json
 import os
 import pickle
 import re
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from running import NO_EVAL, ROOT
+
+from pipeline import registry
+from pipeline.__main__ import main
+from pipeline.config import load_job
+from pipeline.run import noted_failure
+from tests.chaos.runs import Server
 
 SECRETS = {
     "HF_TOKEN": "hf_plantedPLANTED0123456789abcdefghij",
@@ -17,8 +30,143 @@ SECRETS = {
 }
 
 
+PASSWORD = "planted-pass-7f3a"
+
+
 def files(folder):
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def pipeline(*given, **environment):
+    """The real command with secrets in its environment."""
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline", *given],
+        cwd=ROOT,
+        env=os.environ | SECRETS | environment,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def leaks(folder, *runs):
+    """What was written below a folder, or printed by these runs, and holds a secret."""
+    written = {str(path.relative_to(folder)): path.read_bytes() for path in files(folder)}
+    for number, run in enumerate(runs):
+        written |= {f"stdout {number}": run.stdout, f"stderr {number}": run.stderr}
+    secrets = [secret.encode() for secret in (*SECRETS.values(), PASSWORD)]
+    return [where for where, content in written.items() if any(secret in content for secret in secrets)]
+
+
+class Guard(BaseHTTPRequestHandler):
+    """Asks for a password, and passes everything on to the MLflow server behind it."""
+
+    protocol_version = "HTTP/1.1"
+    server: "ThreadingHTTPServer"
+
+    def answer(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        wanted = "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode()
+        if self.headers.get("Authorization") != wanted:
+            status, kind, said = 401, "text/plain", b"who are you?"
+        else:
+            headers = {k: v for k, v in self.headers.items() if k not in ("Host", "Content-Length")}
+            asked = urllib.request.Request(
+                self.server.behind + self.path, body or None, headers, method=self.command
+            )
+            try:
+                reply = urllib.request.urlopen(asked, timeout=60)
+            except urllib.error.HTTPError as error:
+                reply = error
+            with reply:
+                status, kind, said = (
+                    reply.status,
+                    reply.headers.get("Content-Type", "text/plain"),
+                    reply.read(),
+                )
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def guarded(behind):
+    """The address of an MLflow server with a password in it."""
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Guard)
+    http.behind = behind
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    try:
+        yield f"http://me:{PASSWORD}@127.0.0.1:{http.server_port}"
+    finally:
+        http.shutdown()
+
+
+@pytest.mark.slow
+def test_a_server_behind_a_password_is_used_and_its_password_is_nowhere(tmp_path):
+    """A run that ends well, one whose error quotes the environment, their report, and a job that reads what they left."""
+    with Server(tmp_path) as mlflow, guarded(mlflow.uri) as uri:
+        given = [f"run.storage_path={tmp_path / 'runs'}", "gate={}", "trainer.logging_steps=1"]
+        small = [
+            "trainer.max_steps=2",
+            "data.batch_size=8",
+            "trainer.per_device_train_batch_size=8",
+            *NO_EVAL,
+        ]
+        well = pipeline("sft", "jobs/demo/sft.yaml", *given, *small, "run.name=well", MLFLOW_TRACKING_URI=uri)
+        assert well.returncode == 0, well.stderr.decode()[-3000:]
+        recorded = json.loads((tmp_path / "runs/well/result.json").read_text())["tracking_uri"]
+        assert recorded == uri.replace(f"me:{PASSWORD}@", "")
+        ill = pipeline(
+            "ppo", "jobs/demo/ppo.yaml", *given[:2], "run.name=ill", "policy=models:/rlhf-sft@champion", "judge=null",
+            "reward=python:bad_rewards:leaks", "data.eval=null", "trainer.total_episodes=4", "trainer.batch_size=4",
+            "trainer.num_mini_batches=1", "trainer.response_length=8", MLFLOW_TRACKING_URI=uri,
+        )  # fmt: skip
+        assert ill.returncode == 1 and b"no reward with" in ill.stderr, ill.stderr.decode()[-3000:]
+        assert "no reward with" in (tmp_path / "runs/ill/failed.json").read_text()
+        pages = [
+            pipeline("report", str(tmp_path / "runs" / name), MLFLOW_TRACKING_URI=uri)
+            for name in ("well", "ill")
+        ]
+        assert [page.returncode for page in pages] == [0, 0]
+        assert not any(b"No curves" in page.stdout for page in pages), "the report had no password"
+        bare = pipeline("report", str(tmp_path / "runs/well"), MLFLOW_TRACKING_URI="")
+        assert b"No curves" in bare.stdout, "the server asks for no password: nothing was shown"
+        assert leaks(tmp_path, well, ill, *pages, bare) == []
+
+
+def test_credentials_of_the_tracking_uri_are_used_for_that_server_only(monkeypatch):
+    """The URI that is passed around has none; what connects takes them from the environment."""
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{PASSWORD}@127.0.0.1:9")
+    job = load_job(ROOT / "jobs/demo/sft.yaml", [], "sft")
+    assert registry.tracking_uri(job) == "http://127.0.0.1:9"
+    registry.client("http://127.0.0.1:10")
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == ""
+    registry.client("http://127.0.0.1:9")
+    assert (
+        os.environ["MLFLOW_TRACKING_USERNAME"] == "me" and os.environ["MLFLOW_TRACKING_PASSWORD"] == PASSWORD
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:planted-pass-7f3a@127.0.0.1/db")
+    assert registry.tracking_uri(job) == "postgresql://127.0.0.1/db"
+
+
+def test_a_note_about_a_failure_quotes_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{PASSWORD}@127.0.0.1:9")
+    monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
+    job = load_job(ROOT / "jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}", "run.name=ill"], "sft")
+    with pytest.raises(RuntimeError), noted_failure(job, "some-id", 0.0):
+        raise RuntimeError(f"{SECRETS['HF_TOKEN']} at {os.environ['MLFLOW_TRACKING_URI']}")
+    failed = json.loads((tmp_path / "ill/failed.json").read_text())
+    assert failed["error"] == "RuntimeError: *** at http://127.0.0.1:9"
+    assert failed["tracking_uri"] == "http://127.0.0.1:9" and leaks(tmp_path) == []
 
 
 def test_a_whole_run_writes_no_secret_anywhere(tmp_path):
@@ -28,37 +176,39 @@ def test_a_whole_run_writes_no_secret_anywhere(tmp_path):
         "data.batch_size=8", "trainer.per_device_train_batch_size=8", "trainer.save_strategy=steps", "trainer.save_steps=1",
         "trainer.logging_steps=1", *NO_EVAL,
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *given],
-        cwd=ROOT,
-        env=os.environ | SECRETS,
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
+    done = pipeline(*given)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
-    written = {str(path.relative_to(tmp_path)): path.read_bytes() for path in files(tmp_path)}
-    assert {"mlflow.db", "secret/result.json", "secret/job.json"} <= written.keys()
+    written = {str(path.relative_to(tmp_path)) for path in files(tmp_path)}
+    assert {"mlflow.db", "secret/result.json", "secret/job.json"} <= written
     assert any(name.endswith("adapter_model.safetensors") for name in written)
-    written |= {"stdout": done.stdout, "stderr": done.stderr}
-    for name, secret in SECRETS.items():
-        found = [where for where, content in written.items() if secret.encode() in content]
-        assert not found, f"{name} is in {found}"
+    assert leaks(tmp_path, done) == []
 
 
-@pytest.mark.parametrize("key", ["mlflow.tracking_uri", "data.train"])
-def test_an_error_about_an_address_does_not_repeat_its_password(key, tmp_path):
-    address = {
-        "mlflow.tracking_uri": "http://me:planted-pass@127.0.0.1:9",
-        "data.train": "s3://AKIA:planted-pass@b/x.jsonl",
-    }
-    given = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}", f"{key}={address[key]}"]
-    env = os.environ | {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *given], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "planted-pass" not in done.stdout + done.stderr
+@pytest.mark.parametrize(
+    ("key", "address"),
+    [
+        ("mlflow.tracking_uri", f"http://me:{PASSWORD}@127.0.0.1:9"),
+        ("MLFLOW_TRACKING_URI", f"http://me:{PASSWORD}@127.0.0.1:9"),
+        ("MLFLOW_TRACKING_URI", f"ftp://me:{PASSWORD}@127.0.0.1:9"),
+        ("data.train", f"s3://AKIA:{PASSWORD}@b/x.jsonl"),
+        ("data.train", f"s3://AKIA:a/b{PASSWORD}@b/x.jsonl"),
+        ("data.train", f"https://host/x.jsonl?sig={PASSWORD}"),
+        ("run.storage_path", f"s3://b/runs?access_key=a&secret_key={PASSWORD}"),
+        ("dpo.run.storage_path", f"gs://b/runs?token={PASSWORD}"),
+    ],
+)
+def test_an_error_about_an_address_does_not_repeat_its_password(
+    key, address, tmp_path, monkeypatch, capsys, in_root
+):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    given = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}"]
+    if key.isupper():
+        monkeypatch.setenv(key, address)
+    else:
+        given.append(f"{key}={address}")
+    assert main(given) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and PASSWORD not in shown.out + shown.err
 
 
 # ------------------------------------------------------------------------------------------------ pickles

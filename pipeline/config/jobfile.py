@@ -16,12 +16,13 @@ from typing import Any
 import yaml
 
 from pipeline.config.fields import short, show
+from pipeline.credentials import has_credentials
 from pipeline.errors import InputError
 
-# Tokens and keys of the services this pipeline talks to, private keys, and a password inside a URL.
+# Tokens and keys of the services this pipeline talks to, and private keys.
 SECRET = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bsk-[\w-]{20,}"
-    r"|\bdapi[0-9a-f]{32}|\bxox[abp]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@]+@"
+    r"|\bdapi[0-9a-f]{32}|\bxox[abp]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 
 
@@ -184,7 +185,7 @@ def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str], above: tu
             continue
         if not isinstance(child, yaml.ScalarNode) or child.tag != "tag:yaml.org,2002:str":
             raise InputError(f"{name}:{line}: {key or 'job'}: a key is not text; put it in quotes")
-        if SECRET.search(child.value):
+        if _is_secret(child.value):
             raise InputError(f"{name}:{line}: {_NO_SECRETS}")
         if child.value in seen:
             raise InputError(
@@ -202,8 +203,8 @@ def _join(section: str, key: str) -> str:
 def _override(tree: Tree, text: str) -> None:
     """Apply one `section.key=value`; the value is YAML, except in `gate`, whose `>= 0.9` YAML would read as a block."""
     key, equals, value = text.partition("=")
-    if SECRET.search(text):
-        raise InputError(f"command line: {'an override' if SECRET.search(key) else key}: {_NO_SECRETS}")
+    if _is_secret(text):
+        raise InputError(f"command line: {'an override' if _is_secret(key) else key}: {_NO_SECRETS}")
     known = re.fullmatch(r"[A-Za-z_]\w*(\.[^.\s]+)*", key)
     if not equals or not known or len(key) > CHARACTERS or key.count(".") >= DEPTH or len(text) > BYTES:
         raise InputError(
@@ -240,6 +241,11 @@ _NO_SECRETS = (
 )
 
 
+def _is_secret(text: str) -> bool:
+    """Whether a value holds a token or a key, or a URI with a password, a token or a key in it."""
+    return bool(SECRET.search(text)) or has_credentials(text)
+
+
 def _refuse_values(tree: Tree, value: Any, key: str) -> None:
     """Refuse secrets, numbers that are not finite, text that cannot be stored, and anything that JSON does not know."""
     if isinstance(value, dict):
@@ -252,7 +258,7 @@ def _refuse_values(tree: Tree, value: Any, key: str) -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _refuse_values(tree, item, _join(key, str(index)))
-    elif isinstance(value, str) and SECRET.search(value):
+    elif isinstance(value, str) and _is_secret(value):
         raise tree.error(key, _NO_SECRETS)
     elif isinstance(value, str) and len(value) > CHARACTERS:
         raise tree.error(key, f"found a text of {len(value):,} characters, expected at most {CHARACTERS:,}")

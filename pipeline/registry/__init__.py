@@ -6,9 +6,10 @@ tokenizer, lineage.json), with tags that say where it comes from. Whatever is re
 first and compared file by file.
 """
 
+from pipeline.registry.database import file_of_uri
 from pipeline.registry.metrics import MetricLog
 from pipeline.registry.runs import find_run, history, log_files, recorded, run
-from pipeline.registry.server import check, client, tracking_uri, uri_of, wait_for_server
+from pipeline.registry.server import check, client, first_line, look, tracking_uri, uri_of, wait_for_server
 from pipeline.registry.versions import Version, fetch, passes, pin, promote, publish, tags, version
 
 __all__ = [
@@ -17,9 +18,12 @@ __all__ = [
     "check",
     "client",
     "fetch",
+    "file_of_uri",
     "find_run",
+    "first_line",
     "history",
     "log_files",
+    "look",
     "passes",
     "pin",
     "promote",

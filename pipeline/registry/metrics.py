@@ -5,7 +5,7 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from pipeline.registry.server import client, metric_key
+from pipeline.registry.server import client, first_line, metric_key
 
 
 class Point(NamedTuple):
@@ -85,9 +85,8 @@ class MetricLog:
                 self._send(batch)
             except Exception as error:  # a ten-hour run must not die of its bookkeeping
                 if not self.failures:
-                    reason = str(error).splitlines()[0][:200] if str(error) else ""
                     print(
-                        f"warning: MLflow at {self.uri} does not answer ({type(error).__name__}: {reason}); training goes "
+                        f"warning: MLflow at {self.uri} does not answer ({first_line(error)}); training goes "
                         "on, its metrics are sent later",
                         flush=True,
                     )

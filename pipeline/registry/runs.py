@@ -6,15 +6,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline import storage
+from pipeline import signals, storage
 from pipeline.config import Job
 from pipeline.errors import InputError
-from pipeline.registry.server import client, flatten, tracking_uri, wait_for_server
+from pipeline.registry.database import file_of_uri
+from pipeline.registry.server import client, flatten, like, tracking_uri, wait_for_server
 
 
 @contextmanager
 def run(job: Job, digests: dict[str, str], anew: bool = False):
-    """Opens the MLflow run of a job, yields its id, and ends it as FINISHED or FAILED.
+    """Opens the MLflow run of a job, yields its id, and ends it as FINISHED, FAILED, or, on Ctrl-C or SIGTERM, KILLED.
 
     A run that was cut short is opened again by the same `run.name`, so that one job stays one run. `anew` starts another
     one instead; a run that its driver left RUNNING when it was killed is then ended as KILLED.
@@ -22,13 +23,8 @@ def run(job: Job, digests: dict[str, str], anew: bool = False):
     mlflow = client(tracking_uri(job))
     run_key = storage.absolute(job.folder)
     experiment = _experiment(mlflow, job)
-    found = mlflow.search_runs(
-        [experiment],
-        filter_string=f"tags.`pipeline.run` = '{run_key}'",
-        max_results=1,
-        order_by=["start_time DESC"],
-    )
-    before = found[0].info if found and found[0].info.status != "FINISHED" else None
+    found = _newest(mlflow, [experiment], run_key)
+    before = found.info if found and found.info.status != "FINISHED" else None
     if before and not anew:
         run_id = before.run_id
         mlflow.update_run(run_id, status="RUNNING")
@@ -40,24 +36,40 @@ def run(job: Job, digests: dict[str, str], anew: bool = False):
         _log_inputs(mlflow, run_id, job, digests)
     try:
         yield run_id
-    except BaseException:
-        try:
-            mlflow.set_terminated(run_id, "FAILED")
-        except Exception as error:  # the failure itself is what its user has to see
-            print(f"warning: MLflow run {run_id} stays RUNNING: the server is away ({type(error).__name__})")
+    except BaseException as failure:
+        with signals.ignored():
+            try:
+                mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
+            except Exception as error:  # the failure itself is what its user has to see
+                why = type(error).__name__
+                print(f"warning: MLflow run {run_id} stays RUNNING: the server is away ({why})", flush=True)
         raise
     wait_for_server(job)
     mlflow.set_terminated(run_id, "FINISHED")
 
 
 def _experiment(mlflow: Any, job: Job) -> str:
-    found = mlflow.get_experiment_by_name(job.mlflow.experiment)
-    if found:
+    from mlflow.exceptions import MlflowException
+
+    name, location = job.mlflow.experiment, None
+    if file_of_uri(tracking_uri(job)):  # a server decides for itself where artifacts go
+        location = _artifacts(job.run.storage_path)
+    if found := mlflow.get_experiment_by_name(name):
         return found.experiment_id
-    location = None
-    if tracking_uri(job).startswith("sqlite:"):  # a server decides for itself where artifacts go
-        location = storage.join(storage.absolute(job.run.storage_path), "artifacts")
-    return mlflow.create_experiment(job.mlflow.experiment, artifact_location=location)
+    try:
+        return mlflow.create_experiment(name, artifact_location=location)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+        return mlflow.get_experiment_by_name(name).experiment_id  # another process was first
+
+
+def _artifacts(storage_path: str) -> str:
+    """The artifacts' folder as MLflow understands it: a local path with a # or a %20 in it as a URI, else as it is."""
+    path = storage.join(storage.absolute(storage_path), "artifacts")
+    if storage.is_remote(path) or Path(path).as_uri() == f"file://{path}":
+        return path
+    return Path(path).as_uri()
 
 
 def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> None:
@@ -90,13 +102,19 @@ def _first(paths: Any) -> Any:
 def find_run(uri: str, folder: str) -> str | None:
     """The id of the newest MLflow run of a run folder; None if there is none."""
     mlflow = client(uri)
+    found = _newest(mlflow, [experiment.experiment_id for experiment in mlflow.search_experiments()], folder)
+    return found.info.run_id if found else None
+
+
+def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
+    """The newest run of a run folder in these experiments; None if there is none."""
     found = mlflow.search_runs(
-        [experiment.experiment_id for experiment in mlflow.search_experiments()],
-        filter_string=f"tags.`pipeline.run` = '{folder}'",
-        max_results=1,
+        experiments,
+        filter_string=like("tags.`pipeline.run`", folder),
+        max_results=20,
         order_by=["start_time DESC"],
     )
-    return found[0].info.run_id if found else None
+    return next((run for run in found if run.data.tags["pipeline.run"] == folder), None)
 
 
 def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:

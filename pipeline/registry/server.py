@@ -5,9 +5,11 @@ import os
 import time
 from typing import Any
 
-from pipeline import storage
+from pipeline import deadline, storage
 from pipeline.config import Job
+from pipeline.credentials import has_credentials, user_and_password, without_credentials
 from pipeline.errors import InputError
+from pipeline.registry import database
 
 
 def tracking_uri(job: Job) -> str:
@@ -16,20 +18,20 @@ def tracking_uri(job: Job) -> str:
 
 
 def uri_of(given: str | None, storage_path: str) -> str:
-    """The same from the two keys of a job that decide it.
+    """The same from the two keys of a job that decide it; without credentials, which `client` takes from the environment.
 
     Raises:
         InputError: when the runs lie in a bucket and no server is named.
     """
     uri = given or os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
-        return uri
+        return without_credentials(uri)
     if storage.is_remote(storage_path):
         raise InputError(
             f"mlflow.tracking_uri: missing; with run.storage_path={storage_path} there is no local folder for "
             "a SQLite file. Name a tracking server, e.g. mlflow.tracking_uri=http://HEAD:5000"
         )
-    return f"sqlite:///{storage.absolute(storage_path)}/mlflow.db"
+    return database.uri_of_file(f"{storage.absolute(storage_path)}/mlflow.db")
 
 
 def client(uri: str) -> Any:
@@ -43,27 +45,91 @@ def client(uri: str) -> Any:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
+    uri = _signed_in(uri)
     # Not mlflow.set_tracking_uri: it sets MLFLOW_TRACKING_URI for this process and all jobs after this one.
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
+def _signed_in(uri: str) -> str:
+    """The URI to connect with: the environment's where it is the same server, since only that has the credentials.
+
+    Those of an HTTP server go into the variables that MLflow reads, because its errors quote the URI that it was given.
+    """
+    own = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not has_credentials(own) or without_credentials(own) != uri:
+        return uri
+    if not own.startswith(("http://", "https://")):
+        return own
+    user, password = user_and_password(own)
+    os.environ.update(MLFLOW_TRACKING_USERNAME=user, MLFLOW_TRACKING_PASSWORD=password)
+    return uri
+
+
 def check(job: Job) -> None:
-    """Proves before any work that the tracking server answers.
+    """Proves before any work that the tracking server answers, or that the SQLite file is, or becomes, one of MLflow's.
 
     Raises:
-        InputError: when it does not, with what to type next.
+        InputError: when it does not, or its experiment was deleted, with what to type next.
     """
-    uri = tracking_uri(job)
+    uri, name = tracking_uri(job), job.mlflow.experiment
+    file = database.file_of_uri(uri)
     try:
-        if uri.startswith("sqlite:///"):
-            os.makedirs(os.path.dirname(uri.removeprefix("sqlite:///")), exist_ok=True)
-        client(uri).search_experiments(max_results=1)
+        if file is None:
+            experiment = deadline.answer(_ask, uri, name)
+        else:
+            import mlflow  # noqa: F401  (takes seconds, for which no other process has to wait)
+
+            with database.prepared(file):
+                experiment = client(uri).get_experiment_by_name(name)
     except Exception as error:  # whatever the store's driver raises: it is the address that is wrong
-        reason = str(error).splitlines()[0][:300]
+        remedy = "start the server, or" if file is None else "move that file away, name another store, or"
         raise InputError(
-            f"mlflow.tracking_uri: {uri!r} does not answer ({type(error).__name__}: {reason}); start the server, or "
-            "leave the key out to use a SQLite file in run.storage_path"
+            f"mlflow.tracking_uri: {uri!r} does not answer ({first_line(error)}); {remedy} leave the key out to use a "
+            "SQLite file in run.storage_path"
         ) from error
+    if experiment and experiment.lifecycle_stage == "deleted":
+        raise InputError(
+            f"mlflow.experiment: {name!r} was deleted in {uri}; name another one, e.g. mlflow.experiment={name}-2, or type "
+            f"mlflow experiments restore --experiment-id {experiment.experiment_id}"
+        )
+
+
+def look(uri: str) -> None:
+    """The same for somebody who only reads: no file is made, locked or migrated.
+
+    Raises:
+        Exception: of any type, saying why nothing can be read there.
+    """
+    file = database.file_of_uri(uri)
+    if file is None:
+        deadline.answer(_ask, uri, "Default")
+    else:
+        database.check(file)
+
+
+def _ask(uri: str, experiment: str) -> Any:
+    """One request, tried again once: the usual tries, with their growing pauses, take longer than a first contact may."""
+    tries = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    usual = os.environ.get(tries)
+    os.environ[tries] = "0" if usual == "0" else "1"
+    try:
+        found = client(uri).get_experiment_by_name(experiment)
+        if found and found.name != experiment:
+            raise ValueError(
+                f"asked for experiment {experiment!r}, it answered {found.name!r}: no MLflow server"
+            )
+        return found
+    finally:
+        if usual is None:
+            del os.environ[tries]
+        else:
+            os.environ[tries] = usual
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of what a store's driver raised, on one line of a message."""
+    lines = without_credentials(str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
 
 
 def wait_for_server(job: Job, minutes: float = 10.0) -> None:
@@ -91,6 +157,13 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [pair for key, item in value.items() for pair in flatten(item, f"{prefix}{key}.")]
     return [] if value is None else [(prefix.rstrip("."), value)]
+
+
+def like(field: str, value: str) -> str:
+    """A search filter for a field's value. MLflow's have no escapes: a quote stands for any one character there, so that
+    the caller has to compare what comes back."""
+    plain = value.translate(dict.fromkeys(map(ord, "'\"\\"), "_"))
+    return f"{field} {'=' if plain == value else 'LIKE'} '{plain}'"
 
 
 def metric_key(name: str) -> str:

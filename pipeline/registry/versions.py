@@ -9,9 +9,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.config import OPERATORS, Job, parse_gate
+from pipeline.credentials import without_credentials
 from pipeline.errors import InputError
 from pipeline.lineage import folder_digests
-from pipeline.registry.server import client, flatten, metric_key, tracking_uri, wait_for_server
+from pipeline.registry.server import (
+    client,
+    first_line,
+    flatten,
+    like,
+    metric_key,
+    tracking_uri,
+    wait_for_server,
+)
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,8 @@ def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
         known = ", ".join(sorted(models)) or "none yet"
         return f"{reference}: no registered model {name!r} in {uri} (registered: {known}); {_train_it(name)}"
     aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[name].aliases.items()) or "none"
-    newest = max(mlflow.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version), default=None)
+    versions = [v for v in mlflow.search_model_versions(like("name", name)) if v.name == name]
+    newest = max(versions, key=lambda v: int(v.version), default=None)
     hint = (
         f"the newest is models:/{name}/{newest.version} (gate {newest.tags.get('gate', '?')}): by its number it can be used"
         if newest
@@ -214,8 +224,8 @@ def fetch(reference: str, uri: str) -> str:
         return _download(mlflow, location) if _is_here(location) else _kept(mlflow, location)
     except Exception as error:  # each artifact store raises types of its own
         raise InputError(
-            f"{reference}: its files cannot be fetched from {location} ({error}); bring them back, or "
-            "take another version"
+            f"{reference}: its files cannot be fetched from {without_credentials(location)} ({first_line(error)}); bring them "
+            "back, or take another version"
         ) from error
 
 

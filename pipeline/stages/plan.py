@@ -44,7 +44,7 @@ def started_from(job: Job) -> tuple[dict[str, dict[str, Any]], list[str]]:
 
     guess = "adapters are taken to be as large as `lora` says"
     uri = registry.tracking_uri(job)
-    if uri.startswith("sqlite:///") and not os.path.exists(uri.removeprefix("sqlite:///")):
+    if (file := registry.file_of_uri(uri)) and not os.path.exists(file):
         return {}, [f"nothing is registered yet; {guess}"] if job.policy or job.reward else []
     try:
         _, inputs = pin_inputs(job)

@@ -1,0 +1,63 @@
+"""Credentials stay in the environment: whatever is printed or written shows URIs without them.
+
+>>> without_credentials("http://me:pass@host:5000/x?token=abc")
+'http://host:5000/x?token=***'
+"""
+
+import os
+import re
+from urllib.parse import unquote
+
+_USERINFO = re.compile(
+    r"""(?<=://)
+    (?:
+        [^/\s"'<>@:]*:          # user:
+        (?!\d+[/?#,;)\]])       # not the port of host:8080/x@y
+        [^\s"'<>@]*@            # password@, with a raw slash too: AWS secrets have them
+        (?:[^/\s"'<>@]*@)*      # a raw @ in the password
+    |
+        (?<=http://)[^/\s"'<>?\#:@]+@ | (?<=https://)[^/\s"'<>?\#:@]+@  # token@; abfss://CONTAINER@account is no secret
+    )""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_PARAMETER = re.compile(
+    r"""([?&;] (?: [\w.-]*(?:access_?key|secret|api_?key|token|passw|pwd|credential|signature)[\w.-]* | sig|key|sas|auth ) =)
+    [^&;\s"'<>]+""",
+    re.VERBOSE | re.IGNORECASE,
+)
+# Names of variables that hold a secret; HF_TOKEN_PATH and TOKENIZERS_PARALLELISM do not.
+_SECRET_NAME = re.compile(
+    r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY|CONNECTION_STRING)$", re.IGNORECASE
+)
+# Characters of a secret: a shorter value may be a word that stands in a text for another reason.
+_SHORTEST = 8
+
+
+def without_credentials(text: str) -> str:
+    """A URI, or any text, without the user and password of its URIs, their tokens, and the secrets of the environment."""
+    for secret in _environment():
+        text = text.replace(secret, "***")
+    return _PARAMETER.sub(r"\1***", _USERINFO.sub("", text))
+
+
+def has_credentials(text: str) -> bool:
+    """Whether a URI in the text carries a password, a token or a key."""
+    return bool(_USERINFO.search(text) or _PARAMETER.search(text))
+
+
+def user_and_password(uri: str) -> tuple[str, str]:
+    """Those of `scheme://user:password@host`, decoded; empty where the URI has none."""
+    found = _USERINFO.search(uri)
+    user, _, password = found[0][:-1].partition(":") if found else ("", "", "")
+    return unquote(user), unquote(password)
+
+
+def _environment() -> list[str]:
+    """The values of secret variables, and passwords (or lone tokens) in URIs of others, the longest first."""
+    found = set()
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name):
+            found.add(value.strip())
+        elif "://" in value:
+            found.add(user_and_password(value)[1] or user_and_password(value)[0])
+    return sorted((secret for secret in found if len(secret) >= _SHORTEST), key=len, reverse=True)

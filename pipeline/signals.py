@@ -1,0 +1,61 @@
+"""Ctrl-C and SIGTERM end a run in order: workers gone, MLflow told, and an exit status that says so.
+
+Ctrl-C is a KeyboardInterrupt, as always in Python; SIGTERM and SIGHUP are a SystemExit. The exit status is 128 + the
+signal's number, as in a shell. Ray replaces the handlers by its own: `listen` puts these back.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+# Which of them this process got: the code of a SystemExit is lost inside ray.get().
+received: signal.Signals | None = None
+
+
+def listen() -> None:
+    """Handles the signals that end a process, but for those that nohup or a shell told it to ignore."""
+    for number in ENDING:
+        if _is_main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
+
+
+def _leave(number: int, _: Any) -> None:
+    global received
+    received = signal.Signals(number)
+    raise SystemExit(128 + number)
+
+
+def deliver_again(swallowed: Any) -> None:
+    """As sys.unraisablehook: what a signal raised inside a __del__ or a weakref's callback is lost there, so it comes again."""
+    if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):
+        threading.Timer(0.1, os.kill, (os.getpid(), received or signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(swallowed)
+
+
+@contextlib.contextmanager
+def ignored() -> Iterator[None]:
+    """A block that tidies up in seconds: a second Ctrl-C does not cut it short."""
+    numbers = (signal.SIGINT, *ENDING) if _is_main_thread() else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def exit_with(status: int) -> None:
+    """The work is done and its status known: a signal while the libraries shut down changes neither."""
+    for number in (signal.SIGINT, *ENDING):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(status))
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

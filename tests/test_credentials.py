@@ -1,0 +1,73 @@
+"""URIs are shown without passwords, tokens and keys, whatever they look like, and stay what they were otherwise."""
+
+import pytest
+
+from pipeline import credentials
+
+PLANTED = "planted7f3a/9+c"
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("http://me:planted@host:5000/x", "http://host:5000/x"),
+        ("http://:planted@host", "http://host"),
+        ("https://planted@github.com/x", "https://github.com/x"),
+        (f"s3://AKID:{PLANTED}@bucket/runs?region=eu", "s3://bucket/runs?region=eu"),
+        ("postgresql+psycopg://me:plan%40ted@host/db", "postgresql+psycopg://host/db"),
+        ("postgresql://me:plan@ted@host/db", "postgresql://host/db"),
+        ("http://me:planted@[::1]:80/x", "http://[::1]:80/x"),
+        ("http://me:12345@host/x", "http://host/x"),
+        (
+            "s3://b/x?access_key=planted&secret_key=planted&region=eu",
+            "s3://b/x?access_key=***&secret_key=***&region=eu",
+        ),
+        ("https://h/x?sv=1&sig=planted%3D&se=2", "https://h/x?sv=1&sig=***&se=2"),
+        (
+            "https://h/k?X-Amz-Credential=planted&X-Amz-Signature=planted",
+            "https://h/k?X-Amz-Credential=***&X-Amz-Signature=***",
+        ),
+        ("gs://b/x?token=planted&a=1", "gs://b/x?token=***&a=1"),
+        (
+            "OSError: http://a:planted@h/x, then s3://b:planted@c/y failed",
+            "OSError: http://h/x, then s3://c/y failed",
+        ),
+    ],
+)
+def test_a_uri_is_shown_without_its_credentials(uri, shown):
+    found = credentials.without_credentials(uri)
+    assert found == shown and credentials.has_credentials(uri)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://127.0.0.1:5000/api/2.0/mlflow and models:/rlhf-sft@champion",
+        "http://host:5000/x@champion",
+        "hf://datasets/owner/name@main/rows.jsonl",
+        "abfss://container@account.dfs.core.windows.net/runs",
+        "sqlite:////tmp/a@b/x:y@z/mlflow.db",
+        "['http://a:1/x', 'y@z']",
+        '{"a":"http://h:5000","b":"x@y"}',
+        "s3://bucket/rows.jsonl?versionId=3&region=eu-west-1",
+        "/home/me/key=1/rows.jsonl",
+    ],
+)
+def test_what_is_no_secret_stays(text):
+    assert credentials.without_credentials(text) == text and not credentials.has_credentials(text)
+
+
+def test_secrets_of_the_environment_are_hidden_in_any_text(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_planted0123")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", PLANTED)
+    monkeypatch.setenv("SOME_DATABASE", "mysql://me:plan%2Fted-8chars@host/db")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    text = f"KeyError: {{'a': 'hf_planted0123', 'b': '{PLANTED}', 'c': 'plan/ted-8chars', 'd': false}}"
+    assert (
+        credentials.without_credentials(text) == "KeyError: {'a': '***', 'b': '***', 'c': '***', 'd': false}"
+    )
+
+
+def test_user_and_password_are_decoded():
+    assert credentials.user_and_password("http://a%40b:c%2Fd@host") == ("a@b", "c/d")
+    assert credentials.user_and_password("http://host:5000") == ("", "")
