@@ -225,6 +225,8 @@ def prepare(job: Job, inputs: dict[str, str]) -> tuple[Work, dict[str, Any], Any
         fingerprints["pairs"] = pairs.fingerprints["eval"]
         if not job.data.eval:
             report = pairs.report
+        else:
+            report.splits["pairs"] = pairs.report.splits["eval"]
     if job.stage in ("ppo", "evaluate", "generate", "score"):
         check_columns(job, rows)
     return replace(work, digests=digests, fingerprints=fingerprints), rows, report

@@ -110,6 +110,23 @@ ROWS = [
          rows=[{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: d"}]),
     case("empty rejected", "dpo", r'rows\.jsonl:1: `rejected`: found ""; expected a text that is not empty', rows=[{**PAIR, "rejected": ""}]),
     case("margin in words", "rm", r'rows\.jsonl:1: `margin`: found "large"; expected a number', rows=[{**PAIR, "margin": "large"}]),
+    case("margin that is no number", "rm", r"rows\.jsonl:2: `margin`: found NaN; expected a finite number", MEND,
+         rows=[PAIR, {**PAIR, "margin": float("nan")}]),
+    case("column beyond a float", "ppo", r"rows\.jsonl:2: `weights\[1\]`: found Infinity; expected a finite number", MEND,
+         rows=jsonl([ASK, ASK]).replace(b'"}\n', b'", "weights": [1, 1e400]}\n').replace(b"1e400", b"2", 1)),
+    case("half a surrogate", "ppo", r"rows\.jsonl:1: `hint`: found half a surrogate pair .*; expected Unicode text", rows=[{**ASK, "hint": "\ud800"}]),
+    case("nested too deep", "sft", r"rows\.jsonl:1: found more than 64 lists and objects inside each other; expected a flatter row", MEND,
+         rows=b'{"prompt": ' + b"[" * 100_000),
+    case("repeated key", "sft", r'rows\.jsonl:1: found the key "prompt" twice; expected each key once', rows=jsonl([GOOD]).replace(b"{", b'{"prompt": "Why?", ')),
+    case("gzip bomb", "sft", r"rows\.jsonl\.gz:1: found a gzip stream that unpacks to more than 100 times its size", MEND,
+         rows=gzip.compress(b" " * (32 << 20)), file="rows.jsonl.gz"),
+    case("device", "sft", r"data\.train: '/dev/zero' is neither a file nor a folder; .*write what comes out of a pipe", overrides=["data.train=/dev/zero"]),
+    case("template without the reply", "sft", r"rows\.jsonl:1: found no token of a reply after the chat template", MEND,
+         rows=[GOOD], overrides=["model.chat_template={silent}"]),
+    case("template that makes a pair equal", "dpo", r"rows\.jsonl:2: `chosen`: found the same tokens on both sides after chat template and tokenizer", MEND,
+         rows=[PAIR, {**PAIR, "rejected": "LIMA."}], overrides=["model.chat_template={lower}"]),
+    case("no pair left that differs", "rm", r"data\.train: no row is left of 1 read \(1 chosen equal to rejected\); first: .*rows\.jsonl:1",
+         rows=[{**PAIR, "rejected": "lima."}], overrides=["model.chat_template={lower}", "data.on_error=skip"]),
     case("prompt that ends on the reply", "ppo", r"rows\.jsonl:1: `prompt`: found a last turn by `assistant`; expected a prompt that ends on a `user`",
          rows=[{"prompt": chat("user", "assistant")["messages"]}]),
     case("prompt that leaves no room", "ppo", r"rows\.jsonl:1: found \d{3} tokens; expected at most 192", rows=[{**ASK, "prompt": "Peru? " * 150}]),
@@ -231,6 +248,11 @@ def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
     (home / "pickled/pytorch_model.bin").write_bytes(b"\x80\x02.")
     shutil.copy(ROOT / "jobs/demo/model/model.safetensors", home / "mute")
     (home / "broken.jinja").write_text("{% if %}")
+    for name, said in (("silent", "m.content if m.role == 'user'"), ("lower", "m.content | lower")):
+        (home / f"{name}.jinja").write_text(
+            "{% for m in messages %}{{ m.role }}: {{ " + said + " }}<|eot_id|>{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+        )
     adapters(home)
     for name, file in (("done", "result.json"), ("halfway", "job.json")):
         (home / "storage" / name).mkdir()
@@ -242,7 +264,7 @@ def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
         source=str(home / "gone"),
         tags={"gate": "failed: eval_accuracy = 0.5, required >= 0.95"},
     )
-    names = (*paths, "other", "plain", "judging", "broken.jinja")
+    names = (*paths, "other", "plain", "judging", "broken.jinja", "silent.jinja", "lower.jinja")
     return {name.split(".")[0]: str(home / name) for name in names}
 
 

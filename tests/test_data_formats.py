@@ -149,6 +149,11 @@ def test_texts_without_markers_are_cut_at_white_space():
     assert (record.prompt, record.pairs) == ("The cat", [(" sat here", " saw it")])
 
 
+def nested(depth: int) -> list:
+    """Lists inside each other."""
+    return [nested(depth - 1)] if depth else []
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------
 
 ERRORS = [
@@ -169,6 +174,15 @@ ERRORS = [
     ("sft", {"messages": [USER]}, "wrong_role", "messages"),
     ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_reply", "messages"),
     ("sft", {"prompt": "a", "completion": "\ud800"}, "not_utf8", "completion"),
+    ("sft", {"prompt": "a", "completion": "b", "x": {"y": ["\udfff"]}}, "not_utf8", "x.y[0]"),
+    ("sft", {"prompt": "a", "completion": "b", "x": float("nan")}, "not_finite", "x"),
+    ("ppo", {"prompt": "a", "weights": [1, {"w": float("-inf")}]}, "not_finite", "weights[1].w"),
+    ("generate", {"prompt": "a", "id": 10**400}, "not_finite", "id"),
+    ("score", {"prompt": "a", "completion": "b", "x": nested(65)}, "nested", ("x" + 64 * "[0]")[:80]),
+    ("evaluate", {"prompt": "a", "completion": 5}, "wrong_type", "completion"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")}, "not_finite", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1e39}, "not_finite", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, "wrong_type", "margin"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": " b "}, "equal_pair", "chosen"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": ""}, "empty_reply", "rejected"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "wrong_type", "margin"),
@@ -307,6 +321,83 @@ def test_too_long():
     assert encoded("sft", row, max_length=3, too_long="truncate")[1] == [Dropped("too_long")]
 
 
+# ---- what is learned, not what was written ------------------------------------------------------------------
+
+
+HEAD, TAIL = CHATML.split("{{ m.content | trim }}")
+DROPS = HEAD + "{{ m.content if m.role == 'user' }}" + TAIL
+SAYS_THE_SAME = HEAD + "{{ m.content if m.role == 'user' else 'Sure.' }}" + TAIL
+FORGETS_THE_PROMPT = HEAD + "{{ m.content if m.role != 'user' }}" + TAIL
+LOWERS = HEAD + "{{ m.content | lower }}" + TAIL
+ROWS = {
+    "sft": {"messages": [USER, BOT]},
+    "rm": {"prompt": [USER], "chosen": "yo", "rejected": "no"},
+    "dpo": {"prompt": [USER], "chosen": "yo", "rejected": "no"},
+    "score": {"prompt": [USER], "completion": "yo"},
+    "pairs": {"prompt": [USER], "chosen": "yo", "rejected": "no"},
+    "ppo": {"prompt": [USER]},
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "template"),
+    [(stage, template) for stage in ROWS if stage != "ppo" for template in (DROPS, SAYS_THE_SAME)]
+    + [(stage, FORGETS_THE_PROMPT) for stage in ROWS],
+)
+def test_a_template_that_leaves_a_turn_out_is_refused(stage, template):
+    tok = tokenizer(template)
+    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
+    _, (found,) = encoded(stage, ROWS[stage], template=template, ends=ends)
+    kind = "empty_prompt" if template is FORGETS_THE_PROMPT else "empty_reply"
+    assert isinstance(found, RowError) and found.kind == kind, found
+
+
+@pytest.mark.parametrize("stage", ["rm", "dpo", "pairs", "score"])
+def test_a_pair_of_equal_tokens_is_refused(stage):
+    row = {"prompt": [USER], "chosen": "Yo", "rejected": "yO"}
+    _, (found,) = encoded(stage, row, template=LOWERS)
+    assert isinstance(found, RowError) and (found.kind, found.field) == ("equal_pair", "chosen")
+    assert isinstance(encoded(stage, {**row, "rejected": "yo!"}, template=LOWERS)[1][0], Example)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "score", "ppo"])
+def test_words_that_the_tokenizer_does_not_see_are_none(stage):
+    """A normaliser may strike out all that a text says."""
+    from tokenizers import normalizers
+
+    tok = tokenizer()
+    tok.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    row = {"prompt": "\u200b" if stage == "ppo" else "hi", "completion": "\u200b"}
+    row |= {"chosen": "yo", "rejected": "\u200b"} if stage in ("rm", "dpo") else {}
+    (found,) = Encoder(tok, stage, 99, "error", False, [tok.eos_token_id]).encode([parse(row, stage)])[0]
+    assert isinstance(found, RowError), found
+    assert found.kind == ("empty_prompt" if stage == "ppo" else "empty_reply")
+
+
+def test_a_template_may_raise_anything():
+    for wrong in (
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{{ range(10 ** 9) }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ):
+        _, (error,) = encoded("ppo", ROWS["ppo"], template=wrong)
+        assert isinstance(error, RowError) and error.kind == "template", wrong
+
+
+def test_a_huge_text_is_not_tokenised(monkeypatch):
+    row = {"prompt": "abc", "completion": "d" * (2 << 20)}
+    for too_long, outcome in (("error", RowError), ("drop", Dropped)):
+        made = encoder("sft", too_long=too_long)
+        monkeypatch.setattr(made, "_encodings", lambda texts, _: texts and pytest.fail("tokenised"))
+        found = made.encode([parse(row, "sft"), parse(row, "sft")])
+        assert [isinstance(one, outcome) for (one,) in found] == [True, True]
+    _, (found,) = encoded("sft", row)
+    assert found.found == "2,097,155 characters"
+    tok, (example,) = encoded("sft", row, too_long="truncate", max_length=9)
+    assert tok.decode(example.columns["input_ids"]) == "<s>abcddddd"
+
+
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
@@ -369,6 +460,125 @@ def test_damaged_files(tmp_path, name, content, kind, line):
     number, error = read(tmp_path / name)[-1]
     assert isinstance(error, RowError) and error.kind == kind
     assert line in (number, None)
+
+
+PAIR = '"prompt": "a", "chosen": "b", "rejected": "c"'
+VALUES = [
+    (f'{{{PAIR}, "x": NaN}}', "not_finite", "x"),
+    (f'{{{PAIR}, "x": [-Infinity]}}', "not_finite", "x[0]"),
+    (f'{{{PAIR}, "margin": 1e400}}', "not_finite", "margin"),
+    (f'{{{PAIR}, "margin": {"9" * 5000}}}', "not_finite", "margin"),
+    (f'{{{PAIR}, "x": {{"y": -{"9" * 5000}}}}}', "not_finite", "x.y"),
+    (f'{{{PAIR}, "x": "\\ud83d"}}', "not_utf8", "x"),
+    (f'{{{PAIR}, "\\udc00": 1}}', "not_utf8", ""),
+    (f'{{{PAIR}, "prompt": "other"}}', "repeated_key", ""),
+    (f'{{{PAIR}, "x": [{{"y": 1, "y": 1}}]}}', "repeated_key", "x[0]"),
+    (f'{{{PAIR}, "x": {"[" * 100}{"]" * 100}}}', "nested", "x" + 20 * "[0]"),
+    (f'{{{PAIR}, "x": {"[" * 100_000}{"]" * 100_000}}}', "nested", ""),
+    (f'{{{PAIR}, "x": {"[" * 100_000}', "nested", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "field"), VALUES, ids=[f"{kind}-{i}" for i, (_, kind, _) in enumerate(VALUES)]
+)
+@pytest.mark.parametrize("form", ["lines", "array", "gzip"])
+def test_values_that_no_row_may_hold(tmp_path, form, text, kind, field):
+    good = f'{{{PAIR}, "x": 1e308, "z": "\\u0000\\ud83d\\ude00", "": [{"7" * 300}]}}'
+    name, content = {
+        "lines": ("rows.jsonl", f"{good}\n{text}\n"),
+        "array": ("rows.json", f"[{good}, {text}]"),
+        "gzip": ("rows.jsonl.gz", f"{good}\n{text}\n"),
+    }[form]
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if form == "gzip" else data)
+    (_, first), (line, found) = read(tmp_path / name, stage="rm")
+    parse(first, "rm")
+    with pytest.raises(RowError) as caught:
+        raise found if isinstance(found, RowError) else parse(found, "rm")
+    assert (line, caught.value.kind) == (2, kind)
+    assert caught.value.field.startswith(field) and len(str(caught.value)) < 400
+
+
+def test_a_row_without_end_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "ROW", 1000)
+    monkeypatch.setattr(source, "BLOCK", 512)
+    good, large = '{"a": 1}', '{"a": "' + "x" * 5000 + '"}'
+    lines = f"{good}\n{large}\n{good}\n"
+    for name, data in (("a.jsonl", lines.encode()), ("a.jsonl.gz", gzip.compress(lines.encode()))):
+        (tmp_path / name).write_bytes(data)
+        for size in (100, 3000, 1 << 20):
+            found = read(tmp_path / name, size)
+            assert [row for _, row in found[::2]] == [{"a": 1}] * 2 and [n for n, _ in found] == [1, 2, 3]
+            assert found[1][1].kind == "too_large"
+    (tmp_path / "a.json").write_text(f"[{good}, {large}, {good}]")
+    found = read(tmp_path / "a.json")
+    assert [n for n, _ in found] == [1, 2] and found[1][1].kind == "too_large"
+    assert "what stands behind it was not read" in str(found[1][1])
+
+
+def test_an_array_without_end_is_not_decoded_again_and_again(tmp_path, monkeypatch):
+    calls, decode = [], source.read_value
+    monkeypatch.setattr(source, "BLOCK", 1 << 10)
+    monkeypatch.setattr(
+        source, "read_value", lambda text, at=0: (calls.append(len(text)), decode(text, at))[1]
+    )
+    (tmp_path / "a.json").write_bytes(b'[{"a": "' + b"x" * (1 << 20))
+    ((_, error),) = read(tmp_path / "a.json")
+    assert error.kind == "not_json" and sum(calls) < 5 << 20, "each block decodes all that was read before it"
+
+
+@pytest.mark.parametrize(
+    "content", [b"\n", b" ", b"\0", b'{"prompt": "a", "completion": "b"}\n', b"[" + b" " * 99]
+)
+def test_a_gzip_bomb_is_refused_before_its_rows_are_read(tmp_path, content):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content * ((24 << 20) // len(content)), 9))
+    ((line, error),) = read(tmp_path / "a.jsonl.gz")
+    assert (line, error.kind) == (1, "truncated_gzip")
+    assert "unpacks to more than 100 times its size" in str(error)
+
+
+def test_a_bomb_behind_good_rows_is_refused_where_it_begins_to_be_one(tmp_path, monkeypatch):
+    import random
+
+    monkeypatch.setattr(source, "BOMB_BYTES", 1 << 16)
+    rows = [json.dumps({"a": random.Random(i).random()}) for i in range(5000)]
+    data = gzip.compress("\n".join(rows).encode() + b"\n" + b" " * (64 << 20))
+    (tmp_path / "a.jsonl.gz").write_bytes(data)
+    found = read(tmp_path / "a.jsonl.gz")
+    assert len(found) == 5001 and "unpacks to more than 100 times" in str(found[-1][1])
+
+
+def test_pipes_devices_and_folders_that_lead_back(tmp_path):
+    import os
+
+    from pipeline.errors import InputError
+
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "endless.jsonl").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe.jsonl", tmp_path / "endless.jsonl", "/dev/zero"):
+        with pytest.raises(InputError, match="neither a file nor a folder"):
+            source.find(str(path), "data.train")
+    deep = tmp_path / "tree" / "a" / "b"
+    deep.mkdir(parents=True)
+    (deep / "rows.jsonl").write_text("{}\n")
+    for i in range(4):  # each a way back up: 4^40 paths for those who follow them all
+        (deep / f"up{i}").symlink_to(tmp_path / "tree")
+    for spec in ("tree", "tree/**/*.jsonl", "tree/**", "**/b/*.jsonl", "tree/a/*/*.jsonl"):
+        (file,) = source.find(str(tmp_path / spec), "data.train")
+        assert file.path.endswith("b/rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "name", ["a b.jsonl", "%20.jsonl", "a?.jsonl", "[x].jsonl", "'.jsonl", "é東\n\x1b[2J.jsonl", "#&;.jsonl"]
+)
+def test_file_names_of_any_kind(tmp_path, name):
+    (tmp_path / name).write_text('{"a": 1}\n')
+    for spec in (name, ".", "*.jsonl"):
+        (file,) = source.find(str(tmp_path / spec), "data.train")
+        assert read(file.path) == [(1, {"a": 1})]
+    where = RowError("null", "\x1b[2J", "null", "a text", file=name, line=3).where()
+    assert "\n" not in where and "\x1b" not in where
 
 
 def test_files_that_are_not_there(tmp_path):

@@ -371,8 +371,9 @@ def stream_lines(stream: io.BufferedReader, digest: "hashlib._Hash") -> Iterator
             break  # the line is cut short, too
         digest.update(line)
         yield line
-        while len(line) > ROW and not line.endswith(b"\n"):  # too large: passed over to its end
-            line = stream.readline(ROW)
+        if len(line) > ROW:
+            while line and not line.endswith(b"\n"):  # passed over to its end
+                line = stream.readline(ROW)
     if damage_of(stream):
         yield damaged(stream)
 
@@ -462,7 +463,7 @@ def elements(stream: Any, digest: "hashlib._Hash") -> Iterator[Row]:
         if ended:
             wrong = damaged(stream) if damage_of(stream) else wrong
             wrong = wrong or RowError("not_json", "", failure, "a JSON array of objects")
-            wrong.found += "; what stands behind it was not read"
+            wrong.expected += "; what stands behind it was not read"
             yield number + 1, wrong, b""
             return
         data = stream.read(block)

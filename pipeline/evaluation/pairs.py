@@ -6,8 +6,10 @@ and workers. A second opinion (the job's `judge`) is asked about the same pairs 
 
 import json
 import math
+import re
 from typing import Any
 
+from pipeline.errors import visible
 from pipeline.evaluation.figures import calibration, correlation, mean, sigmoid, wilson
 from pipeline.inputs import unfilled
 from pipeline.worker import Worker
@@ -34,7 +36,7 @@ def judge_rewards(
             pair["judge"] = c - r
     if column := worker.job.data.subset:
         for pair, row in zip(pairs, given, strict=True):
-            pair["subset"] = str(row.get(column))
+            pair["subset"] = visible(str(row.get(column)), lines=False)[:60]
     gathered = [pair for part in worker.gather(pairs) for pair in part]
     return figures(gathered)
 
@@ -74,8 +76,13 @@ def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, An
         mine = [float(pair["margin"] > 0) for pair in pairs if pair["subset"] == name]
         low, high = wilson(mine)
         subsets[name] = {"pairs": len(mine), "accuracy": mean(mine), "low": low, "high": high}
-        metrics[f"eval_rm_accuracy/{name}"] = mean(mine)
+        metrics[f"eval_rm_accuracy/{metric_name(name)}"] = mean(mine)
     return metrics, {"pairs": len(pairs), "reliability": bins, "subsets": subsets}
+
+
+def metric_name(subset: str) -> str:
+    """The value of a column as MLflow takes it for a part of a metric's name; it refuses all metrics for one wrong name."""
+    return re.sub(r"[^\w.: -]", "_", subset).strip(" .") or "_"
 
 
 def table(found: dict[str, Any]) -> str:
