@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import console, registry, storage
+from pipeline import console, placement, registry, storage
 from pipeline.config import Job
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError
+from pipeline.placement import check_scaling
 from pipeline.resume import checkpoints
 from pipeline.worker import Work, Worker, main
 
@@ -71,6 +72,7 @@ def session(job: Job) -> Iterator[None]:
     console.attach()
     _quiet_data()
     try:
+        check_scaling(job)  # again: now Ray says what it has
         yield
     finally:
         ray.shutdown()
@@ -91,51 +93,6 @@ def _quiet_data() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- preflight
-
-
-def check_scaling(job: Job) -> None:
-    """Refuses more workers than an embedded Ray can ever place: Ray itself would wait for them for ever.
-
-    Raises:
-        InputError: with what is there and what was asked for.
-    """
-    if os.environ.get("RAY_ADDRESS"):
-        return  # a cluster may autoscale; Ray reports what is missing while it waits
-    least = job.workers[0]
-    each = job.scaling.get("resources_per_worker") or {"CPU": 1}
-    cpus = os.cpu_count() or 1
-    if strange := sorted(set(each) - {"CPU", "GPU", "memory"}):
-        raise InputError(
-            f"scaling.resources_per_worker: found {', '.join(strange)}, which this machine does not have; expected CPU, "
-            "GPU or memory, or run on a cluster that has it (RAY_ADDRESS=http://HEAD:8265)"
-        )
-    if each.get("GPU") and not job.scaling.get("use_gpu"):
-        raise InputError(
-            f"scaling.resources_per_worker: found GPU: {each['GPU']} without scaling.use_gpu; type scaling.use_gpu=true, "
-            "or take GPU out"
-        )
-    if each.get("CPU", 0) > cpus:
-        raise InputError(
-            f"scaling.resources_per_worker: found CPU: {each['CPU']}, but this machine has {cpus}; type "
-            f"'scaling.resources_per_worker={{CPU: {cpus}}}', or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
-        )
-    if least * each.get("CPU", 0) > cpus:
-        raise InputError(
-            f"scaling.num_workers: {least} workers with {each.get('CPU', 0)} CPU each, but this machine has {cpus} "
-            f"CPUs; type scaling.num_workers={max(1, int(cpus // max(each.get('CPU', 1), 1e-9)))}, lower "
-            "scaling.resources_per_worker, or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
-        )
-    if job.scaling.get("use_gpu") and least > (gpus := _local_gpus()):
-        raise InputError(
-            f"scaling.use_gpu: {least} workers want a GPU each, but this machine has {gpus}; run on a cluster "
-            "(RAY_ADDRESS=http://HEAD:8265), or try it on the CPU with the demo profile (make rlhf)"
-        )
-
-
-def _local_gpus() -> int:
-    from ray._private.accelerators import NvidiaGPUAcceleratorManager
-
-    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
 
 
 def check_shared_storage(job: Job) -> None:
@@ -194,8 +151,9 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     Raises:
         ray.train.v2.api.exceptions.WorkerGroupError: with each worker's exception; the command line looks into it for
             an InputError.
+        Failure: when no place for the workers was found within run.placement_timeout_s.
     """
-    from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train import CheckpointConfig, ControllerError, DataConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.config import LoggingConfig
 
@@ -216,6 +174,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
             failure_config=FailureConfig(max_failures=job.run.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=job.run.num_to_keep),
             logging_config=LoggingConfig(log_level="WARNING"),
+            callbacks=[placement.callback(job)],
         ),
     )
     started = time.monotonic()
@@ -223,8 +182,10 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to, should the newest be damaged")
     try:
         result = trainer.fit()
-    except Exception:
+    except Exception as error:
         _say_what_is_left(job)
+        if isinstance(error, ControllerError) and isinstance(error.controller_failure, Failure):
+            raise error.controller_failure from None
         raise
     checkpoints.repair(job.folder)  # what workers that died left half written
     assert result.checkpoint is not None and result.return_value is not None

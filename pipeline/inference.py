@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from pipeline import cluster, registry, storage
+from pipeline import cluster, placement, registry, storage
 from pipeline.config import Inference, Job
 from pipeline.data.feed import to_hf
 from pipeline.errors import InputError
@@ -161,6 +161,7 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
     if not missing:
         return 0
     low, high = (min(workers, len(missing)) for workers in job.workers)
+    placement.wait_for_one(job)
     asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
     done = asked.map_batches(
         Parts,
