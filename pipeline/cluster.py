@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import console, embedded, registry, signals, storage
+from pipeline import console, embedded, placement, registry, signals, storage
 from pipeline.config import Job
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError
+from pipeline.placement import check_scaling
 from pipeline.resume import checkpoints
 from pipeline.worker import Work, Worker, main
 
@@ -53,6 +54,7 @@ def session(job: Job) -> Iterator[None]:
         signals.listen()  # ray.init() has put handlers of its own there
         console.attach()
         _quiet_data()
+        check_scaling(job)  # again: now Ray says what it has
         yield
 
 
@@ -90,52 +92,6 @@ def _quiet_data() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- preflight
-
-
-def check_scaling(job: Job) -> None:
-    """Refuses more workers than an embedded Ray can ever place: Ray itself would wait for them for ever.
-
-    Raises:
-        InputError: with what is there and what was asked for.
-    """
-    if os.environ.get("RAY_ADDRESS"):
-        return  # a cluster may autoscale; Ray reports what is missing while it waits
-    least = job.workers[0]
-    each = job.scaling.get("resources_per_worker") or {"CPU": 1}
-    cpus = os.cpu_count() or 1
-    if strange := sorted(set(each) - {"CPU", "GPU", "memory"}):
-        raise InputError(
-            f"scaling.resources_per_worker: found {', '.join(strange)}, which this machine does not have; expected CPU, "
-            "GPU or memory, or run on a cluster that has it (RAY_ADDRESS=http://HEAD:8265)"
-        )
-    if each.get("GPU") and not job.scaling.get("use_gpu"):
-        raise InputError(
-            f"scaling.resources_per_worker: found GPU: {each['GPU']} without scaling.use_gpu; type scaling.use_gpu=true, "
-            "or take GPU out"
-        )
-    if each.get("CPU", 0) > cpus:
-        raise InputError(
-            f"scaling.resources_per_worker: found CPU: {each['CPU']}, but this machine has {cpus}; type "
-            f"'scaling.resources_per_worker={{CPU: {cpus}}}', or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
-        )
-    if least * each.get("CPU", 0) > cpus:
-        raise InputError(
-            f"scaling.num_workers: {least} workers with {each.get('CPU', 0)} CPU each, but this machine has {cpus} "
-            f"CPUs; type scaling.num_workers={max(1, int(cpus // max(each.get('CPU', 1), 1e-9)))}, lower "
-            "scaling.resources_per_worker, or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
-        )
-    if job.scaling.get("use_gpu") and least > (gpus := _local_gpus()):
-        raise InputError(
-            f"scaling.use_gpu: {least} workers want a GPU each, but this machine has {gpus}; run on a cluster "
-            "(RAY_ADDRESS=http://HEAD:8265), or try it on the CPU with the demo profile (make rlhf)"
-        )
-
-
-def _local_gpus() -> int:
-    # Private (ray 2.60), but it is how Ray will count them, and torch takes a second to import. Remove when public.
-    from ray._private.accelerators import NvidiaGPUAcceleratorManager
-
-    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
 
 
 def check_shared_storage(job: Job) -> None:
@@ -194,8 +150,17 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     Raises:
         ray.train.WorkerGroupError: with each worker's exception; the command line looks into it for
             an InputError.
+        Failure: when no place for the workers was found within run.placement_timeout_s.
     """
-    from ray.train import CheckpointConfig, DataConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train import (
+        CheckpointConfig,
+        ControllerError,
+        DataConfig,
+        FailureConfig,
+        LoggingConfig,
+        RunConfig,
+        ScalingConfig,
+    )
     from ray.train.torch import TorchTrainer
 
     from pipeline.rendezvous import FileRendezvous
@@ -218,6 +183,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
             failure_config=FailureConfig(max_failures=job.run.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=job.run.num_to_keep),
             logging_config=LoggingConfig(log_level="WARNING"),
+            callbacks=[placement.callback(job)],
         ),
     )
     started = time.monotonic()
@@ -229,8 +195,10 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     trainer._register_sigint_handler = controllers.append
     try:
         result = trainer.fit()
-    except Exception:
+    except Exception as error:
         _say_what_is_left(job)
+        if isinstance(error, ControllerError) and isinstance(error.controller_failure, Failure):
+            raise error.controller_failure from None
         raise
     except BaseException:
         with signals.ignored():

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline import cluster, storage
+from pipeline import cluster, placement, storage
 from pipeline.config import Inference, Job
 from pipeline.data.feed import to_hf
 from pipeline.inputs import pin_inputs
@@ -118,6 +118,7 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
     if not missing:
         return 0
     low, high = (min(workers, len(missing)) for workers in job.workers)
+    placement.wait_for_one(job)
     asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
     done = asked.map_batches(
         Parts,

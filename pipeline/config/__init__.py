@@ -65,6 +65,7 @@ class Run:
     name: str | None = None  # None: a fresh one for each run; the same name again continues that run
     storage_path: str = "runs"
     max_failures: int = 0  # restarts after lost workers; -1: without end
+    placement_timeout_s: float = 3600.0  # how long workers are waited for that have no place; -1: without end
     num_to_keep: int = 2  # checkpoints
     fresh: bool = False  # start anew although a run of this name exists
     port: int = 8000  # `serve` listens here, on 127.0.0.1; 0: any free one

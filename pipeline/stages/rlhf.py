@@ -31,6 +31,8 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         stage: load_job(Path(folder) / f"{stage}.yaml", overrides_of(stage, overrides), stage)
         for stage in ORDER
     }
+    for job in jobs.values():  # not after an hour of the stages before
+        cluster.check_scaling(job)
     results = []
     with cluster.session(jobs["sft"]):  # the stages find this session and share it
         for stage, module in ORDER.items():

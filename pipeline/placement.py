@@ -1,0 +1,251 @@
+"""Will there ever be a place for the workers of a job? Said at once where that is known; on a cluster waited for, aloud, and not for ever.
+
+Ray waits for resources without end and without a word, for memory, a GPU type or a label that no node has as well as for
+nodes that are on their way.
+"""
+
+import logging
+import os
+import time
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.errors import Failure, InputError
+
+ELSEWHERE = "or run on a cluster that has it (RAY_ADDRESS=http://HEAD:8265)"
+EVERY = 30.0  # seconds between two lines about what is waited for
+
+
+def check_scaling(job: Job) -> None:
+    """Refuses workers that this machine, or all nodes that a cluster may start, can never hold.
+
+    Called before Ray starts, and again when it has: only then it is known how much memory Ray gives away, and what an
+    autoscaler may add.
+
+    Raises:
+        InputError: with what is there and what was asked for.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        _check_cluster(job)
+        return
+    _check_kinds(job)
+    _check_amounts(job)
+
+
+def asked(job: Job) -> dict[str, float]:
+    """What one worker asks Ray for."""
+    given = job.scaling.get("resources_per_worker")
+    use_gpu = job.scaling.get("use_gpu")
+    each = dict(given) if given is not None else {"GPU": 1} if use_gpu else {"CPU": 1}
+    return {**({"GPU": 1} if use_gpu else {}), **each}
+
+
+def _check_kinds(job: Job) -> None:
+    """What a machine has or has not, whatever the amount."""
+    each, scaling = asked(job), job.scaling
+    if strange := sorted(set(each) - {"CPU", "GPU", "memory"}):
+        raise InputError(
+            f"scaling.resources_per_worker: found {', '.join(strange)}, which this machine does not have; expected CPU, "
+            f"GPU or memory, {ELSEWHERE}"
+        )
+    if each.get("GPU") and not scaling.get("use_gpu"):
+        raise InputError(
+            f"scaling.resources_per_worker: found GPU: {each['GPU']} without scaling.use_gpu; type scaling.use_gpu=true, "
+            "or take GPU out"
+        )
+    if scaling.get("label_selector"):
+        raise InputError(
+            f"scaling.label_selector: found {scaling['label_selector']}, but this machine has no labels; take it out, {ELSEWHERE}"
+        )
+    if scaling.get("placement_strategy") == "STRICT_SPREAD" and job.workers[0] > 1:
+        raise InputError(
+            "scaling.placement_strategy: STRICT_SPREAD wants a machine for each worker, and this is one; take it out, "
+            f"{ELSEWHERE}"
+        )
+    wanted = scaling.get("accelerator_type")
+    if wanted is not None and wanted != (here := _local_gpu_type()):
+        raise InputError(
+            f"scaling.accelerator_type: found {wanted}, but this machine has {here or 'no GPU'}; take it out, {ELSEWHERE}"
+        )
+
+
+def _check_amounts(job: Job) -> None:
+    least, each = job.workers[0], asked(job)
+    cpus, memory = os.cpu_count() or 1, _local_memory()
+    if each.get("CPU", 0) > cpus:
+        raise InputError(
+            f"scaling.resources_per_worker: found CPU: {each['CPU']}, but this machine has {cpus}; type "
+            f"'scaling.resources_per_worker={{CPU: {cpus}}}', or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
+        )
+    if least * each.get("CPU", 0) > cpus:
+        raise InputError(
+            f"scaling.num_workers: {least} workers with {each.get('CPU', 0)} CPU each, but this machine has {cpus} "
+            f"CPUs; type scaling.num_workers={max(1, int(cpus // max(each.get('CPU', 1), 1e-9)))}, lower "
+            "scaling.resources_per_worker, or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
+        )
+    if least * each.get("memory", 0) > memory:
+        raise InputError(
+            f"scaling.resources_per_worker: {least} worker{'s' * (least > 1)} with memory: {each['memory']:g} bytes each, but "
+            f"this machine has {memory:g} for them; take it out, {ELSEWHERE}"
+        )
+    if job.scaling.get("use_gpu") and least * each["GPU"] > (gpus := _local_gpus()):
+        want = "a GPU" if each["GPU"] == 1 else f"{each['GPU']} GPUs"
+        raise InputError(
+            f"scaling.use_gpu: {least} workers want {want} each, but this machine has {gpus}; run on a cluster "
+            "(RAY_ADDRESS=http://HEAD:8265), or try it on the CPU with the demo profile (make rlhf)"
+        )
+
+
+def _check_cluster(job: Job) -> None:
+    """Compares with the most that the autoscaler may start, where there is one and Ray is up to say so."""
+    import ray
+
+    if not ray.is_initialized():
+        return
+    most = _autoscaler_limits()
+    for name, amount in asked(job).items():
+        if most and job.workers[0] * amount > most.get(name, 0):
+            raise InputError(
+                f"scaling: {job.workers[0]} workers with {name}: {amount:g} each, but with all nodes that its autoscaler may "
+                f"start this cluster has {most.get(name, 0):g}; lower scaling.num_workers or "
+                "scaling.resources_per_worker, or let the cluster grow (max_workers in cluster.yaml)"
+            )
+
+
+def _autoscaler_limits() -> dict[str, float]:
+    """{resource: amount} of all nodes that may ever be there; {} where no autoscaler says. (ray 2.60, private: Ray Train asks so)"""
+    from ray._private.state import state
+
+    return state.get_max_resources_from_cluster_config() or {}
+
+
+def _local_memory() -> float:
+    """Bytes that Ray gives to workers; before it runs, all that the machine has."""
+    import ray
+
+    if ray.is_initialized():
+        return float(ray.cluster_resources().get("memory", 0.0))
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _local_gpus() -> int:
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+
+
+def _local_gpu_type() -> str | None:
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    return NvidiaGPUAcceleratorManager.get_current_node_accelerator_type()
+
+
+# ------------------------------------------------------------------------------------------------- waiting
+
+
+class Wait:
+    """How long workers have been waited for: says what for every EVERY seconds, and ends it after `limit`."""
+
+    def __init__(self, job: Job) -> None:
+        self.limit: float = job.run.placement_timeout_s
+        self.need = _need(job)
+        self.since: float | None = None
+        self.said = 0.0
+
+    def placed(self) -> None:
+        self.since = None
+
+    def waiting(self) -> str | None:
+        """Called again and again while there is no place; why it is over, once it is."""
+        now = time.monotonic()
+        if self.since is None:
+            self.since = self.said = now
+        if self.limit >= 0 and now - self.since >= self.limit:
+            return (
+                f"run.placement_timeout_s: no place for {self.need} was found in {self.limit:g} s; {_there()}. Add "
+                "nodes, lower scaling.num_workers or scaling.resources_per_worker, or wait longer; the same command goes on"
+            )
+        if now - self.said >= EVERY:
+            self.said = now
+            print(f"waiting for {self.need}, {now - self.since:.0f} s so far; {_there()}", flush=True)
+        return None
+
+
+def _need(job: Job) -> str:
+    each = ", ".join(f"{name}: {amount:g}" for name, amount in asked(job).items())
+    low, high = job.workers
+    more = [
+        f"{key} {job.scaling[key]}" for key in ("accelerator_type", "label_selector") if job.scaling.get(key)
+    ]
+    return " ".join([f"{low if low == high else f'{low} to {high}'} x {{{each}}}", *more])
+
+
+def _there() -> str:
+    """What the cluster has, what of that is free, and what it may become."""
+    import ray
+
+    most = _autoscaler_limits()
+    grow = f", and may grow to {_amounts(most)}" if most else ""
+    return (
+        f"the cluster has {_amounts(ray.cluster_resources())}, of which {_amounts(ray.available_resources())} "
+        f"are free{grow}"
+    )
+
+
+def _amounts(resources: dict[str, float]) -> str:
+    """Without Ray's own entries (node:..., object_store_memory); memory in GiB."""
+    shown = {
+        name: f"{amount / 2**30:.1f} GiB" if name == "memory" else f"{amount:g}"
+        for name, amount in sorted(resources.items())
+        if not name.startswith(("node:", "object_store", "bundle"))
+    }
+    return "{" + ", ".join(f"{name}: {amount}" for name, amount in shown.items()) + "}"
+
+
+def callback(job: Job) -> Any:
+    """A callback of Ray Train's controller that ends the run when its workers were waited for too long.
+
+    Ray (2.60) retries a placement for ever and has no setting for it; a controller's callback is called at every change of
+    its state, and at each new try. Remove when FailureConfig has a deadline.
+    """
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+    from ray.train.v2._internal.execution.callback import ControllerCallback
+
+    def untold(record: logging.LogRecord) -> bool:
+        """Ray logs each try with its traceback; Wait says it in a line."""
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (Failure, WorkerGroupStartupTimeoutError))
+
+    class Deadline(ControllerCallback):
+        def __init__(self) -> None:
+            self.wait = Wait(job)
+
+        def after_controller_start(self, train_run_context: Any) -> None:
+            for name in ("controller.controller", "callback_manager"):
+                logging.getLogger(f"ray.train.v2._internal.execution.{name}").addFilter(untold)
+
+        def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+            name = type(current_state).__name__
+            if name not in ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState"):
+                self.wait.placed()
+            elif over := self.wait.waiting():
+                raise Failure(over)
+
+    return Deadline()
+
+
+def wait_for_one(job: Job) -> None:
+    """Returns when there is a place for one worker: Ray Data starts its pool of actors with the first that it gets.
+
+    Raises:
+        Failure: when there is none within run.placement_timeout_s.
+    """
+    from ray.util import placement_group, remove_placement_group
+
+    wait, place = Wait(job), placement_group([{"CPU": 1, **asked(job)}])
+    try:
+        while not place.wait(0.5):
+            if over := wait.waiting():
+                raise Failure(over)
+    finally:
+        remove_placement_group(place)
