@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import traceback
+from typing import Any
 
 from pipeline.errors import Failure, InputError, causes
 
@@ -106,11 +107,11 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
     return 0
 
 
-def input_error(error: BaseException) -> InputError | None:
-    """The InputError inside what Ray wrapped around it on its way from a worker to the driver."""
+def input_error(error: BaseException, kind: Any = InputError) -> Any:
+    """The InputError (or another `kind`) inside what Ray wrapped around it on its way from a worker to the driver, or None."""
     for one in causes(error):
         # A RayTaskError may itself pass for an InputError, with a traceback as its text.
-        if isinstance(one, InputError) and not isinstance(getattr(one, "cause", None), InputError):
+        if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):
             return one
     return None
 
@@ -126,13 +127,13 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
-    except Failure as failure:
-        print(f"failed: {failure}", file=sys.stderr)
-        return 1
     except Exception as error:
         if wrong := input_error(error):
             print(f"error: {wrong}", file=sys.stderr)
             return 2
+        if failure := input_error(error, Failure):
+            print(f"failed: {failure}", file=sys.stderr)
+            return 1
         traceback.print_exc()
         return 1
 
