@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import console, registry, storage
 from pipeline.config import Job
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError
 from pipeline.resume import checkpoints
 from pipeline.worker import Work, Worker, main
 
@@ -223,12 +223,18 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to, should the newest be damaged")
     try:
         result = trainer.fit()
-    except Exception:
+    except Exception as error:
         _say_what_is_left(job)
+        if deleted := checkpoints.lost(job.folder, error):
+            raise deleted from error
         raise
-    checkpoints.repair(job.folder)  # what workers that died left half written
     assert result.checkpoint is not None and result.return_value is not None
     checkpoint = _uri(job, result.checkpoint.path)
+    if problem := checkpoints.damage(checkpoint):
+        raise Failure(
+            f"{checkpoint} was changed while the run ended: {problem}; the same command continues the run"
+        )
+    checkpoints.repair(job.folder)  # what workers that died left half written
     adapter = storage.join(checkpoint, "adapter")
     return Outcome(
         metrics=result.return_value["metrics"],

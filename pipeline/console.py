@@ -4,6 +4,7 @@ Ray prefixes every line of a worker with `(name pid=1234)`, and two of its actor
 that mean nothing here. Uses the dispatcher that ray.init() itself uses (ray 2.60, private; pinned in pyproject.toml).
 """
 
+import re
 import sys
 from typing import Any
 
@@ -28,6 +29,10 @@ QUIET = {
 }
 # Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second.
 SILENT = ("PlacementGroupCleaner",)
+# Of files that were deleted under a run the driver speaks itself (checkpoints.lost), without Ray's own frames.
+DELETED = re.compile(
+    r"Error in control loop iteration: .*\nTraceback \(most recent call last\):\n(?:[ \t].*\n)*FileNotFoundError: .*\n?"
+)
 
 
 def attach() -> None:
@@ -49,7 +54,8 @@ def show(data: dict[str, Any]) -> None:
         return
     prefix = "" if name in JOBS or not name else f"({name}) "
     sink = sys.stderr if data["is_err"] else sys.stdout
-    for line in data["lines"]:
+    lines, text = data["lines"], "\n".join(data["lines"])
+    for line in DELETED.sub("", text).splitlines() if DELETED.search(text) else lines:
         if not any(text in line for text in NOISE):
             print(prefix + line, file=sink, flush=True)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline import registry, storage
 from pipeline.config import Job
+from pipeline.resume import begun
 from pipeline.run import launch
 from pipeline.worker import Worker
 
@@ -21,12 +22,13 @@ from pipeline.worker import Worker
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train)
     folder = result["folder"]
-    found = storage.read_json(storage.join(folder, "evaluation.json"))
+    found = begun.read_left(storage.join(folder, "evaluation.json"), {"pairs": dict, "metrics": dict})
     if found["pairs"]:
         from pipeline.evaluation.pairs import table
 
         print("\n" + table(found["pairs"]), flush=True)
-    judged = result["inputs"].get("policy") or result["inputs"].get("reward.0")
+    inputs = result.get("inputs", {})
+    judged = inputs.get("policy") or inputs.get("reward.0")
     if job.gate and judged:
         version = registry.promote(job, judged, result["metrics"])
         print(f"   {version}  (gate {version.gate})", flush=True)
