@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import traceback
+from typing import Any
 
 from pipeline import console, signals
 from pipeline.credentials import without_credentials
@@ -108,11 +109,11 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
     return 0
 
 
-def input_error(error: BaseException) -> InputError | None:
-    """The InputError inside what Ray wrapped around it on its way from a worker to the driver."""
+def input_error(error: BaseException, kind: Any = InputError) -> Any:
+    """The InputError (or another `kind`) inside what Ray wrapped around it on its way from a worker to the driver, or None."""
     for one in causes(error):
         # A RayTaskError may itself pass for an InputError, with a traceback as its text.
-        if isinstance(one, InputError) and not isinstance(getattr(one, "cause", None), InputError):
+        if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):
             return one
     return None
 
@@ -128,12 +129,12 @@ def main(arguments: list[str] | None = None) -> int:
         if signal := signals.received:
             return stopped(f"terminated by {signal.name}", given.verb, 128 + signal)
         return failed(f"{caller(error)} called sys.exit({error.code!r}), which ends no run in order")
-    except Failure as failure:
-        return failed(str(failure))
     except Exception as error:
         if wrong := input_error(error):
             print(f"error: {without_credentials(str(wrong))}", file=sys.stderr)
             return 2
+        if failure := input_error(error, Failure):
+            return failed(str(failure))
         print(without_credentials(traceback.format_exc()), end="", file=sys.stderr)
         return 1
 

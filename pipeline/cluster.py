@@ -154,7 +154,6 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     """
     from ray.train import (
         CheckpointConfig,
-        ControllerError,
         DataConfig,
         FailureConfig,
         LoggingConfig,
@@ -197,16 +196,20 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         result = trainer.fit()
     except Exception as error:
         _say_what_is_left(job)
-        if isinstance(error, ControllerError) and isinstance(error.controller_failure, Failure):
-            raise error.controller_failure from None
+        if deleted := checkpoints.lost(job.folder, error):
+            raise deleted from error
         raise
     except BaseException:
         with signals.ignored():
             _end_workers(controllers)
         raise
-    checkpoints.repair(job.folder)  # what workers that died left half written
     assert result.checkpoint is not None and result.return_value is not None
     checkpoint = _uri(job, result.checkpoint.path)
+    if problem := checkpoints.damage(checkpoint):
+        raise Failure(
+            f"{checkpoint} was changed while the run ended: {problem}; the same command continues the run"
+        )
+    checkpoints.repair(job.folder)  # what workers that died left half written
     adapter = storage.join(checkpoint, "adapter")
     return Outcome(
         metrics=result.return_value["metrics"],

@@ -8,6 +8,7 @@ Remove that when ray.init takes a function that prints, or a logging setting wit
 import contextlib
 import logging
 import os
+import re
 import sys
 from typing import Any
 
@@ -35,6 +36,10 @@ QUIET = {
 # Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second. Remove when
 # it asks the GCS instead.
 SILENT = ("PlacementGroupCleaner",)
+# Of files that were deleted under a run the driver speaks itself (checkpoints.lost), without Ray's own frames.
+DELETED = re.compile(
+    r"Error in control loop iteration: .*\nTraceback \(most recent call last\):\n(?:[ \t].*\n)*FileNotFoundError: .*\n?"
+)
 
 
 # Control characters but tab, line feed and return: a row's text must not steer the terminal.
@@ -104,7 +109,8 @@ def show(data: dict[str, Any]) -> None:
         return
     prefix = "" if name in JOBS or not name else f"({name}) "
     sink = sys.stderr if data["is_err"] else sys.stdout
-    for line in data["lines"]:
+    lines, text = data["lines"], "\n".join(data["lines"])
+    for line in DELETED.sub("", text).splitlines() if DELETED.search(text) else lines:
         if not any(text in line for text in NOISE):
             print(prefix + line, file=sink, flush=True)
 

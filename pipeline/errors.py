@@ -53,8 +53,8 @@ def in_brief(error: BaseException, most: int = 250) -> str:
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error and all that is inside it, outermost first: what Ray wrapped around it on its way from a worker.
 
-    RayTaskError holds `cause`; Ray Train's errors hold `worker_failures`, each of them `_base_exc` (ray 2.60, private).
-    Remove those when Ray chains its exceptions by `__cause__`.
+    RayTaskError holds `cause`; Ray Train's errors hold `controller_failure` or `worker_failures`, each of them `_base_exc`
+    (ray 2.60, private). Remove those when Ray chains its exceptions by `__cause__`.
     """
     seen: set[int] = set()
     waiting = [error]
@@ -64,7 +64,9 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
             continue
         seen.add(id(one))
         yield one
-        waiting += [getattr(one, "cause", None), getattr(one, "_base_exc", None), one.__cause__]
+        waiting += [
+            getattr(one, key, None) for key in ("cause", "_base_exc", "controller_failure", "__cause__")
+        ]
         waiting += getattr(one, "worker_failures", {}).values()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from pipeline import cluster, placement, storage
 from pipeline.config import Inference, Job
 from pipeline.data.feed import to_hf
+from pipeline.errors import InputError, in_brief
 from pipeline.inputs import pin_inputs
 from pipeline.resume import begun
 from pipeline.run import Run, models, once, open_run
@@ -176,23 +177,34 @@ def join(work: Work, count: int, measure: Measure, path: str) -> dict[str, float
     """All parts as one file, in the order of the rows; the mean of each figure over the rows that have it.
 
     Raises:
-        RuntimeError: when the parts do not hold `count` rows.
+        InputError: when the parts cannot be read, or do not hold `count` rows.
     """
     sums: dict[str, float] = defaultdict(float)
     seen: Counter[str] = Counter()
 
     def lines() -> Iterator[str]:
         for part in range(-(-count // part_size(work.job))):
-            for line in storage.read_lines(part_file(work.job, part)):
-                for name, value in measure(json.loads(line)).items():
+            for line, record in _records(part_file(work.job, part)):
+                for name, value in measure(record).items():
                     sums[name] += value
                     seen[name] += 1
                 seen[""] += 1
                 yield line
         if seen[""] != count:
-            raise RuntimeError(
-                f"{parts_folder(work.job)} holds {seen['']} rows of {count}; run.fresh=true starts over"
+            raise InputError(
+                f"run.name: {parts_folder(work.job)} holds {seen['']} rows of {count}; type run.fresh=true to start over"
             )
 
     storage.write_lines(path, lines())
     return {name: sums[name] / seen[name] for name in sums}
+
+
+def _records(part: str) -> Iterator[tuple[str, Record]]:
+    """The lines of a part, each with the record that it is."""
+    try:
+        for line in storage.read_lines(part):
+            yield line, json.loads(line)
+    except (ValueError, RecursionError, OSError) as error:
+        raise InputError(
+            f"run.name: {part} cannot be read ({in_brief(error)}); take it out, and the same command makes it again"
+        ) from error

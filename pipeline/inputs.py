@@ -4,14 +4,21 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from pipeline import lineage, registry
 from pipeline.config import Job
-from pipeline.errors import InputError, about
+from pipeline.errors import InputError, about, in_brief
 
+IMPORT_SECONDS = 15  # for the module of a Python function
 GIVEN = ("prompts", "completions", "completion_ids")  # to every Python reward, whatever the data holds
 
 
@@ -46,8 +53,10 @@ def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
         if reference and reference != "base" and not reference.startswith("python:"):
             with about(name):
                 inputs[name] = registry.pin(os.path.expanduser(reference), uri)
-    for index, (source, _) in enumerate(job.rewards):
+    for index, (source, weight) in enumerate(job.rewards):
         with about(key_of(job, f"reward.{index}")):
+            if not math.isfinite(weight):
+                raise InputError(f"weight: found {weight}, expected a finite number")
             inputs[f"reward.{index}"] = registry.pin(os.path.expanduser(source), uri)
     if job.judge and job.judge.startswith("python:"):
         inputs["judge"] = job.judge
@@ -148,26 +157,85 @@ def check_reward_model(job: Job, where: str) -> None:
 
 
 def check_function(source: str) -> Any:
-    """The function of `python:module:function`: proves that it can be imported.
+    """The function of `python:module:function`: proves that it can be imported, and called as a reward is.
 
     Raises:
-        InputError: naming the module or the function that is missing.
+        InputError: naming the module or the function, and what is wrong with it.
     """
     module_name, _, function = source.removeprefix("python:").partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
-            raise  # the module is there; something that it imports is not
-        raise InputError(
-            f"{source}: no module {module_name!r} can be imported from {os.getcwd()} (PYTHONPATH adds folders)"
-        ) from error
-    if not callable(getattr(module, function, None)):
+    module = _imported(source, module_name)
+    found = getattr(module, function, None)
+    if not callable(found):
         there = (
             ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
         )
         raise InputError(f"{source}: {module_name} has no function {function!r} (functions there: {there})")
-    return getattr(module, function)
+    if inspect.isclass(found):
+        raise InputError(f"{source}: is a class, expected a function that returns a list of numbers")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise InputError(f"{source}: yields its scores, expected a function that returns a list of numbers")
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{source}: its parameters cannot be read ({error}); wrap it in a Python function of prompts and completions"
+        ) from error
+    if nameless := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise InputError(
+            f"{source}: takes {nameless[0]!r} by position only; arguments come by name: take the `/` out"
+        )
+    if all(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise InputError(
+            f"{source}: takes nothing by name; expected parameters such as prompts, completions and **columns"
+        )
+    return found
+
+
+def _imported(source: str, module_name: str) -> Any:
+    """The module of a Python function, from an import that ends, and ends well.
+
+    Raises:
+        InputError: when there is no such module, or its import raises (SystemExit too), or takes longer than IMPORT_SECONDS.
+    """
+    try:
+        with _deadline(source):
+            return importlib.import_module(module_name)
+    except (InputError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):  # it, or a package above it
+            raise InputError(
+                f"{source}: no module {module_name!r} can be imported from {os.getcwd()} (PYTHONPATH adds folders)"
+            ) from error
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{at.filename}:{at.lineno}"
+        if isinstance(error, SyntaxError):
+            where = f"{error.filename or module_name}:{error.lineno or '?'}"
+        raise InputError(
+            f"{source}: importing {module_name!r} ended with {in_brief(error)}, at {where}; mend it there"
+        ) from error
+
+
+@contextmanager
+def _deadline(source: str) -> Iterator[None]:
+    """Ends an import that does not end by itself; in the main thread, the only one that signals reach."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise InputError(
+            f"{source}: its module was not imported within {IMPORT_SECONDS} seconds; do what takes long at the first call"
+        )
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, IMPORT_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def check_columns(job: Job, rows: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ reload.
 
 import contextlib
 import json
+import logging
 import os
 import resource
 import shutil
@@ -19,7 +20,7 @@ from typing import Any
 
 from pipeline import lineage, registry, storage
 from pipeline.config import Job
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError
 from pipeline.resume import checkpoints
 from pipeline.resume.preemption import Notice, listen
 
@@ -55,7 +56,10 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         worker = Worker(work, resume)
         try:
             outcome = config["train"](worker)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, (InputError, Failure)):
+                # Ray Train 2.60 logs the traceback of what ends a worker; their message is all that there is to say
+                logging.getLogger("ray.train.v2._internal.util").disabled = True
             worker.close(patience=5.0)
             raise
         worker.close()
@@ -115,7 +119,6 @@ def quiet(stage: str) -> None:
 
 def hush() -> None:
     """None of the libraries' advice to developers, in a process that holds models."""
-    import logging
     import warnings
 
     warnings.filterwarnings("ignore")

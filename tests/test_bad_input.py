@@ -365,9 +365,10 @@ def test_a_mistake_does_not_cost_the_run_to_be_replaced(world, capsys, in_root):
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("raises", [r"bad_rewards\.py\", line \d+, in (raises|<listcomp>)", r"KeyError: '", r"raised by the reward function 'reward'",
+        ("raises", [r"bad_rewards\.py\", line \d+, in (raises|<listcomp>)", r"KeyError: '", r"raised by the reward function 'reward' \(bad_rewards:raises\) for",
                     r"prompt '.+', completion '.*', row \{'prompt': '"]),
-        ("nan", [r"ValueError: reward 'reward' returned nan for prompt '.+', completion '.*', row \{.*expected a finite number"]),
+        ("nan", [r"^failed: reward 'reward' \(bad_rewards:nan\) returned nan for prompt '.+', completion '.*', row \{.*\} \(sample 0 of 4\); "
+                 r"expected a finite number$"]),
     ],
 )  # fmt: skip
 def test_a_reward_that_fails_ends_the_run_with_its_row(function, says, world, capsys, in_root):

@@ -78,6 +78,13 @@ DAMAGE = {
     "not sealed": (lambda f: (f / "digests.json").unlink(), r"digests\.json is missing.*not written to its end"),
     "half a seal": (lambda f: os.truncate(f / "digests.json", 20), r"digests\.json cannot be read"),
     "another seal": (lambda f: (f / "digests.json").write_text("[]"), r"digests\.json cannot be read"),
+    "a seal of a number": (lambda f: (f / "digests.json").write_text('{"files": 5}'), r"digests\.json cannot be read"),
+    "a seal of numbers": (lambda f: (f / "digests.json").write_text('{"files": {"state.json": 5}}'), r"digests\.json cannot be read"),
+    "a seal without digests": (lambda f: (f / "digests.json").write_text('{"files": {"state.json": {"bytes": 3}}}'), r"digests\.json cannot be read .*sha256"),
+    "a deep seal": (lambda f: (f / "digests.json").write_text('{"files":' * 100_000), r"digests\.json cannot be read .*RecursionError"),
+    "not text": (lambda f: (f / "digests.json").write_bytes(b"\xff\xfe"), r"digests\.json cannot be read"),
+    "a folder for a seal": (lambda f: ((f / "digests.json").unlink(), (f / "digests.json").mkdir()), r"digests\.json cannot be read \(it is no file"),
+    "a folder for a file": (lambda f: ((f / "state.json").unlink(), (f / "state.json").mkdir()), r"state\.json is missing"),
 }  # fmt: skip
 
 
@@ -138,11 +145,56 @@ def test_a_snapshot_that_breaks_off_is_written_anew(length, run):
     assert as_ray_reads_it(run)[0] == "checkpoint_00000010"
 
 
-def test_a_checkpoint_that_somebody_deleted_does_not_stop_the_others(run):
+def test_a_checkpoint_that_somebody_deleted_does_not_stop_the_others(run, capsys):
     make(run, "checkpoint_00000005")
     note(run, "checkpoint_00000005", "checkpoint_00000010")
     assert checkpoints.repair(str(run)) == ["checkpoint_00000005"]
+    assert "has lost checkpoint_00000010 (continuing from checkpoint_00000005)" in capsys.readouterr().out
     assert as_ray_reads_it(run)[0] == "checkpoint_00000005"
+
+
+def test_that_all_checkpoints_were_deleted_is_said(run, capsys):
+    note(run, "checkpoint_00000005", "checkpoint_00000010")
+    assert checkpoints.repair(str(run)) == []
+    assert (
+        "has lost checkpoint_00000005, checkpoint_00000010 (none is left, the run starts over)"
+        in capsys.readouterr().out
+    )
+    assert as_ray_reads_it(run) == (None, [])
+
+
+SNAPSHOTS = {
+    "a number": "5", "deep": '{"checkpoint_results":' * 100_000, "not text": "\udcff", "another kind": '{"checkpoint_results": 5}',
+    "of numbers": '{"checkpoint_results": [5]}', "without metrics": '{"checkpoint_results": [{"checkpoint_dir_name": "checkpoint_00000005"}]}',
+    "other metrics": '{"checkpoint_results": [{"checkpoint_dir_name": "checkpoint_00000005", "metrics": 5}]}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SNAPSHOTS)
+def test_a_snapshot_that_is_none_is_written_anew(kind, run):
+    make(run, "checkpoint_00000005")
+    (run / checkpoints.SNAPSHOT).write_text(SNAPSHOTS[kind], errors="surrogateescape")
+    assert checkpoints.repair(str(run)) == ["checkpoint_00000005"]
+    assert as_ray_reads_it(run) == ("checkpoint_00000005", ["checkpoint_00000005"])
+
+
+def test_a_snapshot_that_is_a_folder(run):
+    make(run, "checkpoint_00000005")
+    (run / checkpoints.SNAPSHOT).mkdir()
+    with pytest.raises(InputError, match=r"run\.name: .*snapshot\.json cannot be read"):
+        checkpoints.repair(str(run))
+
+
+def test_files_that_vanish_under_a_run_are_named():
+    from ray.train import ControllerError
+
+    gone = ControllerError(FileNotFoundError("Path not found: (<fs>, /runs/one/checkpoint_00000004)"))
+    says = "/runs/one/checkpoint_00000004 is gone: it was deleted while"
+    assert str(checkpoints.lost("/runs/one", gone)).startswith(says)
+    remote = FileNotFoundError("'bucket/one/x'")
+    assert str(checkpoints.lost("s3://bucket/one", remote)).startswith("bucket/one/x is gone")
+    assert checkpoints.lost("/runs/one", FileNotFoundError("/elsewhere/rows.jsonl")) is None
+    assert checkpoints.lost("/runs/one", RuntimeError("/runs/one/x")) is None
 
 
 def test_an_empty_folder_and_a_missing_one_are_fresh_starts(run, tmp_path):

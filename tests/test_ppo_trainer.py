@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 import toy_ppo as toy
 import transformers
 
+from pipeline.errors import Failure
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import checks
 from pipeline.ppo.batch import micro_batches, prompt_order
@@ -432,14 +433,16 @@ def test_a_reward_that_is_not_a_number_stops_the_run_and_shows_the_row(bad):
     def reward(prompts):
         return [bad if prompt == "question 7" else 1.0 for prompt in prompts]
 
-    with pytest.raises(ValueError, match=r"(nan|None|inf) for prompt 'question 7'"):
+    with pytest.raises(
+        Failure, match=r"returned (nan|None|inf) for prompt 'question 7'.*\(sample \d+ of 32\)"
+    ):
         toy.trainer(reward=reward, batch_size=32).train()
 
 
 def test_a_reward_of_the_wrong_length_is_refused():
-    with pytest.raises(ValueError, match="returned 2 scores for 16 samples"):
+    with pytest.raises(Failure, match="returned 2 scores for 16 samples"):
         toy.trainer(reward=lambda completions: [1.0, 2.0]).step()
-    with pytest.raises(ValueError, match=r"returned 1\.0 for 16"):
+    with pytest.raises(Failure, match=r"returned 1\.0 for 16"):
         toy.trainer(reward=lambda completions: 1.0).step()
 
 

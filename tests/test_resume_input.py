@@ -143,6 +143,12 @@ BROKEN = {
     "a list": b"[1, 2]",
     "no stage": b'{"model": {}}',
     "not text": b"\xff\xfe\x00",
+    "a number": b"5",
+    "deep": b'{"stage":' * 100_000,
+    "deeper than a walk": b'{"stage": "sft", "lora": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
+    "metrics of a number": b'{"stage": "sft", "metrics": 5, "begun_with": 5}',
+    "inputs of numbers": b'{"stage": "sft", "inputs": {"policy": 5}, "begun_with": {"inputs": {"policy": 5}}}',
+    "rows of a list": b'{"stage": "sft", "seconds": "long", "begun_with": {"rows": [1]}}',
 }
 
 
@@ -154,6 +160,23 @@ def test_what_a_run_left_cannot_be_read(file, kind, halfway, tmp_path, in_root, 
     assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.name=sft"]) == 2
     error = capsys.readouterr().err
     assert re.search(rf"^error: run\.name: .*/sft/{file} cannot be read .*run\.fresh=true", error), error
+
+
+EVALUATIONS = [None, b"", b"[]", b'{"pairs": 5}', b'{"metrics": {}}', b'{"pairs":' * 100_000]
+
+
+@pytest.mark.parametrize("content", EVALUATIONS, ids=["none", "empty", "list", "number", "no pairs", "deep"])
+def test_an_evaluation_that_cannot_be_read(content, tmp_path, in_root, capsys):
+    folder = tmp_path / "eval"
+    folder.mkdir()
+    (folder / "result.json").write_text('{"stage": "evaluate", "inputs": {}, "metrics": {}}')
+    if content is not None:
+        (folder / "evaluation.json").write_bytes(content)
+    assert main(["evaluate", "jobs/demo/evaluate.yaml", f"run.storage_path={tmp_path}", "run.name=eval"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(
+        r"^error: run\.name: .*/eval/evaluation\.json cannot be read .*run\.fresh=true", error
+    ), error
 
 
 # ------------------------------------------------------------------------------------------------ paths

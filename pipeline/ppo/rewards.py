@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from pipeline.errors import Failure, in_brief
 from pipeline.models.adapters import SharedBase
 from pipeline.models.special import ControlTokens, chat_ids, text_ids
 from pipeline.ppo.batch import micro_batches
@@ -59,7 +62,17 @@ class Samples:
         return found
 
     def show(self, i: int) -> str:
-        return f"prompt {self.prompts[i]!r}, completion {self.completions[i]!r}, row {self.rows[i]!r}"
+        shown = (_brief(value) for value in (self.prompts[i], self.completions[i], self.rows[i]))
+        return "prompt {}, completion {}, row {} (sample {} of {})".format(*shown, i, len(self))
+
+
+def _brief(value: Any, most: int = 300) -> str:
+    """A value in an error message: its repr, shortened; only its type where it has none."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of 5000 digits, or an object whose __repr__ fails
+        return f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class Reward(ABC):
@@ -81,18 +94,37 @@ class Reward(ABC):
         return self._check(self.score(samples), samples)
 
     def _check(self, scores: Any, samples: Samples) -> list[float]:
-        if not hasattr(scores, "__len__") or len(scores) != len(samples):
-            found = f"{len(scores)} scores" if hasattr(scores, "__len__") else repr(scores)
-            raise ValueError(
-                f"reward {self.name!r} returned {found} for {len(samples)} samples; expected one for each"
+        # arrays and tensors, with a gradient too, have tolist
+        listed = scores.tolist() if hasattr(scores, "tolist") else scores
+        if not isinstance(listed, (list, tuple)):
+            found = _brief(scores, 100)
+        elif len(listed) != len(samples):
+            found = f"{len(listed)} scores"
+        else:
+            values = [_number(score) for score in listed]
+            wrong = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
+            if wrong is None:
+                return values
+            raise Failure(
+                f"reward {self} returned {_brief(listed[wrong], 100)} for {samples.show(wrong)}; expected a finite number"
             )
-        values = [float(s) if s is not None else math.nan for s in scores]
-        for i, value in enumerate(values):
-            if not math.isfinite(value):
-                raise ValueError(
-                    f"reward {self.name!r} returned {scores[i]!r} for {samples.show(i)}; expected a finite number"
-                )
-        return values
+        raise Failure(
+            f"reward {self} returned {found} for {len(samples)} samples; expected a list of one number for each, of "
+            f"which the first is for {samples.show(0)}"
+        )
+
+    def __str__(self) -> str:
+        return repr(self.name)
+
+
+def _number(score: Any) -> float:
+    """A score as a float; NaN where it is no real number, or none that a float holds."""
+    try:
+        if hasattr(score, "item") and not isinstance(score, numbers.Number):
+            score = score.item()  # of a list of arrays or tensors, each of one number
+        return float(score) if isinstance(score, (numbers.Real, Decimal)) else math.nan
+    except (OverflowError, ValueError, RuntimeError):  # 10**400, a signalling NaN, a tensor of two numbers
+        return math.nan
 
 
 class AdapterReward(Reward):
@@ -155,9 +187,17 @@ class FunctionReward(Reward):
     def score(self, samples: Samples) -> list[float]:
         try:
             return self._call(samples, range(len(samples)))
-        except Exception as error:
-            error.add_note(f"raised by the reward function {self.name!r} for {self._culprit(samples)}")
+        except KeyboardInterrupt:
             raise
+        except Exception as error:
+            error.add_note(f"raised by the reward function {self} for {self._culprit(samples)}")
+            raise
+        except BaseException as error:  # SystemExit: it would end the worker as if its work were done
+            raise Failure(f"reward {self} raised {in_brief(error)}; expected a list of numbers") from error
+
+    def __str__(self) -> str:
+        place = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
+        return f"{self.name!r} ({':'.join(part for part in place if part)})"
 
     def _call(self, samples: Samples, rows: Sequence[int]) -> Any:
         texts = {"prompts": samples.prompts, "completions": samples.completions}

@@ -10,12 +10,18 @@ from typing import Any
 
 from pipeline import storage
 from pipeline.config import Job
-from pipeline.errors import InputError
+from pipeline.errors import InputError, in_brief
 from pipeline.resume import checkpoints
 
 FILE = "job.json"
 ROW_BY_ROW = ("generate", "score")  # what is written about a row depends on no other
 PARTS = "parts"  # the folder of what batch inference has done
+# What the entries of job.json and result.json are, where somebody relies on them.
+KINDS: dict[str, Any] = {
+    "stage": str, "name": str, "begun_with": dict, "inputs": dict, "metrics": dict, "samples": list, "job": dict,
+    "data": dict, "seconds": (int, float), "mlflow_run_id": str, "tracking_uri": str,
+}  # fmt: skip
+BEGUN_WITH = {"inputs": dict, "base": str, "rows": dict}
 # What does not decide the numbers, or only the order in which they are summed up.
 MAY_CHANGE = (
     "run", "mlflow", "gate", "judge", "scaling", "source", "data.cache_dir", "data.pairs",
@@ -34,20 +40,34 @@ def note(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) -> N
     storage.write_json(storage.join(job.folder, FILE), job.to_dict() | {"begun_with": facts})
 
 
+def read_left(path: str, kinds: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object that a run left in its folder; `kinds` are the types of its entries, of which the first must be there.
+
+    Raises:
+        InputError: when it cannot be read, or holds other things than a run writes.
+    """
+    try:
+        found = storage.read_json(path)
+        found[next(iter(kinds))]
+        _check_kinds(found, kinds)
+        _check_kinds(found.get("begun_with", {}), BEGUN_WITH)
+        _flat(found)  # or its nesting is deeper than any walk over it
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise InputError(
+            f"run.name: {path} cannot be read ({in_brief(error)}); bring it back, take another run.name, or "
+            "type run.fresh=true to start the run over"
+        ) from error
+    return found
+
+
 def read(job: Job, path: str) -> dict[str, Any]:
     """A JSON file that a run left: job.json or result.json.
 
     Raises:
         InputError: when it cannot be read, or belongs to another stage.
     """
-    try:
-        found = storage.read_json(path)
-        stage = found["stage"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise InputError(
-            f"run.name: {path} cannot be read ({type(error).__name__}: {error}); bring it back, take another run.name, or "
-            "type run.fresh=true to start the run over"
-        ) from error
+    found = read_left(path, KINDS)
+    stage = found.get("stage")
     if stage != job.stage:
         state = "an unfinished" if path.endswith(FILE) else "a finished"
         raise InputError(
@@ -55,6 +75,18 @@ def read(job: Job, path: str) -> dict[str, Any]:
             f"choose another name, e.g. run.name={job.stage}-{job.run.name}"
         )
     return found
+
+
+def _check_kinds(found: dict[str, Any], kinds: dict[str, Any]) -> None:
+    """Raises TypeError for an entry that is of another kind than a run writes; older versions lack some."""
+    for key, kind in kinds.items():
+        if key in found and not isinstance(found[key], kind):
+            raise TypeError(
+                f"{key}: found {found[key]!r:.80}, expected {getattr(kind, '__name__', 'a number')}"
+            )
+    for key in ("inputs", "rows"):
+        if not all(isinstance(value, str) for value in found.get(key, {}).values()):
+            raise TypeError(f"{key}: found {found[key]!r:.80}, expected texts")
 
 
 def before(job: Job) -> dict[str, Any] | None:

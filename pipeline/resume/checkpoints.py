@@ -16,7 +16,7 @@ import re
 from typing import Any
 
 from pipeline import storage
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError, causes, in_brief
 
 DIGESTS = "digests.json"
 # Ray Train's (ray 2.60, private; pinned in pyproject.toml). Remove when Ray Train itself skips a checkpoint that is not whole.
@@ -62,25 +62,27 @@ def seal(folder: str, files: dict[str, dict[str, Any]]) -> None:
 def damage(path: str) -> str | None:
     """What is wrong with a checkpoint (a local folder, or one in a bucket), in words; None if it is whole."""
     fs, folder = storage.filesystem(path)
+    if (kind := fs.get_file_info(f"{folder}/{DIGESTS}").type.name) != "File":
+        lacks = f"{DIGESTS} is missing, so it was not written to its end"
+        return lacks if kind == "NotFound" else f"{DIGESTS} cannot be read (it is no file)"
     try:
         with fs.open_input_stream(f"{folder}/{DIGESTS}") as stream:
             listed = json.loads(stream.read())["files"]
-    except FileNotFoundError:
-        return f"{DIGESTS} is missing, so it was not written to its end"
-    except (ValueError, KeyError, TypeError) as error:
-        return f"{DIGESTS} cannot be read ({error})"
-    for name, expected in listed.items():
+        sizes = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{DIGESTS} cannot be read ({in_brief(error)})"
+    for name, (size, sha256) in sizes.items():
         info = fs.get_file_info(f"{folder}/{name}")
         if info.type.name != "File":
             return f"{name} is missing"
-        if info.size != expected["bytes"]:
-            return f"{name} has {info.size} bytes, expected {expected['bytes']}"
+        if info.size != size:
+            return f"{name} has {info.size} bytes, expected {size}"
         with fs.open_input_stream(f"{folder}/{name}") as stream:
             digest = hashlib.sha256()
             while block := stream.read(1 << 22):
                 digest.update(block)
-        if digest.hexdigest() != expected["sha256"]:
-            return f"{name} has sha256 {digest.hexdigest()[:12]}, expected {expected['sha256'][:12]}"
+        if digest.hexdigest() != sha256:
+            return f"{name} has sha256 {digest.hexdigest()[:12]}, expected {sha256[:12]}"
     return None
 
 
@@ -121,9 +123,26 @@ def repair(run_folder: str) -> list[str]:
                 f"run.name: no checkpoint of {run_folder} is whole ({'; '.join(damaged)}); run.fresh=true starts the run "
                 "over, or bring the files back. run.num_to_keep=2 or more keeps one to fall back to"
             )
+    aside = {one.partition(":")[0] for one in damaged}
+    if gone := [name for name in noted or () if name not in whole and name not in aside]:
+        left = f"continuing from {whole[-1]}" if whole else "none is left, the run starts over"
+        print(f"warning: {run_folder} has lost {', '.join(gone)} ({left})", flush=True)
     if whole or noted:
         storage.write_json(storage.join(run_folder, SNAPSHOT), _snapshot(whole, noted or {}))
     return whole
+
+
+def lost(run_folder: str, error: BaseException) -> Failure | None:
+    """What to say about a run that ended with `error` because its own files were deleted while it trained; else None."""
+    path = run_folder.partition("://")[2] or run_folder
+    for one in causes(error):
+        named = re.search(rf"{re.escape(path)}[^\s'\",)]*", str(one))
+        if isinstance(one, FileNotFoundError) and named:
+            return Failure(
+                f"{named[0]} is gone: it was deleted while the run trained; the same command with the same run.name continues "
+                "from the newest checkpoint that is left, or starts the run again"
+            )
+    return None
 
 
 def newest(run_folder: str) -> str | None:
@@ -155,9 +174,13 @@ def _noted(run_folder: str) -> dict[str, dict[str, Any]] | None:
         return {}
     try:
         results = storage.read_json(path)["checkpoint_results"]
-        return {one["checkpoint_dir_name"]: one["metrics"] for one in results}
-    except (ValueError, KeyError, TypeError):
+        return {str(one["checkpoint_dir_name"]): dict(one["metrics"]) for one in results}
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    except OSError as error:
+        raise InputError(
+            f"run.name: {path} cannot be read ({in_brief(error)}); take it out, or bring it back"
+        ) from error
 
 
 def _snapshot(names: list[str], metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -15,13 +15,15 @@ from typing import Any
 from pipeline import registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job
+from pipeline.resume import begun
 from pipeline.run import Run, launch
 from pipeline.worker import Worker
 
 
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
-    found = storage.read_json(storage.join(result["folder"], "evaluation.json"))
+    path = storage.join(result["folder"], "evaluation.json")
+    found = begun.read_left(path, {"pairs": dict, "metrics": dict})
     if found["pairs"]:
         from pipeline.evaluation.pairs import table
 

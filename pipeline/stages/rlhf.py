@@ -69,8 +69,8 @@ def table(results: list[dict[str, Any]], seconds: float, page: str | None) -> st
     for result in results:
         label, before, after = HEADLINE[result["stage"]]
         version = f"{result['registered_model']} v{result['version']}" if result.get("version") else ""
-        numbers = (_number(result["metrics"].get(key)) for key in (before, after))
-        rows.append((result["stage"], label, *numbers, version, f"{result['seconds']:.0f}"))
+        numbers = (_number(result.get("metrics", {}).get(key)) for key in (before, after))
+        rows.append((result["stage"], label, *numbers, version, f"{result.get('seconds', 0):.0f}"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -87,7 +87,7 @@ def table(results: list[dict[str, Any]], seconds: float, page: str | None) -> st
             rule,
             f"{seconds:.0f} s in all. Look next at",
             *([f"  {page}   curves, samples, lineage of all four, on one page"] if page else []),
-            f"  {last['job']['run']['storage_path']}/{last['name']}/result.json   every number, and samples before and after",
+            f"  {last['folder']}/result.json   every number, and samples before and after",
             "  make ui                         curves and lineage in MLflow, at http://127.0.0.1:5000",
             '  jobs/demo/ppo.yaml              what to change, and what it does; then: make ppo ARGS="trainer.kl_coef=0.1"',
         ]

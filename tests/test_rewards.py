@@ -1,0 +1,194 @@
+"""Python rewards: modules that do not import, what is no function, and what is no list of numbers."""
+
+import json
+import math
+import os
+import sys
+import time
+
+import odd_rewards
+import pytest
+from running import ROOT
+
+from pipeline import inputs
+from pipeline.__main__ import main
+from pipeline.errors import Failure, InputError
+from pipeline.inputs import check_function
+from pipeline.ppo.rewards import FunctionReward, Samples
+
+# -------------------------------------------------------------------------------------------------------- modules
+
+MODULES = {
+    "exits": ("import sys\nsys.exit(0)\n", r"importing 'exits' ended with SystemExit: 0, at .*/exits\.py:2; mend it there"),
+    "raises": ("x = 1\nraise RuntimeError('not today')\n", r"importing 'raises' ended with RuntimeError: not today, at .*/raises\.py:2"),
+    "broken": ("def f(:\n", r"importing '.*' ended with SyntaxError: invalid syntax .*, at .*/broken\.py:1"),
+    "importing": ("import not_installed_here\n", r"importing '.*' ended with ModuleNotFoundError: No module named 'not_installed_here', at .*/importing\.py:1"),
+    "lacking": ("from os import nothing\n", r"importing '.*' ended with ImportError: cannot import name 'nothing'"),
+    "binary": ("\0", r"importing '.*' ended with (SyntaxError|ValueError): source code.* null bytes, at \w+:"),
+    "cyclic": ("raise BaseException\n", r"importing '.*' ended with BaseException: no message"),
+    "deep": ("x = " + "(" * 5000 + ")" * 5000 + "\n", r"importing '.*' ended with (SyntaxError|MemoryError|RecursionError)"),
+    "silent": ("x = 1\n", r"silent has no function 'f' \(functions there: none\)"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """module(name, text): a module that can be imported during the test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return write
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_that_does_not_import(name, module):
+    text, says = MODULES[name]
+    module(name, text)
+    with pytest.raises(InputError, match=rf"^python:{name}:f: {says}"):
+        check_function(f"python:{name}:f")
+
+
+@pytest.mark.parametrize("source", ["python:nowhere:f", "python:nowhere.inside:f", "python:os.nowhere:f"])
+def test_no_such_module(source):
+    with pytest.raises(InputError, match=r"no module '.*nowhere.*' can be imported from .*PYTHONPATH"):
+        check_function(source)
+
+
+@pytest.mark.parametrize("text", ["while True: pass", "import time; time.sleep(99)"])
+def test_an_import_without_end(text, module, monkeypatch):
+    monkeypatch.setattr(inputs, "IMPORT_SECONDS", 0.3)
+    module("endless", text)
+    started = time.monotonic()
+    with pytest.raises(
+        InputError, match=r"^python:endless:f: its module was not imported within 0\.3 seconds"
+    ):
+        check_function("python:endless:f")
+    assert time.monotonic() - started < 5
+
+
+def test_a_module_that_exits_is_no_success(module, tmp_path, capsys, monkeypatch):
+    """At the command line: the status of a module's own exit(0) was that of the run."""
+    monkeypatch.chdir(ROOT)
+    module("exits", "raise SystemExit(0)")
+    given = ["policy=base", "reward=python:exits:f", "judge=null", f"run.storage_path={tmp_path}/runs"]
+    assert main(["ppo", "jobs/demo/ppo.yaml", *given]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: reward: python:exits:f: importing 'exits' ended with SystemExit: 0"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ functions
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Polite", "is a class, expected a function that returns a list of numbers"),
+        ("generator", "yields its scores, expected a function"),
+        ("by_position", "takes 'prompts' by position only; arguments come by name: take the `/` out"),
+        ("nothing", "takes nothing by name; expected parameters such as prompts"),
+        ("only_rest", "takes nothing by name"),
+        ("add", "its parameters cannot be read .*; wrap it in a Python function"),
+        ("RETURNS", r"has no function 'RETURNS' \(functions there: "),
+    ],
+)
+def test_what_is_no_reward_function(name, says):
+    with pytest.raises(InputError, match=rf"^python:odd_rewards:{name}: .*{says}"):
+        check_function(f"python:odd_rewards:{name}")
+
+
+@pytest.mark.parametrize("name", ["half", "later"])
+def test_functions_of_other_kinds_are_rewards(name):
+    assert check_function(f"python:odd_rewards:{name}") is getattr(odd_rewards, name)
+
+
+@pytest.mark.parametrize("weight", [math.inf, math.nan])
+def test_a_weight_is_finite(weight, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(ROOT)
+    given = f"reward=[{{reward: python:bad_rewards:length, weight: {json.dumps(weight).replace('Infinity', '.inf').replace('NaN', '.nan')}}}]"
+    assert (
+        main(
+            ["ppo", "jobs/demo/ppo.yaml", "policy=base", "judge=null", given, f"run.storage_path={tmp_path}"]
+        )
+        == 2
+    )
+    assert "weight" in capsys.readouterr().err and not os.path.exists(tmp_path / "mlruns")
+
+
+# ------------------------------------------------------------------------------------------------- what they return
+
+
+def samples(count: int = 3) -> Samples:
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens=True):
+            return f"completion {ids[0]}"
+
+    rows = [{"prompt": f"question {i}", "answer": i} for i in range(count)]
+    return Samples(
+        [[i] for i in range(count)], [[i] for i in range(count)], [True] * count, rows, Tokenizer()
+    )
+
+
+WRONG_COUNT = {
+    "dict": r"returned \{'0': 1\.0", "none": "returned None", "text": "returned '111'", "unordered": r"returned \{0, 1, 2\}",
+    "iterator": "returned <generator object", "number": r"returned 1\.0", "one_less": "returned 2 scores", "one_more": "returned 4 scores",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_COUNT)
+def test_what_is_no_list_of_one_number_for_each_sample(name):
+    reward = FunctionReward(odd_rewards._returns(odd_rewards.RETURNS[name]), name="reward")
+    says = rf"^reward 'reward' \(odd_rewards:.*\) {WRONG_COUNT[name]}.* for 3 samples; expected a list of one number for each"
+    with pytest.raises(Failure, match=says):
+        reward.checked(samples())
+
+
+VALUES = {
+    "nested": r"\[1\.0\]", "texts": r"'1\.0'", "nones": "None", "nan": "nan", "infinity": r"tensor\(-inf\)", "huge": "1000",
+    "endless": "a int", "complex": "1j", "objects": r"\{'score': 1\.0\}", "dicts": r"\{'score': 1\.0\}", "pairs": r"tensor\(\[1\., 1\.\]\)",
+    "decimal_nan": r"Decimal\('sNaN'\)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_is_no_finite_number_is_named_with_its_sample(name):
+    def reward(prompts):
+        wrong = list(odd_rewards.RETURNS[name](1))
+        return [1.0, *wrong, 1.0]
+
+    says = rf"returned {VALUES[name]}.* for prompt 'question 1', completion 'completion 1', row \{{.*\}} \(sample 1 of 3\); expected a finite"
+    with pytest.raises(Failure, match=rf"^reward 'polite' \(test_rewards:.*reward\) {says}") as caught:
+        FunctionReward(reward, name="polite").checked(samples())
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_matrix_is_no_list_of_numbers():
+    with pytest.raises(Failure, match=r"returned \[1\.0\] for prompt 'question 0'"):
+        FunctionReward(odd_rewards._returns(odd_rewards.RETURNS["matrix"])).checked(samples())
+
+
+@pytest.mark.parametrize("name", odd_rewards.RIGHT)
+def test_numbers_of_every_library_are_scores(name):
+    found = FunctionReward(odd_rewards._returns(odd_rewards.RIGHT[name])).checked(samples())
+    assert len(found) == 3 and all(type(value) is float for value in found)
+
+
+def test_a_reward_that_exits_does_not_end_the_worker_in_silence():
+    with pytest.raises(
+        Failure, match=r"^reward 'reward' \(.*\) raised SystemExit: 0; expected a list of numbers"
+    ):
+        FunctionReward(odd_rewards._returns(odd_rewards.RETURNS["leaves"]), name="reward").checked(samples())
+
+
+def test_long_rows_are_shortened():
+    def reward(prompts):
+        return [math.nan] * len(prompts)
+
+    many = samples()
+    many.rows[0]["prompt"] = "x" * 100_000
+    with pytest.raises(Failure) as caught:
+        FunctionReward(reward).checked(many)
+    assert len(str(caught.value)) < 1500
