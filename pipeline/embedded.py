@@ -30,6 +30,9 @@ DEFAULTS = {
 }
 
 
+LONGEST_ROOT = 40  # characters: Ray adds 66 for the names of its sockets, and the system allows 107
+
+
 def secured() -> dict[str, str]:
     """The environment of a Ray that only this session can speak to. It overrides what the user has set."""
     return {
@@ -115,6 +118,10 @@ def _session_root() -> Path:
     """The folder of this user's Ray sessions: logs and unix sockets. Not Ray's /tmp/ray, which all users share."""
     root = Path(os.environ.get("RAY_TMPDIR", "/tmp"), f"ray-{os.getuid()}")
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if len(str(root)) > LONGEST_ROOT:
+        raise InputError(
+            f"RAY_TMPDIR: found {os.environ['RAY_TMPDIR']!r}, too long for the unix sockets in it; name a shorter one"
+        )
     if root.stat().st_uid != os.getuid():
         raise InputError(
             f"{root} belongs to another user; export RAY_TMPDIR=FOLDER, one of your own with a short path"

@@ -57,6 +57,8 @@ def test_whatever_shows_text_of_rows_shows_it_so(capsys):
 def test_a_terminal_without_the_characters(monkeypatch):
     sink = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", sink)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # restored after the test
+    console.own()
     assert main(["sft", "nowhere.yaml"]) == 2
     print(Report("sft", 9, samples=["é"]).render(), flush=True)
     assert rb"between \u27e6 and \u27e7" in sink.buffer.getvalue()

@@ -3,10 +3,13 @@
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import grpc
 import psutil
@@ -132,10 +135,10 @@ with embedded.ray_session(num_cpus=1, logging_level="warning"):
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Starts a process with an embedded session, its files below `start.root`; ends it after the test."""
+def start():
+    """Starts a process with an embedded session of its own; ends it after the test."""
     started = []
-    root = tmp_path.parent / "r"  # unix sockets have short names
+    root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets have short names
 
     def begin():
         process = subprocess.Popen(
@@ -151,6 +154,7 @@ def start(tmp_path):
     for process in started:
         process.kill()
         process.communicate()
+    shutil.rmtree(root, ignore_errors=True)
 
 
 def test_an_ended_session_leaves_no_process_and_no_file(start):

@@ -465,7 +465,14 @@ def test_a_stage_leaves_its_report(embedded_ray, tmp_path):
 
 
 def test_a_stage_that_fails_leaves_its_reason(embedded_ray, tmp_path, capsys):
-    stage("sft", tmp_path, "real-sft", "lora.target_modules=[no_such_layer]", status=1)
-    assert main(["report", str(tmp_path / "real-sft")]) == 0
-    html = (tmp_path / "real-sft/report.html").read_text()
-    assert "It failed before the first step." in html and "no_such_layer" in html
+    ill = [
+        "policy=base",
+        "reward=python:bad_rewards:raises",
+        "judge=null",
+        "data.eval=null",
+        "trainer.total_episodes=64",
+    ]
+    stage("ppo", tmp_path, "real-ppo", *ill, status=1)
+    assert main(["report", str(tmp_path / "real-ppo")]) == 0
+    html = (tmp_path / "real-ppo/report.html").read_text()
+    assert "It failed before the first step." in html and "KeyError" in html

@@ -42,7 +42,7 @@ def tree(folder):
     return {
         str(p.relative_to(folder)): p.stat().st_size
         for p in sorted(folder.rglob("*"))
-        if p.is_file() and p.suffix != ".db"
+        if p.is_file() and p.suffix not in (".db", ".lock")
     }
 
 

@@ -91,7 +91,7 @@ def test_a_rule_can_score_too(storage, tmp_path, embedded_ray, models):
         (["data.train={rows}"], r"rows\.jsonl:1: `completion`: found null"),
         (["reward=null"], r"reward: missing; `score` needs it"),
         (["policy=base"], r"policy: `score` takes no policy"),
-        (["run.port=99999"], r"run\.port: found 99999, expected 0 \(any free one\) to 65535"),
+        (["run.port=99999"], r"run\.port: found 99999, expected between 0 and 65535"),
     ],
 )
 def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, capsys, in_root, embedded_ray):

@@ -22,7 +22,7 @@ import torch
 import toy_ppo as toy
 from toy_models import tokenizer
 
-from pipeline import cluster, console, embedded
+from pipeline import cluster, console, embedded, placement
 from pipeline.errors import InputError
 
 
@@ -255,8 +255,8 @@ def test_the_settings_of_ray_data_still_exist():
 
 
 def test_the_gpus_of_a_machine_are_still_counted_without_torch():
-    """pipeline/cluster.py, _local_gpus."""
-    assert isinstance(cluster._local_gpus(), int)
+    """pipeline/placement.py, _local_gpus."""
+    assert isinstance(placement._local_gpus(), int)
 
 
 def test_the_autoscalers_own_check_of_a_cluster_file_still_places_mistakes(tmp_path):

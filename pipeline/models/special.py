@@ -32,8 +32,10 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any, hide: bool = True):
-        self.hide = hide
-        self.tokenizer, self.backend = tokenizer, tokenizer.backend_tokenizer
+        self.tokenizer, self.hide = tokenizer, hide and getattr(tokenizer, "is_fast", False)
+        if not getattr(tokenizer, "is_fast", False):
+            return  # one in Python, of somebody's own reward model: it has no twin
+        self.backend = tokenizer.backend_tokenizer
         added = [token for _, token in sorted(self.backend.get_added_tokens_decoder().items())]
         self.names = [token.content for token in added if token.special and token.content.strip()]
         self.known = frozenset(self.names)
