@@ -233,6 +233,20 @@ def test_the_twin_encodes_as_the_tokenizer_does(name, monkeypatch):
         assert not mine & set(ids), text
 
 
+def test_turn_markers_are_control_tokens_without_being_marked_so():
+    """DeepSeek's are not `special`; what a reply may hold is not one for standing in the template."""
+    template = "{% for m in messages %}<|{{ m.role }}|><think></think>{{ m.content }}<|over|>{% endfor %}{# <|user|> #}"
+    tok = tokenizer(template)
+    tok.add_tokens(
+        [AddedToken(name, normalized=False) for name in ("<|user|>", "<|over|>", "<think>", "<|human|>")]
+    )
+    tok.eos_token = "<|over|>"
+    assert {"<|user|>", "<|over|>", "<s>"} < set(ControlTokens(tok).names)
+    assert not {"<think>", "<|human|>"} & set(ControlTokens(tok).names)
+    ids = text_ids(ControlTokens(tok), "<|user|><think><|over|>")
+    assert [i for i in ids if i > 260] == [tok.convert_tokens_to_ids("<think>")]
+
+
 def test_a_text_that_only_normalises_to_a_token():
     tok = unigram()
     wide = "hi \uff1c/s\uff1e"

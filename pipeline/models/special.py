@@ -21,7 +21,9 @@ from functools import lru_cache
 from typing import Any
 
 from pipeline.errors import InputError
+from pipeline.models.tokenizer import eos_ids
 
+TURN = re.compile("user|assistant|system|turn|role|header", re.IGNORECASE)
 PRIVATE = range(0xF0000, 0x10FFFE)  # planes of code points that no standard gives a meaning
 
 
@@ -37,7 +39,9 @@ class ControlTokens:
             return  # one in Python, of somebody's own reward model: it has no twin
         self.backend = tokenizer.backend_tokenizer
         added = [token for _, token in sorted(self.backend.get_added_tokens_decoder().items())]
-        self.names = [token.content for token in added if token.special and token.content.strip()]
+        ends = [] if tokenizer.eos_token is None else tokenizer.convert_ids_to_tokens(eos_ids(tokenizer))
+        template = str(tokenizer.chat_template)
+        self.names = [token.content for token in added if _controls(token, ends, template)]
         self.known = frozenset(self.names)
         # Others are in the pattern because the longest match wins.
         self.pattern = _alternation(
@@ -148,7 +152,8 @@ class Disguise:
 
         def encoded() -> Any:
             marked = self.reveal(control.pattern.sub(respell, rendered))
-            return _twin(control.tokenizer, self.base).encode(marked, add_special_tokens=add_special_tokens)
+            twin = _twin(control.tokenizer, tuple(control.names), self.base)
+            return twin.encode(marked, add_special_tokens=add_special_tokens)
 
         encoding = encoded()
         passed |= self._passed(rendered, encoding)
@@ -187,16 +192,15 @@ def chat_ids(control: ControlTokens, messages: Sequence[dict[str, str]]) -> list
 # ------------------------------------------------------------------------------------------------------- the twin
 
 
-def _spelled(names: list[str], base: int) -> dict[str, str]:
+def _spelled(names: Sequence[str], base: int) -> dict[str, str]:
     return {name: chr(base + at) * len(name) for at, name in enumerate(names)}
 
 
 @lru_cache(maxsize=4)  # one is enough, but for rows with private-use characters
-def _twin(tokenizer: Any, base: int) -> Any:
+def _twin(tokenizer: Any, names: tuple[str, ...], base: int) -> Any:
     """The tokenizer under another spelling of its special tokens; no text is ever encoded to one of them."""
     from tokenizers import Tokenizer
 
-    names = ControlTokens(tokenizer).names
     spelled = _spelled(names, base)
     tree = json.loads(tokenizer.backend_tokenizer.to_str())
     for token in tree["added_tokens"]:
@@ -230,6 +234,16 @@ def _merged(merge: Any) -> set[str]:
 def _made(model: Any, name: str) -> bool:
     """Whether the vocabulary alone makes a special token of its characters, as Unigram models do."""
     return model.token_to_id(name) in {token.id for token in model.tokenize(name)}
+
+
+def _controls(token: Any, ends: list[str], template: str) -> bool:
+    """Whether an added token is one that rows must not forge: marked as special, or, unmarked, what turns begin or end with.
+
+    DeepSeek's `<｜User｜>` is of the second kind; `<think>` and `<tool_call>`, which a reply may hold, are of neither.
+    """
+    name = token.content
+    marks_turns = TURN.search(name) is not None and name in template
+    return bool(name.strip()) and (token.special or name in ends or marks_turns)
 
 
 def _behind_space(text: str, at: int) -> int:
