@@ -19,7 +19,7 @@ from pipeline import cluster, registry, storage
 from pipeline.config import Inference, Job
 from pipeline.data.feed import to_hf
 from pipeline.errors import InputError
-from pipeline.inputs import pin_inputs
+from pipeline.inputs import check_buckets, pin_inputs
 from pipeline.run import finished, models, prepare
 from pipeline.worker import Host, Work, hush, quiet
 
@@ -45,6 +45,7 @@ def launch(job: Job, load: Load, measure: Measure, output: str) -> dict[str, Any
     if done := finished(job):
         return done
     registry.check(job)
+    check_buckets(job)
     job, inputs = pin_inputs(job)
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
     with cluster.session(job):

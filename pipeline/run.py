@@ -21,7 +21,7 @@ from pipeline.config.fields import fields_of
 from pipeline.config.rules import TRAINERS
 from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, summary
-from pipeline.inputs import check_adapters, check_columns, check_sampler, pin_inputs
+from pipeline.inputs import check_adapters, check_buckets, check_columns, check_sampler, pin_inputs
 from pipeline.resume import begun, checkpoints
 from pipeline.worker import Work
 
@@ -40,6 +40,7 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
     if done := finished(job):
         return done
     registry.check(job)
+    check_buckets(job)
     job, inputs = pin_inputs(job)
     earlier = begun.before(job)
     if earlier:  # not what an alias has become since

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline import cluster, registry, storage
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.inputs import pin_inputs
+from pipeline.inputs import check_buckets, pin_inputs
 from pipeline.run import prepare
 from pipeline.worker import Worker
 
@@ -33,6 +33,7 @@ def run(job: Job) -> dict[str, Any]:
     )
     storage.require_writable(job.run.storage_path)
     registry.check(job)
+    check_buckets(job)
     job, inputs = pin_inputs(job)
     print(f"\n== doctor  {job.source}", flush=True)
     try:
