@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from pipeline import lineage, registry
+from pipeline import lineage, registry, storage
 from pipeline.config import Job
 from pipeline.errors import InputError, about, in_brief
 
@@ -64,6 +64,25 @@ def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
         with about(key):
             check_function(source)
     return job, inputs
+
+
+def check_buckets(job: Job) -> None:
+    """The first contact with each bucket or hub that rows are read from, before Ray is started for them.
+
+    Raises:
+        InputError: when one does not answer.
+    """
+    from pipeline.data import source
+
+    met = set()
+    for name in ("train", "eval", "pairs"):
+        spec = getattr(job.data, name) or []
+        for item in [spec] if isinstance(spec, str) else spec:
+            if (bucket := tuple(item.split("/")[:3])) not in met:
+                source.reach(item, f"data.{name}")
+                met.add(bucket)
+    if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
+        storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
 
 
 def key_of(job: Job, name: str) -> str:

@@ -22,7 +22,14 @@ from pipeline.config.fields import fields_of
 from pipeline.config.rules import TRAINERS
 from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, summary
-from pipeline.inputs import check_adapters, check_columns, check_sampler, makes_adapter, pin_inputs
+from pipeline.inputs import (
+    check_adapters,
+    check_buckets,
+    check_columns,
+    check_sampler,
+    makes_adapter,
+    pin_inputs,
+)
 from pipeline.resume import begun, checkpoints
 from pipeline.worker import Work, Worker
 
@@ -127,6 +134,7 @@ def checked(job: Job, pinned: dict[str, str] | None = None) -> Iterator[Run]:
         pinned: versions of inputs that the run was begun with: they count, whatever the job's aliases mean by now.
     """
     started = time.monotonic()
+    check_buckets(job)
     job, inputs = pin_inputs(job)
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
     with cluster.session(job):

@@ -51,6 +51,16 @@ def filesystem(path: str) -> tuple[Any, str]:
         return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), inner
 
 
+def reach(path: str) -> None:
+    """The first contact with a bucket or a hub, whose clients would try for up to minutes where nobody answers.
+
+    Raises:
+        TimeoutError, and whatever pyarrow and each cloud's client raise.
+    """
+    if is_remote(path):
+        deadline.answer(exists, path)
+
+
 def exists(path: str) -> bool:
     fs, inner = filesystem(path)
     return fs.get_file_info(inner).type.name != "NotFound"
@@ -261,22 +271,20 @@ def wait_for_leavers(run_folder: str, seconds: float = 60.0) -> None:
             time.sleep(0.2)
 
 
-def require_writable(path: str) -> None:
-    """Refuses a storage path that cannot be written, before any work is done.
+def require_writable(path: str, key: str = "run.storage_path", example: str = "./runs") -> None:
+    """Refuses a path that cannot be written, before any work is done; `key` is what the job calls it.
 
     Raises:
         InputError: with the reason that the file system gives.
     """
     try:
-        if is_remote(path):
-            deadline.answer(_write_and_delete, probe_in(path))
-        else:
-            _write_and_delete(probe_in(path))
+        reach(path)
+        _write_and_delete(probe_in(path))
     except Exception as error:  # pyarrow and each cloud's client raise types of their own
         raise InputError(
             without_credentials(
-                f"run.storage_path: {path!r} cannot be written ({error}); choose a folder or bucket that this user may "
-                "write to, e.g. run.storage_path=./runs"
+                f"{key}: {path!r} cannot be written ({error}); choose a folder or bucket that this user may write to, e.g. "
+                f"{key}={example}"
             )
         ) from error
 

@@ -17,7 +17,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,10 +74,20 @@ def find(spec: str | list[str], key: str) -> list[File]:
     return files
 
 
+def reach(item: str, key: str) -> None:
+    """The first contact with the bucket or hub of a path. Raises InputError when it cannot be reached."""
+    _readable(storage.reach, item, key)
+
+
 def find_one(item: str, key: str) -> list[File]:
     """Raises InputError for a path that leads nowhere and for a bucket that cannot be reached."""
+    reach(item, key)
+    return _readable(lambda item: matching(item, key), item, key)
+
+
+def _readable(read: Callable[[str], Any], item: str, key: str) -> Any:
     try:
-        return matching(item, key)
+        return read(item)
     except InputError:
         raise
     except Exception as error:  # pyarrow and each cloud's client raise types of their own

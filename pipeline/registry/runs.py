@@ -128,7 +128,7 @@ def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def recorded(uri: str, run_id: str) -> dict[str, Any]:
-    """What MLflow holds of a run: name, stage, status, folder, and its job and result as they were logged.
+    """What MLflow holds of a run: name, stage, status, folder, and local copies of its job and result, or None.
 
     Raises:
         InputError: when the server does not know the run.
@@ -145,9 +145,7 @@ def recorded(uri: str, run_id: str) -> dict[str, Any]:
     tags = found.data.tags
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
     kept = {
-        name: json.loads(Path(mlflow.download_artifacts(run_id, f"{name}.json")).read_text("utf-8"))
-        if f"{name}.json" in logged
-        else {}
+        name: mlflow.download_artifacts(run_id, f"{name}.json") if f"{name}.json" in logged else None
         for name in ("job", "result")
     }
     return {

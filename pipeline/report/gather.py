@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import registry, storage
+from pipeline.credentials import without_credentials
 from pipeline.errors import InputError
+from pipeline.report import files
 from pipeline.report.panels import History
 
 
@@ -62,7 +64,7 @@ def read(reference: str, runs: str = "runs") -> Run:
     """
     given = reference.rstrip("/").removesuffix("/result.json").removesuffix("/report.html")
     for folder in (given, storage.join(runs, given)):
-        if storage.exists(storage.join(folder, "job.json")):
+        if _has_job(folder):
             return _from_folder(storage.absolute(folder))
     if re.fullmatch(r"[0-9a-f]{32}", given):
         return _from_mlflow(given, runs)
@@ -70,6 +72,18 @@ def read(reference: str, runs: str = "runs") -> Run:
         f"{reference}: no run (a folder with job.json, a name under {runs}/, or an MLflow run id of 32 hex digits); "
         + (f"there are {', '.join(known)}" if (known := _known(runs)) else "train one first, e.g. make sft")
     )
+
+
+def _has_job(folder: str) -> bool:
+    """Whether a run lies there. Raises InputError for a bucket that does not answer, or a name that can be none."""
+    path = storage.join(folder, "job.json")
+    try:
+        storage.reach(path)
+        return storage.exists(path)
+    except Exception as error:  # pyarrow and each cloud's client raise types of their own
+        raise InputError(
+            f"{folder}: cannot be read ({registry.first_line(error)}); expected a run's folder, its name, or its MLflow id"
+        ) from error
 
 
 def _known(runs: str) -> list[str]:
@@ -81,39 +95,35 @@ def _known(runs: str) -> list[str]:
 
 
 def _from_folder(folder: str) -> Run:
-    job, result, failure = (
-        _json(storage.join(folder, f"{name}.json")) for name in ("job", "result", "failed")
-    )
+    job, result, failure = files.read(folder)
     state = "finished" if result else "failed" if failure else "unfinished"
     run = Run(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
     run.metrics = dict(result.get("metrics", {}))
     run.uri = result.get("tracking_uri") or failure.get("tracking_uri") or _uri(job)
     run.run_id = result.get("mlflow_run_id") or failure.get("mlflow_run_id")
     if result.get("checkpoint"):
-        run.pairs, run.doubtful = (
-            _json(storage.join(folder, "final", f"{name}.json")) or [] for name in ("pairs", "doubtful")
-        )
+        paths = (storage.join(folder, "final", f"{name}.json") for name in ("pairs", "doubtful"))
+        run.pairs, run.doubtful = (files.content(path) if storage.exists(path) else [] for path in paths)
     _add_history(run)
     return run
 
 
 def _uri(job: dict[str, Any]) -> str:
-    return registry.uri_of(job["mlflow"]["tracking_uri"], job["run"]["storage_path"])
-
-
-def _json(path: str) -> Any:
-    return storage.read_json(path) if storage.exists(path) else {}
+    return registry.uri_of(job["mlflow"].get("tracking_uri"), job["run"]["storage_path"])
 
 
 def _add_history(run: Run) -> None:
     """The curves; a server that does not answer costs the report its curves, and the report says so."""
     assert run.uri
     try:
+        registry.look(run.uri)
         run.run_id = run.run_id or registry.find_run(run.uri, str(run.folder))
         if run.run_id:
             run.history = registry.history(run.uri, run.run_id)
     except Exception as error:  # whatever the store's driver or the network raises
-        run.note = f"No curves: {run.uri} could not be read ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
+        where = without_credentials(run.uri)
+        run.note = f"No curves: {where} could not be read ({registry.first_line(error)})."
+        run.uri = None  # nor is it asked for the versions that the run descends from
     if not run.metrics:
         run.metrics = {metric: points[-1][1] for metric, points in run.history.items()}
 
@@ -124,12 +134,24 @@ def _from_mlflow(run_id: str, runs: str) -> Run:
     Raises:
         InputError: when the server does not know it.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage.absolute(runs)}/mlflow.db"
+    uri = registry.uri_of(None, runs)
+    try:
+        registry.look(uri)
+    except Exception as error:  # whatever the store's driver or the network raises
+        raise InputError(
+            f"{run_id}: {uri} cannot be asked for it ({registry.first_line(error)}); name the run's folder, or its server "
+            "with MLFLOW_TRACKING_URI"
+        ) from error
     found = registry.recorded(uri, run_id)
     if (folder := found["folder"]) and not storage.is_remote(folder) and os.path.exists(f"{folder}/job.json"):
         return _from_folder(folder)
     state = {"FINISHED": "finished", "FAILED": "failed"}.get(found["status"], "unfinished")
-    result, job = found["result"], found["job"]
+    job, result = (
+        files.as_shape(files.content(path), shape, f"{name}.json of run {run_id}")
+        if (path := found[name])
+        else {}
+        for name, shape in (("job", files.JOB), ("result", files.RESULT))
+    )
     run = Run(found["name"], found["stage"], state, job, None, result, run_id=run_id, uri=uri)
     run.metrics = dict(result.get("metrics", {}))
     _add_history(run)
@@ -164,7 +186,7 @@ def lineage(runs: list[Run]) -> list[Node]:
         nodes[node.key] = node
         for role, reference in run.inputs.items():
             node.parents.setdefault(_pinned(reference, run.uri), _role(role))
-            _add_version(nodes, _pinned(reference, run.uri), str(run.uri))
+            _add_version(nodes, _pinned(reference, run.uri), run.uri)
         if not node.parents:
             _add_base(nodes, node, run.job["model"]["name_or_path"], "")
     _place(nodes)
@@ -179,15 +201,15 @@ def _role(name: str) -> str:
 def _pinned(reference: str, uri: str | None) -> str:
     """An alias as the version it stands for now, or as it is where it stands for none."""
     try:
-        return registry.pin(reference, str(uri))
+        return registry.pin(reference, uri) if uri else reference
     except InputError:
         return reference
 
 
-def _add_version(nodes: dict[str, Node], key: str, uri: str) -> None:
+def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
     if key in nodes:
         return
-    if not key.startswith("models:/") or "@" in key:
+    if not key.startswith("models:/") or "@" in key or uri is None:
         nodes[key] = Node(key, _tail(key), kind="input")
         return
     try:

@@ -6,13 +6,22 @@ A RUN is its folder, its name under runs/, or its MLflow id. One run's page goes
 which runs of one stage are drawn over each other, into runs/report.
 """
 
-from pipeline import report, storage
+from pipeline import registry, report, storage
+from pipeline.errors import InputError
 
 
 def run(references: list[str]) -> str:
     """Writes the page and says where it is."""
     runs = [report.read(reference) for reference in references]
-    path = report.write(runs, folder_for(runs))
+    try:
+        path = report.write(runs, folder_for(runs))
+    except InputError:
+        raise
+    except Exception as error:  # what a value of another type, deep inside a file, does to the drawing
+        raise InputError(
+            f"{' '.join(references)}: no page can be made of it ({registry.first_line(error)}); its result.json, job.json or "
+            "MLflow run is not as the run left it, or its folder cannot be written"
+        ) from error
     for one in runs:
         if one.note:
             print(f"{one.name}: {one.note}")

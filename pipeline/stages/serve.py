@@ -11,21 +11,37 @@ and knows no passwords: put a reverse proxy or an ssh tunnel before it. (The sta
 would load a pyfunc with an environment of its own, and an adapter is not one; Ray Serve would be another dependency.)
 """
 
+import contextlib
 import json
 import queue
+import re
+import socket
+import sys
 import threading
+import time
 from concurrent.futures import Future
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pipeline.config import Job
+from pipeline.credentials import without_credentials
 from pipeline.data.encode import Dropped, Encoder
 from pipeline.data.formats import RowError, parse
 from pipeline.errors import InputError
 from pipeline.inference import here, options
+from pipeline.inputs import functions, unfilled
+from pipeline.registry import first_line
 from pipeline.worker import Host
 
 LARGEST = 8 << 20  # bytes of a request
+ROWS = 4096  # of a request
+CONNECTIONS = 512  # at a time; each has a thread
+BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: 33\r\n"
+    b'Connection: close\r\n\r\n{"error": "too many connections"}'
+)
+SECONDS = 30.0  # for a client to send a request, and for a connection to be idle
 
 
 def run(job: Job) -> None:
@@ -58,12 +74,53 @@ def server(host: Host) -> ThreadingHTTPServer:
 
 
 class Server(ThreadingHTTPServer):
+    """One thread a connection, of which there are at most CONNECTIONS; one that is not heard of for SECONDS is closed."""
+
     daemon_threads = True
     request_queue_size = (
         128  # connections that wait to be accepted: with the library's 5 a burst of clients is refused
     )
     scores: "Scores"
     health: dict[str, Any]
+
+    def __init__(self, *given: Any):
+        self.listening: dict[Any, float] = {}  # connections that are to send a request, and since when
+        self.open: set[Any] = set()
+        super().__init__(*given)
+
+    def service_actions(self) -> None:
+        """What serve_forever does twice a second."""
+        for connection, since in list(self.listening.items()):
+            if time.monotonic() - since > SECONDS:
+                with contextlib.suppress(OSError):  # its client was faster
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self.open) < CONNECTIONS:
+            self.open.add(request)
+            self.listening[request] = time.monotonic()
+            super().process_request(request, client_address)
+            return
+        with contextlib.suppress(OSError):
+            request.send(BUSY)
+        super().shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection. What its client still sends is read for a moment: else it would not see the answer."""
+        self.listening.pop(request, None)
+        self.open.discard(request)
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_WR)
+            request.settimeout(1.0)
+            until = time.monotonic() + 3
+            while request.recv(1 << 16) and time.monotonic() < until:
+                pass
+        self.close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if error and not isinstance(error, OSError):  # a client that went away is none of ours
+            print(f"serve: {first_line(error)}", file=sys.stderr, flush=True)
 
 
 class Scores:
@@ -79,6 +136,7 @@ class Scores:
         data, ends = host.job.data, eos_ids(tokenizer)
         self.encoder = Encoder(tokenizer, "score", context, data.too_long, apply, ends, data.special_tokens)
         self.score = scorer(host)
+        self.functions = functions(host.job)
         self.rows = options(host.job).local_rollout_forward_batch_size
         self.waiting: queue.SimpleQueue[tuple[list[Any], Future]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="scores").start()
@@ -112,6 +170,9 @@ class Scores:
     def _columns(self, row: Any, number: int) -> dict[str, Any]:
         try:
             [outcomes] = self.encoder.encode([parse(row, "score")])
+            for key, source in self.functions.items():
+                if wanted := unfilled(source, {*row, "messages"}):
+                    raise RowError("missing", wanted, "no such field", f"one, since {key} asks for it")
         except RowError as error:
             outcomes = [error]
         found = outcomes[0]
@@ -131,63 +192,126 @@ class Scores:
             batch = [self.waiting.get()]
             while sum(len(replies) for replies, _ in batch) < self.rows and not self.waiting.empty():
                 batch.append(self.waiting.get())
-            try:
-                found = self.score([reply for replies, _ in batch for reply in replies])
-            except Exception as error:  # belongs to those who asked; the next request may be a better one
-                for _, answer in batch:
-                    answer.set_exception(error)
-                continue
-            for replies, answer in batch:
-                answer.set_result(found[: len(replies)])
-                found = found[len(replies) :]
+            if not self._answer(batch) and len(batch) > 1:
+                for one in batch:  # which of them it was that cannot be scored
+                    self._answer([one])
+
+    def _answer(self, batch: list[tuple[list[Any], Future]]) -> bool:
+        """Scores the replies of several requests in one go; False: that failed, and only a lone request has been told."""
+        try:
+            found = self.score([reply for replies, _ in batch for reply in replies])
+        except (
+            BaseException
+        ) as error:  # also a reward's sys.exit(): the thread is needed for the next request
+            if len(batch) == 1:
+                batch[0][1].set_exception(error)
+            return False
+        for replies, answer in batch:
+            answer.set_result(found[: len(replies)])
+            found = found[len(replies) :]
+        return True
+
+
+class Refused(Exception):
+    """A request that is not answered: (status, why)."""
 
 
 class Handler(BaseHTTPRequestHandler):
     """POST /score, GET /health; everything else is an error that says what is expected."""
 
     server: Server
-    protocol_version = "HTTP/1.1"
+    protocol_version = default_request_version = "HTTP/1.1"
+    raw_requestline: bytes
+    timeout = SECONDS
+
+    def handle_one_request(self) -> None:
+        self.server.listening[self.connection] = time.monotonic()
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        if len(self.raw_requestline.split()) == 2:  # HTTP/0.9, after which the library waits for headers
+            self.raw_requestline = b"HTTP/0.9"
+        return super().parse_request()
 
     def do_GET(self) -> None:
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # what it sends is not read
         if self.path == "/health":
             self._send(200, self.server.health)
         else:
-            self._send(404, {"error": f"no page {self.path}; expected POST /score or GET /health"})
+            self.send_error(404)
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > LARGEST:
-            self.close_connection = True
-            self._send(413, {"error": f"Content-Length: found {length!r}; expected at most {LARGEST} bytes"})
-            return
-        body = self.rfile.read(int(length))
-        if self.path != "/score":
-            self._send(404, {"error": f"no page {self.path}; expected POST /score or GET /health"})
-            return
         try:
-            said = json.loads(body)
-        except ValueError as error:
-            self._send(
-                400, {"error": f"the request is not JSON ({error}); expected a row, or a list of rows"}
-            )
-            return
-        try:
+            said = self._body()
+            self.server.listening.pop(self.connection, None)  # now it is the client that waits
             found = self.server.scores.of(said if isinstance(said, list) else [said])
+            self._send(200, found if isinstance(said, list) else found[0])
+        except Refused as error:
+            self._send(*error.args)
         except RowError as error:
-            self._send(400, {"error": str(error)})
-            return
-        except Exception as error:
-            self._send(500, {"error": f"{type(error).__name__}: {error}"})
-            raise  # its traceback belongs into the server's log
-        self._send(200, found if isinstance(said, list) else found[0])
+            self._send(400, str(error))
+        except OSError:
+            raise  # the client went away
+        except BaseException as error:  # whatever a reward raises
+            self._send(500, without_credentials(f"{type(error).__name__}: {error}"))
+            raise RuntimeError(f"a request failed ({first_line(error)})") from error
+
+    def _body(self) -> Any:
+        """The value that was sent. Raises Refused, and the connection is closed where its body has not been read."""
+        given = self.headers.get_all("Content-Length", [])
+        asked_to_close, self.close_connection = self.close_connection, True
+        if "Transfer-Encoding" in self.headers:
+            raise Refused(501, "Transfer-Encoding: expected a body with a Content-Length instead")
+        if not given:
+            raise Refused(411, "Content-Length: missing, expected the number of bytes of the body")
+        if len(given) > 1 or not re.fullmatch("[0-9]+", given[0]):
+            raise Refused(
+                400, f"Content-Length: found {', '.join(given)[:80]!r}; expected one number of bytes"
+            )
+        if len(given[0]) > 9 or int(given[0]) > LARGEST:
+            raise Refused(413, f"Content-Length: found {given[0][:80]}; expected at most {LARGEST} bytes")
+        body = self.rfile.read(int(given[0]))
+        if len(body) < int(given[0]):
+            raise ConnectionError("the client went away")
+        self.close_connection = asked_to_close
+        if self.path != "/score":
+            raise Refused(404, self._nowhere())
+        try:
+            said = json.loads(body, parse_constant=_refuse_constant)
+            json.dumps(said, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        except (ValueError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"[:200]
+            raise Refused(
+                400, f"the request is not JSON ({why}); expected a row, or a list of rows"
+            ) from error
+        if isinstance(said, list) and len(said) > ROWS:
+            raise Refused(413, f"found {len(said)} rows; expected at most {ROWS} a request")
+        return said
+
+    def _nowhere(self) -> str:
+        return f"no page {self.path[:80]}; expected POST /score or GET /health"
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """The library's own refusals, as JSON too."""
+        self.close_connection = True
+        self._send(code, self._nowhere() if code == 404 else message or HTTPStatus(code).phrase)
 
     def _send(self, status: int, answer: Any) -> None:
-        body = json.dumps(answer).encode()
+        """A JSON answer; a text is an error."""
+        body = json.dumps({"error": answer} if isinstance(answer, str) else answer, allow_nan=False).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No line a request: only errors are worth one, and they have their traceback."""
+        """No line a request: only errors are worth one."""
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"found {name}")
