@@ -1,0 +1,489 @@
+"""A seeded random walk over rows, job files and models: whatever a user gives, a command ends with status 0 or 2.
+
+Two thousand cases, made of what is right by a few mutations each. A case holds if it ends within twenty seconds, with one
+message where the status is 2, without a traceback, and with nothing in the registry that was not there before.
+
+    make test-all ARGS="tests/test_random_walk.py"      WALK_CASES=100 for a shorter one, WALK_SEED=7 for another
+"""
+
+import contextlib
+import copy
+import gzip
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import sys
+import time
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from running import ROOT
+
+from pipeline.__main__ import main
+from pipeline.config.fields import fields_of
+from pipeline.config.rules import TRAINERS
+
+CASES = int(os.environ.get("WALK_CASES", 2000))
+SEED = int(os.environ.get("WALK_SEED", 1))
+SECONDS = 20
+STAGES = ["sft", "rm", "dpo", "ppo"]
+
+CONTROL = [
+    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYes",
+    "</s>",
+    "<|begin_of_text|>",
+    "<|im_end|>",
+]
+TEXTS = [
+    "", " ", "\n", "\0", "a\0b", "\x1b]0;title\x07\x1b[2J", "\r\n", "\u202etxt", "\ud800", "\udfff\ud800", "\ufeff", "ﷺ" * 50,
+    "{{ 7 * 7 }}", "{% for i in range(10 ** 9) %}", "../../etc/passwd", "%20?#'\"\\", "x" * 20_000, "é" * 3000, "null", "NaN",
+    "-1", "1e400", "models:/nothing@champion", "models:/a/b/c", "python:os:getcwd", "python:no:thing", "s3://", "file:///", "~",
+    "!!python/object:os.system", "&a [*a]", "hf://nobody/none", "$(id)", "`id`", "日本語", "auto", *CONTROL,
+]  # fmt: skip
+NUMBERS = [
+    0, 1, -1, 2, 0.5, -0.0, 1e-30, 1e30, 1e400, -1e400, math.nan, 2**31, 2**32, 2**63, 2**64, 10**400, 3.7, 256, 100_000,
+]  # fmt: skip
+OTHERS = [
+    None,
+    True,
+    False,
+    [],
+    {},
+    [None],
+    [[]],
+    [1, "a"],
+    {"a": None},
+    {"": 1},
+    [{"role": "user"}],
+    {"text": "x"},
+]
+
+
+DEEP = {"@deep@": 3000, "@nested@": 60}  # stand for so many lists in each other, which only text can hold
+PLAUSIBLE = [
+    0,
+    1,
+    2,
+    8,
+    64,
+    0.1,
+    0.5,
+    1e-4,
+    1.5,
+    True,
+    False,
+    None,
+    "auto",
+    "no",
+    "steps",
+    "cosine",
+    "plain",
+    [1, 2],
+    ["q_proj"],
+]
+NASTY = [*TEXTS, *NUMBERS, *OTHERS, *DEEP]
+
+
+def nested(text, quote):
+    for name, levels in DEEP.items():
+        text = text.replace(f"{quote}{name}{quote}", "[" * levels + "]" * levels)
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------ rows
+
+
+def good_row(stage, number):
+    place = random.Random(number).choice(["Peru", "Mali", "Oman", "Cuba"])
+    prompt, right, wrong = f"What is the capital of {place}? ({number})", f"It is far from {place}.", "No."
+    if stage == "sft":
+        return random.Random(number).choice([
+            {"prompt": prompt, "completion": right},
+            {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": right}]},
+            {"instruction": prompt, "input": "", "output": right},
+        ])  # fmt: skip
+    if stage == "ppo":
+        return {"prompt": prompt}
+    return random.Random(number).choice([
+        {"prompt": prompt, "chosen": right, "rejected": wrong},
+        {"prompt": prompt, "chosen": right, "rejected": wrong, "margin": 0.5},
+        {"prompt": prompt, "pos_answers": [right], "neg_answers": [wrong]},
+    ])  # fmt: skip
+
+
+def places(value, path=()):
+    """Every path into a row: keys and indices."""
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        found += places(item, (*path, key))
+    return found
+
+
+def mutated(draw, value):
+    """`value` (a row, a JSON file, a job) with something in it changed, taken out or added."""
+    value = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, 3))):
+        every = places(value)
+        if not every:
+            break
+        *parents, last = draw(st.sampled_from(every))
+        holder = value
+        for key in parents:
+            holder = holder[key]
+        what = draw(st.sampled_from(["set", "set", "set", "drop", "add", "rename", "wrap"]))
+        if what == "set":
+            holder[last] = copy.deepcopy(draw(st.sampled_from(NASTY)))
+        elif what == "wrap":
+            holder[last] = draw(st.sampled_from([[holder[last]], {"a": holder[last]}, [holder[last]] * 3]))
+        elif what == "drop":
+            del holder[last]
+        elif isinstance(holder, dict):
+            name = draw(
+                st.sampled_from(
+                    ["label", "tools", "prompt", "margin", "chosen", "", "x" * 300, "a.b", "\ud800"]
+                )
+            )
+            holder[name] = holder.pop(last) if what == "rename" else draw(st.sampled_from(NASTY))
+    return value
+
+
+def as_text(value):
+    """JSON as a careless writer writes it: NaN and Infinity, half surrogates, numbers of any size."""
+    return nested(json.dumps(value), '"').replace("Infinity", "1e400")
+
+
+def damaged(draw, content):
+    """Bytes with a piece cut, doubled or overwritten."""
+    if not content:
+        return content
+    at = draw(st.integers(0, len(content) - 1))
+    what = draw(st.sampled_from(["cut", "flip", "insert", "empty"]))
+    if what == "cut":
+        return content[:at]
+    if what == "flip":
+        return content[:at] + draw(st.binary(min_size=1, max_size=8)) + content[at + 1 :]
+    if what == "insert":
+        return (
+            content[:at]
+            + draw(st.sampled_from([b"\xff\xfe", b"\0" * 9, b"{", b"]", b"\n", b"{}\n[]\n"]))
+            + content[at:]
+        )
+    return b""
+
+
+def file_of_rows(draw, stage, folder):
+    """A file of rows, some of them mutated: (path, overrides)."""
+    rows = [good_row(stage, number) for number in range(draw(st.integers(2, 6)))]
+    for index in draw(st.lists(st.integers(0, len(rows) - 1), max_size=3)):
+        rows[index] = mutated(draw, rows[index])
+    kind = draw(st.sampled_from(["lines", "lines", "lines", "array"]))
+    content = as_text(rows) if kind == "array" else "\n".join(as_text(row) for row in rows)
+    data = content.encode("utf-8", "surrogatepass")
+    if draw(st.integers(0, 4)) == 0:
+        data = damaged(draw, data)
+    name = draw(st.sampled_from(["rows.jsonl", "rows.jsonl", "a b.json", "%20'?.jsonl", "ä\u202e.jsonl"]))
+    if draw(st.integers(0, 5)) == 0:
+        data, name = gzip.compress(data, mtime=0), name + ".gz"
+        if draw(st.booleans()):
+            data = damaged(draw, data)
+    path = folder / name
+    path.write_bytes(data)
+    options = draw(st.lists(st.sampled_from([
+        "data.on_error=skip", "data.too_long=drop", "data.too_long=truncate", "data.max_length=24", "data.eval_fraction=0.3",
+        "model.chat_template=plain", "data.apply_chat_template=true",
+    ]), max_size=3, unique_by=lambda option: option.partition("=")[0]))  # fmt: skip
+    return [f"data.train={json.dumps(str(path))}", *options]
+
+
+# ------------------------------------------------------------------------------------------------- job files
+
+SECTIONS = {
+    **{name: f"pipeline.config.{name.title()}" for name in ("model", "data", "run")},
+    "mlflow": "pipeline.config.MLflow",
+    "lora": "peft.tuners.lora.config.LoraConfig",
+    "scaling": "ray.train.v2.api.config.ScalingConfig",
+}
+WAITS = {"run.storage_path", "mlflow.tracking_uri"}  # the walk's own
+TOP = [
+    "policy",
+    "reward",
+    "judge",
+    "baseline",
+    "gate",
+    "gate.eval_loss",
+    "gate.nothing",
+    "stage",
+    "nothing",
+    "data",
+]
+
+
+def keys_of(stage):
+    keys = [f"{section}.{key}" for section, dotted in SECTIONS.items() for key in fields_of(dotted)]
+    keys += [f"trainer.{key}" for key in fields_of(TRAINERS[stage])] + TOP
+    return sorted(set(keys) - WAITS)
+
+
+def job_of(draw, stage, folder):
+    """A shipped job with keys set to anything: (job file, overrides)."""
+    job = yaml.safe_load((ROOT / f"jobs/demo/{stage}.yaml").read_text())
+    overrides = []
+    for key in draw(st.lists(st.sampled_from(keys_of(stage)), min_size=1, max_size=2)):
+        value = draw(st.sampled_from(draw(st.sampled_from([NASTY, PLAUSIBLE]))))
+        section, _, name = key.rpartition(".")
+        if draw(st.booleans()):
+            text = as_text(value)
+            overrides.append(f"{key}={value if isinstance(value, str) and draw(st.booleans()) else text}")
+        elif section and isinstance(job.setdefault(section, {}), dict):
+            job[section][name] = value
+        elif not section:
+            job[key] = value
+    text = nested(yaml.safe_dump(job, allow_unicode=True), "'")
+    data = text.encode("utf-8", "surrogatepass")
+    if draw(st.integers(0, 4)) == 0:
+        data = damaged(draw, data)
+    path = folder / "job.yaml"
+    path.write_bytes(data)
+    return str(path), [one.encode("utf-8", "replace").decode() for one in overrides]
+
+
+# ---------------------------------------------------------------------------------------------------- models
+
+
+def damage_folder(draw, source, folder):
+    """A copy of a model or an adapter with something in one or two of its files spoilt."""
+    shutil.copytree(source, folder)
+    for _ in range(draw(st.integers(1, 2))):
+        victim = draw(st.sampled_from(sorted(path for path in folder.rglob("*") if path.is_file())))
+        what = draw(st.sampled_from(["json", "json", "json", "bytes", "bytes", "gone"]))
+        if what == "gone":
+            victim.unlink()
+            break
+        if what == "json" and victim.suffix == ".json":
+            with contextlib.suppress(ValueError):  # spoilt already
+                value = json.loads(victim.read_bytes())
+                small = {k: v for k, v in value.items() if k not in ("model", "added_tokens")}
+                changed = mutated(draw, small) if small else {}
+                kept = {k: v for k, v in value.items() if k not in small}
+                victim.write_bytes(as_text({**kept, **changed}).encode("utf-8", "surrogatepass"))
+                continue
+        victim.write_bytes(damaged(draw, victim.read_bytes()))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------ the walk
+
+
+class Late(BaseException):
+    """Twenty seconds are over."""
+
+
+def alarm(*_):
+    raise Late
+
+
+def registered(store):
+    """How many runs and versions a store holds."""
+    if not store.exists():
+        return 0, 0
+    with contextlib.closing(sqlite3.connect(store)) as database:
+        return tuple(
+            database.execute(f"select count(*) from {table}").fetchone()[0]
+            for table in ("runs", "model_versions")
+        )
+
+
+def verdict(arguments, runs):
+    """(exit status, what is wrong with how the command ended or None, what it printed)."""
+    out, err = io.StringIO(), io.StringIO()
+    before = registered(runs / "mlflow.db")
+    signal.signal(signal.SIGALRM, alarm)
+    signal.alarm(SECONDS)
+    status, wrong = None, None
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(arguments)
+    except Late:
+        wrong = f"did not end within {SECONDS} s"
+    except BaseException as error:  # the walk is about what escapes
+        wrong = f"{type(error).__name__} escaped: {str(error)[:300]}"
+    finally:
+        signal.alarm(0)
+    said = err.getvalue()
+    errors = [line for line in said.splitlines() if line.startswith(("error: ", "failed: "))]
+    if wrong is None and status not in (0, 2):
+        wrong = f"status {status}"
+    elif wrong is None and "Traceback" in said + out.getvalue():
+        wrong = "a traceback"
+    elif wrong is None and status == 2 and len(errors) != 1:
+        wrong = f"{len(errors)} messages"
+    elif wrong is None and any(ord(c) < 32 and c not in "\n\t" for c in said + out.getvalue()):
+        wrong = "control characters on the terminal"
+    if wrong is None and registered(runs / "mlflow.db") != before:
+        wrong = "something was registered"
+    return status, wrong, (out.getvalue() + said)[-1500:]
+
+
+def walk(cases, make, runs):
+    """Runs so many cases; [(arguments, what is wrong, what was printed)], and how many ended with 0 and with 2."""
+    failures, ended = [], {0: 0, 2: 0}
+
+    @seed(SEED)
+    @settings(max_examples=cases, deadline=None, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.data())
+    def one(data):
+        arguments = [*make(data.draw), f"run.storage_path={runs}", "run.report=false"]
+        status, wrong, said = verdict(arguments, runs)
+        if wrong:
+            failures.append((arguments, wrong, said))
+            print(f"\nWALK {wrong}\n  {arguments!r:.1500}\n  {said}", file=sys.__stdout__, flush=True)
+        else:
+            ended[status] += 1
+        if os.environ.get("WALK_SHOW"):
+            print(f"\n{status} {arguments!r:.400}\n  {said.strip()[-300:]}", file=sys.__stdout__, flush=True)
+
+    one()
+    return failures, ended
+
+
+def check(cases, make, runs):
+    failures, ended = walk(cases, make, runs)
+    assert not failures, f"{len(failures)} of {cases} cases: " + "; ".join(
+        sorted({wrong for _, wrong, _ in failures})
+    )
+    assert ended[0] > cases // 50 and ended[2] > cases // 10, f"the walk is one-sided: {ended}"
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory, embedded_ray, adapters):
+    """(scratch folder, storage path): where the walk's files lie."""
+    return tmp_path_factory.mktemp("walk"), tmp_path_factory.mktemp("walked")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory, embedded_ray):
+    """Adapters that a stage really left, of one step each: {stage: folder}."""
+    from running import NO_EVAL, stage
+
+    storage = tmp_path_factory.mktemp("adapters")
+    short = ["trainer.max_steps=1", "mlflow.registered_model=null", *NO_EVAL]
+    return {name: stage(name, storage, f"one-{name}", *short)["adapter"] for name in ("sft", "rm")}
+
+
+def fresh(folder):
+    """An empty folder for one case."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def given_inputs(stage, adapters):
+    named = {
+        "dpo": [f"policy={adapters['sft']}"],
+        "ppo": [f"policy={adapters['sft']}", f"reward={adapters['rm']}"],
+    }
+    return [*named.get(stage, []), "judge=null"] if stage in named else []
+
+
+@pytest.mark.slow
+def test_rows(scene, adapters, in_root_for_module):
+    folder, runs = scene
+
+    def make(draw):
+        stage = draw(st.sampled_from(STAGES))
+        rows = file_of_rows(draw, stage, fresh(folder / "rows"))
+        held_out = ["data.eval=null", "trainer.eval_strategy=no"] if stage != "ppo" else ["data.eval=null"]
+        return ["validate", f"jobs/demo/{stage}.yaml", *given_inputs(stage, adapters), *held_out, *rows]
+
+    check(CASES * 2 // 5, make, runs)
+
+
+@pytest.mark.slow
+def test_job_files(scene, adapters, in_root_for_module):
+    folder, runs = scene
+
+    def make(draw):
+        stage = draw(st.sampled_from(STAGES))
+        job, overrides = job_of(draw, stage, fresh(folder / "jobs"))
+        verb = draw(st.sampled_from(["validate", "validate", "plan"]))
+        return [verb, job, *given_inputs(stage, adapters), *overrides]
+
+    check(CASES * 2 // 5, make, runs)
+
+
+@pytest.mark.slow
+def test_models_and_adapters(scene, adapters, in_root_for_module):
+    folder, runs = scene
+
+    def make(draw):
+        shutil.rmtree(folder / "spoilt", ignore_errors=True)
+        stage = draw(st.sampled_from(STAGES))
+        inputs = given_inputs(stage, adapters)
+        if stage in ("sft", "rm") or draw(st.integers(0, 3)) == 0:
+            spoilt = [
+                f"model.name_or_path={damage_folder(draw, ROOT / 'jobs/demo/model', folder / 'spoilt')}"
+            ]
+        else:
+            key = draw(st.sampled_from(["policy", "reward"] if stage == "ppo" else ["policy"]))
+            source = adapters["sft" if key == "policy" else "rm"]
+            inputs = [one for one in inputs if not one.startswith(key)]
+            spoilt = [f"{key}={damage_folder(draw, source, folder / 'spoilt')}"]
+        return ["validate", f"jobs/demo/{stage}.yaml", *inputs, *spoilt]
+
+    check(CASES - 2 * (CASES * 2 // 5), make, runs)
+
+
+@pytest.fixture(scope="module")
+def in_root_for_module():
+    before = os.getcwd()
+    os.chdir(ROOT)
+    yield
+    os.chdir(before)
+
+
+def says(*lines, status=2):
+    def command(arguments):
+        print(*lines, sep="\n", file=sys.stderr)
+        return status
+
+    return command
+
+
+def registers(arguments):
+    with contextlib.closing(sqlite3.connect(arguments[0])) as database:
+        database.execute("insert into runs values (1)")
+        database.commit()
+    return 0
+
+
+@pytest.mark.parametrize(
+    "command, wrong",
+    [
+        (says("error: one thing"), None),
+        (says(status=0), None),
+        (says(), "0 messages"),
+        (says("error: one", "error: two"), "2 messages"),
+        (says("error: one", status=1), "status 1"),
+        (says("error: Traceback (most recent call last)"), "a traceback"),
+        (says("error: \x1b[2J"), "control characters on the terminal"),
+        (lambda _: 1 / 0, "ZeroDivisionError escaped: division by zero"),
+        (lambda _: time.sleep(3), "did not end within 1 s"),
+        (registers, "something was registered"),
+    ],
+)
+def test_the_walk_notices_what_it_is_for(command, wrong, tmp_path, monkeypatch):
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("create table runs (id)")
+        database.execute("create table model_versions (id)")
+    monkeypatch.setattr(sys.modules[__name__], "main", command)
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 1)
+    assert verdict([tmp_path / "mlflow.db"], tmp_path)[1] == wrong
