@@ -171,7 +171,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     trainer = TorchTrainer(
         main,
         train_loop_config={"train": train, "work": work},
-        torch_config=None if os.environ.get("RAY_ADDRESS") else FileRendezvous(),
+        torch_config=FileRendezvous(folder=folder) if (folder := embedded.session_folder()) else None,
         datasets=rows,
         # Every worker sees the whole set: a split shard would be split a second time by accelerate.
         dataset_config=DataConfig(datasets_to_split=[]),
