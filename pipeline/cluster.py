@@ -153,7 +153,14 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
             an InputError.
         Failure: when no place for the workers was found within run.placement_timeout_s.
     """
-    from ray.train import CheckpointConfig, ControllerError, DataConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train import (
+        CheckpointConfig,
+        ControllerError,
+        DataConfig,
+        FailureConfig,
+        RunConfig,
+        ScalingConfig,
+    )
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.config import LoggingConfig
 

@@ -175,9 +175,7 @@ def _need(job: Job) -> str:
     each = ", ".join(f"{name}: {amount:g}" for name, amount in asked(job).items())
     low, high = job.workers
     more = [
-        f"{key} {job.scaling[key]}"
-        for key in ("accelerator_type", "label_selector")
-        if job.scaling.get(key)
+        f"{key} {job.scaling[key]}" for key in ("accelerator_type", "label_selector") if job.scaling.get(key)
     ]
     return " ".join([f"{low if low == high else f'{low} to {high}'} x {{{each}}}", *more])
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
-from pipeline.config import Job
+from pipeline.config import Job, gates, libraries
 from pipeline.config.fields import fields_of
 from pipeline.config.keys import TRAINERS
 from pipeline.errors import InputError, summary
@@ -44,8 +44,11 @@ def launch(job: Job, train: Any) -> dict[str, Any]:
     if earlier:  # not what an alias has become since
         inputs |= earlier.get("begun_with", {}).get("inputs", {})
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
-    with cluster.session(job):
+    for warning in gates.unmeasured(job):
+        print(f"warning: {warning}", flush=True)
+    with libraries.asked(job) as check_libraries, cluster.session(job):
         work, rows, report = prepare(job, inputs)
+        check_libraries()
         print(report.render(samples=not report.reused), flush=True)
         if earlier:
             earlier = begun.check(earlier, job, work.base["digest"], work.digests)
@@ -156,6 +159,7 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
     from pipeline.models.tokenizer import load_tokenizer
 
     check_sampler(job)
+    check_experts(job)
     model = job.model
     base = base_identity(model.name_or_path, model.revision)
     check_weights(model)
@@ -168,13 +172,27 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
     return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id="", inputs=inputs)
 
 
+def check_experts(job: Job) -> None:
+    """Refuses a loss that balances experts, of a base that has none: TRL says so when it has loaded the model."""
+    from pipeline.models.base import base_config
+
+    if not job.trainer.get("router_aux_loss_coef"):
+        return
+    config = base_config(job.model.name_or_path, job.model.revision)
+    if not any("expert" in key for key in [*config, *(config.get("text_config") or {})]):
+        raise InputError(
+            f"trainer.router_aux_loss_coef: found {job.trainer['router_aux_loss_coef']}, but {job.model.name_or_path} has no "
+            "experts to balance; take it out"
+        )
+
+
 def room_for_prompts(job: Job, context: int | None) -> int | None:
     """The longest row: the context, less the reply that is still to be written into it."""
     if context is None or job.stage not in ("ppo", "evaluate", "generate"):
         return context
     length = fields_of(TRAINERS[job.stage])["response_length"].default
     reply = job.trainer.get("response_length", length)
-    if reply >= context:
+    if reply > context - 2:
         raise InputError(
             f"trainer.response_length: {reply} tokens leave no room for a prompt in the model's context of {context}; "
             f"type trainer.response_length={context // 2}"

@@ -8,7 +8,7 @@ The tokenised rows stay in the cache: the run that follows does not make them ag
 from typing import Any
 
 from pipeline import cluster, registry, storage
-from pipeline.config import Job
+from pipeline.config import Job, libraries
 from pipeline.inputs import pin_inputs
 from pipeline.run import prepare
 
@@ -19,7 +19,10 @@ def run(job: Job) -> dict[str, Any]:
     if job.policy or job.reward:
         registry.check(job)
     job, inputs = pin_inputs(job)
-    with cluster.session(job):
+    # A job for GPUs may be looked at where not all of its packages are.
+    asked = [] if job.scaling.get("use_gpu") else [job]
+    with libraries.asked(*asked) as check_libraries, cluster.session(job):
         _, _, report = prepare(job, inputs)
+        check_libraries()
         print(report.render(), flush=True)
     return report.to_dict()
