@@ -121,7 +121,7 @@ ROWS = [
     case("gzip bomb", "sft", r"rows\.jsonl\.gz:1: found a gzip stream that unpacks to more than 100 times its size", MEND,
          rows=gzip.compress(b" " * (32 << 20)), file="rows.jsonl.gz"),
     case("device", "sft", r"data\.train: '/dev/zero' is neither a file nor a folder; .*write what comes out of a pipe", overrides=["data.train=/dev/zero"]),
-    case("template without the reply", "sft", r"rows\.jsonl:1: found no token of a reply after the chat template", MEND,
+    case("template without the reply", "sft", r"rows\.jsonl:1: found no token of a completion after the chat template", MEND,
          rows=[GOOD], overrides=["model.chat_template={silent}"]),
     case("template that makes a pair equal", "dpo", r"rows\.jsonl:2: `chosen`: found the same tokens on both sides after chat template and tokenizer", MEND,
          rows=[PAIR, {**PAIR, "rejected": "LIMA."}], overrides=["model.chat_template={lower}"]),
