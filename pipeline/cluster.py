@@ -40,6 +40,11 @@ def name_run(job: Job) -> Job:
     return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
 
 
+def set_environment() -> None:
+    """The ENVIRONMENT, where the user has set nothing else; before a library that reads it is imported."""
+    os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+
+
 @contextlib.contextmanager
 def session(job: Job) -> Iterator[None]:
     """Ray for the stages inside: the one already running in this process, the cluster's, or an embedded one."""
@@ -49,7 +54,7 @@ def session(job: Job) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+    set_environment()
     with _cluster(job) if os.environ.get("RAY_ADDRESS") else _embedded():
         signals.listen()  # ray.init() has put handlers of its own there
         console.attach()

@@ -140,10 +140,14 @@ def checked(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool 
     check_buckets(job)
     job, inputs = pin_inputs(job)
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
-    with libraries.asked(*([job] if ask_libraries else [])) as check_libraries, cluster.session(job):
-        work, rows, report = prepare(job, inputs | (pinned or {}))
-        check_libraries()
-        yield Run(work, rows, report, started)
+    inputs |= pinned or {}
+    cluster.set_environment()
+    with libraries.asked(*([job] if ask_libraries else [])) as check_libraries:
+        work = models(job, inputs)  # a damaged one is not worth starting Ray for
+        with cluster.session(job):
+            work, rows, report = prepare(job, inputs, work)
+            check_libraries()
+            yield Run(work, rows, report, started)
 
 
 def _train_and_register(
@@ -214,11 +218,15 @@ def finished(job: Job) -> dict[str, Any] | None:
     return result | {"folder": job.folder}  # where it was found: it may have been moved since
 
 
-def prepare(job: Job, inputs: dict[str, str]) -> tuple[Work, dict[str, Any], Any]:
-    """All that workers start from: tokenizer, base, inputs that fit to it; the tokenised rows by name; their report."""
+def prepare(job: Job, inputs: dict[str, str], work: Work | None = None) -> tuple[Work, dict[str, Any], Any]:
+    """All that workers start from: tokenizer, base, inputs that fit to it; the tokenised rows by name; their report.
+
+    Args:
+        work: `models` of the job, where they have been looked at already.
+    """
     from pipeline.data.read import prepare as prepare_data
 
-    work = models(job, inputs)
+    work = work or models(job, inputs)
     cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
     rows: dict[str, Any] = {}
     digests, fingerprints = {}, {}
