@@ -152,12 +152,12 @@ def _check_batches(tree: Tree, job: Job) -> None:
         "per_device_train_batch_size", fields_of(TRAINERS[job.stage])["per_device_train_batch_size"].default
     )
     step = device * low
-    for workers in range(low + 1, high + 1):
-        step = math.lcm(step, device * workers)
+    for count in range(low + 1, high + 1):
+        step = math.lcm(step, device * count)
         if step > bounds.LARGEST_BATCH:  # it doubles and trebles with further workers
             raise tree.error(
                 "scaling.num_workers",
-                f"found [{low}, {high}]: no data.batch_size comes out even on each of {low} to {workers} workers with "
+                f"found [{low}, {high}]: no data.batch_size comes out even on each of {low} to {count} workers with "
                 f"trainer.per_device_train_batch_size={device}; take a narrower range",
             )
     if size % step:
