@@ -151,6 +151,11 @@ JOB = [
     case("run.name of the store's own folders", "sft", r"run\.name: found .artifacts..*expected another name", overrides=["run.name=artifacts", "run.fresh=true"]),
     case("name of a run of another stage", "rm", r"run\.name: 'done' is .*finished sft run in .*run\.name=rm-done", overrides=["run.name=done"]),
     case("name of an unfinished run of another stage", "rm", r"run\.name: 'halfway' is .*sft run in .*run\.name=rm-halfway", overrides=["run.name=halfway"]),
+    case("seed below 0", "sft", r"command line: trainer\.seed: found -1, expected between 0 and 4294967295, for example 42", overrides=["trainer.seed=-1"]),
+    case("metric of another stage", "ppo", r"command line: gate\.eval_accuracy: `ppo` has no such metric", overrides=["gate.eval_accuracy='>= 0.9'"]),
+    case("settings that TRL refuses", "sft", r"jobs/demo/sft\.yaml: trainer\.optim_args: found 'foo'; SFTConfig says: not enough values", overrides=["trainer.optim_args=foo"]),
+    case("settings that peft refuses", "rm", r"jobs/demo/rm\.yaml: lora\.\w+: found .*; peft\.LoraConfig says: `layers_to_transform` cannot be used", overrides=["lora.layers_to_transform=[0]"]),
+    case("experts of a base that has none", "sft", r"trainer\.router_aux_loss_coef: found 0\.1, but jobs/demo/model has no experts", overrides=["trainer.router_aux_loss_coef=0.1"]),
     # models
     case("no such base", "sft", r"model\.name_or_path: there is no folder '/nowhere/model'; expected a model folder or a hub id", overrides=["model.name_or_path=/nowhere/model"]),
     case("hub id offline", "sft", r"model\.name_or_path: 'nobody/nothing' is not a folder here, and the hub cannot be reached.*hf download nobody/nothing",
@@ -195,6 +200,8 @@ JOB = [
          overrides=["scaling.num_workers=500", "data.batch_size=null"]),
     case("more CPUs a worker than there are", "sft", r"scaling\.resources_per_worker: found CPU: 500, but this machine has \d+; type .*CPU: \d+", overrides=["scaling.resources_per_worker={{CPU: 500}}"]),
     case("resource that is not there", "sft", r"scaling\.resources_per_worker: .*TPU.*expected CPU", overrides=["scaling.resources_per_worker={{CPU: 1, TPU: 1}}"]),
+    case("more memory than there is", "sft", r"scaling\.resources_per_worker: 1 worker with memory: 1e\+14 bytes each, but this machine has", overrides=["scaling.resources_per_worker={{CPU: 1, memory: 1e14}}"]),
+    case("a GPU that is of another kind", "sft", r"scaling\.accelerator_type: found XYZ, but this machine has", overrides=["scaling.accelerator_type=XYZ"]),
     case("GPU of a job without GPUs", "sft", r"scaling\.resources_per_worker: found GPU: 1 without scaling\.use_gpu; type scaling\.use_gpu=true",
          overrides=["scaling.resources_per_worker={{CPU: 1, GPU: 1}}"]),
     case("GPU that is not there", "sft", r"scaling\.use_gpu: 99 workers want a GPU each, but this machine has \d+; run on a cluster", overrides=[
