@@ -1,5 +1,6 @@
 """What every test shares: quiet libraries, no network, one embedded Ray, and `cli`, the command line in this process."""
 
+import importlib
 import os
 from pathlib import Path
 
@@ -22,9 +23,12 @@ os.environ.pop("RAY_ADDRESS", None)
 
 @pytest.fixture(scope="session")
 def embedded_ray():
-    """One Ray for all tests that need one: the stages find it and use it."""
+    """One Ray for all tests that need one: the stages find it and use it, and the libraries that they ask first."""
     from pipeline import cluster
-    from pipeline.config import load_job
+    from pipeline.config import libraries, load_job
+
+    for module in libraries.LOADED:  # else each job has a process import them
+        importlib.import_module(module)
 
     with cluster.session(load_job(ROOT / "jobs/demo/sft.yaml", [], "sft")):
         yield

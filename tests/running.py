@@ -8,6 +8,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from pipeline.__main__ import main
+from pipeline.config import STAGES, gates, load_job
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -30,10 +31,15 @@ def stage(
             f"run.name={name}",
         ]
         assert main([*arguments, *overrides]) == status
+        path = storage / name / "result.json"
+        result = json.loads(path.read_text()) if path.exists() else {}
+        if verb in STAGES and result:  # what a run measures is what its gate may name
+            known = gates.metrics(load_job(arguments[1], [*arguments[2:], *overrides], verb))
+            of_subsets = {metric for metric in result["metrics"] if metric.startswith("eval_rm_accuracy/")}
+            assert set(result["metrics"]) - of_subsets <= set(known)
+        return result
     finally:
         os.chdir(before)
-    path = storage / name / "result.json"
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def client(storage: Path) -> MlflowClient:

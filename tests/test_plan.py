@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -192,6 +193,34 @@ def test_on_a_cpu_it_looks_at_this_machine(llama_8b, capsys, in_root):
 def test_what_cannot_be_planned(name, override, message, llama_8b, capsys):
     assert plan_command(llama_8b, name, override) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("sft", "data.max_length=1000", r"data\.max_length: 1000 is more than the model's context of 256 tokens; type data\.max_length=256"),
+        ("ppo", "trainer.response_length=1048576", r"trainer\.response_length: 1048576 tokens leave no room for a prompt"),
+        ("ppo", "trainer.response_length=255", r"trainer\.response_length: 255 tokens leave no room"),
+        ("sft", "lora.target_modules=[nothing]", r"lora\S*: .*nothing"),
+        ("sft", "lora.layers_to_transform=0", r"lora\S*: .*`layers_to_transform` cannot be used"),
+    ],
+)  # fmt: skip
+def test_what_a_run_would_refuse_is_not_planned(name, override, message, capsys, in_root):
+    assert main(["plan", f"jobs/demo/{name}.yaml", override]) == 2
+    errors = capsys.readouterr().err
+    assert re.search(message, errors) and "Traceback" not in errors, errors
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.num_train_epochs=1000000", "trainer.num_train_epochs=5e-324", "trainer.max_steps=1000000000",
+        "scaling.num_workers=10000", "lora.r=8192",
+    ],
+)  # fmt: skip
+def test_absurd_sizes_are_planned_or_do_not_fit(override, capsys, in_root):
+    assert main(["plan", "jobs/demo/sft.yaml", "data.batch_size=null", override]) in (0, 1)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.fields import short, show
+from pipeline.config.fields import printable, show
 from pipeline.errors import InputError
 
 if TYPE_CHECKING:
@@ -110,12 +110,10 @@ def problem(asked: dict[str, Any]) -> str | None:
     place = f"{asked['source']}: " if asked.get("source") else ""
     for section, make in (("lora", _lora), ("trainer", _trainer)):
         values = asked.get(section) or {}
-        error = _refused(make, asked, values)
+        error = _refused(make, asked, values) if section in asked else None
         if error is None:
             continue
-        reason = (
-            short(" ".join(str(error).split())) if len(str(error)) > 400 else " ".join(str(error).split())
-        )
+        reason = printable(" ".join(str(error).split())[:500])
         # The key without which they take the rest.
         for key in values:
             if _refused(make, asked, {k: v for k, v in values.items() if k != key}) is None:

@@ -1,0 +1,109 @@
+"""The libraries' own refusals come from the driver, before a worker, with the key: from this process, or from one beside it."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from running import NO_EVAL, ROOT
+
+from pipeline.__main__ import main
+from pipeline.config import libraries, load_job
+from pipeline.errors import InputError
+
+
+def job(stage, *overrides):
+    base = ["policy=base"] if stage == "dpo" else []
+    return load_job(ROOT / f"jobs/demo/{stage}.yaml", [*base, *overrides], stage)
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The libraries in this process, as in a notebook; no answers from before."""
+    for module in libraries.LOADED:
+        importlib.import_module(module)
+
+    monkeypatch.setattr(libraries, "_answers", {})
+    monkeypatch.setattr(subprocess, "Popen", None)  # no process is needed
+
+
+REFUSED = [
+    ("sft", ["trainer.optim_args=foo"], r"trainer\.optim_args: found 'foo'; SFTConfig says: not enough values"),
+    ("sft", ["trainer.lr_scheduler_kwargs={a: 1}"], r"trainer\.lr_scheduler_kwargs: found \{'a': 1\}; SFTConfig says: .*unexpected keyword argument 'a'"),
+    ("sft", ["trainer.lr_scheduler_type=warmup_stable_decay"], r"trainer\.lr_scheduler_type: found 'warmup_stable_decay'"),
+    ("rm", ["trainer.optim=adamw_torch_xla"], r"trainer\.optim: found 'adamw_torch_xla'; RewardConfig says: .*torch_xla"),
+    ("sft", ["trainer.dataloader_prefetch_factor=2"], r"trainer\.dataloader_prefetch_factor: found 2"),
+    ("sft", ["trainer.debug=loud"], r"trainer\.debug: found 'loud'; SFTConfig says: loud is not a valid DebugOption"),
+    ("sft", ["trainer.torch_compile_backend=quick"], r"trainer\.torch_compile_backend: found 'quick'; .*inductor"),
+    ("sft", ["trainer.use_liger_kernel=true"], r"trainer\.use_liger_kernel: found true; SFTConfig says: the package liger_kernel"),
+    ("sft", ["trainer.bf16=true", "trainer.use_cpu=false"], r"trainer: SFTConfig says: Your setup doesn't support bf16/gpu\. You need to assign use_cpu"),
+    ("dpo", ["trainer.loss_weights=[1.0]"], r"trainer\.loss_\w+: found \[.*DPOConfig says: `loss_weights` must have the same length"),
+    ("sft", ["lora.layers_to_transform=[0]"], r"lora\.(target_modules|layers_to_transform): found .*; peft\.LoraConfig says: `layers_to_transform` cannot be used"),
+    ("ppo", ["lora.layers_pattern=h", "lora.target_modules=[q_proj]"], r"lora\.layers_pattern: found 'h'; peft\.LoraConfig says: When `layers_pattern`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "overrides", "says"), REFUSED, ids=[case[1][0] for case in REFUSED])
+def test_a_refusal_names_the_key(stage, overrides, says, loaded):
+    with libraries.asked(job(stage, *overrides)) as check, pytest.raises(InputError, match=says) as caught:
+        check()
+    assert str(caught.value).startswith(f"{ROOT}/jobs/demo/{stage}.yaml: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo", "evaluate", "generate", "score", "export"])
+def test_shipped_jobs_are_taken(stage, loaded):
+    with libraries.asked(job(stage)) as check:
+        check()
+
+
+@pytest.mark.parametrize("profile", ["llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
+def test_a_job_for_gpus_is_taken_where_there_are_none(profile, stage, loaded, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with libraries.asked(
+        load_job(f"jobs/{profile}/{stage}.yaml", ["trainer.tf32=true"][: stage != "ppo"])
+    ) as check:
+        check()
+
+
+def test_a_process_of_its_own_answers_for_several_jobs(monkeypatch):
+    """The driver has none of them loaded; the first to wait hears what is wrong with the last."""
+    monkeypatch.setattr(libraries, "LOADED", ("no_such_module",))
+    monkeypatch.setattr(libraries, "_answers", {})
+    jobs = job("sft"), job("rm"), job("dpo", "trainer.optim_args=foo")
+    begun = []
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: begun.append(real(*a, **k)) or begun[-1])
+    with libraries.asked(*jobs), libraries.asked(jobs[0]) as check:
+        with pytest.raises(InputError, match=r"dpo\.yaml: trainer\.optim_args: found 'foo'"):
+            check()
+        with libraries.asked(jobs[1]) as known:  # answered already
+            known()
+    assert len(begun) == 1 and begun[0].poll() is not None
+    with libraries.asked(job("sft", "trainer.seed=7")):  # an error elsewhere leaves no process behind
+        pass
+    assert len(begun) == 2 and begun[1].poll() is not None
+
+
+def test_a_process_that_fails_is_no_answer(monkeypatch):
+    monkeypatch.setattr(libraries, "LOADED", ("no_such_module",))
+    monkeypatch.setattr(libraries, "_answers", {})
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with libraries.asked(job("sft")) as check, pytest.raises((RuntimeError, BrokenPipeError)):
+        check()
+
+
+def test_a_run_ends_before_anything_is_written(embedded_ray, tmp_path, capsys, in_root):
+    given = [
+        *NO_EVAL,
+        "gate={}",
+        f"run.storage_path={tmp_path}",
+        "run.name=refused",
+        "trainer.optim_args=foo",
+    ]
+    assert main(["sft", "jobs/demo/sft.yaml", *given]) == 2
+    errors = capsys.readouterr().err
+    assert (
+        "error: jobs/demo/sft.yaml: trainer.optim_args: found 'foo'" in errors and "Traceback" not in errors
+    )
+    assert not (tmp_path / "refused").exists()

@@ -1,0 +1,122 @@
+"""Workers for which there is no place: refused on this machine, waited for on a cluster, aloud and not for ever."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from running import NO_EVAL, ROOT
+
+from pipeline import placement
+from pipeline.config import load_job
+from pipeline.errors import InputError
+
+
+def job(*overrides):
+    return load_job(ROOT / "jobs/demo/sft.yaml", ["data.batch_size=null", *overrides], "sft")
+
+
+GPU = ["scaling.use_gpu=true", "trainer.use_cpu=false"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["scaling.resources_per_worker={CPU: 1, memory: 1e14}"], r"1 worker with memory: 1e\+14 bytes each, but this machine has \S+ for them"),
+        (["scaling.num_workers=2", "scaling.resources_per_worker={CPU: 0.5, memory: 9e13}"], "2 workers with memory"),
+        (["scaling.accelerator_type=H100"], r"scaling\.accelerator_type: found H100, but this machine has no GPU"),
+        ([*GPU, "scaling.accelerator_type=XYZ"], r"scaling\.accelerator_type: found XYZ, but this machine has"),
+        (["scaling.label_selector={zone: a}"], r"scaling\.label_selector: found \{'zone': 'a'\}, but this machine has no labels"),
+        (["scaling.num_workers=2", "scaling.placement_strategy=STRICT_SPREAD", "scaling.resources_per_worker={CPU: 0.5}"], "this is one"),
+        (["scaling.num_workers=500"], "500 workers with 1 CPU each"),
+        (["scaling.resources_per_worker={CPU: 1, TPU: 1}"], "found TPU, which this machine does not have"),
+        ([*GPU, "scaling.resources_per_worker={CPU: 0.1, GPU: 64}"], "1 workers want 64 GPUs each"),
+    ],
+)  # fmt: skip
+def test_what_this_machine_can_never_hold_is_refused(overrides, says, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(InputError, match=says):
+        placement.check_scaling(job(*overrides))
+
+
+def test_what_it_can_hold_is_not(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    placement.check_scaling(job())
+    placement.check_scaling(job("scaling.resources_per_worker={CPU: 0.5, memory: 1e9}"))
+    placement.check_scaling(job("scaling.placement_strategy=STRICT_SPREAD"))
+    assert placement.asked(job(*GPU)) == {"CPU": 1, "GPU": 1}
+    assert placement.asked(job(*GPU, "scaling.resources_per_worker=null")) == {"GPU": 1}
+
+
+def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(placement, "_autoscaler_limits", lambda: {"CPU": 64, "GPU": 4})
+    placement.check_scaling(job("scaling.num_workers=64"))
+    with pytest.raises(
+        InputError, match=r"65 workers with CPU: 1 each, but with all nodes .* this cluster has 64"
+    ):
+        placement.check_scaling(job("scaling.num_workers=65"))
+    monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # nothing is known
+    placement.check_scaling(job("scaling.num_workers=65"))
+
+
+def test_a_wait_says_what_it_waits_for_and_ends(embedded_ray, monkeypatch, capsys):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    wait = placement.Wait(job("scaling.resources_per_worker={CPU: 64}", "run.placement_timeout_s=100"))
+    assert wait.waiting() is None and capsys.readouterr().out == ""
+    now[0] += 29
+    assert wait.waiting() is None and capsys.readouterr().out == ""
+    now[0] += 1
+    assert wait.waiting() is None
+    assert re.match(r"waiting for 1 x \{CPU: 64\}, 30 s so far; the cluster has \{CPU: \d+, memory: .* GiB\}, of which .* are free\n",
+                    capsys.readouterr().out)  # fmt: skip
+    now[0] += 60
+    wait.placed()  # as after a node that came back: the next wait has its own time
+    assert wait.waiting() is None
+    now[0] += 100
+    over = wait.waiting()
+    assert over is not None and over.startswith(
+        "run.placement_timeout_s: no place for 1 x {CPU: 64} was found in 100 s"
+    )
+    endless = placement.Wait(job("run.placement_timeout_s=-1"))
+    endless.waiting()
+    now[0] += 1e9
+    assert endless.waiting() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verb", "overrides", "need"),
+    [
+        ("sft", [*NO_EVAL, "scaling.resources_per_worker={CPU: 1, memory: 1e14}"], r"1 x \{CPU: 1, memory: 1e\+14\}"),
+        ("sft", [*NO_EVAL, "scaling.num_workers=[3, 4]", "data.batch_size=48", "trainer.per_device_train_batch_size=4"], r"3 to 4 x \{CPU: 1\}"),
+        ("score", ["reward=python:bad_rewards:length", "scaling.resources_per_worker={CPU: 64}"], r"1 x \{CPU: 64\}"),
+    ],
+    ids=["fixed", "elastic", "pool"],
+)  # fmt: skip
+def test_on_a_cluster_a_wait_ends_with_one_message(verb, overrides, need, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False},
+    )
+    try:
+        env = os.environ | {"RAY_ADDRESS": cluster.address, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "1"}
+        given = ["run.placement_timeout_s=3", "gate={}", f"run.storage_path={tmp_path}", *overrides]
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", verb, f"jobs/demo/{verb}.yaml", *given],
+            cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+    finally:
+        cluster.shutdown()
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    [message] = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
+    assert re.match(
+        rf"failed: run\.placement_timeout_s: no place for {need} was found in 3 s; the cluster has", message
+    )
