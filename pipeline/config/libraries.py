@@ -76,8 +76,9 @@ def _start(requests: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(requests))
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, and _check says why
+        process.stdin.write(json.dumps(requests))
+        process.stdin.close()
     process.stdin = None
     _running.update(dict.fromkeys(requests, process))
     return process
