@@ -40,6 +40,11 @@ def name_run(job: Job) -> Job:
     return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
 
 
+def set_environment() -> None:
+    """The ENVIRONMENT, where the user has set nothing else; before a library that reads it is imported."""
+    os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+
+
 @contextlib.contextmanager
 def session(job: Job) -> Iterator[None]:
     """Ray for the stages inside: the one already running in this process, the cluster's, or an embedded one."""
@@ -49,7 +54,7 @@ def session(job: Job) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+    set_environment()
     with _cluster(job) if os.environ.get("RAY_ADDRESS") else _embedded():
         signals.listen()  # ray.init() has put handlers of its own there
         console.attach()
@@ -177,7 +182,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     trainer = TorchTrainer(
         main,
         train_loop_config={"train": train, "work": work},
-        torch_config=None if os.environ.get("RAY_ADDRESS") else FileRendezvous(),
+        torch_config=FileRendezvous(folder=folder) if (folder := embedded.session_folder()) else None,
         datasets=rows,
         # Every worker sees the whole set: a split shard would be split a second time by accelerate.
         dataset_config=DataConfig(datasets_to_split=[]),

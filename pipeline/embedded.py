@@ -71,6 +71,14 @@ def _environment() -> Iterator[None]:
         _read_by_ray()
 
 
+_folders: list[str] = []  # of the session that this process has, if it has one
+
+
+def session_folder() -> str | None:
+    """Where the files of this process's embedded Ray lie, until it ends; None where the Ray here is another one."""
+    return _folders[-1] if _folders else None
+
+
 def _read_by_ray() -> None:
     """Ray reads these settings when it is imported, which a notebook, say, did long before: it reads them again.
 
@@ -102,13 +110,15 @@ def ray_session(**options: Any) -> Iterator[None]:
         try:
             # address="local": else it would join whatever cluster this machine last started, somebody else's included.
             context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
+            _folders.append(context.address_info["session_dir"])
             yield
             ray.shutdown()
-            shutil.rmtree(context.address_info["session_dir"], ignore_errors=True)
+            shutil.rmtree(_folders[-1], ignore_errors=True)
         finally:  # of a session that failed, Ray's logs stay until the next but one starts
             with signals.ignored():
                 ray.shutdown()
                 watching.communicate()
+            _folders.clear()
 
 
 # --------------------------------------------------------------------------------------------- what stays behind

@@ -8,7 +8,6 @@ depends on the job, the row and its number alone, not on the number of actors or
 """
 
 import json
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -79,7 +78,7 @@ def here(job: Job) -> Host:
     Raises:
         InputError: when one of them is not there or does not fit.
     """
-    os.environ.update({k: v for k, v in cluster.ENVIRONMENT.items() if k not in os.environ})
+    cluster.set_environment()
     cluster.check_scaling(job)
     job, inputs = pin_inputs(job)
     work = models(job, inputs)

@@ -144,12 +144,20 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     """
     if job.stage not in ("sft", "rm", "dpo", "ppo"):
         raise InputError(f"stage: found {job.stage}; plan is for sft, rm, dpo and ppo jobs")
-    shape = Shape(job)
-    asked = settings(job, shape.context)
     device = "cuda" if job.scaling.get("use_gpu") else "cpu"
     roles, learning = _roles(job)
     starts = {"policy": "policy", "reference": "policy", "reward": "reward", "critic": "reward"}
-    size = {role: 4.0 * shape.adapter((loras or {}).get(starts.get(role, ""), job.lora)) for role in roles}
+    try:
+        shape = Shape(job)
+        size = {
+            role: 4.0 * shape.adapter((loras or {}).get(starts.get(role, ""), job.lora)) for role in roles
+        }
+    except ValueError as error:  # peft's: no such modules, or settings that exclude each other
+        raise InputError(
+            f"lora: peft refuses it for {job.model.name_or_path}: {str(error).splitlines()[0]}"
+        ) from error
+    _check_lengths(job, shape.context)
+    asked = settings(job, shape.context)
     trainable = sum(size[role] for role in learning)
     items = [
         Item(f"base, {'nf4' if job.model.load_in_4bit else job.model.dtype}, once", shape.weights),
@@ -194,6 +202,18 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
         ]
     lengths = (asked.prompt, asked.reply) if asked.rollout_rows else (asked.width, 0)
     return Plan(job, shape.parameters, int(trainable / 4), items, device, shape.layers, lengths)
+
+
+def _check_lengths(job: Job, context: int) -> None:
+    """Refuses rows that the model cannot read, in the words of the run."""
+    from pipeline.run import room_for_prompts
+
+    room_for_prompts(job, context)
+    if (job.data.max_length or 0) > context:
+        raise InputError(
+            f"data.max_length: {job.data.max_length} is more than the model's context of {context} tokens; "
+            f"type data.max_length={context}"
+        )
 
 
 def _roles(job: Job) -> tuple[list[str], list[str]]:

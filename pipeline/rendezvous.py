@@ -19,7 +19,9 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch
 
 @dataclass
 class FileRendezvous(TorchConfig):
-    """TorchConfig for workers on the driver's machine."""
+    """TorchConfig for workers on the driver's machine; `folder` is the user's own, and ends with the session."""
+
+    folder: str = ""
 
     @property
     def backend_cls(self) -> type[_TorchBackend]:
@@ -29,7 +31,7 @@ class FileRendezvous(TorchConfig):
 class _Backend(_TorchBackend):
     def on_start(self, worker_group: Any, backend_config: FileRendezvous) -> None:
         """Runs in Ray Train's controller: forms the group of all workers."""
-        store = os.path.join(tempfile.mkdtemp(prefix="rendezvous-"), "store")
+        store = os.path.join(tempfile.mkdtemp(prefix="rendezvous-", dir=backend_config.folder), "store")
         group = {
             "backend": "nccl" if worker_group.get_resources_per_worker().get("GPU") else "gloo",
             "world_size": len(worker_group),

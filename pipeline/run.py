@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
-from pipeline.config import Job
+from pipeline.config import Job, gates, libraries
 from pipeline.config.fields import fields_of
 from pipeline.config.rules import TRAINERS
 from pipeline.credentials import without_credentials
@@ -112,6 +112,8 @@ def open_run(job: Job) -> Iterator[Run]:
     earlier = begun.before(job)
     # Not what an alias has become since.
     pinned = earlier.get("begun_with", {}).get("inputs", {}) if earlier else {}
+    for warning in gates.unmeasured(job):
+        print(f"warning: {warning}", flush=True)
     with checked(job, pinned) as run:
         print(run.report.render(samples=not run.report.reused), flush=True)
         if earlier:
@@ -127,19 +129,25 @@ def open_run(job: Job) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def checked(job: Job, pinned: dict[str, str] | None = None) -> Iterator[Run]:
+def checked(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool = True) -> Iterator[Run]:
     """Everything that a job names, found and checked, its rows tokenised, on a Ray that lasts for the block.
 
     Args:
         pinned: versions of inputs that the run was begun with: they count, whatever the job's aliases mean by now.
+        ask_libraries: whether TRL and peft are to take their sections of the job.
     """
     started = time.monotonic()
     check_buckets(job)
     job, inputs = pin_inputs(job)
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
-    with cluster.session(job):
-        work, rows, report = prepare(job, inputs | (pinned or {}))
-        yield Run(work, rows, report, started)
+    inputs |= pinned or {}
+    cluster.set_environment()
+    with libraries.asked(*([job] if ask_libraries else [])) as check_libraries:
+        work = models(job, inputs)  # a damaged one is not worth starting Ray for
+        with cluster.session(job):
+            work, rows, report = prepare(job, inputs, work)
+            check_libraries()
+            yield Run(work, rows, report, started)
 
 
 def _train_and_register(
@@ -210,11 +218,15 @@ def finished(job: Job) -> dict[str, Any] | None:
     return result | {"folder": job.folder}  # where it was found: it may have been moved since
 
 
-def prepare(job: Job, inputs: dict[str, str]) -> tuple[Work, dict[str, Any], Any]:
-    """All that workers start from: tokenizer, base, inputs that fit to it; the tokenised rows by name; their report."""
+def prepare(job: Job, inputs: dict[str, str], work: Work | None = None) -> tuple[Work, dict[str, Any], Any]:
+    """All that workers start from: tokenizer, base, inputs that fit to it; the tokenised rows by name; their report.
+
+    Args:
+        work: `models` of the job, where they have been looked at already.
+    """
     from pipeline.data.read import prepare as prepare_data
 
-    work = models(job, inputs)
+    work = work or models(job, inputs)
     cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
     rows: dict[str, Any] = {}
     digests, fingerprints = {}, {}
@@ -247,6 +259,7 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
     from pipeline.models.tokenizer import load_tokenizer
 
     check_sampler(job)
+    check_experts(job)
     model = job.model
     files = check_base(model, gpu=bool(job.scaling.get("use_gpu")))
     base = base_identity(model.name_or_path, model.revision)
@@ -265,13 +278,27 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
     return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id="", inputs=inputs)
 
 
+def check_experts(job: Job) -> None:
+    """Refuses a loss that balances experts, of a base that has none: TRL says so when it has loaded the model."""
+    from pipeline.models.base import base_config
+
+    if not job.trainer.get("router_aux_loss_coef"):
+        return
+    config = base_config(job.model.name_or_path, job.model.revision)
+    if not any("expert" in key for key in [*config, *(config.get("text_config") or {})]):
+        raise InputError(
+            f"trainer.router_aux_loss_coef: found {job.trainer['router_aux_loss_coef']}, but {job.model.name_or_path} has no "
+            "experts to balance; take it out"
+        )
+
+
 def room_for_prompts(job: Job, context: int | None) -> int | None:
     """The longest row: the context, less the reply that is still to be written into it."""
     if context is None or job.stage not in ("ppo", "evaluate", "generate"):
         return context
     length = fields_of(TRAINERS[job.stage])["response_length"].default
     reply = job.trainer.get("response_length", length)
-    if reply >= context:
+    if reply > context - 2:
         raise InputError(
             f"trainer.response_length: {reply} tokens leave no room for a prompt in the model's context of {context}; "
             f"type trainer.response_length={context // 2}"

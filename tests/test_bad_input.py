@@ -121,7 +121,7 @@ ROWS = [
     case("gzip bomb", "sft", r"rows\.jsonl\.gz:1: found a gzip stream that unpacks to more than 100 times its size", MEND,
          rows=gzip.compress(b" " * (32 << 20)), file="rows.jsonl.gz"),
     case("device", "sft", r"data\.train: '/dev/zero' is neither a file nor a folder; .*write what comes out of a pipe", overrides=["data.train=/dev/zero"]),
-    case("template without the reply", "sft", r"rows\.jsonl:1: found no token of a reply after the chat template", MEND,
+    case("template without the reply", "sft", r"rows\.jsonl:1: found no token of a completion after the chat template", MEND,
          rows=[GOOD], overrides=["model.chat_template={silent}"]),
     case("template that makes a pair equal", "dpo", r"rows\.jsonl:2: `chosen`: found the same tokens on both sides after chat template and tokenizer", MEND,
          rows=[PAIR, {**PAIR, "rejected": "LIMA."}], overrides=["model.chat_template={lower}"]),
@@ -177,6 +177,19 @@ JOB = [
     case("base that is an adapter", "sft", r"model\.name_or_path: '.*other' is an adapter, not a base: name its base here", overrides=["model.name_or_path={other}"]),
     case("base that is a file", "sft", r"model\.name_or_path: 'pyproject\.toml' is a file; expected the folder", overrides=["model.name_or_path=pyproject.toml"]),
     case("base without a tokenizer", "sft", r"model\.name_or_path: no tokenizer can be read from '.*mute'.*expected tokenizer\.json", overrides=["model.name_or_path={mute}"]),
+    # damaged files of a base, and what does not fit it (in every detail: test_models_fit.py, test_adapter_files.py)
+    case("truncated weights", "sft", r"model\.name_or_path: .*/cut/model\.safetensors: not a whole safetensors file.*; fetch or save", overrides=["model.name_or_path={cut}"]),
+    case("weights of another configuration", "rm", r"model\.name_or_path: .*/wider' lack or misshape 38 of its tensors: .*config\.json promises",
+         overrides=["model.name_or_path={wider}"]),
+    case("end of a reply outside the embedding", "ppo", r"model\.name_or_path: eos_token_id in generation_config\.json of .*found 5000, expected ids from 0 to 826",
+         overrides=["model.name_or_path={endless}"]),
+    case("attention that is not there", "dpo", r"model\.attn_implementation: 'nope' cannot be used with llama here", overrides=["model.attn_implementation=nope"]),
+    case("modules that are not there", "sft", r"lora\.target_modules: 'q_projj' matches no module of this base; expected all-linear, or some of .*q_proj",
+         overrides=["lora.target_modules=[q_projj]"]),
+    case("modules that are not there, of a critic", "ppo", r"lora\.target_modules: 'nope' matches no module", overrides=["lora.target_modules=[nope]"]),
+    case("truncated adapter", "ppo", r"reward: .*/broken-off/adapter_model\.safetensors: not a whole safetensors file.*save the adapter again", overrides=["reward={broken-off}"]),
+    case("truncated baseline", "evaluate", r"baseline: .*/broken-off/adapter_model\.safetensors: not a whole", overrides=["baseline={broken-off}"]),
+    case("damaged lineage", "dpo", r"policy: .*/astray/lineage\.json: base: found 5, expected an object; bring the file back", overrides=["policy={astray}"]),
     case("no such template", "sft", r"model\.chat_template: found .?chat\.jinja.?, expected an existing Jinja file", overrides=["model.chat_template=chat.jinja"]),
     case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
     case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*type data\.max_length=256", overrides=["data.max_length=512"]),
@@ -254,6 +267,7 @@ def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
             "{% if add_generation_prompt %}assistant: {% endif %}"
         )
     adapters(home)
+    damaged(home)
     for name, file in (("done", "result.json"), ("halfway", "job.json")):
         (home / "storage" / name).mkdir()
         (home / "storage" / name / file).write_text(json.dumps({"stage": "sft", "name": name}))
@@ -264,7 +278,20 @@ def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
         source=str(home / "gone"),
         tags={"gate": "failed: eval_accuracy = 0.5, required >= 0.95"},
     )
-    names = (*paths, "other", "plain", "judging", "broken.jinja", "silent.jinja", "lower.jinja")
+    names = (
+        *paths,
+        "other",
+        "plain",
+        "judging",
+        "cut",
+        "wider",
+        "endless",
+        "broken-off",
+        "astray",
+        "broken.jinja",
+        "silent.jinja",
+        "lower.jinja",
+    )
     return {name.split(".")[0]: str(home / name) for name in names}
 
 
@@ -291,6 +318,23 @@ def adapters(home: Path) -> None:
         shared.add(name, lora={"r": 2, "target_modules": "all-linear"}, head=head)
         shared.save(name, home / name)
         lineage.write(str(home / name), {"stage": "rm" if head else "sft", "base": base})
+
+
+def damaged(home: Path) -> None:
+    """Copies of the demo's base and of an adapter, each with one thing wrong."""
+    for name in ("cut", "wider", "endless"):
+        shutil.copytree(ROOT / "jobs/demo/model", home / name)
+    os.truncate(home / "cut/model.safetensors", 100_000)
+    for name, file, change in (
+        ("wider", "config.json", {"hidden_size": 256}),
+        ("endless", "generation_config.json", {"eos_token_id": [825, 5000]}),
+    ):
+        content = json.loads((home / name / file).read_text())
+        (home / name / file).write_text(json.dumps({**content, **change}))
+    shutil.copytree(home / "judging", home / "broken-off")
+    os.truncate(home / "broken-off/adapter_model.safetensors", 5000)
+    shutil.copytree(home / "plain", home / "astray")
+    (home / "astray/lineage.json").write_text('{"base": 5}')
 
 
 def registry(storage: str) -> dict[str, Any]:

@@ -187,9 +187,107 @@ BAD = [
     ("sft", ["scaling.trainer_resources={}"], r"scaling\.trainer_resources: not to be set here"),
 ]
 
+VALUES = [
+    # values that the libraries take without a word, and fail on later or never
+    ("sft", ["trainer.seed=-1"], r"command line: trainer\.seed: found -1, expected between 0 and 4294967295, for example 42"),
+    ("sft", ["trainer.data_seed=4294967296"], r"trainer\.data_seed: found 4294967296, expected between 0 and 4294967295"),
+    ("ppo", ["trainer.seed=-1"], r"trainer\.seed: found -1; expected between 0 and 4294967295"),
+    ("sft", ["data.seed=-1"], r"data\.seed: found -1, expected between 0 and 4294967295"),
+    ("sft", ["trainer.seed=9223372036854775808"], r"trainer\.seed: found 9\.22\d*e\+18, expected a whole number"),
+    ("sft", [f"trainer.seed={'9' * 5000}"], r"trainer\.seed: found inf, expected a finite number"),
+    ("sft", ["trainer.adam_beta1=1"], r"trainer\.adam_beta1: found 1, expected 0 or more and below 1, for example 0\.9"),
+    ("ppo", ["trainer.adam_beta2=1"], r"trainer\.adam_beta2: found 1\.0; expected 0 or more and below 1"),
+    ("sft", ["trainer.adam_epsilon=0"], r"trainer\.adam_epsilon: found 0, expected between 1e-30 and 1, for example 1e-08"),
+    ("sft", ["trainer.adam_epsilon=1e-320"], r"trainer\.adam_epsilon: found"),
+    ("sft", ["trainer.logging_steps=0"], r"trainer\.logging_steps: found 0, expected above 0 and below 1 or a whole number between 1 and"),
+    ("sft", ["trainer.save_steps=1.5"], r"trainer\.save_steps: found 1\.5, expected"),
+    ("sft", ["trainer.eval_steps=-1"], r"trainer\.eval_steps: found -1, expected"),
+    ("sft", ["trainer.max_steps=0"], r"trainer\.max_steps: found 0, expected -1 or between 1 and"),
+    ("sft", ["trainer.num_train_epochs=0"], r"trainer\.num_train_epochs: found 0, expected above 0"),
+    ("sft", ["trainer.warmup_steps=1.5"], r"trainer\.warmup_steps: found 1\.5, expected 0 or above 0 and below 1 or a whole number"),
+    ("sft", ["trainer.label_smoothing_factor=1"], r"trainer\.label_smoothing_factor: found 1"),
+    ("sft", ["trainer.neftune_noise_alpha=-1"], r"trainer\.neftune_noise_alpha: found -1"),
+    ("sft", ["trainer.loss_type=huber"], r"trainer\.loss_type: found 'huber', expected one of nll, dft, chunked_nll"),
+    ("sft", ["trainer.log_level=loud"], r"trainer\.log_level: found 'loud', expected one of debug, info"),
+    ("sft", ["trainer.optim=galore_adamw"], r"trainer\.optim: found galore_adamw, made for training whole weights"),
+    ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs a GPU"),
+    ("sft", ["trainer.activation_offloading=true"], r"trainer\.activation_offloading: needs a GPU"),
+    ("sft", ["trainer.gradient_checkpointing_kwargs={a: 1}"], r"gradient_checkpointing_kwargs: found 'a': 1, expected true or false for one of use_reentrant"),
+    ("sft", ["trainer.dataloader_persistent_workers=true"], r"give dataloader_num_workers, or take it out"),
+    ("sft", ["trainer.save_strategy=best"], r"trainer\.metric_for_best_model: found null, expected one of eval_loss"),
+    ("sft", ["trainer.metric_for_best_model=acuracy"], r"trainer\.metric_for_best_model: found 'acuracy', expected one of eval_loss"),
+    ("sft", ["trainer.eval_on_start=true"], r"trainer\.eval_on_start: there is nothing to evaluate on"),
+    ("dpo", ["trainer.beta=0"], r"trainer\.beta: found 0, expected between 1e-06 and 1000000, for example 0\.1"),
+    ("dpo", ["trainer.beta=.nan"], r"trainer\.beta: found nan, expected a finite number"),
+    ("dpo", ["trainer.loss_type=[sigmoidal]"], r"trainer\.loss_type: found 'sigmoidal', expected one of sigmoid, .*did you mean sigmoid\?"),
+    ("dpo", ["trainer.loss_type=[]"], r"trainer\.loss_type: found an empty list"),
+    ("dpo", ["trainer.loss_weights=[0.0]"], r"trainer\.loss_weights: found weights of 0 alone"),
+    ("dpo", ["trainer.loss_type=[exo_pair]"], r"trainer\.label_smoothing: exo_pair needs it above 0"),
+    ("dpo", ["trainer.f_divergence_type=forward_kl", "trainer.loss_type=[apo_zero]"], r"forward_kl, which has no meaning for apo_zero"),
+    ("dpo", ["trainer.label_smoothing=0.5"], r"trainer\.label_smoothing: found 0\.5, expected 0 or more and below 0\.5"),
+    ("ppo", ["trainer.lr_scheduler_type=cosin"], r"trainer\.lr_scheduler_type: found 'cosin', expected one of linear, .*did you mean cosine\?"),
+    ("ppo", ["trainer.lr_scheduler_type=reduce_lr_on_plateau"], r"trainer\.lr_scheduler_type: found"),
+    ("ppo", ["trainer.temperature=1e-40"], r"trainer\.temperature: found 1e-40; expected 0\.000001 or more"),
+    ("ppo", ["trainer.batch_size=1000000000"], r"trainer\.batch_size: found 1000000000; expected above 0 and at most 1048576"),
+    ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: found 64, which is 64 prompts an update for 65 workers; expected at least trainer\.batch_size=65"),
+    ("ppo", ["reward=[{reward: models:/a@b, weight: 0}]"], r"reward: found weights of 0 alone"),
+    ("ppo", ["reward=[{reward: models:/a@b, weight: .nan}]"], r"reward\.0\.weight: found nan"),
+    ("ppo", ["reward=[{reward: models:/a@b, weight: 1e400}]"], r"reward\.0\.weight: found inf"),
+    ("ppo", ["reward=models:/a'b@c"], r"reward: found"),
+    ("sft", ["data.max_length=1"], r"data\.max_length: found 1, expected between 2 and"),
+    ("sft", ["data.batch_size=1000000000000"], r"data\.batch_size: found 1000000000000, expected between 1 and 1048576"),
+    ("sft", ["scaling.num_workers=[1,10000]", "data.batch_size=1048576"], r"no data\.batch_size comes out even on each of 1 to 13 workers"),
+    ("sft", ["lora.r=0"], r"lora\.r: found 0, expected between 1 and 8192, for example 8"),
+    ("sft", ["lora.r=1000000"], r"lora\.r: found 1000000, expected between 1 and 8192"),
+    ("sft", ["lora.lora_alpha=-1"], r"lora\.lora_alpha: found -1, expected between 1 and"),
+    ("sft", ["lora.lora_dropout=1"], r"lora\.lora_dropout: found 1, expected 0 or more and below 1"),
+    ("sft", ["lora.target_modules=[]"], r"lora\.target_modules: found an empty list, expected layers to adapt"),
+    ("sft", ["lora.target_modules=5"], r"lora\.target_modules: found 5, expected a list of text or text"),
+    ("sft", ["lora.target_modules='('"], r"lora\.target_modules: found '\(', which is no pattern"),
+    ("sft", ["lora.rank_pattern={q_proj: high}"], r"lora\.rank_pattern: found 'high' for 'q_proj', expected a number"),
+    ("sft", ["lora.rank_pattern={q_proj: 0}"], r"lora\.rank_pattern: found 0 for 'q_proj', expected a whole number between 1"),
+    ("sft", ["lora.rank_pattern=null"], r"lora\.rank_pattern: found null, expected a mapping"),
+    ("sft", ["lora.eva_config={rho: 2}"], r"lora\.eva_config: not to be set here"),
+    ("sft", ["scaling.resources_per_worker={CPU: two}"], r"scaling\.resources_per_worker\.CPU: found 'two', expected a number"),
+    ("sft", ["scaling.resources_per_worker={GPU: -1}"], r"scaling\.resources_per_worker\.GPU: found -1, expected 0 or"),
+    ("sft", ["scaling.resources_per_worker={CPU: true}"], r"scaling\.resources_per_worker\.CPU: found true, expected a number"),
+    ("sft", ["scaling.resources_per_worker={memory: 1e30}"], r"scaling\.resources_per_worker\.memory: found 1e\+30, expected 0 or between"),
+    ("sft", ["scaling.resources_per_worker={CPU: .nan}"], r"scaling\.resources_per_worker\.CPU: found nan"),
+    ("sft", ["scaling.resources_per_worker={CPU: 0}"], r"scaling\.resources_per_worker: found \{'CPU': 0\}, expected at least one"),
+    ("sft", ["scaling.use_gpu=true", "scaling.resources_per_worker={GPU: 1.5}"], r"resources_per_worker\.GPU: found 1\.5, expected"),
+    ("sft", ["scaling.placement_strategy=PACKED"], r"scaling\.placement_strategy: found 'PACKED', expected one of PACK, .*did you mean PACK\?"),
+    ("sft", ["scaling.use_tpu=true"], r"scaling\.use_tpu: not to be set here: workers train on CPUs or on NVIDIA GPUs"),
+    ("sft", ["run.placement_timeout_s=0"], r"run\.placement_timeout_s: found 0, expected -1 or above 0"),
+    ("sft", ["run.port=65536"], r"run\.port: found 65536, expected between 0 and 65535"),
+    # names
+    ("sft", [f"run.name={'n' * 300}"], r"run\.name: found 300 bytes, expected at most 128"),
+    ("sft", [f"mlflow.registered_model={'n' * 300}"], r"mlflow\.registered_model: found 300 bytes, expected at most 200"),
+    ("sft", [f"mlflow.experiment={'é' * 150}"], r"mlflow\.experiment: found 300 bytes, expected at most 200"),
+    ("sft", [f"mlflow.alias={'n' * 300}"], r"mlflow\.alias: found 300 bytes, expected at most 200"),
+    ("sft", ["mlflow.registered_model=o'hara"], r"mlflow\.registered_model: found \"o'hara\", expected letters"),
+    ("sft", [f"data.train={'n' * 300}.jsonl"], r"data\.train: found 'nnn.* of 306 bytes in a path, expected at most 240"),
+    ("sft", [f"model.chat_template={'n' * 300}"], r"model\.chat_template: found 'nnn.* of 300 bytes in a path"),
+    ("sft", [f"run.storage_path={'/n' * 2000}"], r"run\.storage_path: found 4000 bytes, expected at most 1024"),
+    ("sft", ['run.storage_path="a\\0b"'], r"run\.storage_path: found the control character '\\x00'"),
+    ("sft", ['run.storage_path="a\\nb"'], r"run\.storage_path: found a line break"),
+    ("sft", ["run.name=\udcff"], r"run\.name=.*udcff"),
+    ("sft", ["model.revision=' '"], r"model\.revision: found empty text, expected a value; leave the key out, or type null"),
+    # gates
+    ("sft", ["gate.eval_los=<= 1"], r"gate\.eval_los: `sft` has no such metric; did you mean eval_loss\?"),
+    ("sft", ["gate.eval_judge=>= 1"], r"gate\.eval_judge: `sft` has no such metric"),
+    ("rm", ["gate.eval_rewards/accuracies=>= 1", "stage=sft"], r"gate\.eval_rewards/accuracies: `sft` has no such metric"),
+    ("ppo", ["gate.eval_accuracy=>= 1"], r"gate\.eval_accuracy: `ppo` has no such metric"),
+    ("ppo", ["gate.eval_kl=<= 1e400"], r"gate\.eval_kl: found '<= 1e400', expected a comparison"),
+    ("sft", ["gate={eval_loss: [1]}"], r"gate\.eval_loss: found \[1\], expected a comparison"),
+    ("sft", ["gate=5"], r"gate: found 5, expected a mapping"),
+    ("evaluate", ["policy=models:/a@b", "gate.eval_loss=<= 1"], r"gate\.eval_loss: `evaluate` has no such metric"),
+]  # fmt: skip
+
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "message"), BAD, ids=[f"{i}-{' '.join(c[1])[:40]}" for i, c in enumerate(BAD)]
+    ("text", "overrides", "message"),
+    BAD + VALUES,
+    ids=[f"{i}-{' '.join(c[1])[:40]}" for i, c in enumerate(BAD + VALUES)],
 )
 def test_a_mistake_is_refused_with_a_message(job, capsys, text, overrides, message):
     stage = text if text in ("dpo", "ppo", "evaluate") else "sft"
@@ -292,7 +390,7 @@ def test_gate_rules():
         and parse_gate("> -2") == (">", -2.0)
     )
     assert OPERATORS[">="](1.0, 1.0) and not OPERATORS[">"](1.0, 1.0)
-    for wrong in ("0.95", "== 1", ">= ", ">= nan", 0.95, None):
+    for wrong in ("0.95", "== 1", ">= ", ">= nan", ">= inf", ">= 1e400", 0.95, None, True, [">= 1"], {}):
         with pytest.raises(ValueError, match="expected a comparison"):
             parse_gate(wrong)
 

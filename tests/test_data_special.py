@@ -1,4 +1,4 @@
-"""Special tokens in the words of a row are words: in every stage, template and kind of tokenizer; `control` opts out."""
+"""Special tokens in the text of a row are text: in every stage, template and kind of tokenizer; `control` opts out."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.formats import RowError, parse
-from pipeline.models.special import ControlTokens, Disguise, chat_ids, text_ids
+from pipeline.models.special import ControlTokens, Escaping, chat_ids, text_ids
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 from tests.running import ROOT
 from tests.test_data_formats import CHATML, tokenizer, trained
@@ -198,11 +198,11 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_twin_encodes_as_the_tokenizer_does(name, monkeypatch):
+def test_the_renamed_tokenizer_encodes_as_the_tokenizer_does(name, monkeypatch):
     """What a template wrote: the same ids and offsets. What a row says: no special token."""
     tok, rng = TOKENIZERS[name](), random.Random(name)
     control = ControlTokens(tok)
-    twin = Disguise(control, 0xF0000, sorted(set("".join(control.names))))
+    renamed = Escaping(control, 0xF0000, sorted(set("".join(control.names))))
     mine = {tok.convert_tokens_to_ids(name) for name in control.names} - {tok.unk_token_id}
     parts = [
         *control.names,
@@ -226,10 +226,10 @@ def test_the_twin_encodes_as_the_tokenizer_does(name, monkeypatch):
         plain = control.backend.encode(text, add_special_tokens=False)
         with monkeypatch.context() as patch:
             patch.setattr(control, "normalised", control.normalised or [("", "")])  # no shortcut
-            again = twin.encode(text)
+            again = renamed.encode(text)
         assert (again.ids, again.offsets) == (plain.ids, plain.offsets), text
-        disguise = control.disguise([text])
-        ids = plain.ids if disguise is None else disguise.encode(disguise.hide(text)).ids
+        escaping = control.escaping([text])
+        ids = plain.ids if escaping is None else escaping.encode(escaping.escape(text)).ids
         assert not mine & set(ids), text
 
 
@@ -269,7 +269,7 @@ def test_a_reward_with_a_tokenizer_of_its_own_reads_words():
         )
         for control, more in ((False, 0), (True, 1)):
             reward = ModelReward(Model(), tok, control=control)
-            ids = reward._encode(samples, 0, reward.words)
+            ids = reward._encode(samples, 0, reward.control)
             assert ids.count(tok.convert_tokens_to_ids("<|im_end|>")) == more + 2 * (prompt is chat)
     plain = [{"role": "user", "content": "a"}]
     assert chat_ids(ControlTokens(tok), plain) == tok.apply_chat_template(plain, return_dict=False)
@@ -290,7 +290,7 @@ def test_the_report_names_the_rows(tmp_path, embedded_ray):
     made = make(tmp_path, train=path)
     said = made.report.render()
     assert (
-        "2 rows with special tokens in their words, which are read as text (data.special_tokens=control "
+        "2 rows with special tokens in their text, which are read as text (data.special_tokens=control "
         in said
     )
     assert f"</s> in 2, <s> in 1; first: {path}:6" in said

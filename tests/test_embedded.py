@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -63,6 +64,17 @@ def grpc_codes(address, port):
     return codes
 
 
+def knock(address, port):
+    """What answers without a token: by HTTP, else by gRPC; again where a server has only begun to listen."""
+    for _ in range(5):
+        answers = http_answers(address, port)
+        codes = {} if answers else grpc_codes(address, port)
+        if answers or "UNAUTHENTICATED" in codes.values():
+            break
+        time.sleep(2)
+    return answers, codes
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A real run of two workers: {(address, port): name} of all that listened during it, and what answered a knock."""
@@ -74,25 +86,26 @@ def run(tmp_path_factory):
     # Settings of the user that would open it: they do not count.
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     env.pop("RAY_AUTH_TOKEN", None)
-    listening, answers, codes = {}, {}, {}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as driver:
+    listening, knocks = {}, {}
+    with (
+        subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as driver,
+        ThreadPoolExecutor(16) as hands,
+    ):
         try:
             while driver.poll() is None:
                 for place, name in sockets(psutil.Process(driver.pid)).items():
-                    if place in listening:
-                        continue
-                    listening[place] = name
-                    if on_loopback(place[0]):  # a test knocks at no other address
-                        answers[place] = http_answers(*place)
-                        codes[place] = {} if answers[place] else grpc_codes(*place)
+                    if place not in listening and on_loopback(place[0]):  # a test knocks at no other address
+                        knocks[place] = hands.submit(knock, *place)
+                    listening.setdefault(place, name)
                 time.sleep(0.05)
         finally:
             driver.kill()
         said = driver.stdout.read().decode()
     assert driver.returncode == 0, said[-3000:]
-    return listening, answers, codes
+    answers = {place: one.result()[0] for place, one in knocks.items()}
+    return listening, answers, {place: one.result()[1] for place, one in knocks.items()}
 
 
 def test_a_run_listens_on_loopback_only(run):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from pipeline.config import Job
 
 SEED = "[0, 4294967295]"  # numpy's
-ROWS = "[1, 1048576]"
+LARGEST_BATCH = 1 << 20
+ROWS = f"[1, {LARGEST_BATCH}]"
 STEPS = "(0, 1) or whole [1, 1000000000]"  # a share of the run, or a count
 RANGES: dict[str, dict[str, str]] = {
     "data": table(

@@ -67,8 +67,12 @@ def show(value: Any) -> str:
 
 
 def short(text: str) -> str:
-    """A text as a message quotes it: what is long is cut, what a terminal would obey or could not show is escaped."""
-    text = text if len(text) <= 80 else text[:77] + "..."
+    """A text as a message quotes it: what is long is cut."""
+    return printable(text if len(text) <= 80 else text[:77] + "...")
+
+
+def printable(text: str) -> str:
+    """What a terminal would obey, or could not show, is escaped."""
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.fields import short, show
+from pipeline.config.fields import printable, short, show
 from pipeline.credentials import has_credentials
 from pipeline.errors import InputError
 
@@ -105,11 +105,12 @@ class Tree:
 
 def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     """The job file at `path` with `section.key=value` overrides applied. Raises InputError with file:line."""
-    tree = Tree(str(path))
-    tree.data = _parse(_read(Path(path)), str(path), tree.where)
+    name = printable(str(path))
+    tree = Tree(name)
+    tree.data = _parse(_read(Path(path)), name, tree.where)
     if not isinstance(tree.data, dict):
         raise InputError(
-            f"{path}: found {show(tree.data)}, expected sections such as `stage: sft` and `model: ...`"
+            f"{name}: found {show(tree.data)}, expected sections such as `stage: sft` and `model: ...`"
         )
     for override in overrides:
         _override(tree, override)
@@ -119,30 +120,31 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
 
 def _read(file: Path) -> str:
     """The text of a job file. Never opens what could block or have no end (a pipe, a device)."""
+    name = printable(str(file))
     try:
         kind = file.stat().st_mode
         if stat.S_ISDIR(kind):
             jobs = ", ".join(str(job) for job in sorted(file.glob("*.yaml"))[:16])
-            raise InputError(f"{file} is a folder, expected a job file: {jobs or 'none in it'}")
+            raise InputError(f"{name} is a folder, expected a job file: {jobs or 'none in it'}")
         if not stat.S_ISREG(kind):
-            raise InputError(f"{file} is a pipe, a socket or a device, expected a job file")
+            raise InputError(f"{name} is a pipe, a socket or a device, expected a job file")
         # Without blocking: some files of /proc are regular and yet wait for something to be written.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
             content = stream.read(BYTES + 1) or b""
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(
-            f"{file}: no such job file; those shipped are jobs/PROFILE/STAGE.yaml, for example jobs/demo/sft.yaml"
+            f"{name}: no such job file; those shipped are jobs/PROFILE/STAGE.yaml, for example jobs/demo/sft.yaml"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InputError(f"{show(str(file))}: cannot be read ({getattr(error, 'strerror', error)})") from None
     if len(content) > BYTES:
         raise InputError(
-            f"{file}: found more than {BYTES >> 10} KiB, expected a job file; are these the rows?"
+            f"{name}: found more than {BYTES >> 10} KiB, expected a job file; are these the rows?"
         )
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file}: not UTF-8 text: {error}") from None
+        raise InputError(f"{name}: not UTF-8 text: {error}") from None
 
 
 def _parse(text: str, name: str, where: dict[str, str]) -> Any:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipeline.config import Job
 
 
+NAME = r"\w[\w .+()-]*"  # of a registered model: it stands in URIs and in the filters of MLflow
 # Of torch.utils.checkpoint and transformers; `selective` is TRL's for sft.
 CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "early_stop", "selective")
 
@@ -58,6 +59,10 @@ def _check_lora(tree: Tree, job: Job) -> None:
                     f"lora.{key}", f"found {show(value)}, which is no pattern ({error})"
                 ) from None
     for key, allowed in (("rank_pattern", "whole [1, 8192]"), ("alpha_pattern", "(0, 1000000]")):
+        if key in job.lora and job.lora[key] is None:
+            raise tree.error(
+                f"lora.{key}", "found null, expected a mapping of layers to numbers; take it out"
+            )
         for layers, value in (job.lora.get(key) or {}).items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if problem := outside(value, allowed) if number else "a number":
@@ -109,6 +114,11 @@ def _check_data(tree: Tree, job: Job) -> None:
             "trainer.eval_strategy",
             "there is nothing to evaluate on: give data.eval or data.eval_fraction, or eval_strategy=no",
         )
+    if job.trainer.get("eval_on_start") and not (data.eval or data.eval_fraction):
+        raise tree.error(
+            "trainer.eval_on_start",
+            "there is nothing to evaluate on: give data.eval or data.eval_fraction, or eval_on_start=false",
+        )
 
 
 def _check_batches(tree: Tree, job: Job) -> None:
@@ -141,7 +151,15 @@ def _check_batches(tree: Tree, job: Job) -> None:
     device = job.trainer.get(
         "per_device_train_batch_size", fields_of(TRAINERS[job.stage])["per_device_train_batch_size"].default
     )
-    step = math.lcm(*(device * workers for workers in range(low, high + 1)))
+    step = device * low
+    for count in range(low + 1, high + 1):
+        step = math.lcm(step, device * count)
+        if step > bounds.LARGEST_BATCH:  # it doubles and trebles with further workers
+            raise tree.error(
+                "scaling.num_workers",
+                f"found [{low}, {high}]: no data.batch_size comes out even on each of {low} to {count} workers with "
+                f"trainer.per_device_train_batch_size={device}; take a narrower range",
+            )
     if size % step:
         workers = (
             f"{low} to {high} workers, each count of them"
@@ -190,7 +208,7 @@ def _check_ppo(tree: Tree, job: Job) -> None:
 
 def _check_trl(tree: Tree, job: Job) -> None:
     """What TRL's trainers refuse when a worker makes them, or never say."""
-    trainer, losses = job.trainer, job.trainer.get("loss_type", [])
+    trainer = job.trainer
     if str(trainer.get("optim", "")).startswith(("galore", "apollo", "lomo", "adalomo")):
         raise tree.error(
             "trainer.optim",
@@ -204,8 +222,13 @@ def _check_trl(tree: Tree, job: Job) -> None:
             "trainer.dataloader_persistent_workers",
             "there are none: give dataloader_num_workers, or take it out",
         )
-    if trainer.get("fp16") and not job.scaling.get("use_gpu"):
-        raise tree.error("trainer.fp16", "needs a GPU; on CPUs type trainer.fp16=false trainer.bf16=true")
+    if not job.scaling.get("use_gpu"):
+        if trainer.get("fp16"):
+            raise tree.error("trainer.fp16", "needs a GPU; on CPUs type trainer.fp16=false trainer.bf16=true")
+        if trainer.get("activation_offloading"):
+            raise tree.error(
+                "trainer.activation_offloading", "needs a GPU, from which it offloads; take it out"
+            )
     for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         for name, value in (trainer.get(key) or {}).items():
             if name not in CHECKPOINTING or not isinstance(value, bool):
@@ -213,14 +236,27 @@ def _check_trl(tree: Tree, job: Job) -> None:
                 raise tree.error(f"trainer.{key}", f"found {show(name)}: {show(value)}, {known}")
     if trainer.get("save_strategy") == "best" or trainer.get("metric_for_best_model") is not None:
         _check_best(tree, job)
-    if job.stage != "dpo":
-        return
-    if losses == [] and "loss_type" in trainer:
+    if job.stage == "dpo":
+        _check_dpo(tree, trainer, trainer.get("loss_type", ["sigmoid"]))
+
+
+def _check_dpo(tree: Tree, trainer: dict[str, Any], losses: list[str]) -> None:
+    if not losses:
         raise tree.error("trainer.loss_type", "found an empty list, expected a loss, for example [sigmoid]")
     if trainer.get("loss_weights") and not any(trainer["loss_weights"]):
         raise tree.error("trainer.loss_weights", "found weights of 0 alone, which teach nothing")
     if "exo_pair" in losses and not trainer.get("label_smoothing"):
         raise tree.error("trainer.label_smoothing", "exo_pair needs it above 0, for example 0.001")
+    diverging = set("sigmoid sigmoid_norm hinge ipo exo_pair robust discopop sft".split())
+    if trainer.get("f_divergence_type", "reverse_kl") != "reverse_kl" and (others := set(losses) - diverging):
+        raise tree.error(
+            "trainer.f_divergence_type",
+            f"found {trainer['f_divergence_type']}, which has no meaning for {', '.join(sorted(others))}; expected reverse_kl",
+        )
+    if trainer.get("use_weighting") and {"aot", "aot_unpaired"} & set(losses):
+        raise tree.error(
+            "trainer.use_weighting", "weighs pairs, which aot and aot_unpaired take apart; take it out"
+        )
     if trainer.get("sync_ref_model"):
         raise tree.error(
             "trainer.sync_ref_model", "the reference is the frozen sft adapter, which stays as it is"
@@ -271,7 +307,7 @@ def _check_run(tree: Tree, job: Job) -> None:
 def _check_mlflow(tree: Tree, job: Job) -> None:
     mlflow = job.mlflow
     name = mlflow.registered_model
-    if name is not None and not re.fullmatch(r"\w[\w .+()-]*", name):
+    if name is not None and not re.fullmatch(NAME, name):
         raise tree.error(
             "mlflow.registered_model",
             f"found {show(name)}, expected letters, digits, spaces and `. _ - + ( )`, for example rlhf-{job.stage}",
@@ -304,6 +340,7 @@ def _check_inputs(tree: Tree, job: Job) -> None:
                 set(item) - {"reward", "weight"}
                 or isinstance(weight, bool)
                 or not isinstance(weight, (int, float))
+                or abs(weight) > 1e6
             ):
                 raise tree.error(place, f"found {show(item)}, expected {{reward: NAME, weight: NUMBER}}")
             item = item.get("reward")
@@ -313,10 +350,12 @@ def _check_inputs(tree: Tree, job: Job) -> None:
                 f"found {show(item)}, expected a name such as models:/rlhf-rm@champion, or {{reward: NAME, weight: NUMBER}}",
             )
         names.append((place, item))
+    if job.rewards and not any(weight for _, weight in job.rewards):
+        raise tree.error("reward", "found weights of 0 alone, which reward nothing")
     for key, name in names:
         if name is None:
             continue
-        if name.startswith("models:") and not re.fullmatch(r"models:/[^/:@]+(@[\w-]+|/\d+)", name):
+        if name.startswith("models:") and not re.fullmatch(rf"models:/{NAME}(@[\w-]+|/[0-9]{{1,9}})", name):
             raise tree.error(
                 key,
                 f"found {show(name)}, expected models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion",

@@ -1,8 +1,8 @@
 """Records -> token ids and labels: the chat template, the mask of trained tokens, begin and end tokens, lengths.
 
 Which tokens are trained is found in the rendered *text* (template.py) and carried over to tokens by their character
-offsets, so that each text is tokenised once, whole, as the model sees it. Special tokens in the words of a row stay
-words (models/special.py). What a row teaches is compared as tokens: a reply of none, or a pair of equal ones, is refused.
+offsets, so that each text is tokenised once, whole, as the model sees it. Special tokens in the text of a row stay
+text (models/special.py). What a row teaches is compared as tokens: an empty reply or a pair of equal ones is refused.
 No torch import.
 """
 
@@ -16,15 +16,15 @@ from typing import Any
 
 from pipeline.data.formats import Record, RowError, Text, shared_length
 from pipeline.data.template import ChatTemplate, Span, no_prompt, no_reply
-from pipeline.models.special import ControlTokens, Disguise
+from pipeline.models.special import ControlTokens, Escaping
 
-LONGEST = 64  # characters a token: a text of more, and of more than SHORT, is not tokenised to its end
-SHORT = 1 << 20
-FEW = 8  # tokens that a reply without a word is made of, at most
+# A text of more than CHARACTERS for each token of max_length, and SLACK more, is too long without being tokenised whole.
+CHARACTERS, SLACK = 64, 1 << 20
+FEW = 8  # different tokens: a text of more is not white space
 WORD = re.compile(r"\w")
 CONTENT = operator.itemgetter("content")
 
-Rendered = tuple[str, Disguise | None]  # a text, and how special tokens in the row's words are hidden in it
+Rendered = tuple[str, Escaping | None]  # a text, and the escaping of the row's special tokens in it
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Encoder:
 
     `max_length` is in tokens; `too_long` is error | drop | truncate; `apply_template` says whether a text prompt becomes
     a user message; `ends` are all ids that end a reply, of which `tokenizer.eos_token_id` is added where none is there;
-    `special_tokens` in the words of a row are text | control.
+    `special_tokens` in the text of a row are text | control.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Encoder:
     ):
         self.tokenizer, self.stage = tokenizer, stage
         self.max_length, self.too_long, self.apply_template = max_length, too_long, apply_template
-        self.room = LONGEST * max_length + SHORT  # characters
-        self.control = ControlTokens(tokenizer, hide=special_tokens == "text")
+        self.room = CHARACTERS * max_length + SLACK  # characters
+        self.control = ControlTokens(tokenizer, as_text=special_tokens == "text")
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
-        # What a template may write around a reply of no words; where the job lets rows hold control tokens, those say something.
-        around = self.control.names if self.control.hide else [tokenizer.bos_token, tokenizer.pad_token]
+        # A completion of these ids alone is empty. Control tokens count as content only where rows may contain them.
+        around = self.control.names if self.control.as_text else [tokenizer.bos_token, tokenizer.pad_token]
         self.silent = self.ends | set(tokenizer.convert_tokens_to_ids([name for name in around if name]))
         self.adds_bos = self.bos is not None and tokenizer("a").input_ids[:1] == [self.bos]
         self.chat = ChatTemplate(tokenizer)
@@ -94,12 +94,12 @@ class Encoder:
         return [next(found) if far is None else [far] for far in huge]
 
     def special_in(self, record: Record) -> list[str]:
-        """The special tokens in the words of a row."""
-        words = contents(record.prompt, *(reply for pair in record.pairs for reply in pair))
-        return list(dict.fromkeys(name for text in words for name in self.control.found(text)))
+        """The special tokens in the text of a row."""
+        texts = contents(record.prompt, *(reply for pair in record.pairs for reply in pair))
+        return list(dict.fromkeys(name for text in texts for name in self.control.found(text)))
 
     def _huge(self, record: Record) -> Outcome | None:
-        """What becomes of a row that is too long beyond doubt: tokenising it would cost a second for each megabyte."""
+        """What becomes of a row that is too long beyond doubt; to tokenise it would take a second for each megabyte."""
         pairs = [sum(map(size_of, pair)) for pair in record.pairs]
         size = size_of(record.prompt) + max(pairs, default=0)
         if size <= self.room or self.too_long == "truncate":
@@ -109,12 +109,12 @@ class Encoder:
     # ---- text -> ids -------------------------------------------------------------------------------------------
 
     def _encodings(self, texts: list[Rendered], batch: Any) -> list[Any]:
-        """`batch`, a method of the backend, on all texts; those with something to hide one by one."""
-        plain = [text[: self.room] for text, disguise in texts if disguise is None]
+        """`batch`, a method of the backend, on all texts; escaped ones are encoded one by one."""
+        plain = [text[: self.room] for text, escaping in texts if escaping is None]
         found = iter(batch(plain, add_special_tokens=False))
         return [
-            next(found) if disguise is None else disguise.encode(text[: self.room])
-            for text, disguise in texts
+            next(found) if escaping is None else escaping.encode(text[: self.room])
+            for text, escaping in texts
         ]
 
     def _ids(self, texts: list[Rendered]) -> list[list[int]]:
@@ -145,16 +145,16 @@ class Encoder:
         return [*ids, self.eos]
 
     def _blank(self, ids: list[int]) -> bool:
-        """Whether a reply of these tokens says nothing: they are special tokens and white space."""
-        words = set(ids) - self.silent
-        return len(words) <= FEW and not self.tokenizer.decode(sorted(words)).strip()
+        """Whether these tokens have no content: they are control tokens and white space."""
+        rest = set(ids) - self.silent
+        return len(rest) <= FEW and not self.tokenizer.decode(sorted(rest)).strip()
 
     # ---- templates ---------------------------------------------------------------------------------------------
 
     def _turns(
         self, record: Record, replies: tuple[Text, ...]
-    ) -> tuple[Text, tuple[Text, ...], Disguise | None]:
-        """Prompt and replies, as messages where the template is to be applied, and how special tokens are hidden in them."""
+    ) -> tuple[Text, tuple[Text, ...], Escaping | None]:
+        """Prompt and replies, as messages where the template is to be applied, and the escaping of the special tokens in them."""
         prompt = record.prompt
         if isinstance(prompt, str) and self.apply_template:
             prompt = [{"role": "user", "content": prompt}]
@@ -163,12 +163,12 @@ class Encoder:
                 for reply in replies
             )
         try:
-            disguise = self.control.disguise(contents(prompt, *replies))
+            escaping = self.control.escaping(contents(prompt, *replies))
         except ValueError as error:
             raise RowError("special_tokens", "", str(error), "text without one of the two") from None
-        if disguise is None:
+        if escaping is None:
             return prompt, replies, None
-        return hidden(prompt, disguise), tuple(hidden(reply, disguise) for reply in replies), disguise
+        return escaped(prompt, escaping), tuple(escaped(reply, escaping) for reply in replies), escaping
 
     def _whole(self, prompt: Text, reply: Text) -> tuple[str, str]:
         """(text of the prompt, text of prompt and reply); the second begins with the first."""
@@ -193,16 +193,16 @@ class Encoder:
         ]
 
     def _demonstration(self, record: Record) -> tuple[Rendered, list[Span]]:
-        prompt, (reply,), disguise = self._turns(record, record.pairs[0])
+        prompt, (reply,), escaping = self._turns(record, record.pairs[0])
         if isinstance(prompt, str):
             whole = prompt + str(reply)
-            return (whole, disguise), [(len(prompt), len(whole))]
+            return (whole, escaping), [(len(prompt), len(whole))]
         turns = [*prompt, *reply]
         whole, spans = self.chat.spans(turns, 0 if record.all_turns else len(prompt))
         if prompt[-1]["content"].strip() not in whole:
             self.chat.asking(prompt)  # refuses what the template leaves out
         self.chat.check_written(turns, whole, spans[-1][0] if spans else 0)
-        return (whole, disguise), spans
+        return (whole, escaping), spans
 
     def _labelled(self, encoding: Any, whole: str, spans: list[Span]) -> Outcome:
         ids, offsets = encoding.ids, encoding.offsets
@@ -276,9 +276,9 @@ class Encoder:
         return results
 
     def _rendered_pair(self, record: Record, pair: tuple[Text, ...]) -> tuple[Rendered, ...]:
-        prompt, (chosen, rejected), disguise = self._turns(record, pair)
+        prompt, (chosen, rejected), escaping = self._turns(record, pair)
         head, left = self._whole(prompt, chosen)
-        return (head, disguise), (left, disguise), (self._whole(prompt, rejected)[1], disguise)
+        return (head, escaping), (left, escaping), (self._whole(prompt, rejected)[1], escaping)
 
     def _scored(
         self, texts: tuple[Rendered, ...], chosen: list[int], rejected: list[int], margin: float | None
@@ -310,7 +310,7 @@ class Encoder:
             )
             for side, whole in zip(sides, texts[1:], strict=True)
         ]
-        if wrong := self._unlike(replies):
+        if wrong := self._faulty(replies):
             return wrong
         if not prompt:
             return no_prompt()
@@ -327,8 +327,8 @@ class Encoder:
         columns = {"prompt_ids": prompt, "chosen_ids": replies[0], "rejected_ids": replies[1]}
         return Example(columns, len(prompt), len(replies[0]), length > room)
 
-    def _unlike(self, replies: Sequence[list[int]]) -> RowError | None:
-        """What is wrong with replies to one prompt, as the model reads them: one says nothing, or both say the same."""
+    def _faulty(self, replies: Sequence[list[int]]) -> RowError | None:
+        """What is wrong with the completions of one prompt, as tokens: one is empty, or both are equal."""
         for name, reply in zip(("chosen", "rejected"), replies, strict=False):
             if self._blank(reply):
                 return no_reply(name if len(replies) > 1 else "")
@@ -346,16 +346,16 @@ class Encoder:
         return [self._compared(record, index, pair) for index, pair in enumerate(texts)]
 
     def _prompt_and_replies(self, record: Record, replies: tuple[Text, ...]) -> list[Rendered]:
-        prompt, replies, disguise = self._turns(record, replies)
+        prompt, replies, escaping = self._turns(record, replies)
         wholes = [self._whole(prompt, reply) for reply in replies]
-        return [(wholes[0][0], disguise), *((whole, disguise) for _, whole in wholes)]
+        return [(wholes[0][0], escaping), *((whole, escaping) for _, whole in wholes)]
 
     def _compared(self, record: Record, index: int, texts: list[Rendered]) -> Outcome:
         head, *sides = self._ids(texts)
         sides = [self._ended(side) for side in sides]
         # A token that spans the border belongs to the reply; and the reply is never empty.
         prompt = min(min(shared_length(head, side), len(side) - 1) for side in sides)
-        if wrong := self._unlike([side[prompt:] for side in sides]):
+        if wrong := self._faulty([side[prompt:] for side in sides]):
             return wrong
         length = max(map(len, sides))
         if length > self.max_length:
@@ -382,9 +382,9 @@ class Encoder:
         rendered: list[Rendered | RowError] = []
         for record in records:
             try:
-                prompt, _, disguise = self._turns(record, ())
+                prompt, _, escaping = self._turns(record, ())
                 text = prompt if isinstance(prompt, str) else self.chat.asking(prompt)
-                rendered.append((text[-self.room :], disguise))
+                rendered.append((text[-self.room :], escaping))
             except RowError as error:
                 rendered.append(error)
         ids = iter(self._ids([item for item in rendered if not isinstance(item, RowError)]))
@@ -395,7 +395,7 @@ class Encoder:
 
     def _asked(self, ids: list[int], record: Record) -> Outcome:
         length = len(ids)
-        if not ids or (self.control.hide and self._blank(ids)):
+        if not ids or (self.control.as_text and self._blank(ids)):
             return no_prompt()
         if length > self.max_length:
             if self.too_long != "truncate":
@@ -416,7 +416,7 @@ class Encoder:
 
 
 def contents(*parts: Text) -> list[str]:
-    """All words of a row."""
+    """The texts of a row's prompt and completions."""
     return [text for part in parts for text in ([part] if isinstance(part, str) else map(CONTENT, part))]
 
 
@@ -424,10 +424,10 @@ def size_of(part: Text) -> int:
     return sum(map(len, contents(part)))
 
 
-def hidden(part: Text, disguise: Disguise) -> Text:
+def escaped(part: Text, escaping: Escaping) -> Text:
     if isinstance(part, str):
-        return disguise.hide(part)
-    return [{**turn, "content": disguise.hide(turn["content"])} for turn in part]
+        return escaping.escape(part)
+    return [{**turn, "content": escaping.escape(turn["content"])} for turn in part]
 
 
 def reply_of(head: Rendered, whole: Rendered) -> Rendered:
@@ -442,5 +442,5 @@ def equal_pair() -> RowError:
         "equal_pair",
         "chosen",
         "the same tokens on both sides after chat template and tokenizer",
-        "two replies that differ in what the model reads",
+        "two completions that differ in what the model reads",
     )

@@ -15,15 +15,14 @@ the tokenizer applies to it.
 
 import difflib
 import hashlib
-import itertools
 import json
 import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from pipeline.errors import visible
+from pipeline.data.values import RowError as RowError
+from pipeline.data.values import check_values, fields_of, nearest, show, some, type_name
 
 Message = dict[str, str]
 Turns = list[Message]
@@ -72,35 +71,9 @@ SHAPES = {
     "pairs": PREFERENCES,  # held-out ones, as `score` reads them
 }
 OPTIONAL = {"input", "margin", "system"}
-DEEPEST = 64  # lists and objects inside each other: what reads a row later calls itself as often
 LARGEST = 3.4028e38  # a margin: it is stored as a 32-bit float
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
-
-
-@dataclass(eq=False)
-class RowError(Exception):
-    """One bad row. `line` counts from 1; in a JSON array it is the number of the element (`unit`)."""
-
-    kind: str
-    field: str
-    found: str
-    expected: str
-    file: str = ""
-    line: int = 0
-    unit: Literal["line", "element"] = "line"
-
-    def where(self) -> str:
-        file = visible(self.file, lines=False)
-        return f"{file}:{self.line}" if self.unit == "line" else f"{file}: element {self.line}"
-
-    def __str__(self) -> str:
-        name = f"`{visible(self.field, lines=False)}`: " if self.field else ""
-        return f"{self.where()}: {name}found {self.found}; expected {self.expected}"
-
-    # An exception is pickled by its args, which a dataclass does not set.
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowError, (self.kind, self.field, self.found, self.expected, self.file, self.line, self.unit)
 
 
 @dataclass
@@ -124,7 +97,7 @@ class Record:
         return json.dumps([[m["role"], m["content"]] for m in self.prompt], ensure_ascii=False)
 
     def digests(self) -> bytes:
-        """8 bytes of the prompt and 8 of prompt and replies, by their words, however they are written."""
+        """8 bytes of the prompt and 8 of prompt and completions: the same for a text and for messages of the same content."""
         asked = self.prompt if isinstance(self.prompt, str) else self.prompt[0]["content"]
         alone = isinstance(self.prompt, str) or len(self.prompt) == 1
         prompt = asked.strip() if alone else self.prompt_key()
@@ -164,57 +137,6 @@ def parse(row: Any, stage: str) -> Record:
     if stage == "evaluate" and row.get("completion"):
         reply(row["completion"], "completion", record.prompt)  # its likelihood is measured
     return record
-
-
-# ---- what holds for every value, whatever it is for -------------------------------------------------------------
-
-
-class Repeated(dict[str, Any]):
-    """An object in which `key` stands twice: as JSON allows it, the last value counts, and which is meant nobody knows."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]):
-        super().__init__(pairs)
-        seen: set[str] = set()
-        self.key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-
-
-def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` that rows are decoded with."""
-    made = dict(pairs)
-    return made if len(made) == len(pairs) else Repeated(pairs)
-
-
-def check_values(value: Any, name: str = "", depth: int = 0) -> None:
-    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, or too deep a nesting."""
-    if isinstance(value, str):
-        check_text(value, name)
-    elif isinstance(value, float | int):
-        if not abs(value) <= sys.float_info.max:
-            raise RowError("not_finite", name, show(value), "a finite number")
-    elif isinstance(value, list | dict):
-        if depth == DEEPEST:
-            raise RowError(
-                "nested",
-                name[:80],
-                f"more than {DEEPEST} lists and objects inside each other",
-                "a flatter row",
-            )
-        if isinstance(value, Repeated):
-            raise RowError("repeated_key", name, f"the key {show(value.key)} twice", "each key once")
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                check_values(item, f"{name}[{index}]", depth + 1)
-            return
-        for key, item in value.items():
-            check_text(key, name)
-            check_values(item, f"{name}.{key[:60]}" if name else key[:60], depth + 1)
-
-
-def check_text(value: str, name: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise RowError("not_utf8", name, "half a surrogate pair (\\ud8..)", "Unicode text") from None
 
 
 # ---- the three kinds of set ------------------------------------------------------------------------------------
@@ -527,43 +449,9 @@ def wrong_fields(row: dict[str, Any], stage: str) -> RowError:
     )
 
 
-def some(keys: Iterable[str]) -> list[str]:
-    """Keys to look for a misspelt one among: not thousands, and none that is a text of its own."""
-    return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
-
-
-def fields_of(keys: list[str]) -> str:
-    return "fields " + visible(", ".join(keys[:8]), lines=False) if keys else "no fields"
-
-
 def near(name: str, keys: list[str]) -> float:
     return 1.0 if name in keys else 0.5 if difflib.get_close_matches(name, keys, 1) else 0.0
 
 
-def nearest(name: str, keys: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, some(keys), 1)
-    return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
-
-
 def example(stage: str) -> str:
     return "{" + ", ".join(f'"{name}": ...' for name in next(iter(SHAPES[stage].values()))) + "}"
-
-
-def type_name(value: Any) -> str:
-    names = {
-        "bool": "boolean",
-        "int": "number",
-        "float": "number",
-        "list": "list",
-        "dict": "object",
-        "str": "text",
-    }
-    return names.get(type(value).__name__, type(value).__name__)
-
-
-def show(value: Any) -> str:
-    """A value in an error message: JSON, at most 60 characters, none that a terminal obeys."""
-    shown = visible(
-        json.dumps(value[:60] if isinstance(value, str) else value, ensure_ascii=False, default=str)
-    )
-    return shown if len(shown) <= 60 else shown[:57] + "..."

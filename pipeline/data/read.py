@@ -76,7 +76,7 @@ class Stats:
     samples: list[str] = field(default_factory=list)
     digest: str = ""
     hashes: bytes | None = b""  # 8 bytes for each row
-    words: bytearray | None = field(
+    row_digests: bytearray | None = field(
         default_factory=bytearray
     )  # 16 bytes for each row that is kept: of its prompt, and of all of it
     margins: bool = False
@@ -363,7 +363,7 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
     if "eval" in (chunk.split for chunk in chunks):
         report.overlap = overlap(
             *(
-                [s.words for s, c in zip(stats, chunks, strict=True) if c.split == n]
+                [s.row_digests for s, c in zip(stats, chunks, strict=True) if c.split == n]
                 for n in ("train", "eval")
             )
         )
@@ -411,8 +411,8 @@ def overlap(train: list[bytearray | None], held_out: list[bytearray | None]) -> 
     if None in train or None in held_out or sum(map(len, train + held_out)) > 16 * HASHES:  # type: ignore[arg-type]
         return None
     known, asked = (
-        np.frombuffer(b"".join(words), dtype=np.uint64).reshape(-1, 2)  # type: ignore[arg-type]
-        for words in (train, held_out)
+        np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2)  # type: ignore[arg-type]
+        for digests in (train, held_out)
     )
     prompts, rows = (int(np.isin(asked[:, side], known[:, side]).sum()) for side in (0, 1))
     return prompts, rows
@@ -519,9 +519,9 @@ def flush(
             continue
         stats.margins = stats.margins or record.margin is not None
         note_special(split, number, encoder.special_in(record))
-        if stats.words is not None:
-            stats.words += record.digests()
-            stats.words = stats.words if len(stats.words) <= 16 * HASHES else None
+        if stats.row_digests is not None:
+            stats.row_digests += record.digests()
+            stats.row_digests = stats.row_digests if len(stats.row_digests) <= 16 * HASHES else None
         for item in examples:
             if isinstance(item, Dropped):
                 split.dropped[item.reason] = split.dropped.get(item.reason, 0) + 1

@@ -107,7 +107,7 @@ class Report:
             tokens = ", ".join(f"{token} in {rows:,}" for token, rows in [*split.special_tokens.items()][:5])
             other = ["control", "text"][self.special_tokens == "control"]
             lines.append(
-                f"{split.special_rows:,} rows with special tokens in their words, which are read as {self.special_tokens} "
+                f"{split.special_rows:,} rows with special tokens in their text, which are read as {self.special_tokens} "
                 f"(data.special_tokens={other} reads them as {other}): {tokens}; first: {split.special_first}"
             )
         if name == "eval" and self.overlap and self.overlap[0]:

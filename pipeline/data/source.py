@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline import storage
-from pipeline.data.formats import DEEPEST, RowError, mapping, shape_of, show
+from pipeline.data.formats import RowError, shape_of, show
+from pipeline.data.values import read_value, too_deep
 from pipeline.errors import InputError
 
 CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
@@ -36,8 +37,6 @@ FOREIGN = (".parquet", ".csv", ".tsv", ".zst", ".bz2", ".xz", ".zip", ".arrow")
 Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
 BLANKS = " \t\r\n"  # JSON's white space
 BLANK = re.compile(f"[{BLANKS}]*")
-# A number of thousands of digits is read as an infinite one, and refused under the name of its field.
-DECODER, WIDE = (json.JSONDecoder(object_pairs_hook=mapping, parse_int=kind) for kind in (None, float))
 
 
 @dataclass(frozen=True)
@@ -416,20 +415,6 @@ def decode(line: bytes) -> Any:
         return RowError("not_json", "", found, "one JSON object on each line, or one JSON array in the file")
     except RecursionError:
         return too_deep()
-
-
-def read_value(text: str, at: int = 0) -> tuple[Any, int]:
-    """A JSON value and where it ends; raises JSONDecodeError or RecursionError."""
-    try:
-        return DECODER.raw_decode(text, at)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:  # https://docs.python.org/3/library/stdtypes.html#int-max-str-digits
-        return WIDE.raw_decode(text, at)
-
-
-def too_deep() -> RowError:
-    return RowError("nested", "", f"more than {DEEPEST} lists and objects inside each other", "a flatter row")
 
 
 def too_large() -> RowError:

@@ -116,8 +116,8 @@ def no_reply(name: str = "") -> RowError:
     return RowError(
         "empty_reply",
         name,
-        "no token of a reply after the chat template",
-        "a reply that the template renders and the tokenizer knows",
+        "no token of a completion after the chat template",
+        "a completion that the template renders and the tokenizer knows",
     )
 
 

@@ -61,25 +61,31 @@ class Base:
 # --------------------------------------------------------------------------------------------------- the base
 
 
-def check_base(model: Model, scorer: bool = False, gpu: bool = False) -> Base:
+def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: bool = True) -> Base:
     """Refuses a base whose files do not hold the tensors that its config.json promises, in their shapes.
+
+    Args:
+        scorer: whether it is a reward model, with a scalar head.
+        gpu: whether it will run on GPUs, which this process may lack.
+        weights: whether its weights are to be there; False: config.json is all that is looked at.
 
     Raises:
         InputError: naming a tensor or a key.
     """
     config = base_config(model.name_or_path, model.revision)
     _check_generation(model)
-    base = Base(model, config, check_weights(model) or _pickled(model), scorer, gpu)
+    tensors = check_weights(model) or _pickled(model) if weights else {}
+    base = Base(model, config, tensors, scorer, gpu)
     if not base.checkable:
         if not model.trust_remote_code:
             _check_quantised(base)
         return base
-    known = base.plain and base.plain == {name: one.shape for name, one in base.tensors.items()}
+    known = base.plain and (not weights or base.plain == {name: one.shape for name, one in tensors.items()})
     if not known:
         skeleton(base)
     if model.attn_implementation not in (None, *(("eager", "sdpa") if known else ())):
         check_attention(base)
-    for name, one in base.tensors.items():
+    for name, one in tensors.items():
         if name.endswith("weight") and one.dtype not in FLOATING:
             raise InputError(
                 f"model.name_or_path: {model.name_or_path!r}: tensor {name!r} is of dtype {one.dtype}, expected one of "

@@ -1,15 +1,15 @@
-"""Special tokens are control tokens where the chat template writes them, and words where a row's text has them.
+"""Control tokens: special tokens take effect where the chat template writes them, and are plain text in a row's content.
 
     control = ControlTokens(tokenizer)
-    disguise = control.disguise([content])        # None: no content has anything to do with a special token
-    rendered = template(disguise.hide(content))   # the template and all that looks at its text see no forged token
-    ids = disguise.encode(rendered).ids
+    escaping = control.escaping([content])            # None: nothing in the contents could be read as a control token
+    rendered = template(escaping.escape(content))     # so the template cannot tell content from ordinary text
+    ids = escaping.encode(rendered).ids
 
-A text that is free of forged tokens is encoded by the tokenizer itself. Any other is encoded by its twin: the same
-tokenizer, whose special tokens are spelled in private-use characters that the text does not have. What the template
-wrote is respelled, what the row says is not; each spelling keeps its length, so offsets are those of the text. (The
-library's own `encode_special_tokens` knows only all or nothing, and cutting the text into pieces changes what stands at
-their edges: prefix spaces, stripped white space, merges.)
+If the rendered text holds no control token but those of the template, the tokenizer encodes it as ever. Otherwise a copy
+of the tokenizer does, whose control tokens are renamed to private-use characters that the row does not contain: what the
+template wrote is renamed with them, what the row says is not. Lengths stay the same, so offsets are those of the text.
+(`encode_special_tokens` of the tokenizers library applies to a whole text, and cutting the text into pieces would change
+what happens at their edges: prefix spaces, stripped white space, merges.)
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from pipeline.errors import InputError
 from pipeline.models.tokenizer import eos_ids
 
 TURN = re.compile("user|assistant|system|turn|role|header", re.IGNORECASE)
-PRIVATE = range(0xF0000, 0x10FFFE)  # planes of code points that no standard gives a meaning
+PRIVATE = range(0xF0000, 0x10FFFE)  # Unicode's supplementary private-use areas
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer as strings: which of them a text contains, and how to keep them words.
+    """The control tokens of a tokenizer as strings: where they occur in a text, and how to keep them text.
 
-    Without `hide` they are control tokens wherever they stand, and there is no disguise.
+    With `as_text=False` they are control tokens wherever they occur, and nothing is escaped.
     """
 
-    def __init__(self, tokenizer: Any, hide: bool = True):
-        self.tokenizer, self.hide = tokenizer, hide and getattr(tokenizer, "is_fast", False)
+    def __init__(self, tokenizer: Any, as_text: bool = True):
+        self.tokenizer, self.as_text = tokenizer, as_text and getattr(tokenizer, "is_fast", False)
         if not getattr(tokenizer, "is_fast", False):
-            return  # one in Python, of somebody's own reward model: it has no twin
+            return  # one in Python, of somebody's own reward model: it has no backend to respell
         self.backend = tokenizer.backend_tokenizer
         added = [token for _, token in sorted(self.backend.get_added_tokens_decoder().items())]
         ends = [] if tokenizer.eos_token is None else tokenizer.convert_ids_to_tokens(eos_ids(tokenizer))
         template = str(tokenizer.chat_template)
         self.names = [token.content for token in added if _controls(token, ends, template)]
         self.known = frozenset(self.names)
-        # Others are in the pattern because the longest match wins.
+        # The other added tokens are in the pattern because the longest match wins.
         self.pattern = _alternation(
             token for token in added if token.content in self.known or not token.normalized
         )
@@ -54,36 +54,33 @@ class ControlTokens:
         self.tails = {name[size:] for name in self.names for size in range(1, len(name))}
 
     def _normalised(self, tokens: list[Any]) -> list[tuple[str, str]]:
-        """(as it is looked for, name) of the tokens that may also come from a text which only normalises to them."""
+        """(string to look for, name) of the tokens that can also come from text which only normalises to them."""
         normalizer, model = self.backend.normalizer, self.backend.model
         if normalizer is None:
             return []
         names = [
-            token.content
-            for token in tokens
-            if token.normalized
-            or (model.token_to_id(token.content) is not None and _made(model, token.content))
+            token.content for token in tokens if token.normalized or _in_vocabulary(model, token.content)
         ]
-        spellings = [(name, normalizer.normalize_str(name).strip("▁ ")) for name in names]
-        return [(spelling, name) for name, normal in spellings for spelling in {name, normal} if spelling]
+        wanted = [(name, normalizer.normalize_str(name).strip("▁ ")) for name in names]
+        return [(text, name) for name, normal in wanted for text in {name, normal} if text]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where special tokens stand in a text."""
+        """Where control tokens occur in a text."""
         return [match.span() for match in self.pattern.finditer(text) if match.group() in self.known]
 
     def found(self, text: str) -> list[str]:
-        """The special tokens that a text contains, each once."""
+        """The control tokens that occur in a text, each once."""
         names = [text[slice(*span)] for span in self.spans(text)]
         if self.normalised:
             normal = self.backend.normalizer.normalize_str(text)
-            names += [name for spelling, name in self.normalised if spelling in normal]
+            names += [name for wanted, name in self.normalised if wanted in normal]
         return list(dict.fromkeys(names))
 
     def places(self, content: str) -> list[int]:
-        """Characters without which no special token can begin, continue or end in this content.
+        """The characters to escape so that no control token can begin, continue or end in this content.
 
-        The first one of each token in it; of a piece at its end that what follows could complete; and the first one of
-        all where a piece at its beginning could complete what stands before.
+        They are the first character of each occurrence, of a fragment at the end that the following text could complete,
+        and of the content itself where it could complete the text before it.
         """
         text = content.strip()
         found, at = [], 0
@@ -100,150 +97,151 @@ class ControlTokens:
         before = len(content) - len(content.lstrip())
         return sorted({before + _behind_space(text, at) for at in found})
 
-    def disguise(self, contents: Sequence[str]) -> Disguise | None:
-        """How to encode a row with these contents; None: as always.
+    def escaping(self, contents: Sequence[str]) -> Escaping | None:
+        """The escaping of one row's contents; None: there is nothing to escape.
 
         Raises:
-            ValueError: when the contents use up the private-use characters.
+            ValueError: when the contents themselves use up the private-use characters.
         """
-        if not self.hide or not any(
-            self.places(text) or (self.normalised and self.found(text)) for text in contents
-        ):
+        if not self.as_text:
+            return None
+        if not any(self.places(text) or (self.normalised and self.found(text)) for text in contents):
             return None
         used = {ord(char) for text in contents for char in re.findall("[\U000f0000-\U0010ffff]", text)}
         alphabet = sorted({char for name in self.names for char in name})
         size = len(self.names) + len(alphabet)
         for base in range(PRIVATE.start, PRIVATE.stop - size, size):
             if used.isdisjoint(range(base, base + size)):
-                return Disguise(self, base, alphabet)
-        raise ValueError("special tokens among private-use characters (U+F0000 to U+10FFFD) of all ranges")
+                return Escaping(self, base, alphabet)
+        raise ValueError("special tokens, and private-use characters (U+F0000 to U+10FFFD) of all ranges")
 
 
-class Disguise:
-    """One choice of private-use characters: `base` on, one for each special token, then one for each of their letters."""
+class Escaping:
+    """A choice of private-use characters: from `base` on, one for each control token, then one for each of their letters."""
 
     def __init__(self, control: ControlTokens, base: int, alphabet: list[str]):
         self.control, self.base = control, base
         first = base + len(control.names)
-        self.hidden = {char: chr(first + at) for at, char in enumerate(alphabet)}
-        self.shown = {first + at: char for at, char in enumerate(alphabet)}
+        self.escapes = {char: chr(first + at) for at, char in enumerate(alphabet)}
+        self.originals = {first + at: char for at, char in enumerate(alphabet)}
 
-    def hide(self, content: str) -> str:
-        """The content with a stand-in for each character that `places` names; its length stays."""
+    def escape(self, content: str) -> str:
+        """The content with the characters at `ControlTokens.places` replaced; its length stays the same."""
         pieces, at = [], 0
         for place in self.control.places(content):
-            pieces += [content[at:place], self.hidden[content[place]]]
+            pieces += [content[at:place], self.escapes[content[place]]]
             at = place + 1
         return "".join([*pieces, content[at:]])
 
-    def reveal(self, rendered: str) -> str:
-        return rendered.translate(self.shown)
+    def unescape(self, rendered: str) -> str:
+        return rendered.translate(self.originals)
 
     def encode(self, rendered: str, add_special_tokens: bool = False) -> Any:
-        """The tokenizer's Encoding of a text that was rendered from hidden contents; offsets are those of the text."""
-        control, text = self.control, self.reveal(rendered)
+        """The tokenizer's Encoding of a text rendered from escaped contents; offsets are those of the unescaped text."""
+        control, text = self.control, self.unescape(rendered)
         if not control.normalised and control.spans(text) == control.spans(rendered):
             return control.backend.encode(text, add_special_tokens=add_special_tokens)
-        spelled, passed = _spelled(control.names, self.base), set[int]()
+        aliases, literal = _aliases(control.names, self.base), set[int]()
 
-        def respell(match: re.Match[str]) -> str:
+        def alias(match: re.Match[str]) -> str:
             name = match.group()
-            return name if match.start() in passed else spelled.get(name, name)
+            return name if match.start() in literal else aliases.get(name, name)
 
         def encoded() -> Any:
-            marked = self.reveal(control.pattern.sub(respell, rendered))
-            twin = _twin(control.tokenizer, tuple(control.names), self.base)
-            return twin.encode(marked, add_special_tokens=add_special_tokens)
+            renamed = self.unescape(control.pattern.sub(alias, rendered))
+            copy = _renamed(control.tokenizer, tuple(control.names), self.base)
+            return copy.encode(renamed, add_special_tokens=add_special_tokens)
 
         encoding = encoded()
-        passed |= self._passed(rendered, encoding)
-        return encoded() if passed else encoding
+        literal |= self._unmatched(rendered, encoding)
+        return encoded() if literal else encoding
 
-    def _passed(self, rendered: str, encoding: Any) -> set[int]:
-        """Where the tokenizer passed over a token that the template wrote, as those do that match at a beginning only."""
-        at: list[int | None] = [None] * len(rendered)
+    def _unmatched(self, rendered: str, encoding: Any) -> set[int]:
+        """Where the tokenizer takes a control token of the template for text, as some do unless it begins the text."""
+        ids: list[int | None] = [None] * len(rendered)
         for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-            at[start:stop] = [token] * (stop - start)
-        token_to_id = self.control.backend.token_to_id
-        return {
-            start
-            for start, stop in self.control.spans(rendered)
-            if at[start] != token_to_id(rendered[start:stop])
-        }
+            ids[start:stop] = [token] * (stop - start)
+        id_of = self.control.backend.token_to_id
+        spans = self.control.spans(rendered)
+        return {start for start, stop in spans if ids[start] != id_of(rendered[start:stop])}
 
 
 def text_ids(control: ControlTokens, text: str) -> list[int]:
-    """`tokenizer(text).input_ids`, the special tokens in the text being words."""
-    disguise = control.disguise([text])
-    if disguise is None:
+    """`tokenizer(text).input_ids`, with the control tokens in it as text."""
+    escaping = control.escaping([text])
+    if escaping is None:
         return list(control.tokenizer(text).input_ids)
-    return list(disguise.encode(disguise.hide(text), add_special_tokens=True).ids)
+    return list(escaping.encode(escaping.escape(text), add_special_tokens=True).ids)
 
 
 def chat_ids(control: ControlTokens, messages: Sequence[dict[str, str]]) -> list[int]:
-    """`tokenizer.apply_chat_template(messages)`, the special tokens in the contents being words."""
-    disguise = control.disguise([message["content"] for message in messages])
-    if disguise is None:
+    """`tokenizer.apply_chat_template(messages)`, with the control tokens in the contents as text."""
+    escaping = control.escaping([message["content"] for message in messages])
+    if escaping is None:
         return list(control.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-    hidden = [{**message, "content": disguise.hide(message["content"])} for message in messages]
-    return list(disguise.encode(control.tokenizer.apply_chat_template(hidden, tokenize=False)).ids)
+    escaped = [{**message, "content": escaping.escape(message["content"])} for message in messages]
+    return list(escaping.encode(control.tokenizer.apply_chat_template(escaped, tokenize=False)).ids)
 
 
-# ------------------------------------------------------------------------------------------------------- the twin
+# ------------------------------------------------------------------------------------------ the renamed tokenizer
 
 
-def _spelled(names: Sequence[str], base: int) -> dict[str, str]:
+def _aliases(names: Sequence[str], base: int) -> dict[str, str]:
     return {name: chr(base + at) * len(name) for at, name in enumerate(names)}
 
 
-@lru_cache(maxsize=4)  # one is enough, but for rows with private-use characters
-def _twin(tokenizer: Any, names: tuple[str, ...], base: int) -> Any:
-    """The tokenizer under another spelling of its special tokens; no text is ever encoded to one of them."""
+@lru_cache(maxsize=4)  # another `base` is needed only for rows with private-use characters
+def _renamed(tokenizer: Any, names: tuple[str, ...], base: int) -> Any:
+    """A copy of the tokenizer with its control tokens renamed, in the vocabulary too: no text encodes to one by its name."""
     from tokenizers import Tokenizer
 
-    spelled = _spelled(names, base)
+    aliases = _aliases(names, base)
     tree = json.loads(tokenizer.backend_tokenizer.to_str())
     for token in tree["added_tokens"]:
-        token["content"] = spelled.get(token["content"], token["content"])
+        token["content"] = aliases.get(token["content"], token["content"])
     model = tree["model"]
     if isinstance(model["vocab"], dict):
-        model["vocab"] = {spelled.get(piece, piece): index for piece, index in model["vocab"].items()}
+        model["vocab"] = {aliases.get(piece, piece): index for piece, index in model["vocab"].items()}
     else:  # Unigram
-        model["vocab"] = [[spelled.get(piece, piece), score] for piece, score in model["vocab"]]
-    if model.get("unk_token") in spelled:
-        model["unk_token"] = spelled[model["unk_token"]]
+        model["vocab"] = [[aliases.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in aliases:
+        model["unk_token"] = aliases[model["unk_token"]]
     if model.get("merges"):
-        model["merges"] = [merge for merge in model["merges"] if not _merged(merge) & spelled.keys()]
-    twin = Tokenizer.from_str(json.dumps(tree))
+        model["merges"] = [merge for merge in model["merges"] if not _merged(merge) & aliases.keys()]
+    copy = Tokenizer.from_str(json.dumps(tree))
     for name in names:
-        before, now = tokenizer.backend_tokenizer.token_to_id(name), twin.token_to_id(spelled[name])
+        before, now = tokenizer.backend_tokenizer.token_to_id(name), copy.token_to_id(aliases[name])
         if before != now:
             raise InputError(
-                f"data.special_tokens: the special token {name!r} of this tokenizer ({before}) cannot be told from the same "
-                "characters in a row; take such rows out, or type data.special_tokens=control"
+                f"data.special_tokens: this tokenizer cannot encode the special token {name!r} (id {before}) as text; take "
+                "the rows that contain it out, or type data.special_tokens=control"
             )
-    return twin
+    return copy
 
 
 def _merged(merge: Any) -> set[str]:
-    """Both sides of a BPE merge, and what it makes."""
+    """Both sides of a BPE merge, and its result."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return {left, right, left + right}
 
 
-def _made(model: Any, name: str) -> bool:
-    """Whether the vocabulary alone makes a special token of its characters, as Unigram models do."""
-    return model.token_to_id(name) in {token.id for token in model.tokenize(name)}
+# ------------------------------------------------------------------------------------------------ which, and where
 
 
 def _controls(token: Any, ends: list[str], template: str) -> bool:
-    """Whether an added token is one that rows must not forge: marked as special, or, unmarked, what turns begin or end with.
+    """Whether an added token is a control token: marked as special, or, though unmarked, one that begins or ends a turn.
 
-    DeepSeek's `<｜User｜>` is of the second kind; `<think>` and `<tool_call>`, which a reply may hold, are of neither.
+    DeepSeek's `<｜User｜>` is unmarked. `<think>` and `<tool_call>`, which a reply may contain, are no control tokens.
     """
     name = token.content
     marks_turns = TURN.search(name) is not None and name in template
     return bool(name.strip()) and (token.special or name in ends or marks_turns)
+
+
+def _in_vocabulary(model: Any, name: str) -> bool:
+    """Whether the model itself, as Unigram does, encodes the name of an added token to its id."""
+    index = model.token_to_id(name)
+    return index is not None and index in {token.id for token in model.tokenize(name)}
 
 
 def _behind_space(text: str, at: int) -> int:

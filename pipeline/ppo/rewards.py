@@ -144,7 +144,7 @@ class ModelReward(Reward):
     """A sequence-classification model that is not on this base. It costs what it costs.
 
     With `tokenizer=None` it reads the policy's token ids; with a tokenizer of its own, the text, through its own chat
-    template where the prompt is a list of messages. Special tokens in that text are words, or, with `control`, tokens.
+    template where the prompt is a list of messages. Special tokens in that text are text, or, with `control`, tokens.
     """
 
     def __init__(
@@ -152,23 +152,23 @@ class ModelReward(Reward):
     ) -> None:
         super().__init__(**{"name": "model", **settings})
         self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
-        self.words = ControlTokens(tokenizer, hide=not control) if tokenizer is not None else None
+        self.control = ControlTokens(tokenizer, as_text=not control) if tokenizer is not None else None
 
     def score(self, samples: Samples) -> list[float]:
-        if self.words is None:
+        if self.control is None:
             texts = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
         else:
-            texts = [self._encode(samples, i, self.words) for i in range(len(samples))]
+            texts = [self._encode(samples, i, self.control) for i in range(len(samples))]
         run = lambda ids, mask: self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float()  # noqa: E731
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
         return in_batches(texts, self.rows, next(self.model.parameters()).device, run, pad)
 
-    def _encode(self, samples: Samples, i: int, words: ControlTokens) -> list[int]:
+    def _encode(self, samples: Samples, i: int, control: ControlTokens) -> list[int]:
         prompt, completion = samples.rows[i].get("prompt"), samples.completions[i]
         if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
             messages = [*prompt, {"role": "assistant", "content": completion}]
-            return chat_ids(words, messages)
-        ids = text_ids(words, samples.prompts[i] + completion)
+            return chat_ids(control, messages)
+        ids = text_ids(control, samples.prompts[i] + completion)
         eos = self.tokenizer.eos_token_id
         return [*ids, eos] if samples.ended[i] and eos is not None and ids[-1] != eos else ids
 

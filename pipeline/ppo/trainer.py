@@ -103,7 +103,8 @@ class PPOTrainer:
             for parameter in shared.parameters_of(role):
                 if self.workers > 1:  # new heads and adapters are random: all start from rank 0's
                     dist.broadcast(parameter.data, src=0)
-        rates = {"policy": args.learning_rate, "critic": args.critic_learning_rate or args.learning_rate}
+        own = args.critic_learning_rate  # 0 is a rate, too
+        rates = {"policy": args.learning_rate, "critic": args.learning_rate if own is None else own}
         self.optimizer = torch.optim.AdamW(
             [{"params": shared.parameters_of(role), "lr": rates[role]} for role in self.roles],
             betas=(args.adam_beta1, args.adam_beta2),

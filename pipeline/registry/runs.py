@@ -10,7 +10,7 @@ from pipeline import signals, storage
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.registry.database import file_of_uri
-from pipeline.registry.server import client, flatten, like, tracking_uri, wait_for_server
+from pipeline.registry.server import client, flatten, like, metric_key, tracking_uri, wait_for_server
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
 
     resolved = job.to_dict()
     mlflow.log_dict(run_id, resolved, "job.json")
-    params = [Param(key, str(value)[:500]) for key, value in flatten(resolved)]
+    params = [Param(metric_key(key), str(value)[:500]) for key, value in flatten(resolved)]
     for start in range(0, len(params), 100):  # the store's limit for one call
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []

@@ -9,16 +9,18 @@ Exit status 1 if the job does not fit on what is named, with the changes after w
 import os
 from typing import Any
 
-from pipeline import plan
+from pipeline import lineage, plan, registry
 from pipeline.config import Job
-from pipeline.errors import Failure, InputError
+from pipeline.errors import Failure, InputError, about
 from pipeline.plan import GIB, GPUS, Plan
 
 EPOCH = 10_000  # rows, where the job does not say how long it runs
 
 
 def run(job: Job) -> dict[str, Any]:
-    loras, notes = started_from(job)
+    folders, notes = started_from(job)
+    check(job, folders)
+    loras = {name.split(".")[0]: lineage.adapter_config(at) for name, at in folders.items()}
     found = plan.make(job, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     print("\n".join(table(found)))
@@ -37,22 +39,44 @@ def run(job: Job) -> dict[str, Any]:
     return {"peak_bytes": found.peak, "items": [vars(item) for item in found.items]}
 
 
-def started_from(job: Job) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """peft's settings of the adapters that the job continues, by input; and a note on what could not be found out."""
-    from pipeline import lineage, registry
+def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
+    """The folders of the adapters that the job continues, by input; and a note on what could not be found out."""
     from pipeline.inputs import pin_inputs
 
     guess = "adapters are taken to be as large as `lora` says"
     uri = registry.tracking_uri(job)
-    if (file := registry.file_of_uri(uri)) and not os.path.exists(file):
-        return {}, [f"nothing is registered yet; {guess}"] if job.policy or job.reward else []
+    registered = [
+        name for name in (job.policy, *(one for one, _ in job.rewards)) if (name or "").startswith("models:/")
+    ]
+    if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
+        return {}, [f"nothing is registered yet; {guess}"]
     try:
         _, inputs = pin_inputs(job)
         models = {name: at for name, at in inputs.items() if not at.startswith("python:")}
-        folders = {name.split(".")[0]: registry.fetch(at, uri) for name, at in models.items()}
+        folders = {name: registry.fetch(at, uri) for name, at in models.items()}
     except InputError as error:
         return {}, [f"{guess} ({str(error).split(';')[0]})"]
-    return {name: lineage.adapter_config(at) for name, at in folders.items() if lineage.is_adapter(at)}, []
+    return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
+
+
+def check(job: Job, folders: dict[str, str]) -> None:
+    """Refuses what a run would refuse: a base, adapters and `lora` that do not fit; weights need not be here.
+
+    Raises:
+        InputError: naming what is wrong.
+    """
+    from pipeline.inputs import key_of, makes_adapter
+    from pipeline.models import adapter_files
+    from pipeline.models.base import local, weight_files
+    from pipeline.models.fit import check_base, check_lora
+
+    weights = bool(weight_files(local(job.model.name_or_path)))
+    base = check_base(job.model, gpu=bool(job.scaling.get("use_gpu")), weights=weights)
+    for name, folder in folders.items():
+        with about(key_of(job, name)):
+            adapter_files.check(base, folder, scores=name != "policy")
+    if makes_adapter(job, folders):
+        check_lora(base, job.lora, scorer=job.stage == "rm")
 
 
 def table(found: Plan) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import cluster, report
-from pipeline.config import STAGES, load_job
+from pipeline.config import STAGES, libraries, load_job
 from pipeline.errors import InputError
 from pipeline.stages import evaluate, ppo, rm, sft
 
@@ -34,7 +34,8 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     for job in jobs.values():  # not after an hour of the stages before
         cluster.check_scaling(job)
     results = []
-    with cluster.session(jobs["sft"]):  # the stages find this session and share it
+    # The stages find what is begun here, and share it: the session, and the answers about all of their jobs.
+    with libraries.asked(*jobs.values()), cluster.session(jobs["sft"]):
         for stage, module in ORDER.items():
             results.append(module.run(jobs[stage]))
             missed = results[-1].get("registered_model") and not results[-1]["alias"]

@@ -1,0 +1,191 @@
+"""Asks the libraries: makes their own configuration objects, optimizer and schedule from a job, before anything starts.
+
+    with libraries.asked(job) as check:       # a process of its own begins to import them
+        ...                                   # Ray starts meanwhile
+        check()                               # InputError, if one of them refuses its section
+
+They take 5 seconds to import, the driver needs none of them, and what they do to a process (devices, environment) is
+better done to another one. Where they are loaded already, as in a notebook, they are asked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.fields import short, show
+from pipeline.errors import InputError
+
+if TYPE_CHECKING:
+    from pipeline.config import Job
+
+STEPS = 1_000_000  # of the schedule that is tried, where the job does not say
+LOADED = ("trl.trainer.base_config", "transformers.trainer", "peft")
+_answers: dict[str, str | None] = {}  # by request: why a section is refused, or None
+_running: dict[str, subprocess.Popen[str]] = {}
+
+
+@contextlib.contextmanager
+def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
+    """A function that waits for the answers about these jobs, and raises InputError for the first that is refused.
+
+    Jobs that are asked about together are answered together: of four, the first to wait says what is wrong with the last.
+    """
+    requests = [request for job in jobs if (request := _request(job))]
+    new = [one for one in dict.fromkeys(requests) if one not in _answers and one not in _running]
+    process = None
+    if new and all(module in sys.modules for module in LOADED):
+        _answers.update({one: problem(json.loads(one)) for one in new})
+    elif new:
+        process = _start(new)
+    try:
+        yield lambda: _check(requests)
+    finally:
+        if process is not None:
+            process.kill()  # nothing to be done where it has answered
+            process.communicate()
+            for one in new:
+                _running.pop(one, None)
+
+
+def _request(job: Job) -> str | None:
+    """What is to be asked about a job, as JSON; None where no library but our own reads its sections."""
+    if job.stage not in ("sft", "rm", "dpo", "ppo"):
+        return None
+    asked: dict[str, Any] = {"stage": job.stage, "source": job.source, "lora": job.lora}
+    asked["use_gpu"] = bool(job.scaling.get("use_gpu"))
+    if job.stage != "ppo":
+        asked["trainer"] = job.trainer
+    return json.dumps(asked) if asked.get("trainer") or job.lora else None
+
+
+def _start(requests: list[str]) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(requests))
+    process.stdin.close()
+    process.stdin = None
+    _running.update(dict.fromkeys(requests, process))
+    return process
+
+
+def _check(requests: list[str]) -> None:
+    answers: dict[str, str | None] = {}
+    for one in requests:
+        if one not in _answers:
+            process = _running[one]
+            printed, errors = process.communicate()
+            if process.returncode:
+                status = f"exit status {process.returncode}"
+                raise RuntimeError(
+                    f"the libraries could not be asked about the job: {status}\n{errors[-3000:]}"
+                )
+            found = json.loads(printed.splitlines()[-1])
+            _answers.update(found)
+            answers |= found
+        answers[one] = _answers[one]
+    if refused := next(filter(None, answers.values()), None):
+        raise InputError(refused)
+
+
+# ------------------------------------------------------------------------------------------- where they are loaded
+
+
+def problem(asked: dict[str, Any]) -> str | None:
+    """Why peft or TRL refuses a section of the job, naming the key; None: they take them."""
+    place = f"{asked['source']}: " if asked.get("source") else ""
+    for section, make in (("lora", _lora), ("trainer", _trainer)):
+        values = asked.get(section) or {}
+        error = _refused(make, asked, values)
+        if error is None:
+            continue
+        reason = (
+            short(" ".join(str(error).split())) if len(str(error)) > 400 else " ".join(str(error).split())
+        )
+        # The key without which they take the rest.
+        for key in values:
+            if _refused(make, asked, {k: v for k, v in values.items() if k != key}) is None:
+                return (
+                    f"{place}{section}.{key}: found {show(values[key])}; {make(asked, None)} says: {reason}"
+                )
+        return f"{place}{section}: {make(asked, None)} says: {reason}"
+    return None
+
+
+def _refused(make: Callable[..., Any], asked: dict[str, Any], values: dict[str, Any]) -> Exception | None:
+    try:
+        make(asked, values)
+    except Exception as error:  # whatever a library raises for values that it cannot take
+        return error
+    return None
+
+
+def _lora(asked: dict[str, Any], values: dict[str, Any] | None) -> Any:
+    from peft import LoraConfig
+
+    return "peft.LoraConfig" if values is None else LoraConfig(task_type="CAUSAL_LM", **values)
+
+
+def _trainer(asked: dict[str, Any], values: dict[str, Any] | None) -> Any:
+    """The stage's arguments as a worker would make them, its optimizer and its schedule, on one parameter."""
+    import importlib
+
+    import torch
+    from transformers import Trainer, get_scheduler
+
+    from pipeline.config.keys import TRAINERS
+
+    module, _, name = TRAINERS[asked["stage"]].rpartition(".")
+    if values is None:
+        return name
+    given = dict(values)
+    if asked["use_gpu"]:  # this process may be on a machine without one
+        given = {key: value for key, value in given.items() if key not in ("fp16", "fp16_full_eval", "tf32")}
+        given["use_cpu"] = True
+    config = getattr(importlib.import_module(module), name)
+    with tempfile.TemporaryDirectory() as folder:
+        args = config(output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, **given)
+    if args.use_liger_kernel:
+        _require("liger_kernel")
+    if args.torch_compile and args.torch_compile_backend not in (known := torch._dynamo.list_backends(None)):
+        raise ValueError(f"torch_compile_backend is one of {', '.join(known)}")
+    made, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+    if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
+        return args  # a factory, which needs the model
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = made([{"params": [parameter], "weight_decay": args.weight_decay}], **settings)
+    steps = args.max_steps if args.max_steps > 0 else STEPS
+    get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        args.get_warmup_steps(steps),
+        steps,
+        dict(args.lr_scheduler_kwargs or {}),
+    )
+    return args
+
+
+def _require(package: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"the package {package} is not installed here")
+
+
+if __name__ == "__main__":
+    found = json.load(sys.stdin)
+    print(json.dumps({one: problem(json.loads(one)) for one in found}))

@@ -1,0 +1,144 @@
+"""The values of a row, whatever they are for: JSON as rows are read, what no row may hold, and how an error shows it.
+
+Numbers are finite, text is Unicode, no key stands twice, and nothing is nested deeper than what reads it later can go.
+"""
+
+import difflib
+import itertools
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.errors import visible
+
+DEEPEST = 64  # lists and objects inside each other: what reads a row later calls itself as often
+
+
+@dataclass(eq=False)
+class RowError(Exception):
+    """One bad row. `line` counts from 1; in a JSON array it is the number of the element (`unit`)."""
+
+    kind: str
+    field: str
+    found: str
+    expected: str
+    file: str = ""
+    line: int = 0
+    unit: Literal["line", "element"] = "line"
+
+    def where(self) -> str:
+        file = visible(self.file, lines=False)
+        return f"{file}:{self.line}" if self.unit == "line" else f"{file}: element {self.line}"
+
+    def __str__(self) -> str:
+        name = f"`{visible(self.field, lines=False)}`: " if self.field else ""
+        return f"{self.where()}: {name}found {self.found}; expected {self.expected}"
+
+    # An exception is pickled by its args, which a dataclass does not set.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowError, (self.kind, self.field, self.found, self.expected, self.file, self.line, self.unit)
+
+
+class Repeated(dict[str, Any]):
+    """An object with `key` twice. JSON parsers keep the last value; which one was meant is unknown."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]):
+        super().__init__(pairs)
+        seen: set[str] = set()
+        self.key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+
+
+def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` that rows are decoded with."""
+    made = dict(pairs)
+    return made if len(made) == len(pairs) else Repeated(pairs)
+
+
+def check_values(value: Any, name: str = "", depth: int = 0) -> None:
+    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, or too deep a nesting."""
+    if isinstance(value, str):
+        check_text(value, name)
+    elif isinstance(value, float | int):
+        if not abs(value) <= sys.float_info.max:
+            raise RowError("not_finite", name, show(value), "a finite number")
+    elif isinstance(value, list | dict):
+        if depth == DEEPEST:
+            raise RowError(
+                "nested",
+                name[:80],
+                f"more than {DEEPEST} lists and objects inside each other",
+                "a flatter row",
+            )
+        if isinstance(value, Repeated):
+            raise RowError("repeated_key", name, f"the key {show(value.key)} twice", "each key once")
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                check_values(item, f"{name}[{index}]", depth + 1)
+            return
+        for key, item in value.items():
+            check_text(key, name)
+            check_values(item, f"{name}.{key[:60]}" if name else key[:60], depth + 1)
+
+
+def check_text(value: str, name: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RowError("not_utf8", name, "half a surrogate pair (\\ud8..)", "Unicode text") from None
+
+
+# A number of thousands of digits is read as an infinite one, and refused under the name of its field.
+DECODER, WIDE = (json.JSONDecoder(object_pairs_hook=mapping, parse_int=kind) for kind in (None, float))
+
+
+def read_value(text: str, at: int = 0) -> tuple[Any, int]:
+    """A JSON value and where it ends; raises JSONDecodeError or RecursionError."""
+    try:
+        return DECODER.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # https://docs.python.org/3/library/stdtypes.html#int-max-str-digits
+        return WIDE.raw_decode(text, at)
+
+
+def too_deep() -> RowError:
+    return RowError("nested", "", f"more than {DEEPEST} lists and objects inside each other", "a flatter row")
+
+
+# ---- what an error says ----------------------------------------------------------------------------------------
+
+
+def some(keys: Iterable[str]) -> list[str]:
+    """Keys to look for a misspelt one among: not thousands, and none that is a text of its own."""
+    return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
+
+
+def fields_of(keys: list[str]) -> str:
+    return "fields " + visible(", ".join(keys[:8]), lines=False) if keys else "no fields"
+
+
+def nearest(name: str, keys: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, some(keys), 1)
+    return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
+
+
+def type_name(value: Any) -> str:
+    names = {
+        "bool": "boolean",
+        "int": "number",
+        "float": "number",
+        "list": "list",
+        "dict": "object",
+        "str": "text",
+    }
+    return names.get(type(value).__name__, type(value).__name__)
+
+
+def show(value: Any) -> str:
+    """A value in an error message: JSON, at most 60 characters, none that a terminal obeys."""
+    shown = visible(
+        json.dumps(value[:60] if isinstance(value, str) else value, ensure_ascii=False, default=str)
+    )
+    return shown if len(shown) <= 60 else shown[:57] + "..."
