@@ -14,7 +14,7 @@ import sys
 import traceback
 from typing import Any
 
-from pipeline import console, signals
+from pipeline import process, signals
 from pipeline.credentials import without_credentials
 from pipeline.errors import Failure, InputError, causes
 
@@ -91,11 +91,14 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
 
     The job comes first: its mistakes are answered at once.
     """
-    if os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
+    if address := os.environ.get("RAY_ADDRESS"):
+        from pipeline.cloud import address as addresses
         from pipeline.cloud import submit
 
-        if verb in submit.VERBS:
+        if verb in submit.VERBS and address.startswith(("http://", "https://")):
             return submit.run(verb, path, overrides)
+        if verb in submit.VERBS:
+            addresses.check(address)
     if verb == "rlhf":
         importlib.import_module("pipeline.stages.rlhf").run(path, overrides)
         return 0
@@ -126,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return stopped("interrupted", given.verb, 130)
     except SystemExit as error:
-        if signal := signals.received:
+        if signal := signals.received or signals.of_ray():
             return stopped(f"terminated by {signal.name}", given.verb, 128 + signal)
         return failed(f"{caller(error)} called sys.exit({error.code!r}), which ends no run in order")
     except Exception as error:
@@ -158,15 +161,5 @@ def caller(error: SystemExit) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def command() -> int:
-    """`main` as a process of its own, with the terminal and the signals that belong to it."""
-    console.own()
-    signals.listen()
-    sys.unraisablehook = signals.deliver_again
-    status = main()
-    signals.exit_with(status)
-    return status
-
-
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(process.run(main))

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import console, embedded, placement, registry, signals, storage
 from pipeline.config import Job
-from pipeline.errors import Failure, InputError
+from pipeline.errors import Failure, InputError, in_brief
 from pipeline.placement import check_scaling
 from pipeline.resume import checkpoints
 from pipeline.worker import Work, Worker, main
@@ -68,7 +68,13 @@ def _cluster(job: Job) -> Iterator[None]:
     """The cluster that this driver runs on: Ray sets RAY_ADDRESS for the driver of a submitted job."""
     import ray
 
-    ray.init(**RAY_LOGGING)
+    try:
+        ray.init(**RAY_LOGGING)
+    except Exception as error:  # of many types: no connection, no token, another version
+        raise InputError(
+            f"RAY_ADDRESS: the cluster at {os.environ['RAY_ADDRESS']} cannot be joined ({in_brief(error)}); look at `ray "
+            "status` there, or unset RAY_ADDRESS"
+        ) from error
     try:
         check_shared_storage(job)
         yield

@@ -5,11 +5,11 @@ that mean nothing here. Uses the dispatcher that ray.init() itself uses (ray 2.6
 Remove that when ray.init takes a function that prints, or a logging setting without the prefix.
 """
 
-import contextlib
 import logging
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from pipeline.config import JOBS
@@ -63,7 +63,7 @@ def own() -> None:
 
 
 class Output:
-    """A text stream that shows neither credentials nor terminal escapes, and goes on when nobody reads it any more."""
+    """A text stream that shows neither credentials nor terminal escapes, and goes on when it cannot be written any more."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -72,22 +72,22 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with self._reader():
-            self.stream.write(without_credentials(text).translate(CONTROL))
+        self._try(self.stream.write, without_credentials(text).translate(CONTROL))
         return len(text)
 
     def flush(self) -> None:
-        with self._reader():
-            self.stream.flush()
+        self._try(self.stream.flush)
 
-    @contextlib.contextmanager
-    def _reader(self) -> Any:
+    def _try(self, call: Callable[..., Any], *given: str) -> None:
+        """A run of hours does not end because `| head -1` has seen enough, or the disk of its log is full."""
         try:
-            yield
-        except BrokenPipeError:  # `| head -1` has seen enough; the run that it looked at has not ended
+            call(*given)
+        except OSError as error:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
+            if self is sys.stdout and not isinstance(error, BrokenPipeError):
+                print(f"warning: nothing more is printed: {error.strerror}", file=sys.stderr)
 
 
 def attach() -> None:

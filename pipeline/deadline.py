@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 SECONDS = 10.0
+left_behind: list[threading.Thread] = []  # with calls that nobody waits for any more
 
 
 def answer(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -23,10 +24,12 @@ def answer(call: Callable[..., Any], *arguments: Any) -> Any:
         except BaseException as error:
             found.set_exception(error)
 
-    threading.Thread(target=work, daemon=True, name="first contact").start()
+    thread = threading.Thread(target=work, daemon=True, name="first contact")
+    thread.start()
     try:
         return found.result(timeout=SECONDS)
     except TimeoutError:
         if found.done():
             raise  # the call's own
+        left_behind.append(thread)
         raise TimeoutError(f"no answer within {SECONDS:.0f} seconds") from None

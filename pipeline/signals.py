@@ -30,6 +30,12 @@ def _leave(number: int, _: Any) -> None:
     raise SystemExit(128 + number)
 
 
+def of_ray() -> signal.Signals | None:
+    """SIGTERM while Ray starts, when its own handler is the one that is there and ends the process by sys.exit(1)."""
+    module = getattr(signal.getsignal(signal.SIGTERM), "__module__", None) or ""
+    return signal.SIGTERM if module.startswith("ray.") else None
+
+
 def deliver_again(swallowed: Any) -> None:
     """As sys.unraisablehook: what a signal raised inside a __del__ or a weakref's callback is lost there, so it comes again."""
     if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):

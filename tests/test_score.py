@@ -1,10 +1,14 @@
 """`score` and `serve`: the reward model's own numbers, from a file and over HTTP."""
 
+import contextlib
 import json
+import queue
 import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +193,132 @@ def test_other_pages(address):
     with urllib.request.urlopen(address + "/health", timeout=60) as answer:
         assert json.loads(answer.read())["inputs"] == {"reward.0": "models:/toy-rm/1"}
     assert post(address, {}, "/elsewhere")[0] == 404
+
+
+def raw(address, data, wait=20):
+    """The bytes that come back for these bytes; b"" when the connection is closed without an answer."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=wait) as connection:
+        connection.sendall(data)
+        found = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                found += part
+    return found
+
+
+def request(body=b"{}", *headers, line="POST /score HTTP/1.1", length=None):
+    lengths = [] if length is False else [f"Content-Length: {len(body) if length is None else length}"]
+    return "\r\n".join([line, "Connection: close", *lengths, *headers, "", ""]).encode() + body
+
+
+ROW = json.dumps({"prompt": QUESTION, "completion": REPLIES[0]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        *[(request(ROW, length=length), 400) for length in ("²", "٣", "-1", "+5", "1e3", "0x10", "5,5", "", "1.0")],
+        (request(ROW, length=False), 411),
+        (request(ROW, length="9" * 5000), 413),
+        (request(ROW, length=9 << 20), 413),
+        (request(ROW, "Content-Length: 5"), 400),
+        (request(b"2\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked", length=False), 501),
+        (request(ROW, "Transfer-Encoding: chunked"), 501),
+        (request(b"[" * 100_000), 400),
+        (request(b'{"a":' * 100_000), 400),
+        (request(b'{"prompt": "a", "completion": "b", "margin": NaN}'), 400),
+        (request(b'{"prompt": "a", "completion": "b", "n": ' + b"9" * 5000 + b"}"), 400),
+        (request(b'{"prompt": "\\ud800", "completion": "b"}'), 400),
+        (request(b'{"prompt": "\xff", "completion": "b"}'), 400),
+        (request(b'{"prompt": {"a": 1}, "completion": [2]}'), 400),
+        (request(b"[" + b"0," * 4096 + b"0]"), 413),
+        (request(line="PUT /score HTTP/1.1"), 501),
+        (request(line="GET /score HTTP/1.1"), 404),
+        (request(line="POST /../score HTTP/1.1"), 404),
+        (request(line="POST http://127.0.0.1/score HTTP/1.1"), 404),
+        (request(line="POST /" + "a" * 70_000 + " HTTP/1.1"), 414),
+        (request(b"{}", *[f"X-{i}: y" for i in range(200)]), 431),
+        (request(b"{}", "X: " + "y" * 70_000), 431),
+        (request(line="GET /health HTTP/9.9"), 505),
+        (b"GET /health\r\n", 400),
+        (b"HELLO\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+    ],
+    ids=range(34),
+)  # fmt: skip
+def test_a_request_that_is_none_gets_an_error_in_json(data, status, address):
+    head, _, body = raw(address, data).partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode()), head
+    assert set(json.loads(body)) == {"error"}
+    assert post(address, json.loads(ROW))[0] == 200, "and the next one is answered"
+
+
+def test_requests_one_after_the_other_on_one_connection(address):
+    kept = request(ROW).replace(b"Connection: close\r\n", b"")
+    assert raw(address, kept * 5 + request(ROW)).count(b"HTTP/1.1 200 ") == 6
+    # A body of a GET is no request.
+    sneaked = b"GET /health HTTP/1.1\r\nContent-Length: 30\r\n\r\nGET /health HTTP/1.1\r\nX: y\r\n\r\n"
+    assert raw(address, sneaked).count(b"HTTP/1.1 ") == 1
+
+
+class Scored:
+    """Stands for the scores of `serve`, whose rows say what becomes of them."""
+
+    def __init__(self, batch):
+        self.batch, self.rows, self.waiting = batch, 64, queue.SimpleQueue()
+
+    def score(self, replies):
+        self.batch.append(replies)
+        if "exits" in replies:
+            sys.exit(0)
+        return [float(len(reply)) for reply in replies]
+
+
+def test_a_row_that_cannot_be_scored_costs_nobody_else_an_answer():
+    from concurrent.futures import Future
+
+    from pipeline.stages.serve import Scores
+
+    batches = []
+    scored = Scored(batches)
+    scored._answer = Scores._answer.__get__(scored)
+    asked = [([text], Future()) for text in ("a", "exits", "abc")]
+    for one in asked:
+        scored.waiting.put(one)
+    threading.Thread(target=Scores._work, args=(scored,), daemon=True).start()
+    assert [asked[0][1].result(10), asked[2][1].result(10)] == [[1.0], [3.0]]
+    with pytest.raises(SystemExit):
+        asked[1][1].result(10)
+    assert batches[0] == ["a", "exits", "abc"]
+
+
+def test_clients_that_are_idle_slow_or_too_many(monkeypatch):
+    """They are closed, or told; whoever asks is answered."""
+    from pipeline.stages import serve
+
+    monkeypatch.setattr(serve, "SECONDS", 1.5)
+    monkeypatch.setattr(serve, "CONNECTIONS", 8)
+    monkeypatch.setattr(serve.Handler, "timeout", 1.5)
+    http = serve.Server(("127.0.0.1", 0), serve.Handler)
+    http.health = {"status": "ok"}
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{http.server_port}"
+    asked = b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
+    idle = [socket.create_connection(("127.0.0.1", http.server_port), timeout=10) for _ in range(8)]
+    time.sleep(0.3)
+    assert raw(address, asked).startswith(b"HTTP/1.1 503 ")
+    assert [one.recv(1) for one in idle] == [b""] * 8, "idle connections are closed"
+    with socket.create_connection(("127.0.0.1", http.server_port), timeout=10) as slow:
+        started = time.monotonic()
+        with pytest.raises(OSError):
+            slow.sendall(b"POST /score HTTP/1.1\r\n")
+            while time.monotonic() - started < 15:
+                slow.sendall(b"X: y\r\n")
+                time.sleep(0.1)
+        assert time.monotonic() - started < 10, "a request that never ends is"
+    assert raw(address, asked).startswith(b"HTTP/1.1 200 ")
+    http.shutdown()
 
 
 def test_it_listens_on_this_machine_only(address):

@@ -14,13 +14,15 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline import cluster
+from pipeline import cluster, process
 from pipeline.cloud import preflight
 from pipeline.config import STAGES, Job, load_job
-from pipeline.errors import InputError
+from pipeline.credentials import without_credentials
+from pipeline.errors import InputError, in_brief
 
 RUNS = (*STAGES, "generate", "score")  # whose run.name is the name of the submission
 VERBS = (*RUNS, "validate", "doctor", "rlhf")
@@ -42,7 +44,7 @@ CHATTY = (
     "ray.dashboard.modules.dashboard_sdk",
     "ray.dashboard.modules.job.sdk",
 )
-CONNECT_SECONDS, ANSWER_SECONDS = 3, 20
+CONNECT_SECONDS, VERSION_SECONDS, ANSWER_SECONDS = 3, 7, 20
 GONE_SECONDS = 600  # how long a head may be silent before we stop waiting for it; the job may well go on
 
 
@@ -56,7 +58,7 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
     if verb in RUNS and jobs[0].run.name is None:
         overrides = [*overrides, f"run.name={name}"]
     api = Api(os.environ["RAY_ADDRESS"])
-    there = preflight.look(api.get, api.address)
+    there = api.understood(lambda: preflight.look(api.get, api.address))
     if there.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
         os.environ["MLFLOW_TRACKING_URI"] = there.tracking_uri  # what a job that names no server will use
     files = preflight.upload_files()
@@ -146,8 +148,9 @@ class Api:
         import requests
 
         try:
+            seconds = VERSION_SECONDS if path == "/api/version" else ANSWER_SECONDS
             answer = requests.get(
-                self.address + path, headers=self.headers, timeout=(CONNECT_SECONDS, ANSWER_SECONDS)
+                self.address + path, headers=self.headers, timeout=(CONNECT_SECONDS, seconds)
             )
             if answer.status_code in (401, 403):
                 raise InputError(self._refused())
@@ -158,10 +161,26 @@ class Api:
                 f"RAY_ADDRESS: nothing answers at {self.address} ({type(error).__name__}); is the cluster up (make "
                 "status), and the tunnel to its dashboard open (make dashboard)?"
             ) from error
-        except requests.RequestException as error:  # another status, or no JSON
+        except (requests.RequestException, RecursionError) as error:  # another status, or no JSON
             raise InputError(
                 f"RAY_ADDRESS: what answers at {self.address} is not the dashboard of a Ray cluster ({error}); "
                 "expected http://HEAD:8265"
+            ) from error
+
+    def understood(self, ask: Callable[[], Any]) -> Any:
+        """`ask()`: a question to the head whose answer is read as Ray's.
+
+        Raises:
+            InputError: when it is not.
+        """
+        try:
+            return ask()
+        except InputError:
+            raise
+        except Exception as error:  # whatever reading another program's answer raises
+            raise InputError(
+                f"RAY_ADDRESS: what answers at {self.address} does not speak as Ray does ({in_brief(error)}); expected "
+                "http://HEAD:8265 of a cluster with this environment's Ray"
             ) from error
 
     def _refused(self) -> str:
@@ -180,8 +199,8 @@ class Api:
 
     def jobs(self) -> list[Any]:
         """All submissions that the cluster remembers, as Ray's JobDetails, the oldest first."""
-        found = [job for job in self.client().list_jobs() if job.submission_id]
-        return sorted(found, key=lambda job: job.start_time or 0)
+        listed = self.understood(lambda: self.client().list_jobs())
+        return sorted((job for job in listed if job.submission_id), key=lambda job: job.start_time or 0)
 
     def submit(
         self, submission: str, entrypoint: str, environment: dict[str, Any], metadata: dict[str, str]
@@ -284,33 +303,43 @@ def find(api: Api, name: str) -> Any:
 
 def main(arguments: list[str]) -> int:
     """`logs`, `stop` or `jobs`; NAME may be left out for the newest job (not for `stop`)."""
-    verb, name = (*arguments, "", "")[:2]
     try:
-        if not os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
-            raise InputError(
-                "RAY_ADDRESS: expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265"
-            )
-        api = Api(os.environ["RAY_ADDRESS"])
-        api.get("/api/version")
-        if verb == "logs":
-            return follow(api, find(api, name).submission_id)
-        if verb == "stop":
-            if not name:
-                raise InputError("NAME: which job? make stop NAME=...; make jobs lists them")
-            submission = find(api, name).submission_id
-            was_running = api.client().stop_job(submission)
-            print(f"{submission} {'is being stopped' if was_running else 'had ended already'}")
-            return 0
-        if verb == "jobs":
-            for job in api.jobs():
-                started = time.strftime("%Y-%m-%d %H:%M", time.localtime((job.start_time or 0) / 1000))
-                print(f"{started}  {job.status.value:<9}  {job.submission_id}  {job.entrypoint}")
-            return 0
-        raise InputError(f"expected logs, stop or jobs, found {verb!r}")
+        return answer(arguments)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {without_credentials(str(error))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def answer(arguments: list[str]) -> int:
+    """Does what the verb says; the exit status."""
+    verb, name = (*arguments, "", "")[:2]
+    if verb not in ("logs", "stop", "jobs") or len(arguments) > (1 if verb == "jobs" else 2):
+        raise InputError(
+            f"expected logs [NAME], stop NAME or jobs, found {shlex.join(arguments) or 'nothing'}"
+        )
+    if verb == "stop" and not name:
+        raise InputError("NAME: which job? make stop NAME=...; make jobs lists them")
+    if not os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
+        raise InputError(
+            "RAY_ADDRESS: expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265"
+        )
+    api = Api(os.environ["RAY_ADDRESS"])
+    api.get("/api/version")
+    if verb == "logs":
+        return follow(api, find(api, name).submission_id)
+    if verb == "stop":
+        submission = find(api, name).submission_id
+        was_running = api.client().stop_job(submission)
+        print(f"{submission} {'is being stopped' if was_running else 'had ended already'}")
+        return 0
+    for job in api.jobs():
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime((job.start_time or 0) / 1000))
+        print(f"{started}  {job.status.value:<9}  {job.submission_id}  {job.entrypoint}")
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(process.run(lambda: main(sys.argv[1:])))

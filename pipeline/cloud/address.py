@@ -1,0 +1,49 @@
+"""RAY_ADDRESS of a driver that joins a cluster: Ray itself would wait for minutes where there is none."""
+
+import os
+import re
+
+from pipeline.errors import InputError
+
+SECONDS = 5.0
+CHECK = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # ray 2.60, private; any answer but a gRPC error says that Ray is there
+EXPECTED = (
+    "expected http://HEAD:8265 to submit jobs to a cluster, auto or HOST:6379 on one of its nodes, or nothing: "
+    "unset RAY_ADDRESS"
+)
+
+
+def check(address: str) -> None:
+    """Proves that the head of a Ray cluster answers at `auto` or HOST:PORT.
+
+    Raises:
+        InputError: saying what was found there instead.
+    """
+    import grpc
+
+    found = _of_this_machine() if address == "auto" else address
+    port = re.fullmatch(r"[^/\s]+:(\d{1,5})", found)
+    if not port or int(port[1]) > 65535:
+        raise InputError(f"RAY_ADDRESS: found {address!r}; {EXPECTED}")
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return  # ray.init() knows the certificates
+    try:
+        with grpc.insecure_channel(found, [("grpc.enable_http_proxy", 0)]) as channel:
+            channel.unary_unary(CHECK)(b"", timeout=SECONDS)
+    except grpc.RpcError as error:
+        if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            raise InputError(
+                f"RAY_ADDRESS: no Ray answers at {found} ({error.code().name}: {error.details()}); {EXPECTED}"
+            ) from error
+
+
+def _of_this_machine() -> str:
+    """HOST:PORT of the cluster that this machine is a node of."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        return str(canonicalize_bootstrap_address("auto"))
+    except (ConnectionError, ValueError) as error:
+        raise InputError(
+            f"RAY_ADDRESS: found 'auto', but no Ray cluster runs on this machine; {EXPECTED}"
+        ) from error

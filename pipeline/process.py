@@ -1,0 +1,24 @@
+"""A command line as a process of its own: its terminal, its signals, its exit status.
+
+sys.exit(process.run(main))
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+from pipeline import console, deadline, signals
+
+
+def run(main: Callable[[], int]) -> int:
+    """The exit status of `main`; with a call that was left behind unanswered, the process ends here."""
+    console.own()
+    signals.listen()
+    sys.unraisablehook = signals.deliver_again
+    status = main()
+    signals.exit_with(status)
+    if deadline.left_behind:  # else the exit would wait for it: pyarrow does, for minutes
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

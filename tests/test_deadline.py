@@ -1,0 +1,186 @@
+"""Whoever does not answer is named within seconds: buckets, tracking servers, clusters. Real clients, servers on loopback."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import ray
+from running import ROOT
+from slow_servers import answering, silent
+
+from pipeline import deadline, registry, storage
+from pipeline.__main__ import main
+from pipeline.cloud import address
+from pipeline.config import load_job
+from pipeline.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def two_seconds(monkeypatch):
+    monkeypatch.setattr(deadline, "SECONDS", 2.0)
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """No credentials, and no bucket but a silent one."""
+    with silent() as where:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{where}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere.json")
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://{where}")
+        yield
+
+
+STORAGE = ["sft", "jobs/demo/sft.yaml", "run.storage_path={}/runs"]
+REPORT = ["report", "{}/runs/one"]
+ROWS = ["sft", "jobs/demo/sft.yaml", "data.train={}/rows.jsonl", "run.storage_path=TMP"]
+MORE = [
+    ["sft", "jobs/demo/sft.yaml", "data.cache_dir={}/cache", "run.storage_path=TMP"],
+    ["generate", "jobs/demo/generate.yaml", "data.train={}/x/*.jsonl", "run.storage_path=TMP", "policy=base"],
+    ["validate", "jobs/demo/sft.yaml", "data.eval={}/rows", "run.storage_path=TMP"],
+]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "given"),
+    [
+        ("s3://bucket", STORAGE),
+        ("gs://bucket", STORAGE),
+        ("s3://bucket", REPORT),
+        ("gs://bucket", REPORT),
+        ("gs://bucket", ROWS),
+        *[
+            pytest.param(bucket, one, marks=pytest.mark.slow)
+            for bucket in ("s3://b", "gs://b")
+            for one in MORE
+        ],
+    ],
+)
+def test_a_bucket_that_never_answers(bucket, given, nobody, migrated, tmp_path, capsys, in_root):
+    shutil.copy(migrated, tmp_path)
+    given = [one.format(bucket).replace("TMP", str(tmp_path)) for one in given]
+    assert main(given) == 2
+    errors = capsys.readouterr().err
+    assert (
+        errors.startswith("error: ") and "no answer within 2 seconds" in errors and "Traceback" not in errors
+    )
+
+
+def test_what_the_call_itself_raises_comes_back(monkeypatch):
+    with pytest.raises(ZeroDivisionError):
+        deadline.answer(lambda: 1 / 0)
+    with pytest.raises(TimeoutError, match="its own"):
+        deadline.answer(lambda: (_ for _ in ()).throw(TimeoutError("its own")))
+    assert deadline.answer(lambda a, b: a + b, 1, 2) == 3
+
+
+def test_a_process_does_not_wait_for_a_call_that_was_left_behind(tmp_path):
+    """pyarrow's S3 waits for its requests when the interpreter ends: for minutes, here."""
+    with silent() as where:
+        env = os.environ | {
+            "AWS_ENDPOINT_URL": f"http://{where}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "x",
+        }  # fmt: skip
+        program = (
+            "import sys; from pipeline import deadline, process; from pipeline.__main__ import main;"
+            "deadline.SECONDS = 1; sys.exit(process.run(main))"
+        )
+        given = ["report", "s3://bucket/runs/one"]
+        done = subprocess.run(
+            [sys.executable, "-c", program, *given],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert done.returncode == 2 and done.stderr.startswith("error: s3://bucket/runs/one: cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (500, "oops", r"500"),
+        (401, "who?", r"401.*who\?"),
+        (200, "<html>", r"JSON"),
+        (200, "[]", r"JSON"),
+        (200, "", r"no MLflow server"),
+        (200, '{"experiment": {"name": "rlhf", "experiment_id": "7", "lifecycle_stage": "deleted"}}', r"was deleted.*experiment-id 7"),
+    ],
+)  # fmt: skip
+def test_a_server_that_is_no_mlflow(status, body, says, tmp_path, in_root, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with answering(status, body) as where:
+        job = load_job("jobs/demo/sft.yaml", [f"mlflow.tracking_uri=http://{where}"], "sft")
+        with pytest.raises(InputError, match=rf"mlflow\.\w+: .*{says}"):
+            registry.check(job)
+
+
+def test_a_tracking_server_that_never_answers(in_root, capsys, tmp_path):
+    with silent() as where:
+        job = load_job("jobs/demo/sft.yaml", [f"mlflow.tracking_uri=http://{where}"], "sft")
+        with pytest.raises(InputError, match=r"does not answer .*no answer within 2 seconds"):
+            registry.check(job)
+
+
+# ------------------------------------------------------------------------------------------------- RAY_ADDRESS
+
+
+@pytest.mark.parametrize(
+    "value", ["garbage", "local", "ray://127.0.0.1:10001", "HTTP://x", ":6379", "x:y", "x:99999", "127.0.0.1:1", "[::1]:1", "no.invalid:6379", "a..b:1"]
+)  # fmt: skip
+def test_an_address_that_is_no_cluster_is_answered_at_once(value, monkeypatch, capsys, in_root):
+    monkeypatch.setenv("RAY_ADDRESS", value)
+    assert main(["sft", "jobs/demo/sft.yaml"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: RAY_ADDRESS: ") and "expected http://HEAD:8265" in errors
+
+
+def test_a_port_where_something_else_listens_is_no_cluster(monkeypatch):
+    monkeypatch.setattr(address, "SECONDS", 2.0)
+    with silent() as where, pytest.raises(InputError, match=r"no Ray answers at .*DEADLINE_EXCEEDED"):
+        address.check(where)
+    with answering(200, "{}") as where, pytest.raises(InputError, match="no Ray answers at "):
+        address.check(where)
+
+
+def test_a_running_ray_is_found_with_and_without_its_token(embedded_ray):
+    """pipeline/cloud/address.py asks by a private method of the GCS."""
+    address.check(ray.get_runtime_context().gcs_address)
+
+
+VERSION = json.dumps({"ray_version": ray.__version__, "version": "4", "ray_commit": "x", "session_name": "s"})
+
+
+@pytest.mark.parametrize("body", ["null", "[]", "{}", "5", "[" * 100_000, "<html>", '{"ray_version": 5}', '{"ray_version": "1.0"}'])  # fmt: skip
+@pytest.mark.parametrize("known", [{}, {"/api/version": VERSION}], ids=["all", "but its version"])
+def test_a_dashboard_that_is_none(body, known, monkeypatch, capsys, in_root):
+    from pipeline.cloud import submit
+
+    with answering(200, body, at=known) as where:
+        monkeypatch.setenv("RAY_ADDRESS", f"http://{where}")
+        statuses = [
+            main(["sft", "jobs/demo/sft.yaml", "run.storage_path=s3://b/r"]),
+            submit.main(["stop", "one"]),
+        ]
+    errors = capsys.readouterr().err
+    assert statuses == [2, 2] and "Traceback" not in errors and errors.count("error: ") == 2, errors
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["list"], ["logs", "a", "b"], ["jobs", "x"], ["stop"], ["--help"], [""]]
+)
+def test_the_verbs_of_a_cluster_take_what_they_take(given, monkeypatch, capsys):
+    from pipeline.cloud import submit
+
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
+    assert submit.main(given) == 2
+    assert capsys.readouterr().err.startswith(("error: expected logs", "error: NAME: which job?"))
+
+
+def test_probes_of_several_processes_do_not_meet(tmp_path):
+    assert storage.probe_in(str(tmp_path)) != storage.probe_in(str(tmp_path))

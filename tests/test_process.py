@@ -1,0 +1,217 @@
+"""The command line as a process: any terminal or none, signals at any moment, and the exit status that says what happened."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+from running import NO_EVAL, ROOT, client
+
+from pipeline import signals
+from pipeline.__main__ import main
+
+SMALL = [
+    "gate={}", "run.report=false", "trainer.logging_steps=1", "trainer.save_strategy=steps", "trainer.save_steps=2",
+    "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL,
+]  # fmt: skip
+
+
+def program(text, status=0, **how):
+    """Runs a program as `process.run` runs a command line: (stdout, stderr)."""
+    source = f"import sys\nfrom pipeline import process\ndef main():\n{textwrap.indent(textwrap.dedent(text), '    ')}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", source + "sys.exit(process.run(main))"],
+        cwd=ROOT, capture_output=not how.keys() & {"stdout", "stderr"}, timeout=60, **how,
+    )  # fmt: skip
+    assert done.returncode == status, done
+    return done.stdout, done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- the terminal
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp037", "utf-8"])
+def test_a_terminal_of_any_encoding_shows_any_text(encoding):
+    out, err = program(r"print('⟦Ünï 😀\ud800⟧'); return 0", env=os.environ | {"PYTHONIOENCODING": encoding})
+    assert r"\ud800" in out.decode(encoding) and err == b""
+
+
+def test_what_is_printed_steers_no_terminal_and_holds_no_secret():
+    text = r"print('\x1b[31mred\x07\x9b', 'http://me:planted-pass@host/x', file=sys.stderr); return 0"
+    _, err = program(text, env=os.environ | {"HF_TOKEN": "planted"})
+    assert err == b"\\x1b[31mred\\x07\\x9b http://host/x\n"
+
+
+def test_a_run_goes_on_when_nobody_reads_it(tmp_path):
+    text = f"""
+    for line in range(20000):
+        print("line", line, flush=True)
+    open({str(tmp_path / "end")!r}, "w").close()
+    return 0
+    """
+    read, write = os.pipe()
+    os.close(read)
+    _, err = program(text, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert err == b"" and (tmp_path / "end").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")
+def test_a_full_disk_under_the_log_is_said_once():
+    with open("/dev/full", "w") as full:
+        _, err = program("print(1, flush=True); print(2, flush=True); return 0", stdout=full, stderr=subprocess.PIPE)
+    assert err == b"warning: nothing more is printed: No space left on device\n"
+
+
+def test_streams_that_are_closed_are_not_taken_by_the_next_file(tmp_path):
+    """Else what C code prints would go into it."""
+    text = f"""
+    import os
+    with open({str(tmp_path / "file")!r}, "w") as file:
+        print("lost", flush=True)
+        os.write(1, b"lost")
+        file.write("kept")
+    return 0
+    """
+    program(text, stdout=None, preexec_fn=lambda: os.closerange(0, 3))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+# ----------------------------------------------------------------------------------------------------- exit status
+
+
+def test_a_sys_exit_inside_a_run_is_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.__main__.run", lambda *_: sys.exit(0))
+    assert main(["sft", "job.yaml"]) == 1
+    assert re.match(r"failed: .*test_process\.py:\d+ called sys\.exit\(0\)", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("verb", ["sft", "rlhf", "report"])
+def test_ctrl_c_is_130_and_says_so(verb, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.__main__.run", interrupt)
+    assert main([verb, "x"]) == 130
+    assert capsys.readouterr().err.startswith("\ninterrupted")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_inside_a_callback_is_not_lost(number):
+    """Python drops what a weakref's callback raises, a KeyboardInterrupt included."""
+    text = f"""
+    import os, time, weakref
+    class Thing: pass
+    def callback(_):
+        os.kill(os.getpid(), {int(number)})
+        sum(range(10**6))
+    thing = Thing()
+    reference = weakref.ref(thing, callback)
+    try:
+        del thing
+        time.sleep(20)
+    except (KeyboardInterrupt, SystemExit) as error:
+        print(type(error).__name__)
+        return 0
+    return 1
+    """
+    out, err = program(text)
+    assert out.decode().strip() in ("KeyboardInterrupt", "SystemExit") and err == b""
+
+
+def test_a_second_ctrl_c_does_not_cut_short_what_tidies_up():
+    with signals.ignored():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+class Run:
+    """`sft` as a process, with its lines as they come."""
+
+    def __init__(self, folder, *overrides):
+        given = [f"run.storage_path={folder}", "run.name=one", *SMALL, *overrides]
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "sft", "jobs/demo/sft.yaml", *given],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        self.lines = []
+
+    def until(self, pattern):
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if re.search(pattern, line):
+                return
+        raise AssertionError(f"no {pattern} in {self.lines[-30:]}")
+
+    def ends(self):
+        """(exit status, the lines since)."""
+        since = len(self.lines)
+        self.lines += self.process.stdout
+        return self.process.wait(60), self.lines[since:]
+
+    def tree(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated by SIGTERM", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_while_ray_starts(number, status, word, tmp_path):
+    run = Run(tmp_path)
+    run.until("== sft")
+    time.sleep(1)
+    os.killpg(run.process.pid, number)
+    found, lines = run.ends()
+    assert found == status and [line for line in lines if line.strip()][-1].startswith(word), lines
+    assert "Traceback" not in "".join(lines) and not (tmp_path / "one/failed.json").exists()
+    assert client(tmp_path).search_runs(["1"]) == [] if client(tmp_path).get_experiment_by_name("rlhf") else True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "group", "status", "word"),
+    [
+        (signal.SIGINT, True, 130, "interrupted"),
+        (signal.SIGINT, False, 130, "interrupted"),
+        (signal.SIGTERM, False, 143, "terminated by SIGTERM"),
+        (signal.SIGHUP, True, 129, "terminated by SIGHUP"),
+    ],
+)
+def test_a_signal_while_workers_train(number, group, status, word, tmp_path):
+    """The status, one line, a run that is KILLED and no failure, no process left; and the same command goes on."""
+    run = Run(tmp_path, "trainer.max_steps=400")
+    run.until(r"step +5/400")
+    descendants = run.tree()
+    (os.killpg if group else os.kill)(run.process.pid, number)
+    found, lines = run.ends()
+    assert found == status, lines
+    said = [line for line in lines if line.strip() and not line.startswith("step ")]
+    assert len(said) == 1 and said[0].startswith(word) and "the same command with the same run.name" in said[0], lines
+    assert not (tmp_path / "one/failed.json").exists() and not (tmp_path / "one/result.json").exists()
+    _, left = psutil.wait_procs(descendants, timeout=5)
+    assert not left
+    experiment = client(tmp_path).get_experiment_by_name("rlhf").experiment_id
+    (before,) = client(tmp_path).search_runs([experiment])
+    assert before.info.status == "KILLED"
+
+    again = Run(tmp_path, "trainer.max_steps=400", "trainer.logging_steps=100")
+    found, lines = again.ends()
+    assert found == 0, lines[-20:]
+    assert "step 1/" not in "".join(lines)
+    result = json.loads((tmp_path / "one/result.json").read_text())
+    assert result["mlflow_run_id"] == before.info.run_id
+    assert client(tmp_path).get_run(before.info.run_id).info.status == "FINISHED"
