@@ -188,7 +188,7 @@ JOB = [
          overrides=["lora.target_modules=[q_projj]"]),
     case("modules that are not there, of a critic", "ppo", r"lora\.target_modules: 'nope' matches no module", overrides=["lora.target_modules=[nope]"]),
     case("truncated adapter", "ppo", r"reward: .*/broken-off/adapter_model\.safetensors: not a whole safetensors file.*save the adapter again", overrides=["reward={broken-off}"]),
-    case("truncated baseline", "evaluate", r"baseline: .*/broken-off/adapter_model\.safetensors: not a whole", overrides=["baseline={broken-off}"]),
+    case("truncated judge", "evaluate", r"judge: .*/broken-off/adapter_model\.safetensors: not a whole", overrides=["judge={broken-off}"]),
     case("damaged lineage", "dpo", r"policy: .*/astray/lineage\.json: base: found 5, expected an object; bring the file back", overrides=["policy={astray}"]),
     case("no such template", "sft", r"model\.chat_template: found .?chat\.jinja.?, expected an existing Jinja file", overrides=["model.chat_template=chat.jinja"]),
     case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
