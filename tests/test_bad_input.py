@@ -171,7 +171,7 @@ JOB = [
     case("seed below 0", "sft", r"command line: trainer\.seed: found -1, expected between 0 and 4294967295, for example 42", overrides=["trainer.seed=-1"]),
     case("metric of another stage", "ppo", r"command line: gate\.eval_accuracy: `ppo` has no such metric", overrides=["gate.eval_accuracy='>= 0.9'"]),
     case("settings that TRL refuses", "sft", r"jobs/demo/sft\.yaml: trainer\.optim_args: found 'foo'; SFTConfig says: not enough values", overrides=["trainer.optim_args=foo"]),
-    case("settings that peft refuses", "rm", r"jobs/demo/rm\.yaml: lora\.\w+: found .*; peft\.LoraConfig says: `layers_to_transform` cannot be used", overrides=["lora.layers_to_transform=[0]"]),
+    case("settings that peft refuses", "rm", r"lora\S*: .*`layers_to_transform` cannot be used", overrides=["lora.layers_to_transform=[0]"]),
     case("experts of a base that has none", "sft", r"trainer\.router_aux_loss_coef: found 0\.1, but jobs/demo/model has no experts", overrides=["trainer.router_aux_loss_coef=0.1"]),
     # models
     case("no such base", "sft", r"model\.name_or_path: there is no folder '/nowhere/model'; expected a model folder or a hub id", overrides=["model.name_or_path=/nowhere/model"]),
@@ -193,7 +193,7 @@ JOB = [
          overrides=["lora.target_modules=[q_projj]"]),
     case("modules that are not there, of a critic", "ppo", r"lora\.target_modules: 'nope' matches no module", overrides=["lora.target_modules=[nope]"]),
     case("truncated adapter", "ppo", r"reward: .*/broken-off/adapter_model\.safetensors: not a whole safetensors file.*save the adapter again", overrides=["reward={broken-off}"]),
-    case("truncated baseline", "evaluate", r"baseline: .*/broken-off", overrides=["baseline={broken-off}"]),
+    case("truncated judge", "evaluate", r"judge: .*/broken-off/adapter_model\.safetensors: not a whole", overrides=["judge={broken-off}"]),
     case("damaged lineage", "dpo", r"policy: .*/astray/lineage\.json: base: found 5, expected an object; bring the file back", overrides=["policy={astray}"]),
     case("no such template", "sft", r"model\.chat_template: found .?chat\.jinja.?, expected an existing Jinja file", overrides=["model.chat_template=chat.jinja"]),
     case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from contextlib import contextmanager
 from functools import cache
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError, about, in_brief
 from pipeline.models.adapter_files import HEAD_NAMES
+from pipeline.models.config_types import CONTEXT_KEYS, check_types
 from pipeline.models.files import json_object
-from pipeline.models.weights import INDEX, SINGLE, Stored, stored_in, stored_in_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,24 +29,6 @@ if TYPE_CHECKING:
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # larger ones: the header and 64 pieces of 64 KiB
-CONTEXT_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "n_ctx",
-    "max_sequence_length",
-)
-# Whole numbers of config.json, each with the largest that is no mistake: a library would count to any that is said.
-SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 10_000),
-    **dict.fromkeys(
-        ("vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size", "head_dim"), 1 << 24
-    ),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), 1 << 16),
-    **dict.fromkeys(CONTEXT_KEYS, 1 << 31),
-}
-POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rope_theta")
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # what reads the last hidden state stays unquantised
 
@@ -157,7 +138,7 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
     """The base's config.json. Raises InputError if there is none (an adapter folder, for example)."""
     config = base_json(name_or_path, "config.json", revision)
     if config is not None:
-        _check_types(str(base_file(name_or_path, "config.json", revision)), config)
+        check_types(str(base_file(name_or_path, "config.json", revision)), config)
         return config
     if base_file(name_or_path, "adapter_config.json", revision) is not None:
         raise InputError(
@@ -167,36 +148,6 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
     raise InputError(
         f"model.name_or_path: {name_or_path!r} has no config.json; expected a model folder or a hub id"
     )
-
-
-def _check_types(path: str, config: dict[str, Any]) -> None:
-    """Refuses what every reader of config.json stumbles over; what only some read, transformers checks when it builds it."""
-    expected = {
-        "model_type": str, "architectures": list, **dict.fromkeys(("text_config", "id2label", "quantization_config"), dict)
-    }  # fmt: skip
-    for key, kind in expected.items():
-        if config.get(key) is not None and not isinstance(config[key], kind):
-            raise InputError(
-                f"model.name_or_path: {path}: {key}: found {config[key]!r:.80}, expected a {kind.__name__}; fetch the model again"
-            )
-    for part in (config, config.get("text_config") or {}):
-        for key, most in SIZES.items():
-            size = part.get(key)
-            if size is None or isinstance(size, list):  # of each layer its own
-                continue
-            if type(size) is not int or not 1 <= size <= most:
-                raise InputError(
-                    f"model.name_or_path: {path}: {key}: found {size!r:.80}, expected a whole number from 1 to {most}; "
-                    "fetch the model again"
-                )
-        rope = part.get("rope_parameters")
-        for key, number in {**part, **(rope if isinstance(rope, dict) else {})}.items():
-            positive = type(number) in (int, float) and 0 < number < math.inf
-            if key in POSITIVE and number is not None and not positive:
-                raise InputError(
-                    f"model.name_or_path: {path}: {key}: found {number!r:.80}, expected a finite number above 0; fetch the "
-                    "model again"
-                )
 
 
 # ------------------------------------------------------------------------------------------------- identity
@@ -292,6 +243,8 @@ def load_base(
 
     scorer = scorer_tokenizer is not None
     config, auto = architecture(model, scorer)
+    from pipeline.models.fit import check_weights
+
     check_weights(model)
     _no_dropout_in(config)
     if scorer_tokenizer is not None:
@@ -428,57 +381,6 @@ def _check_remote_code(model: Model, raw: dict[str, Any]) -> None:
     raise InputError(
         f"model.name_or_path: config.json of {model.name_or_path!r} names model_type {kind!r}, unknown here"
     )
-
-
-def check_weights(model: Model) -> dict[str, Stored]:
-    """{tensor: dtype and shape} of a base, from its files' headers; no torch import.
-
-    Empty where they are not here to be read: shards on the hub, and pickles.
-
-    Raises:
-        InputError: when a file is damaged or missing, or all are pickles and these are not allowed.
-    """
-    folder = local(model.name_or_path)
-    if not os.path.isdir(folder):
-        return _check_hub_weights(model)
-    with about("model.name_or_path"):
-        tensors = stored_in_model(folder)
-    if tensors:
-        return tensors
-    if os.path.lexists(folder / SINGLE):
-        raise InputError(
-            f"model.name_or_path: {folder / SINGLE} holds no tensors; fetch or save the model again"
-        )
-    files = weight_files(folder)
-    if not files:
-        raise InputError(
-            f"model.name_or_path: {str(folder)!r} holds no weights; expected *.safetensors in it"
-        )
-    if files[0].suffix == ".safetensors":
-        raise InputError(
-            f"model.name_or_path: {str(folder)!r} holds {files[0].name}, but neither {SINGLE} nor {INDEX}; fetch or save the "
-            "model again"
-        )
-    _check_pickles(model)
-    return {}
-
-
-def _check_hub_weights(model: Model) -> dict[str, Stored]:
-    file = base_file(model.name_or_path, SINGLE, model.revision)
-    if file is not None:
-        with about("model.name_or_path"):
-            return stored_in(file)
-    if base_file(model.name_or_path, INDEX, model.revision) is None:
-        _check_pickles(model)
-    return {}
-
-
-def _check_pickles(model: Model) -> None:
-    if not model.allow_pickle:
-        raise InputError(
-            f"model.name_or_path: {model.name_or_path!r} has pickled weights only (pytorch_model.bin), which can run any "
-            "code when loaded; convert them to safetensors, or, if you trust them, set model.allow_pickle=true"
-        )
 
 
 @contextmanager

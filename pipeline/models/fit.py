@@ -15,14 +15,14 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, in_brief
+from pipeline.errors import InputError, about, in_brief
 from pipeline.models.adapter_files import HEAD_NAMES
 from pipeline.models.base import (
     architecture,
     base_config,
+    base_file,
     base_json,
     check_loaded,
-    check_weights,
     local,
     model_classes,
     unreadable,
@@ -31,7 +31,7 @@ from pipeline.models.base import (
 )
 from pipeline.models.llama import LINEAR as LLAMA_LINEAR
 from pipeline.models.llama import Layout, layout
-from pipeline.models.weights import FLOATING, Stored
+from pipeline.models.weights import FLOATING, INDEX, SINGLE, Stored, stored_in, stored_in_model
 
 if TYPE_CHECKING:
     from pipeline.config import Model
@@ -56,6 +56,81 @@ class Base:
     def checkable(self) -> bool:
         """Not: code of its own, and weights that are quantised already, of which only their loader knows the shapes."""
         return not (self.config.get("quantization_config") or self.model.trust_remote_code)
+
+
+# ----------------------------------------------------------------------------------------------- its weight files
+
+
+def check_weights(model: Model) -> dict[str, Stored]:
+    """{tensor: dtype and shape} of a base, from its files' headers; no torch import.
+
+    Empty where they are not here to be read: shards on the hub, and pickles.
+
+    Raises:
+        InputError: when a file is damaged or missing, or all are pickles and these are not allowed.
+    """
+    folder = local(model.name_or_path)
+    if not os.path.isdir(folder):
+        return _check_hub_weights(model)
+    with about("model.name_or_path"):
+        tensors = stored_in_model(folder)
+    if tensors:
+        return tensors
+    if os.path.lexists(folder / SINGLE):
+        raise InputError(
+            f"model.name_or_path: {folder / SINGLE} holds no tensors; fetch or save the model again"
+        )
+    files = weight_files(folder)
+    if not files:
+        raise InputError(
+            f"model.name_or_path: {str(folder)!r} holds no weights; expected *.safetensors in it"
+        )
+    if files[0].suffix == ".safetensors":
+        raise InputError(
+            f"model.name_or_path: {str(folder)!r} holds {files[0].name}, but neither {SINGLE} nor {INDEX}; fetch or save the "
+            "model again"
+        )
+    _check_pickles(model)
+    return {}
+
+
+def _check_hub_weights(model: Model) -> dict[str, Stored]:
+    file = base_file(model.name_or_path, SINGLE, model.revision)
+    if file is not None:
+        with about("model.name_or_path"):
+            return stored_in(file)
+    if base_file(model.name_or_path, INDEX, model.revision) is None:
+        _check_pickles(model)
+    return {}
+
+
+def _check_pickles(model: Model) -> None:
+    if not model.allow_pickle:
+        raise InputError(
+            f"model.name_or_path: {model.name_or_path!r} has pickled weights only (pytorch_model.bin), which can run any "
+            "code when loaded; convert them to safetensors, or, if you trust them, set model.allow_pickle=true"
+        )
+
+
+def _pickled(model: Model) -> dict[str, Stored]:
+    """The tensors of pickled weights, read as transformers reads them (no code is run); of other bases none."""
+    import torch
+
+    tensors: dict[str, Stored] = {}
+    folder = local(model.name_or_path)
+    for file in weight_files(folder) if os.path.isdir(folder) else ():
+        try:
+            content = torch.load(file, map_location="meta", weights_only=True)
+            found = {
+                name: Stored("F32" if one.is_floating_point() else str(one.dtype), tuple(one.shape))
+                for name, one in content.items()
+            }
+        except Exception as error:  # a damaged pickle can raise anything
+            raise InputError(
+                f"model.name_or_path: {file}: cannot be read ({in_brief(error)}); fetch or save the model again"
+            ) from error
+        tensors |= found
+    return tensors
 
 
 # --------------------------------------------------------------------------------------------------- the base
@@ -152,27 +227,6 @@ def skeleton(base: Base, scorer: bool | None = None) -> Any:
     check_loaded(base.model.name_or_path, info, scorer=bool(scorer))
     _check_unused(base, loaded, info)
     return loaded
-
-
-def _pickled(model: Model) -> dict[str, Stored]:
-    """The tensors of pickled weights, read as transformers reads them (no code is run); of other bases none."""
-    import torch
-
-    tensors: dict[str, Stored] = {}
-    folder = local(model.name_or_path)
-    for file in weight_files(folder) if os.path.isdir(folder) else ():
-        try:
-            content = torch.load(file, map_location="meta", weights_only=True)
-            found = {
-                name: Stored("F32" if one.is_floating_point() else str(one.dtype), tuple(one.shape))
-                for name, one in content.items()
-            }
-        except Exception as error:  # a damaged pickle can raise anything
-            raise InputError(
-                f"model.name_or_path: {file}: cannot be read ({in_brief(error)}); fetch or save the model again"
-            ) from error
-        tensors |= found
-    return tensors
 
 
 def _check_count_of_layers(base: Base) -> None:
