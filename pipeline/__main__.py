@@ -91,6 +91,10 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
 
     The job comes first: its mistakes are answered at once.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise InputError("the current folder was deleted; change into one that exists") from error
     if address := os.environ.get("RAY_ADDRESS"):
         from pipeline.cloud import address as addresses
         from pipeline.cloud import submit

@@ -4,6 +4,7 @@
 'http://host:5000/x?token=***'
 """
 
+import functools
 import os
 import re
 from urllib.parse import unquote
@@ -35,7 +36,7 @@ _SHORTEST = 8
 
 def without_credentials(text: str) -> str:
     """A URI, or any text, without the user and password of its URIs, their tokens, and the secrets of the environment."""
-    for secret in _environment():
+    for secret in _secrets(tuple(os.environ.items())):
         text = text.replace(secret, "***")
     return _PARAMETER.sub(r"\1***", _USERINFO.sub("", text))
 
@@ -52,10 +53,11 @@ def user_and_password(uri: str) -> tuple[str, str]:
     return unquote(user), unquote(password)
 
 
-def _environment() -> list[str]:
+@functools.lru_cache(maxsize=1)  # it changes rarely, and every line that is printed asks
+def _secrets(environment: tuple[tuple[str, str], ...]) -> list[str]:
     """The values of secret variables, and passwords (or lone tokens) in URIs of others, the longest first."""
     found = set()
-    for name, value in os.environ.items():
+    for name, value in environment:
         if _SECRET_NAME.search(name):
             found.add(value.strip())
         elif "://" in value:

@@ -127,7 +127,12 @@ def ray_session(**options: Any) -> Iterator[None]:
 def _session_root() -> Path:
     """The folder of this user's Ray sessions: logs and unix sockets. Not Ray's /tmp/ray, which all users share."""
     root = Path(os.environ.get("RAY_TMPDIR", "/tmp"), f"ray-{os.getuid()}")
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"RAY_TMPDIR: {root} cannot be made ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path"
+        ) from error
     if len(str(root)) > LONGEST_ROOT:
         raise InputError(
             f"RAY_TMPDIR: found {os.environ['RAY_TMPDIR']!r}, too long for the unix sockets in it; name a shorter one"

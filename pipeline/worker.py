@@ -149,7 +149,7 @@ class Host:
 
     def input(self, name: str) -> str:
         """The local folder of an input (`policy`, `reward.0`, ...), fetched on this node if it is a registered one."""
-        return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job))
+        return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job), patient=True)
 
 
 class Worker(Host):

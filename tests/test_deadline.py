@@ -24,15 +24,15 @@ def two_seconds(monkeypatch):
 
 
 @pytest.fixture
-def nobody(monkeypatch):
+def nobody(monkeypatch, tmp_path):
     """No credentials, and no bucket but a silent one."""
     with silent() as where:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{where}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere.json")
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://{where}")
+        monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+        monkeypatch.setenv("HOME", str(tmp_path))  # nor a file with credentials
         yield
 
 

@@ -50,7 +50,7 @@ def test_what_is_printed_steers_no_terminal_and_holds_no_secret():
 
 def test_a_run_goes_on_when_nobody_reads_it(tmp_path):
     text = f"""
-    for line in range(20000):
+    for line in range(3000):
         print("line", line, flush=True)
     open({str(tmp_path / "end")!r}, "w").close()
     return 0
@@ -65,7 +65,9 @@ def test_a_run_goes_on_when_nobody_reads_it(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")
 def test_a_full_disk_under_the_log_is_said_once():
     with open("/dev/full", "w") as full:
-        _, err = program("print(1, flush=True); print(2, flush=True); return 0", stdout=full, stderr=subprocess.PIPE)
+        _, err = program(
+            "print(1, flush=True); print(2, flush=True); return 0", stdout=full, stderr=subprocess.PIPE
+        )
     assert err == b"warning: nothing more is printed: No space left on device\n"
 
 
@@ -178,7 +180,9 @@ def test_a_signal_while_ray_starts(number, status, word, tmp_path):
     found, lines = run.ends()
     assert found == status and [line for line in lines if line.strip()][-1].startswith(word), lines
     assert "Traceback" not in "".join(lines) and not (tmp_path / "one/failed.json").exists()
-    assert client(tmp_path).search_runs(["1"]) == [] if client(tmp_path).get_experiment_by_name("rlhf") else True
+    assert (
+        client(tmp_path).search_runs(["1"]) == [] if client(tmp_path).get_experiment_by_name("rlhf") else True
+    )
 
 
 @pytest.mark.slow
@@ -200,7 +204,9 @@ def test_a_signal_while_workers_train(number, group, status, word, tmp_path):
     found, lines = run.ends()
     assert found == status, lines
     said = [line for line in lines if line.strip() and not line.startswith("step ")]
-    assert len(said) == 1 and said[0].startswith(word) and "the same command with the same run.name" in said[0], lines
+    assert (
+        len(said) == 1 and said[0].startswith(word) and "the same command with the same run.name" in said[0]
+    ), lines
     assert not (tmp_path / "one/failed.json").exists() and not (tmp_path / "one/result.json").exists()
     _, left = psutil.wait_procs(descendants, timeout=5)
     assert not left

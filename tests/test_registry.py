@@ -286,7 +286,9 @@ def test_a_file_that_is_no_store_is_named_at_once(how, says, job, tmp_path):
     """MLflow would try again for more than a minute, or make its tables in it."""
     damaged(tmp_path / "mlflow.db", how)
     started = time.monotonic()
-    with pytest.raises(InputError, match=rf"mlflow\.tracking_uri: 'sqlite:.*mlflow\.db' does not answer \(.*{says}"):
+    with pytest.raises(
+        InputError, match=rf"mlflow\.tracking_uri: 'sqlite:.*mlflow\.db' does not answer \(.*{says}"
+    ):
         registry.check(job)
     assert time.monotonic() - started < 20
 
@@ -306,8 +308,9 @@ def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_ro
     """Paths reach MLflow as filters and URIs, whose quotes and percents mean something."""
     home = tmp_path / "home" / name
     home.mkdir(parents=True)
-    plain = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one", "mlflow.registered_model=it's"], "sft")
-    job = replace(plain, run=replace(plain.run, storage_path=str(home)))
+    plain = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one"], "sft")
+    named = replace(plain.mlflow, registered_model="it's")
+    job = replace(plain, run=replace(plain.run, storage_path=str(home)), mlflow=named)
     shutil.copy(migrated, home / "mlflow.db")
     registry.check(job)
     uri = registry.tracking_uri(job)

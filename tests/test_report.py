@@ -368,7 +368,10 @@ def test_a_value_that_is_none_of_a_run_is_named(file, key, to, says, runs, store
 
 def test_markup_in_any_value_stays_text(runs, store, tmp_path):
     shutil.copytree(store / "one-rm", tmp_path / "run")
-    for name, keys in (("result.json", ("gate", "alias", "version", "name")), ("job.json", ("run.name", "model.name_or_path"))):
+    for name, keys in (
+        ("result.json", ("gate", "alias", "version", "name")),
+        ("job.json", ("run.name", "model.name_or_path")),
+    ):
         value = json.loads((tmp_path / "run" / name).read_text())
         for key in keys:
             value = changed(value, key, SCRIPT)
@@ -376,7 +379,9 @@ def test_markup_in_any_value_stays_text(runs, store, tmp_path):
     assert "<script" not in page_of(tmp_path, "run").lower()
 
 
-@pytest.mark.parametrize("given", ["", "/", ".", "x" * 5000, "no\nrun", "<b>", "models:/a@b", "0" * 31, "/dev/null", "runs/../.."])
+@pytest.mark.parametrize(
+    "given", ["", "/", ".", "x" * 5000, "no\nrun", "<b>", "models:/a@b", "0" * 31, "/dev/null", "runs/../.."]
+)
 def test_what_is_no_run_is_one_message(given, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["report", given]) == 2

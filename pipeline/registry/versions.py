@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from pipeline import deadline
 from pipeline.config import OPERATORS, Job, parse_gate
 from pipeline.credentials import without_credentials
 from pipeline.errors import InputError
@@ -207,10 +208,13 @@ def version(reference: str, uri: str) -> dict[str, Any]:
     return {"name": name, "version": str(found.version), "aliases": sorted(found.aliases), "tags": tags}
 
 
-def fetch(reference: str, uri: str) -> str:
+def fetch(reference: str, uri: str, patient: bool = False) -> str:
     """The local folder of a version (`models:/name/3`); a local folder is returned as it is. Read only.
 
     What a bucket or a server holds is downloaded once for all processes and runs of a machine: a version never changes.
+
+    Args:
+        patient: waits for a store that is slow to answer, as one that many workers ask at the same time may be.
 
     Raises:
         InputError: when its files are not there, or not to be reached.
@@ -221,7 +225,7 @@ def fetch(reference: str, uri: str) -> str:
     name, version = reference.removeprefix("models:/").split("/")
     location = mlflow.get_model_version_download_uri(name, version)
     try:
-        return _download(mlflow, location) if _is_here(location) else _kept(mlflow, location)
+        return _download(mlflow, location) if _is_here(location) else _kept(mlflow, location, patient)
     except Exception as error:  # each artifact store raises types of its own
         raise InputError(
             f"{reference}: its files cannot be fetched from {without_credentials(location)} ({first_line(error)}); bring them "
@@ -229,12 +233,14 @@ def fetch(reference: str, uri: str) -> str:
         ) from error
 
 
-def _kept(mlflow: Any, location: str) -> str:
+def _kept(mlflow: Any, location: str, patient: bool) -> str:
     """The copy of a location in the user's cache, made if there is none; it appears there whole or not at all."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = os.path.join(caches, "rlhf-pipeline", "versions")
     kept = os.path.join(cache, hashlib.sha256(location.encode()).hexdigest()[:32])
     if not os.path.isdir(kept):
+        if not patient:
+            deadline.answer(_listed, mlflow, location)
         os.makedirs(cache, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as into:
             folder = _download(mlflow, location, into)
@@ -244,6 +250,12 @@ def _kept(mlflow: Any, location: str) -> str:
                 if not os.path.isdir(kept):  # else another process was first, with the same files
                     raise
     return kept
+
+
+def _listed(mlflow: Any, location: str) -> list[Any]:
+    from mlflow import artifacts
+
+    return artifacts.list_artifacts(location, tracking_uri=mlflow.tracking_uri)
 
 
 def _is_here(location: str) -> bool:

@@ -51,6 +51,11 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
         return {}, [f"nothing is registered yet; {guess}"]
     try:
+        if registered:
+            registry.look(uri)
+    except Exception as error:  # whatever the store's driver or the network raises
+        return {}, [f"{guess} ({uri} does not answer: {registry.first_line(error)})"]
+    try:
         _, inputs = pin_inputs(job)
         models = {name: at for name, at in inputs.items() if not at.startswith("python:")}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline import cluster, report
 from pipeline.config import STAGES, libraries, load_job
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError
 from pipeline.stages import evaluate, ppo, rm, sft
 
 ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
@@ -40,7 +40,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
             results.append(module.run(jobs[stage]))
             missed = results[-1].get("registered_model") and not results[-1]["alias"]
             if missed:
-                raise RuntimeError(
+                raise Failure(
                     f"{stage}: {results[-1]['registered_model']} v{results[-1]['version']} was registered, but its gate "
                     f"{results[-1]['gate']}; the next stage would not find it. Look at {results[-1]['checkpoint']}, or "
                     f"change the gate: {stage}.gate.METRIC=..."
