@@ -1,8 +1,10 @@
-"""The first contact with a bucket, a hub or a server has ten seconds: one that never answers is an error, not a hang."""
+"""What may never end has a deadline: the first contact with a bucket, a hub or a server, and code that a job names."""
 
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 SECONDS = 10.0
@@ -33,3 +35,25 @@ def answer(call: Callable[..., Any], *arguments: Any) -> Any:
             raise  # the call's own
         left_behind.append(thread)
         raise TimeoutError(f"no answer within {SECONDS:.0f} seconds") from None
+
+
+@contextmanager
+def limited(seconds: float, late: Exception) -> Iterator[None]:
+    """Raises `late` inside the block once it has taken so long: an import, or a regular expression, that does not end.
+
+    In the main thread, the only one that signals reach; elsewhere the block takes as long as it takes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise late
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

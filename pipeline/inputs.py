@@ -6,15 +6,11 @@ import inspect
 import json
 import math
 import os
-import signal
-import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from pipeline import lineage, registry, storage
+from pipeline import deadline, lineage, registry, storage
 from pipeline.config import Job
 from pipeline.errors import InputError, about, in_brief
 
@@ -216,8 +212,9 @@ def _imported(source: str, module_name: str) -> Any:
     Raises:
         InputError: when there is no such module, or its import raises (SystemExit too), or takes longer than IMPORT_SECONDS.
     """
+    late = f"{source}: its module was not imported within {IMPORT_SECONDS} seconds; do what takes long at the first call"
     try:
-        with _deadline(source):
+        with deadline.limited(IMPORT_SECONDS, InputError(late)):
             return importlib.import_module(module_name)
     except (InputError, KeyboardInterrupt):
         raise
@@ -234,27 +231,6 @@ def _imported(source: str, module_name: str) -> Any:
         raise InputError(
             f"{source}: importing {module_name!r} ended with {in_brief(error)}, at {where}; mend it there"
         ) from error
-
-
-@contextmanager
-def _deadline(source: str) -> Iterator[None]:
-    """Ends an import that does not end by itself; in the main thread, the only one that signals reach."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise InputError(
-            f"{source}: its module was not imported within {IMPORT_SECONDS} seconds; do what takes long at the first call"
-        )
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, IMPORT_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def check_columns(job: Job, rows: dict[str, Any]) -> None:

@@ -165,13 +165,31 @@ def _train_and_register(
 
 
 def publish(run: Run, outcome: Outcome) -> registry.Version | None:
-    """Registers the adapter that was trained; the alias moves to it if the gate lets it."""
-    if not run.job.mlflow.registered_model or not outcome.adapter:
+    """Registers the adapter that was trained; the alias moves to it if it has learned anything and the gate lets it."""
+    if not outcome.adapter:
         return None
-    assert run.mlflow_run_id
     with storage.local_copy(outcome.adapter) as folder:
+        unchanged = nothing_learned(run, folder)
+        if unchanged:
+            print(f"warning: {unchanged}", flush=True)
+        if not run.job.mlflow.registered_model:
+            return None
+        assert run.mlflow_run_id
         facts = lineage.read(folder, outcome.adapter)
-        return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts)
+        return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts, unchanged)
+
+
+def nothing_learned(run: Run, adapter: str) -> str | None:
+    """Why the alias must not move to an adapter that is, to the last bit, the one that training began with; None: it is not."""
+    from pipeline.models import adapter_files
+
+    start = run.work.inputs.get("policy")
+    if adapter_files.learned(adapter, start and registry.fetch(start, registry.tracking_uri(run.job))):
+        return None
+    return (
+        f"nothing was learned: after training the adapter is the same as {start or 'a new one'}. The learning rate was 0 at "
+        "every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
+    )
 
 
 @contextlib.contextmanager
@@ -249,6 +267,8 @@ def prepare(job: Job, inputs: dict[str, str], work: Work | None = None) -> tuple
             report.splits["pairs"] = pairs.report.splits["eval"]
     if job.stage in ("ppo", "evaluate", "generate", "score"):
         check_columns(job, rows)
+    if job.stage == "ppo":
+        check_updates(job, report.splits["train"].kept)
     return replace(work, digests=digests, fingerprints=fingerprints), rows, report
 
 
@@ -310,6 +330,26 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
             f"the model's context of {context}; type data.max_length={room}, or a smaller trainer.response_length"
         )
     return room
+
+
+def check_updates(job: Job, prompts: int) -> None:
+    """Refuses a ppo run that trains the critic alone, and warns of one that ends within its warm-up."""
+    from pipeline.ppo.config import PPOConfig
+
+    args = PPOConfig(**job.trainer)
+    updates = args.total_updates(prompts)
+    has = f"the run has {updates} update{'s' * (updates > 1)}"
+    if args.critic_warmup_steps >= updates:
+        raise InputError(
+            f"trainer.critic_warmup_steps: found {args.critic_warmup_steps}, but {has} ({prompts} prompts): the policy would "
+            f"never learn; expected less than {updates}, or more trainer.total_episodes"
+        )
+    if args.warmup_steps >= updates:
+        print(
+            f"warning: trainer.warmup_steps={args.warmup_steps}, but {has}: the learning rate never reaches "
+            f"trainer.learning_rate={args.learning_rate:g}",
+            flush=True,
+        )
 
 
 def describe(run: Run, outcome: Outcome, version: registry.Version | None) -> dict[str, Any]:

@@ -231,3 +231,33 @@ def test_lineage_says_what_a_stage_writes(key, value, policy):
         InputError, match=rf"^.*/policy/lineage\.json: {key}.*: found .*, expected .*; bring the file back"
     ):
         lineage.read(str(policy), "policy")
+
+
+# ------------------------------------------------------------------------------------------- was anything learned
+
+
+def changed(folder: Path, name: str, into: Path) -> Path:
+    """A copy of an adapter with one number of one tensor moved by the least that fp32 can tell."""
+    shutil.copytree(folder, into)
+    numbers = load_file(into / TENSORS)
+    numbers[name].flat[0] = np.nextafter(numbers[name].flat[0], np.float32(1))
+    save_file(numbers, into / TENSORS)
+    return into
+
+
+def test_an_adapter_that_is_new_has_learned_nothing(tmp_path):
+    shared = toy_models.shared_base()
+    shared.add("policy", lora={"r": 4, "target_modules": "all-linear"})
+    shared.save("policy", tmp_path / "new")
+    assert not adapter_files.learned(tmp_path / "new", None)
+    assert not adapter_files.learned(changed(tmp_path / "new", A, tmp_path / "a"), None), (
+        "A alone changes no reply"
+    )
+    assert adapter_files.learned(changed(tmp_path / "new", B, tmp_path / "b"), None)
+
+
+@pytest.mark.parametrize("name", [A, B])
+def test_an_adapter_that_is_its_start_has_learned_nothing(policy, tmp_path, name):
+    shutil.copytree(policy, tmp_path / "same")
+    assert not adapter_files.learned(tmp_path / "same", policy)
+    assert adapter_files.learned(changed(policy, name, tmp_path / "other"), policy)

@@ -154,10 +154,18 @@ BAD = [
         ["trainer.use_cpu=true", "scaling.use_gpu=true"],
         r"trainer\.use_cpu: given together with scaling\.use_gpu",
     ),
+    ("sft", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0, expected above 0"),
+    ("ppo", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0\.0; expected above 0"),
+    (
+        "sft",
+        ["trainer.max_grad_norm=1e-30"],
+        r"trainer\.max_grad_norm: found 1e-30, expected 0 or between 1e-06",
+    ),
+    ("ppo", ["trainer.max_grad_norm=1e-30"], r"trainer\.max_grad_norm: found 1e-30; expected 0 or between"),
     (
         "sft",
         ["trainer.learning_rate=-1"],
-        r"trainer\.learning_rate: found -1, expected between 0 and 100, for example 2e-05",
+        r"trainer\.learning_rate: found -1, expected above 0 and at most 100, for example 2e-05",
     ),
     (
         "sft",

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import InputError
-from pipeline.models import llama
+from pipeline.models import fit, llama
 from pipeline.models.fit import check_base, check_lora
 from pipeline.models.weights import INDEX, SINGLE, stored_in_model
 
@@ -262,13 +262,18 @@ LORA = [
     ({"exclude_modules": ".*"}, r"lora: peft refuses these settings .*All modules were excluded"),
     ({"rank_pattern": {"nope": 2}}, r"lora: peft refuses these settings .*rank_pattern .*'nope'"),
     ({"alpha_pattern": {"nope": 2}}, r"lora: peft refuses these settings .*alpha_pattern .*'nope'"),
+    ({"target_modules": "(([a-z_.0-9])+)+X"}, r"lora\.target_modules: '\(\(\[a-z_\.0-9\]\)\+\)\+X' was not matched .* within .*the repetition inside"),
+    ({"exclude_modules": "(([a-z_.0-9])+)+X"}, r"lora\.exclude_modules: .* was not matched"),
+    ({"rank_pattern": {"(([a-z_.0-9])+)+X": 2}}, r"lora\.rank_pattern: '\(\(\[a-z_\.0-9\]\)\+\)\+X' was not matched"),
+    ({"alpha_pattern": {"((": 2}}, r"lora\.alpha_pattern: '\(\(' is no regular expression"),
     ({"rank_pattern": {"q_proj": "x"}}, r"lora: peft refuses these settings"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "says"), LORA, ids=[str(c) for c, _ in LORA])
 @pytest.mark.parametrize("scorer", [False, True])
-def test_settings_that_find_no_module(changes, says, scorer):
+def test_settings_that_find_no_module(changes, says, scorer, monkeypatch):
+    monkeypatch.setattr(fit, "SECONDS", 0.5)
     with pytest.raises(InputError, match=rf"^{says}"):
         check_lora(check_base(settings(DEMO)), {"r": 4, "target_modules": "all-linear", **changes}, scorer)
 

@@ -11,13 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import toy_models
 from mlflow import MlflowClient
 from running import ROOT
 
-from pipeline import deadline, registry, storage
+from pipeline import deadline, lineage, registry, storage
+from pipeline.cluster import Outcome
 from pipeline.config import MLflow, load_job
 from pipeline.errors import InputError
 from pipeline.lineage import folder_digests
+from pipeline.run import Run, publish
+from pipeline.worker import Work
 
 LINEAGE = {
     "stage": "sft",
@@ -56,6 +60,30 @@ def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
     assert pinned == "models:/rlhf-sft/1"
     folder = registry.fetch(pinned, registry.tracking_uri(job))
     assert folder_digests(folder) == folder_digests(adapter)
+
+
+@pytest.mark.parametrize("start", [None, "policy"])
+def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
+    """Whatever the metrics are: a smoke run that ends within its warm-up must not become the champion."""
+    toy_models.make(str(tmp_path / "policy"), seed=0, head=False)
+    toy_models.make(str(tmp_path / "other"), seed=1, head=False)
+    if start is None:  # a new adapter, as peft makes it
+        shared = toy_models.shared_base()
+        shared.add("policy", lora={"r": 4, "target_modules": "all-linear"})
+        shared.save("policy", tmp_path / "unchanged")
+    else:
+        shutil.copytree(tmp_path / "policy", tmp_path / "unchanged")
+    for name, alias in (("unchanged", None), ("other", "champion")):
+        work = Work(job, None, {}, {}, {}, "", {"policy": str(tmp_path / "policy")} if start else {})
+        outcome = Outcome({"eval_loss": 0.0}, [], str(tmp_path / name), "", 0.0, 0)
+        with registry.run(job, {}, anew=True) as run_id:
+            run = Run(work, {}, None, 0.0, mlflow_run_id=run_id)
+            lineage.write(str(tmp_path / name), LINEAGE)
+            version = publish(run, outcome)
+        assert version.alias == alias
+        said = capsys.readouterr().out
+        assert ("nothing was learned: after training the adapter is the same as" in said) == (alias is None)
+        assert ("nothing was learned" in version.gate) == (alias is None)
 
 
 def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter, tmp_path, monkeypatch):

@@ -55,10 +55,12 @@ RANGES: dict[str, dict[str, str]] = {
             "-1 or [1, 1000000000]": "max_steps",
             "(0, 1000000]": "num_train_epochs",
             "[0.000001, 1000000]": "beta discopop_tau",
-            "[0, 1000000]": """max_grad_norm neftune_noise_alpha center_rewards_coefficient router_aux_loss_coef
+            "0 or [0.000001, 1000000]": "max_grad_norm",  # of less, nothing is left of a step
+            "[0, 1000000]": """neftune_noise_alpha center_rewards_coefficient router_aux_loss_coef
                 loss_weights""",
             "[0, 1000000000]": "eval_delay",
-            "[0, 100]": "learning_rate weight_decay",
+            "(0, 100]": "learning_rate",
+            "[0, 100]": "weight_decay",
             "[0, 1)": "adam_beta1 adam_beta2 label_smoothing_factor f_alpha_divergence_coef",
             "[0, 0.5)": "label_smoothing",  # the share of pairs that are the wrong way round
             "[0, 1]": "ld_alpha",

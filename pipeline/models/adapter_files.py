@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import InputError, in_brief
 from pipeline.models.files import json_object
 from pipeline.models.llama import LINEAR, Layout
-from pipeline.models.weights import FLOATING, Stored, not_finite, stored_in
+from pipeline.models.weights import FLOATING, Stored, not_finite, numbers_in, stored_in
 
 if TYPE_CHECKING:
     from pipeline.models.fit import Base
@@ -122,6 +122,20 @@ def check(base: Base, folder: str | Path, scores: bool) -> None:
     known = base.plain and one_head and others == _layout(base.plain, said)
     if base.checkable and not known:
         _ask_peft(base, folder, scores)
+
+
+def learned(folder: str | Path, start: str | Path | None) -> bool:
+    """Whether training changed an adapter: from the one in `start`, or from a new one, whose B matrices are 0 (LoRA, section
+    4.1: https://arxiv.org/abs/2106.09685)."""
+    import numpy as np
+
+    if start is None:
+        return any(values.any() for name, values in numbers_in(Path(folder) / TENSORS) if "lora_B" in name)
+    before = dict(numbers_in(Path(start) / TENSORS))
+    after = dict(numbers_in(Path(folder) / TENSORS))
+    return before.keys() != after.keys() or not all(
+        np.array_equal(before[name], after[name]) for name in after
+    )
 
 
 def _check_rank(path: Path, rank: int, found: dict[str, Stored]) -> None:

@@ -15,6 +15,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline import deadline
 from pipeline.errors import InputError, about, in_brief
 from pipeline.models.adapter_files import HEAD_NAMES
 from pipeline.models.base import (
@@ -35,6 +36,8 @@ from pipeline.models.weights import FLOATING, INDEX, SINGLE, Stored, stored_in, 
 
 if TYPE_CHECKING:
     from pipeline.config import Model
+
+SECONDS = 5.0  # for one regular expression on the names of all modules: milliseconds, if it ends at all
 
 
 @dataclass(frozen=True)
@@ -311,6 +314,9 @@ def check_lora(base: Base, lora: dict[str, Any], scorer: bool) -> None:
     for key in ("target_modules", "exclude_modules"):
         if lora.get(key) != "all-linear":
             _check_names(key, lora.get(key), modules)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for one in lora.get(key) or ():
+            _matches(key, rf"(.*\.)?({one})", modules, one)  # as peft looks for it
     _check_layers(lora, model.config.get_text_config().num_hidden_layers)
     _adapt(model, lora)
 
@@ -318,13 +324,10 @@ def check_lora(base: Base, lora: dict[str, Any], scorer: bool) -> None:
 def _check_names(key: str, wanted: Any, names: list[str]) -> None:
     """Each name of a list ends one of `names`, and a text, a regular expression, matches one of them whole."""
     for one in [wanted] if isinstance(wanted, str) else wanted or ():
-        try:
-            if isinstance(wanted, str):
-                found = any(re.fullmatch(one, name) for name in names)
-            else:
-                found = any(name == one or name.endswith(f".{one}") for name in names)
-        except re.error as error:
-            raise InputError(f"lora.{key}: {one!r} is no regular expression ({error})") from error
+        if isinstance(wanted, str):
+            found = _matches(key, one, names)
+        else:
+            found = any(name == one or name.endswith(f".{one}") for name in names)
         if not found:
             choices = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise InputError(
@@ -332,6 +335,22 @@ def _check_names(key: str, wanted: Any, names: list[str]) -> None:
                 + ("all-linear, or " if key == "target_modules" else "")
                 + f"some of {choices}"
             )
+
+
+def _matches(key: str, pattern: str, names: list[str], shown: str | None = None) -> bool:
+    """Whether a regular expression matches one of `names` whole; tried on all of them, as peft will.
+
+    Raises:
+        InputError: when it is none, or goes on for ever: a repetition inside a repetition tries every way to split a name.
+    """
+    late = f"lora.{key}: {shown or pattern!r} was not matched with the names of {len(names)} modules within {SECONDS:g} seconds"
+    try:
+        with deadline.limited(
+            SECONDS, InputError(f"{late}; take the repetition inside a repetition out of it")
+        ):
+            return any([re.fullmatch(pattern, name) for name in names])
+    except (re.error, RecursionError) as error:
+        raise InputError(f"lora.{key}: {shown or pattern!r} is no regular expression ({error})") from error
 
 
 def _check_layers(lora: dict[str, Any], count: int) -> None:

@@ -6,8 +6,9 @@ import json
 import os
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.errors import InputError, in_brief
 from pipeline.models.files import json_object, require_file
@@ -84,6 +85,13 @@ def not_finite(file: Path, mend: str = MEND) -> str | None:
     import numpy as np
 
     stored_in(file, mend)
+    return next((name for name, values in numbers_in(file) if not np.isfinite(values).all()), None)
+
+
+def numbers_in(file: Path) -> Iterator[tuple[str, Any]]:
+    """(name, flat numpy array) of each floating tensor of a file that `stored_in` has looked at."""
+    import numpy as np
+
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
@@ -94,9 +102,6 @@ def not_finite(file: Path, mend: str = MEND) -> str | None:
             stream.seek(8 + length + begin)
             numbers = stream.read(stop - begin)
             if entry["dtype"] == "BF16":  # numpy has no bfloat16: its upper bits are float32's
-                values = (np.frombuffer(numbers, "<u2").astype("<u4") << 16).view("<f4")
+                yield name, (np.frombuffer(numbers, "<u2").astype("<u4") << 16).view("<f4")
             else:
-                values = np.frombuffer(numbers, f"<f{int(entry['dtype'][1:]) // 8}")
-            if not np.isfinite(values).all():
-                return name
-    return None
+                yield name, np.frombuffer(numbers, f"<f{int(entry['dtype'][1:]) // 8}")

@@ -53,12 +53,20 @@ def passes(gate: dict[str, str], metrics: dict[str, float]) -> tuple[bool, str]:
 
 
 def publish(
-    job: Job, run_id: str, folder: str, metrics: dict[str, float], lineage: dict[str, Any]
+    job: Job,
+    run_id: str,
+    folder: str,
+    metrics: dict[str, float],
+    lineage: dict[str, Any],
+    problem: str | None = None,
 ) -> Version:
     """Registers an adapter folder as a new version and moves the alias if the gate passes.
 
     The order makes a crash harmless: files first, then the comparison with what comes back, then the version,
     then the alias. A run that was already registered (a crash just before its end) is not registered twice.
+
+    Args:
+        problem: why the gate does not pass, whatever the metrics are; None: they decide.
 
     Raises:
         RuntimeError: if the files that come back from the store differ from those that were saved.
@@ -66,7 +74,7 @@ def publish(
     wait_for_server(job)
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
-    ok, reason = passes(job.gate, metrics)
+    ok, reason = (False, f"failed: {problem}") if problem else passes(job.gate, metrics)
     known = mlflow.search_model_versions(f"run_id = '{run_id}'")
     if known:
         version = known[0].version
