@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline import cluster, placement, storage
-from pipeline.config import Inference, Job
+from pipeline.config import Job
 from pipeline.data.feed import to_hf
 from pipeline.errors import InputError, in_brief
 from pipeline.inputs import pin_inputs
@@ -86,11 +86,6 @@ def here(job: Job) -> Host:
     return Host(work)
 
 
-def options(job: Job) -> Inference:
-    """The job's `trainer` section with its defaults."""
-    return Inference(**job.trainer)
-
-
 # ------------------------------------------------------------------------------------------------------ parts
 
 
@@ -103,7 +98,7 @@ def part_file(job: Job, part: int) -> str:
 
 
 def part_size(job: Job) -> int:
-    return BATCHES * options(job).local_rollout_forward_batch_size
+    return BATCHES * job.args.local_rollout_forward_batch_size
 
 
 def complete(work: Work, rows: Any, count: int, load: Load) -> int:

@@ -101,9 +101,7 @@ class Settings:
 def settings(job: Job, context: int) -> Settings:
     """Rows at their longest, as the job allows them to be."""
     if job.stage == "ppo":
-        from pipeline.ppo.config import PPOConfig
-
-        args = PPOConfig(**job.trainer)
+        args = job.args
         prompt = job.data.max_length or context - args.response_length
         width = prompt + args.response_length
         rows = args.per_device_train_batch_size
@@ -270,7 +268,7 @@ def _changes(job: Job) -> list[tuple[str, Any]]:
     fewer = [n for n in range(rows - 1, 0, -1) if rows % n == 0]  # divisors: the batch still comes out even
     found: list[tuple[str, Any]] = []
     if job.stage == "ppo":
-        decoded = job.trainer.get("local_rollout_forward_batch_size", 64)
+        decoded = job.args.local_rollout_forward_batch_size
         found += [
             ("trainer.local_rollout_forward_batch_size", decoded >> i) for i in (1, 2, 3, 4) if decoded >> i
         ]
@@ -323,9 +321,7 @@ def cost(plan: Plan, name: str, rows: int) -> Cost:
     forward = 2.0 * plan.parameters
     prompt, reply = plan.tokens
     if plan.job.stage == "ppo":
-        from pipeline.ppo.config import PPOConfig
-
-        args = PPOConfig(**plan.job.trainer)
+        args = plan.job.args
         episodes = args.total_updates(rows) * args.batch_size
         passes = 2 + args.uses_critic  # old, reference, values; the reward is one more
         learn = args.num_ppo_epochs * (1 + args.uses_critic) * (3 if args.gradient_checkpointing else 2)

@@ -34,7 +34,7 @@ def _scorer(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
     source = worker.work.inputs[name]
-    rows = worker.job.trainer.get("local_rollout_forward_batch_size", 64)
+    rows = worker.job.args.local_rollout_forward_batch_size
     if source.startswith("python:"):
         return FunctionReward(check_function(source), weight=weight, name=role)
     folder = worker.input(name)
@@ -91,6 +91,13 @@ def add_policy(worker: Host, shared: Any, args: Any) -> str | None:
     shared.add("policy", folder=folder, trainable=True)
     shared.add("reference", folder=folder)
     return "reference"
+
+
+def start(worker: Host, shared: Any, reference: str | None) -> str | None:
+    """The role that the policy began as, which it is compared with: the reference, unless that follows the policy."""
+    if reference is None or not worker.job.args.sync_ref_model:
+        return reference
+    return add_frozen(worker, shared, "policy", "start")
 
 
 def add_critic(worker: Host, shared: Any) -> None:

@@ -18,8 +18,6 @@ from typing import Any
 from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job, gates, libraries
-from pipeline.config.fields import fields_of
-from pipeline.config.rules import TRAINERS
 from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, summary
 from pipeline.inputs import (
@@ -316,8 +314,7 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
     """The longest row: the context, less the reply that is still to be written into it."""
     if context is None or job.stage not in ("ppo", "evaluate", "generate"):
         return context
-    length = fields_of(TRAINERS[job.stage])["response_length"].default
-    reply = job.trainer.get("response_length", length)
+    reply = job.args.response_length
     if reply > context - 2:
         raise InputError(
             f"trainer.response_length: {reply} tokens leave no room for a prompt in the model's context of {context}; "
@@ -334,9 +331,7 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
 
 def check_updates(job: Job, prompts: int) -> None:
     """Refuses a ppo run that trains the critic alone, and warns of one that ends within its warm-up."""
-    from pipeline.ppo.config import PPOConfig
-
-    args = PPOConfig(**job.trainer)
+    args = job.args
     updates = args.total_updates(prompts)
     has = f"the run has {updates} update{'s' * (updates > 1)}"
     if args.critic_warmup_steps >= updates:

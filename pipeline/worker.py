@@ -355,6 +355,8 @@ SHOWN = {
     "eval_margin": "margin",
     "eval_rewards/margins": "margin",
     "objective/scores": "score",
+    "eval_win_rate": "held-out wins",
+    "eval_judge_win_rate": "judge's",
     "objective/kl": "kl",
     "objective/entropy": "entropy",
     "completions/mean_length": "length",

@@ -154,6 +154,16 @@ BAD = [
         ["trainer.use_cpu=true", "scaling.use_gpu=true"],
         r"trainer\.use_cpu: given together with scaling\.use_gpu",
     ),
+    (
+        "ppo",
+        ["trainer.eval_steps=2"],
+        r"trainer\.eval_steps: there is nothing to evaluate on: give data\.eval",
+    ),
+    (
+        "evaluate",
+        ["data.train=null", "data.eval=a.jsonl", "trainer.num_ppo_epochs=2"],
+        r"trainer\.num_ppo_epochs: unknown key",
+    ),
     ("sft", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0, expected above 0"),
     ("ppo", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0\.0; expected above 0"),
     (

@@ -16,7 +16,7 @@ def rolled(**settings):
     trainer = toy.trainer(**settings)
     episodes, samples, greedy = trainer.rollout()
     trainer.score(episodes, samples)
-    trainer.judge(episodes)
+    trainer.logprobs_and_values(episodes)
     rewards = trainer.rewards_and_advantages(episodes, trainer.greedy_scores(greedy))
     return trainer, episodes, rewards
 

@@ -57,11 +57,11 @@ def test_every_variant_learns(name):
         total_episodes=32 * 14, batch_size=32, learning_rate=1.5e-2, per_device_train_batch_size=32
     )
     trainer = toy.trainer(**{**settings, **VARIANTS[name]})
-    greedy = trainer.evaluate(trainer.prompts)[0]["eval/score"]
+    greedy = toy.greedy_score(trainer, trainer.prompts)
     history = trainer.train()
     means = [metrics["rewards/low/mean"] for metrics in history]
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.1 and len(history) == 14
-    assert trainer.evaluate(trainer.prompts)[0]["eval/score"] > greedy
+    assert toy.greedy_score(trainer, trainer.prompts) > greedy
     assert all(math.isfinite(value) for metrics in history for value in metrics.values())
     assert trainer.skipped_steps == 0
 
@@ -97,6 +97,43 @@ def test_without_a_reference_adapter_the_bare_base_is_it():
     assert history[0]["objective/kl"] == pytest.approx(0, abs=1e-4) and history[-1]["objective/kl"] > 1e-3
 
 
+def test_the_policy_is_evaluated_while_it_learns():
+    """After each `eval_steps` updates but the last, whose figures are the end's; handed out whatever `logging_steps` is."""
+    asked, told = [], {}
+
+    def evaluate():
+        asked.append(trainer.update)
+        return {"eval_reward": 10.0 * trainer.update}
+
+    trainer = toy.trainer(
+        evaluate=evaluate,
+        on_step=lambda metrics, step, total: told.update({step: metrics.get("eval_reward")}),
+        total_episodes=16 * 6,
+        eval_steps=2,
+        logging_steps=3,
+    )
+    history = trainer.train()
+    assert asked == [2, 4]
+    assert told == {1: None, 2: 20.0, 3: None, 4: 40.0, 5: None, 6: None}
+    assert [m["episode"] / 16 for m in history] == [2, 3, 4, 6]
+    assert [m["eval_reward"] for m in history if "eval_reward" in m] == [20.0, 40.0]
+    assert history[0]["time/evaluate"] > 0
+
+
+def test_an_evaluation_changes_nothing_of_what_is_learned():
+    def noisy(completion_ids):  # draws from the global generators, as a user's reward may
+        return [s + 0.1 * torch.rand(1).item() for s in toy.low(completion_ids)]
+
+    def learned(**changes):
+        trainer = toy.trainer(reward=noisy, total_episodes=16 * 3, **changes)
+        torch.manual_seed(9)
+        trainer.train()
+        return toy.weights(trainer)
+
+    evaluated = learned(evaluate=lambda: {"eval_reward": torch.rand(1).item()}, eval_steps=1)
+    assert torch.equal(evaluated, learned())
+
+
 def test_early_stop_ends_the_epochs_of_an_update():
     free = toy.trainer(learning_rate=0.05, num_ppo_epochs=6).step()
     stopped = toy.trainer(learning_rate=0.05, num_ppo_epochs=6, early_stop_kl=1e-3).step()
@@ -107,8 +144,9 @@ def test_metrics_are_what_they_say():
     trainer = toy.trainer(
         reward=[FunctionReward(toy.low, weight=2.0, name="a"), FunctionReward(length, weight=-0.5, name="b")]
     )
+    kept = toy.recorded(trainer)
     metrics = trainer.step()
-    samples, _ = trainer.last
+    samples = kept[0]
     lengths = [len(ids) for ids in samples.completion_ids]
     assert metrics["completions/mean_length"] == pytest.approx(sum(lengths) / 16)
     assert metrics["val/num_eos_tokens"] == sum(ids[-1] in toy.EOS for ids in samples.completion_ids)
@@ -122,8 +160,6 @@ def test_metrics_are_what_they_say():
     seconds = sum(value for key, value in metrics.items() if key.startswith("time/"))
     assert metrics["train_samples_per_second"] == pytest.approx(16 / seconds)
     assert metrics["train_tokens_per_second"] == pytest.approx(sum(lengths) / seconds)
-    shown = trainer.samples()
-    assert len(shown) == 16 and set(shown[0]) == {"prompt", "completion", "score", "ended"}
     names = {
         "objective/rlhf_reward",
         "policy/approxkl_avg",
@@ -241,7 +277,7 @@ def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
         trainer = toy.trainer(shared, engine=Off(shared), **changes)
         episodes, samples, _ = trainer.rollout()
         trainer.score(episodes, samples)
-        trainer.judge(episodes)
+        trainer.logprobs_and_values(episodes)
         trainer.rewards_and_advantages(episodes, None)
         return episodes
 
@@ -332,20 +368,21 @@ def test_a_restored_run_ends_with_the_same_numbers(tmp_path):
     def noisy(completion_ids):  # draws from the global generators, as a user's reward may
         return [s + 0.1 * torch.rand(1).item() for s in toy.low(completion_ids)]
 
-    def keep(trainer):
-        def on_step(metrics, step, total):
-            trainer.should_stop = step == 3
+    class Cut(Exception):
+        pass
 
-        trainer.on_step = on_step
-        return trainer
+    def cut(metrics, step, total):
+        if step == 3:
+            raise Cut
 
     torch.manual_seed(5)
     whole = toy.trainer(reward=noisy, **changes)
     torch.manual_seed(9)
     whole.train()
-    first = keep(toy.trainer(reward=noisy, **changes))
+    first = toy.trainer(reward=noisy, on_step=cut, **changes)
     torch.manual_seed(9)
-    first.train()
+    with pytest.raises(Cut):
+        first.train()
     assert first.update == 3
     first.save(tmp_path)
     second = toy.trainer(toy.shared_base(), reward=noisy, **changes)

@@ -22,6 +22,7 @@ PPO_QUICK = [
     "trainer.total_episodes=32",
     "trainer.batch_size=16",
     "trainer.save_steps=1",
+    "trainer.eval_steps=1",
     "trainer.logging_steps=1",
 ]
 
@@ -50,7 +51,13 @@ def test_a_training_stage_leaves_a_result_and_a_version(name, runs, storage):
 
 
 @pytest.mark.parametrize(
-    ("name", "metric", "points"), [("sft", "loss", 4), ("rm", "accuracy", 4), ("ppo", "objective/kl", 2)]
+    ("name", "metric", "points"),
+    [
+        ("sft", "loss", 4),
+        ("rm", "accuracy", 4),
+        ("ppo", "objective/kl", 2),
+        ("ppo", "eval_judge_win_rate", 2),
+    ],
 )
 def test_metrics_are_in_mlflow_step_by_step(name, metric, points, runs, storage):
     assert len(curve(storage, runs[name], metric)) == points

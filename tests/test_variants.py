@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import toy_ppo
 from running import ROOT, stage
 
 from pipeline import lineage
@@ -103,15 +104,10 @@ def learn(trained, name, changes, reward=None, least=0.1):
         shared.add("critic", copy_of="reward", head=True, trainable=True)
     constants = lineage.read(folders["rm"], "rm")["reward"]
     rewards = reward(shared, constants) if reward else [AdapterReward(shared, **constants)]
-    trainer = PPOTrainer(
-        shared, tokenizer, args, rows("prompts", tokenizer), rewards, rows("prompts_eval", tokenizer)
-    )
+    trainer = PPOTrainer(shared, tokenizer, args, rows("prompts", tokenizer), rewards)
 
     def judged():
-        before, trainer.rewards = trainer.rewards, [FunctionReward(gold)]
-        score = trainer.evaluate()[0]["eval/score"]
-        trainer.rewards = before
-        return score
+        return toy_ppo.greedy_score(trainer, rows("prompts_eval", tokenizer), [FunctionReward(gold)])
 
     start = judged()
     history = trainer.train()

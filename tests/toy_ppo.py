@@ -7,7 +7,7 @@ import transformers
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.rewards import FunctionReward
+from pipeline.ppo.rewards import FunctionReward, weighted
 from pipeline.ppo.trainer import PPOTrainer
 
 VOCAB, EOS = 64, [2, 3]
@@ -91,7 +91,7 @@ def low(completion_ids, **columns):
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
-def trainer(shared=None, reward=low, rows=None, engine=None, **changes):
+def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_step=None, **changes):
     settings = dict(
         total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
         num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
@@ -100,10 +100,34 @@ def trainer(shared=None, reward=low, rows=None, engine=None, **changes):
     shared = shared or shared_base(critic=args.uses_critic)
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
-    return PPOTrainer(shared, Tokenizer(), args, rows or prompts(), rewards, eos=EOS, engine=engine)
+    return PPOTrainer(shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_step)
 
 
 def weights(trainer_or_shared, roles=("policy", "critic")):
     """All trainable numbers in one vector."""
     shared = getattr(trainer_or_shared, "shared", trainer_or_shared)
     return torch.cat([p.data.flatten() for r in roles if r in shared.roles for p in shared.parameters_of(r)])
+
+
+def greedy_score(trainer, prompts, rewards=None):
+    """Mean score of greedy replies to `prompts`, by the trainer's rewards or by others."""
+    ids = [trainer._prompt_ids(row) for row in prompts]
+    trainer.engine.sync()
+    replies = trainer.engine.generate(ids, range(len(ids)), trainer._greedy())
+    total, _ = weighted(
+        rewards or trainer.rewards, trainer._samples(prompts, ids, replies), trainer.args.normalize_rewards
+    )
+    return sum(total) / len(total)
+
+
+def recorded(trainer):
+    """A list that fills with the samples of each rollout."""
+    kept, rollout = [], trainer.rollout
+
+    def record():
+        found = rollout()
+        kept.append(found[1])
+        return found
+
+    trainer.rollout = record
+    return kept

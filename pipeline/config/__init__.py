@@ -128,6 +128,18 @@ class Job:
             (i["reward"], float(i.get("weight", 1.0))) if isinstance(i, dict) else (i, 1.0) for i in items
         ]
 
+    @property
+    def args(self) -> Any:
+        """The `trainer` section with its defaults: PPOConfig of `ppo`, Inference of stages that train nothing.
+
+        The sections of sft, rm and dpo are TRL's, whose classes only a worker imports.
+        """
+        if self.stage == "ppo":
+            from pipeline.ppo.config import PPOConfig
+
+            return PPOConfig(**self.trainer)
+        return Inference(**self.trainer)
+
     def to_dict(self) -> dict[str, Any]:
         """The resolved job as plain JSON-able data."""
         return asdict(self)

@@ -133,7 +133,7 @@ def _check_number(tree: Tree, stage: str, key: str, value: float) -> None:
     section, _, name = key.partition(".")
     ranges = RANGES.get(section, {})
     if section == "trainer" and stage not in ("sft", "rm", "dpo"):
-        ranges = INFERENCE if stage in ("generate", "score", "export") else {}  # PPOConfig looks at its own
+        ranges = {} if stage == "ppo" else INFERENCE  # PPOConfig looks at its own
     expected = outside(value, ranges[name]) if name in ranges else None
     if expected is None:
         return

@@ -18,8 +18,7 @@ TRAINERS = {
     "rm": "trl.trainer.reward_config.RewardConfig",
     "dpo": "trl.trainer.dpo_config.DPOConfig",
     "ppo": "pipeline.ppo.config.PPOConfig",
-    "evaluate": "pipeline.ppo.config.PPOConfig",  # sampling, lengths and batch size keep their names
-    **dict.fromkeys(("generate", "score", "export"), "pipeline.config.Inference"),
+    **dict.fromkeys(("evaluate", "generate", "score", "export"), "pipeline.config.Inference"),
 }
 
 

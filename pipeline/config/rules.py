@@ -109,10 +109,12 @@ def _check_data(tree: Tree, job: Job) -> None:
             "data.eval_fraction",
             "given together with data.eval; keep one: a file of its own, or a share of data.train",
         )
-    if job.trainer.get("eval_strategy", "no") != "no" and not (data.eval or data.eval_fraction):
+    # `ppo` names its steps, and has no strategy to name.
+    key, off = ("eval_steps", 0) if job.stage == "ppo" else ("eval_strategy", "no")
+    if job.trainer.get(key, off) != off and not (data.eval or data.eval_fraction):
         raise tree.error(
-            "trainer.eval_strategy",
-            "there is nothing to evaluate on: give data.eval or data.eval_fraction, or eval_strategy=no",
+            f"trainer.{key}",
+            f"there is nothing to evaluate on: give data.eval or data.eval_fraction, or {key}={off}",
         )
     if job.trainer.get("eval_on_start") and not (data.eval or data.eval_fraction):
         raise tree.error(
@@ -181,24 +183,22 @@ def _check_trainer(tree: Tree, job: Job) -> None:
         )
     if trainer.get("use_cpu") and job.scaling.get("use_gpu"):
         raise tree.error("trainer.use_cpu", "given together with scaling.use_gpu=true; keep one")
-    if job.stage in ("ppo", "evaluate"):
+    if job.stage == "ppo":
         _check_ppo(tree, job)
-    elif job.stage in ("generate", "score", "export"):
+    elif job.stage in ("evaluate", "generate", "score", "export"):
         _check_inference(tree, trainer)
     else:
         _check_trl(tree, job)
 
 
 def _check_ppo(tree: Tree, job: Job) -> None:
-    from pipeline.ppo.config import PPOConfig
-
     try:
-        args = PPOConfig(**job.trainer)
+        args = job.args
     except ValueError as error:
         key, _, message = str(error).partition(": ")
         raise tree.error(key, message) from None
     prompts, workers = args.batch_size // args.num_generations, job.workers[1]
-    if job.stage == "ppo" and prompts < workers:
+    if prompts < workers:
         raise tree.error(
             "trainer.batch_size",
             f"found {args.batch_size}, which is {prompts} prompt{'s' * (prompts > 1)} an update for {workers} workers; "

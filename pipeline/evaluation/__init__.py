@@ -17,63 +17,82 @@ from pipeline.worker import Worker
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
 
 
-def compare(
-    worker: Worker,
-    shared: Any,
-    prompts: Any,
-    sampling: Sampling,
-    rewards: list[Any],
-    judge: Any,
-    policy: str | None,
-    baseline: str | None,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics and samples of `policy` (`eval_*`) against `baseline` (`before_*`), the same on every rank.
+class Comparison:
+    """A policy against a baseline on held-out prompts, as often as it is asked: the baseline's replies are written once.
 
     Args:
         prompts: rows with `input_ids` (prompt token ids) and `row` (JSON text of the row as the data has it).
         rewards, judge: scorers of pipeline.ppo.rewards; the judge may be None.
-        policy, baseline: roles on `shared`; None is the bare base.
-
-    Returns:
-        (metrics, samples). eval_reward: weighted reward, raw units. eval_win_rate, eval_judge_win_rate: share of prompts
-        on which the policy's reply scores higher, ties counting half, with *_low and *_high, the ends of the 95 % interval.
-        eval_kl: nats per reply, of the policy's replies, sum over tokens of log policy - log baseline. eval_eos: share of
-        replies that ended by themselves. eval_distinct: share of different replies; _1, _2: of different tokens and
-        bigrams in all replies; eval_repetition: share of a reply's 4-grams that it has said before. eval_perplexity: per
-        token, of the `completion` that rows bring along.
+        baseline: a frozen role on `shared`; None is the bare base.
     """
-    mine = list(range(worker.rank, len(prompts), worker.world))
-    rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
-    results: list[dict[str, Any]] = [{"index": r["index"]} for r in rows]
-    size = worker.job.trainer.get("local_rollout_forward_batch_size", 64)
-    for role, key in ((baseline, "before"), (policy, "eval")):
-        engine = TransformersEngine(shared, role, rows=size, pad=worker.tokenizer.pad_token_id)
-        replies = (
-            engine.generate([r["input_ids"] for r in rows], [r["index"] for r in rows], sampling)
-            if rows
-            else []
+
+    def __init__(
+        self, worker: Worker, shared: Any, prompts: Any, rewards: list[Any], judge: Any, baseline: str | None
+    ) -> None:
+        self.worker, self.shared, self.rewards, self.judge = worker, shared, rewards, judge
+        self.baseline, self.sampling = baseline, _sampling(worker, shared)
+        mine = range(worker.rank, len(prompts), worker.world)
+        self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
+        self.size = worker.job.args.local_rollout_forward_batch_size
+        self.before: list[dict[str, Any]] | None = None
+
+    def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics and samples of `policy` (`eval_*`; None is the bare base) beside the baseline's (`before_*`); the same on
+        every rank, all of which ask.
+
+        Returns:
+            (metrics, samples). eval_reward: weighted reward, raw units. eval_win_rate, eval_judge_win_rate: share of prompts
+            on which the policy's reply scores higher, ties counting half, with *_low and *_high, the ends of the 95 %
+            interval. eval_kl: nats per reply, of the policy's replies, sum over tokens of log policy - log baseline.
+            eval_eos: share of replies that ended by themselves. eval_distinct: share of different replies; _1, _2: of
+            different tokens and bigrams in all replies; eval_repetition: share of a reply's 4-grams that it has said before.
+            eval_perplexity: per token, of the `completion` that rows bring along.
+        """
+        if self.before is None:
+            self.before = self._answer(self.baseline)
+        after = self._answer(policy)
+        texts = [(row["input_ids"], reply["tokens"]) for row, reply in zip(self.rows, after, strict=True)]
+        ours, theirs = (
+            logprobs(self.shared, role, texts, self.sampling.temperature, self.size)
+            for role in (policy, self.baseline)
         )
-        scored = _score(worker, rows, replies, rewards, judge)
-        for result, reply, scores in zip(results, replies, scored, strict=True):
-            repeated = {"repetition": repetition(reply.tokens), "tokens": reply.tokens}
-            result[key] = {"length": len(reply.tokens), "eos": float(reply.ended), **repeated, **scores}
-        if key == "eval":
-            texts = [(row["input_ids"], reply.tokens) for row, reply in zip(rows, replies, strict=True)]
-            ours, theirs = (
-                logprobs(shared, r, texts, sampling.temperature, size) for r in (policy, baseline)
-            )
-            for result, a, b in zip(results, ours, theirs, strict=True):
-                result[key]["kl"] = a - b
-        for index, surprise, tokens in _given(worker, shared, role, rows, size):
-            results[index][key] |= {"given_nll": surprise, "given_tokens": tokens}
-    everything = sorted((r for part in worker.gather(results) for r in part), key=lambda r: r["index"])
-    return _metrics(everything), [_sample(r) for r in everything[:8]]
+        for reply, a, b in zip(after, ours, theirs, strict=True):
+            reply["kl"] = a - b
+        mine = [
+            {"index": row["index"], "before": before, "eval": reply}
+            for row, before, reply in zip(self.rows, self.before, after, strict=True)
+        ]
+        everything = sorted((r for part in self.worker.gather(mine) for r in part), key=lambda r: r["index"])
+        return _metrics(everything), [_sample(r) for r in everything[:8]]
+
+    def _answer(self, role: str | None) -> list[dict[str, Any]]:
+        """One reply of a role to each of this rank's prompts: its tokens, scores and figures."""
+        if not self.rows:
+            return []
+        engine = TransformersEngine(self.shared, role, rows=self.size, pad=self.worker.tokenizer.pad_token_id)
+        ids = [row["input_ids"] for row in self.rows]
+        replies = engine.generate(ids, [row["index"] for row in self.rows], self.sampling)
+        scored = _score(self.worker, self.rows, replies, self.rewards, self.judge)
+        found = [
+            {
+                "length": len(reply.tokens),
+                "eos": float(reply.ended),
+                "repetition": repetition(reply.tokens),
+                "tokens": reply.tokens,
+                **scores,
+            }
+            for reply, scores in zip(replies, scored, strict=True)
+        ]
+        for place, nll, tokens in _given(self.worker, self.shared, role, self.rows, self.size):
+            found[place] |= {"given_nll": nll, "given_tokens": tokens}
+        return found
 
 
-def sampling(worker: Worker, shared: Any, args: Any) -> Sampling:
-    """How evaluation samples: as training does, with other random numbers."""
+def _sampling(worker: Worker, shared: Any) -> Sampling:
+    """As training does, with other random numbers."""
     from pipeline.models.tokenizer import eos_ids
 
+    args = worker.job.args
     return Sampling(
         max_new_tokens=args.response_length,
         eos=tuple(eos_ids(worker.tokenizer, shared.base.generation_config)),
@@ -90,8 +109,6 @@ def _prompt(row: dict[str, Any]) -> dict[str, Any]:
 def _score(
     worker: Worker, rows: list[dict[str, Any]], replies: list[Reply], rewards: list[Any], judge: Any
 ) -> list[dict[str, Any]]:
-    if not rows:
-        return []
     samples = Samples(
         prompt_ids=[r["input_ids"] for r in rows],
         completion_ids=[r.tokens for r in replies],

@@ -185,7 +185,7 @@ class PPOConfig:
     save_steps: int = 0
     """Updates between two checkpoints; 0: only at the end."""
     eval_steps: int = 0
-    """Updates between two evaluations on the evaluation prompts (greedy); 0: at the end."""
+    """Updates between two evaluations on the held-out prompts; 0: before and after the run only."""
     check_reference: bool = True
     """Assert at the first update that the KL to the reference is 0: the policy must start as a copy of it."""
 
@@ -272,6 +272,14 @@ class PPOConfig:
         """Updates of the whole run, for so many training prompts: the last one is a full batch, too."""
         episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
         return max(1, math.ceil(episodes / self.batch_size))
+
+    def evaluates(self, update: int, total: int) -> bool:
+        """Whether the policy is evaluated after this update, counted from 1; what comes after the last is the end's."""
+        return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
+
+    def logs(self, update: int, total: int) -> bool:
+        """Whether the metrics of this update are handed out: of every one that was evaluated, too."""
+        return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -36,7 +36,7 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
         trainer.score(episodes, samples)
         greedy_scores = trainer.greedy_scores(greedy)
     with trainer.phases("values"):
-        trainer.judge(episodes)
+        trainer.logprobs_and_values(episodes)
     rewards = trainer.rewards_and_advantages(episodes, greedy_scores)
     findings = of_rollout(trainer, episodes, rewards)
     with trainer.phases("update"):

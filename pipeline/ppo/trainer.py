@@ -40,7 +40,7 @@ from pipeline.ppo.metrics import episode_metrics
 from pipeline.ppo.phases import Phases
 from pipeline.ppo.rewards import Reward, Samples, weighted
 from pipeline.ppo.rollout import Engine, Reply, Sampling, TransformersEngine
-from pipeline.ppo.state import restore_state, save_state
+from pipeline.ppo.state import kept_rng_state, restore_state, save_state
 
 POLICY_STATS = (
     "loss/policy_avg",
@@ -63,7 +63,7 @@ class PPOTrainer:
         tokenizer: decodes replies for Python rewards and for show; its pad id fills batches up.
         prompts: rows with `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and further columns).
         rewards: their weighted sum is the score.
-        eval_prompts: rows like `prompts`, answered greedily in `evaluate`.
+        evaluate: figures of the policy on held-out prompts, asked for on every rank after each `eval_steps` updates.
         eos: ids that end a reply; None: those of the tokenizer and the base's generation config.
         engine: samples the replies; None: the base itself.
         on_step: called after each update with its metrics, its number (from 1) and the number of updates.
@@ -76,13 +76,13 @@ class PPOTrainer:
         args: PPOConfig,
         prompts: Rows,
         rewards: list[Reward],
-        eval_prompts: Rows | None = None,
+        evaluate: Callable[[], dict[str, float]] | None = None,
         eos: Sequence[int] | None = None,
         engine: Engine | None = None,
         on_step: OnStep | None = None,
     ) -> None:
         self.shared, self.tokenizer, self.args = shared, tokenizer, args
-        self.prompts, self.rewards, self.eval_prompts = prompts, rewards, eval_prompts
+        self.prompts, self.rewards, self.evaluate = prompts, rewards, evaluate
         self.on_step, self.device = on_step, shared.device
         self.rank, self.workers = world()
         self.prompts_per_update = args.batch_size // args.num_generations
@@ -118,9 +118,7 @@ class PPOTrainer:
         self.moments = RunningMoments()
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []
-        self.should_stop = False  # set it (from on_step) to end the run after the current update
         self.phases = Phases(self.device)
-        self.last: tuple[Samples, list[float]] | None = None
 
     def _check_inputs(self) -> None:
         if "policy" not in self.shared.roles or (self.args.uses_critic and "critic" not in self.shared.roles):
@@ -145,9 +143,9 @@ class PPOTrainer:
 
     def train(self) -> list[dict[str, float]]:
         """Run to the last update (from wherever `restore` left off). Returns the history of metrics."""
-        while self.update < self.total and not self.should_stop:
+        while self.update < self.total:
             metrics = self.step()
-            if self.update % self.args.logging_steps == 0 or self.update == self.total:
+            if self.args.logs(self.update, self.total):
                 self.history.append(metrics)
             if self.on_step is not None:
                 self.on_step(metrics, self.update, self.total)
@@ -162,7 +160,7 @@ class PPOTrainer:
             raw = self.score(episodes, samples)
             greedy_scores = self.greedy_scores(greedy)
         with self.phases("values"):
-            self.judge(episodes)
+            self.logprobs_and_values(episodes)
         kl_coef, learns = self.kl_coef, self.update >= args.critic_warmup_steps
         rewards = self.rewards_and_advantages(episodes, greedy_scores)
         if self.update == 0:
@@ -182,9 +180,9 @@ class PPOTrainer:
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:
             self.shared.average("reference", "policy", 1.0 - args.ref_model_mixup_alpha)
-        if args.eval_steps and self.update % args.eval_steps == 0 and self.eval_prompts:
-            with self.phases("eval"):
-                metrics |= self.evaluate()[0]
+        if self.evaluate is not None and args.evaluates(self.update, self.total):
+            with self.phases("evaluate"), kept_rng_state():
+                metrics |= self.evaluate()
         cost = self.phases.metrics()
         seconds = sum(cost.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "values", "update"))
         tokens = metrics["completions/mean_length"] * args.batch_size
@@ -221,7 +219,6 @@ class PPOTrainer:
         """Fill `scores`; returns each reward's raw scores."""
         total, raw = weighted(self.rewards, samples, self.args.normalize_rewards)
         episodes.scores = torch.tensor(self._bounded(total, episodes.ended.tolist()), device=self.device)
-        self.last = (samples, total)
         if self.args.mask_truncated_completions:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
         return raw
@@ -241,7 +238,7 @@ class PPOTrainer:
         return [s if e else s - penalty for s, e in zip(clipped, ended, strict=True)]
 
     @torch.no_grad()
-    def judge(self, episodes: Episodes) -> None:
+    def logprobs_and_values(self, episodes: Episodes) -> None:
         """Fill old and reference log-probs, values and bootstrap: each once, by the code that training runs."""
         everything, size = range(len(episodes)), self.args.local_rollout_forward_batch_size
         for rows in self._micro_batches(episodes, size, everything):
@@ -414,35 +411,6 @@ class PPOTrainer:
         else:
             self.skipped_steps += 1
         return stats
-
-    # ---------------------------------------------------------------------------------------- evaluation
-
-    def evaluate(self, prompts: Rows | None = None) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Greedy replies to the evaluation prompts: metrics over all workers, and this worker's samples."""
-        prompts = prompts if prompts is not None else self.eval_prompts or []
-        rows = [prompts[i] for i in range(self.rank, len(prompts), self.workers)]
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        samples, total = None, [0.0]
-        if rows:
-            ids = [self._prompt_ids(row) for row in rows]
-            self.engine.sync()
-            samples = self._samples(rows, ids, self.engine.generate(ids, range(len(ids)), self._greedy()))
-            total, _ = weighted(self.rewards, samples, self.args.normalize_rewards)
-            lengths = sum(map(len, samples.completion_ids))
-            sums += torch.tensor([sum(total), lengths, sum(samples.ended), len(rows)], device=self.device)
-        score, length, ended, count = all_reduce(sums).tolist()
-        metrics = {"eval/score": score, "eval/mean_length": length, "eval/ended": ended}
-        shown = self._shown(samples, total) if samples else []
-        return {key: value / max(count, 1) for key, value in metrics.items()}, shown
-
-    def samples(self) -> list[dict[str, Any]]:
-        """This worker's replies of the last update: prompt, completion, score, ended."""
-        return self._shown(*self.last) if self.last else []
-
-    @staticmethod
-    def _shown(samples: Samples, scores: list[float]) -> list[dict[str, Any]]:
-        columns = zip(samples.prompts, samples.completions, scores, samples.ended, strict=True)
-        return [{"prompt": p, "completion": c, "score": s, "ended": e} for p, c, s, e in columns]
 
     # -------------------------------------------------------------------------------------------- small
 

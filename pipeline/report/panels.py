@@ -108,6 +108,14 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 {"objective/scores": "score", "objective/rlhf_reward": "less the price of KL"},
                 "Score in standard deviations of the reward model, and what is left after KL is paid for.",
             ),
+            Panel(
+                "Better than before, on held-out prompts",
+                "share of prompts",
+                {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
+                "Share of replies that score higher than the policy's first ones. If only the reward agrees, it is outwitted.",
+                level=0.5,
+                when=varies,
+            ),
         ),
     ),
     "policy": (

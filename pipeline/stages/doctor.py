@@ -48,10 +48,9 @@ def train(worker: Worker) -> dict[str, Any]:
 
     from pipeline import roles
     from pipeline.ppo import doctor
-    from pipeline.ppo.config import PPOConfig
     from pipeline.ppo.trainer import PPOTrainer
 
-    asked = PPOConfig(**worker.job.trainer)
+    asked = worker.job.args
     replies = min(asked.batch_size, max(REPLIES, asked.per_device_train_batch_size))
     replies = max(1, replies // asked.num_generations) * asked.num_generations
     args = replace(asked, batch_size=replies, num_mini_batches=1, num_ppo_epochs=1, total_episodes=replies)

@@ -40,9 +40,7 @@ def promote(run: Run, outcome: Outcome) -> registry.Version | None:
 def train(worker: Worker) -> dict[str, Any]:
     from pipeline import evaluation, roles
     from pipeline.evaluation import pairs
-    from pipeline.ppo.config import PPOConfig
 
-    args = PPOConfig(**worker.job.trainer)
     shared = roles.shared_base(worker)
     rewards, judge = roles.add_rewards(worker, shared), roles.judge(worker, shared)
     metrics: dict[str, float] = {}
@@ -50,16 +48,10 @@ def train(worker: Worker) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     prompts, preferences = worker.rows("eval"), worker.rows("pairs")
     if prompts is not None:
-        metrics, samples = evaluation.compare(
-            worker,
-            shared,
-            prompts,
-            evaluation.sampling(worker, shared, args),
-            rewards,
-            judge,
-            policy=roles.add_frozen(worker, shared, "policy", "policy"),
-            baseline=roles.add_frozen(worker, shared, "baseline", "reference"),
-        )
+        policy = roles.add_frozen(worker, shared, "policy", "policy")
+        baseline = roles.add_frozen(worker, shared, "baseline", "reference")
+        comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline)
+        metrics, samples = comparison.of(policy)
     if preferences is not None:
         found, tables = pairs.judge_rewards(worker, rewards, judge, preferences)
         metrics |= found

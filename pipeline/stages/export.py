@@ -20,7 +20,7 @@ from pipeline import lineage, storage
 from pipeline.card import card
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.inference import here, options
+from pipeline.inference import here
 from pipeline.run import once
 from pipeline.worker import Host
 
@@ -176,7 +176,7 @@ def probes(host: Host) -> list[list[int]]:
 def reply_length(host: Host, rows: list[list[int]]) -> int:
     """Tokens of a reply to a probe: the job's, or what the context leaves."""
     context = host.work.base["context_length"]
-    most = options(host.job).response_length
+    most = host.job.args.response_length
     return min(most, context - max(map(len, rows))) if context else most
 
 

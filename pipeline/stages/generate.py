@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.inference import Answer, Record, launch, options
+from pipeline.inference import Answer, Record, launch
 from pipeline.worker import Host
 
 
@@ -27,7 +27,7 @@ def load(host: Host) -> Answer:
     shared = roles.shared_base(host)
     role = roles.add_frozen(host, shared, "policy", "policy")
     rewards = roles.add_rewards(host, shared)
-    size = options(host.job).local_rollout_forward_batch_size
+    size = host.job.args.local_rollout_forward_batch_size
     engine = TransformersEngine(shared, role, rows=size, pad=host.tokenizer.pad_token_id)
     how = sampling(host, shared)
 
@@ -58,7 +58,7 @@ def sampling(host: Host, shared: Any) -> Any:
     from pipeline.models.tokenizer import eos_ids
     from pipeline.ppo.rollout import Sampling
 
-    said = options(host.job)
+    said = host.job.args
     return Sampling(
         max_new_tokens=said.response_length,
         eos=tuple(eos_ids(host.tokenizer, shared.base.generation_config)),

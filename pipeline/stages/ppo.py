@@ -23,10 +23,9 @@ def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
     from pipeline import evaluation, roles
-    from pipeline.ppo.config import PPOConfig
     from pipeline.ppo.trainer import PPOTrainer
 
-    args = PPOConfig(**worker.job.trainer)
+    args = worker.job.args
     set_seed(args.seed)  # a head that is made of random numbers is the same on every rank
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
@@ -34,8 +33,13 @@ def train(worker: Worker) -> dict[str, Any]:
     if args.uses_critic:
         roles.add_critic(worker, shared)
 
+    held_out = worker.rows("eval")
+    comparison = held_out is not None and evaluation.Comparison(
+        worker, shared, held_out, rewards, roles.judge(worker, shared), roles.start(worker, shared, reference)
+    )
+
     def on_step(metrics: dict[str, float], step: int, total: int) -> None:
-        if step % args.logging_steps == 0 or step == total:
+        if args.logs(step, total):
             worker.log(metrics, step, total)
         due = step == total or (args.save_steps and step % args.save_steps == 0)
         if worker.leaving(step) or due:
@@ -50,6 +54,7 @@ def train(worker: Worker) -> dict[str, Any]:
             args,
             prompts=worker.rows("train"),
             rewards=rewards,
+            evaluate=(lambda: comparison.of("policy")[0]) if comparison else None,
             engine=engine,
             on_step=on_step,
         )
@@ -60,18 +65,8 @@ def train(worker: Worker) -> dict[str, Any]:
 
     metrics = dict(trainer.history[-1])
     samples: list[dict[str, Any]] = []
-    held_out = worker.rows("eval")
-    if held_out is not None:
-        figures, samples = evaluation.compare(
-            worker,
-            shared,
-            held_out,
-            evaluation.sampling(worker, shared, args),
-            rewards,
-            roles.judge(worker, shared),
-            policy="policy",
-            baseline=reference,
-        )
+    if comparison:
+        figures, samples = comparison.of("policy")
         metrics |= figures
     prompts = worker.rows("train")
     probe = [list(row["input_ids"]) for row in prompts.select(range(min(4, len(prompts))))]

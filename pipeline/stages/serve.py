@@ -29,7 +29,7 @@ from pipeline.credentials import without_credentials
 from pipeline.data.encode import Dropped, Encoder
 from pipeline.data.formats import RowError, parse
 from pipeline.errors import InputError
-from pipeline.inference import here, options
+from pipeline.inference import here
 from pipeline.inputs import functions, unfilled
 from pipeline.registry import first_line
 from pipeline.worker import Host
@@ -137,7 +137,7 @@ class Scores:
         self.encoder = Encoder(tokenizer, "score", context, data.too_long, apply, ends, data.special_tokens)
         self.score = scorer(host)
         self.functions = functions(host.job)
-        self.rows = options(host.job).local_rollout_forward_batch_size
+        self.rows = host.job.args.local_rollout_forward_batch_size
         self.waiting: queue.SimpleQueue[tuple[list[Any], Future]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="scores").start()
 
