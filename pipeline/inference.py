@@ -138,8 +138,11 @@ def _resources(job: Job) -> dict[str, Any]:
         each.setdefault("GPU", 1)
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     found: dict[str, Any] = {named[key]: value for key, value in each.items() if key in named}
-    further = {key: value for key, value in each.items() if key not in named}
-    return {**found, **({"resources": further} if further else {})}
+    if further := {key: value for key, value in each.items() if key not in named}:
+        found["resources"] = further
+    return found | {
+        key: job.scaling[key] for key in ("accelerator_type", "label_selector") if job.scaling.get(key)
+    }
 
 
 class Parts:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline import deadline, lineage, registry, storage
 from pipeline.config import Job
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, about, in_brief
 
 IMPORT_SECONDS = 15  # for the module of a Python function
@@ -135,9 +136,9 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
 
 def makes_adapter(job: Job, adapters: dict[str, str]) -> bool:
     """Whether a role of the stage begins as a new adapter, made as the job's `lora` section says."""
-    if job.stage in ("dpo", "ppo"):
-        return "policy" not in adapters or (job.stage == "ppo" and "reward.0" not in adapters)
-    return job.stage in ("sft", "rm")
+    facts = STAGE[job.stage]
+    started_from = [name for name in ("policy", "reward.0") if name.removesuffix(".0") in facts.inputs]
+    return facts.learns is not None and not (started_from and adapters.keys() >= set(started_from))
 
 
 def check_reward_model(job: Job, where: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import Job
+from pipeline.config.stages import STAGE, TRAINED
 from pipeline.errors import InputError
 from pipeline.models.shape import Shape
 
@@ -140,8 +141,8 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     Raises:
         InputError: for a stage that trains nothing, or a model without a config.
     """
-    if job.stage not in ("sft", "rm", "dpo", "ppo"):
-        raise InputError(f"stage: found {job.stage}; plan is for sft, rm, dpo and ppo jobs")
+    if not STAGE[job.stage].learns:
+        raise InputError(f"stage: found {job.stage}; plan is for {', '.join(TRAINED)} jobs")
     device = "cuda" if job.scaling.get("use_gpu") else "cpu"
     roles, learning = _roles(job)
     starts = {"policy": "policy", "reference": "policy", "reward": "reward", "critic": "reward"}

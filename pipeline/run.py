@@ -18,6 +18,7 @@ from typing import Any
 from pipeline import cluster, console, lineage, registry, storage
 from pipeline.cluster import Outcome
 from pipeline.config import Job, gates, libraries
+from pipeline.config.stages import STAGE
 from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, summary
 from pipeline.inputs import (
@@ -263,7 +264,7 @@ def prepare(job: Job, inputs: dict[str, str], work: Work | None = None) -> tuple
             report = pairs.report
         else:
             report.splits["pairs"] = pairs.report.splits["eval"]
-    if job.stage in ("ppo", "evaluate", "generate", "score"):
+    if STAGE[job.stage].scores:
         check_columns(job, rows)
     if job.stage == "ppo":
         check_updates(job, report.splits["train"].kept)
@@ -283,7 +284,7 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
     base = base_identity(model.name_or_path, model.revision)
     adapters = check_adapters(job, inputs, base, files)
     if makes_adapter(job, adapters):
-        check_lora(files, job.lora, scorer=job.stage == "rm")
+        check_lora(files, job.lora, scorer=STAGE[job.stage].learns == "reward")
     learned = adapters.get("policy") or (adapters.get("reward.0") if not job.policy else None)
     template = model.chat_template
     if (
@@ -312,7 +313,7 @@ def check_experts(job: Job) -> None:
 
 def room_for_prompts(job: Job, context: int | None) -> int | None:
     """The longest row: the context, less the reply that is still to be written into it."""
-    if context is None or job.stage not in ("ppo", "evaluate", "generate"):
+    if context is None or not STAGE[job.stage].writes:
         return context
     reply = job.args.response_length
     if reply > context - 2:

@@ -26,7 +26,7 @@ def stage(
             verb,
             job or f"jobs/demo/{verb}.yaml",
             "gate={}",
-            "run.report=false",  # two seconds of drawing
+            *(["run.report=false"] if verb in STAGES else []),  # two seconds of drawing
             f"run.storage_path={storage}",
             f"run.name={name}",
         ]

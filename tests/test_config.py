@@ -20,6 +20,9 @@ GOOD = {
     "dpo": "stage: dpo\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\npolicy: models:/rlhf-sft@champion\n",
     "ppo": "stage: ppo\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\npolicy: base\nreward: models:/rlhf-rm/3\n",
     "evaluate": "stage: evaluate\nmodel: {name_or_path: m}\ndata: {eval: a.jsonl}\npolicy: runs/adapter\n",
+    "generate": "stage: generate\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\npolicy: base\n",
+    "score": "stage: score\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\nreward: runs/adapter\n",
+    "export": "stage: export\nmodel: {name_or_path: m}\npolicy: runs/adapter\n",
 }
 
 
@@ -119,7 +122,11 @@ BAD = [
     # combinations
     ("sft", ["data.train=null"], r"data\.train: missing; `sft` needs rows"),
     ("evaluate", ["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
-    ("evaluate", ["data.train=a.jsonl"], r"`evaluate` trains nothing"),
+    (
+        "evaluate",
+        ["data.train=a.jsonl"],
+        r"data\.train: `evaluate` has no use for it: .*put the prompts under data\.eval",
+    ),
     (
         "sft",
         ["data.eval=b.jsonl", "data.eval_fraction=0.1"],
@@ -146,7 +153,7 @@ BAD = [
     ("sft", ["scaling.num_workers=[1,2]"], r"data\.batch_size: missing; with elastic scaling\.num_workers"),
     ("sft", ["scaling.num_workers=0"], r"scaling\.num_workers: found 0, expected at least 1"),
     ("sft", ["scaling.num_workers=[3,2]", "data.batch_size=8"], r"scaling\.num_workers: found \[3, 2\]"),
-    ("ppo", ["data.batch_size=8"], r"data\.batch_size: not for `ppo`; use trainer\.batch_size"),
+    ("ppo", ["data.batch_size=8"], r"data\.batch_size: `ppo` has no use for it: use trainer\.batch_size"),
     ("ppo", ["trainer.response_length=0"], r"trainer\.response_length: found 0; expected above 0"),
     ("sft", ["trainer.bf16=true", "trainer.fp16=true"], r"trainer\.fp16: given together with trainer\.bf16"),
     (
@@ -276,7 +283,13 @@ VALUES = [
     ("sft", ["scaling.placement_strategy=PACKED"], r"scaling\.placement_strategy: found 'PACKED', expected one of PACK, .*did you mean PACK\?"),
     ("sft", ["scaling.use_tpu=true"], r"scaling\.use_tpu: not to be set here: workers train on CPUs or on NVIDIA GPUs"),
     ("sft", ["run.placement_timeout_s=0"], r"run\.placement_timeout_s: found 0, expected -1 or above 0"),
-    ("sft", ["run.port=65536"], r"run\.port: found 65536, expected between 0 and 65535"),
+    ("sft", ["run.port=1"], r"run\.port: `sft` has no use for it: only `serve` listens"),
+    ("dpo", ["judge=python:a:b"], r"judge: `dpo` takes no judge"),
+    ("generate", ["lora={r: 8}"], r"lora: `generate` has no use for it: it trains nothing; take it out"),
+    ("score", ["trainer.temperature=0"], r"trainer\.temperature: unknown key"),
+    ("score", ["scaling.label_selector=[{a: b}]"], r"scaling\.label_selector: found a list, expected one mapping, for all actors"),
+    ("export", ["scaling.num_workers=2"], r"scaling\.num_workers: `export` has no use for it: it runs in this process"),
+    ("score", ["run.port=65536"], r"run\.port: found 65536, expected between 0 and 65535"),
     # names
     ("sft", [f"run.name={'n' * 300}"], r"run\.name: found 300 bytes, expected at most 128"),
     ("sft", [f"mlflow.registered_model={'n' * 300}"], r"mlflow\.registered_model: found 300 bytes, expected at most 200"),
@@ -308,7 +321,7 @@ VALUES = [
     ids=[f"{i}-{' '.join(c[1])[:40]}" for i, c in enumerate(BAD + VALUES)],
 )
 def test_a_mistake_is_refused_with_a_message(job, capsys, text, overrides, message):
-    stage = text if text in ("dpo", "ppo", "evaluate") else "sft"
+    stage = text if text in GOOD and text != "rm" else "sft"
     assert main([stage, job(text), *overrides]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -418,12 +431,12 @@ def test_library_fields_are_those_of_the_library():
     import trl
     from ray.train import ScalingConfig
 
-    from pipeline.config import TRAINERS
+    from pipeline.config.stages import STAGE
 
     library = {
-        TRAINERS["sft"]: trl.SFTConfig,
-        TRAINERS["rm"]: trl.RewardConfig,
-        TRAINERS["dpo"]: trl.DPOConfig,
+        STAGE["sft"].trainer: trl.SFTConfig,
+        STAGE["rm"].trainer: trl.RewardConfig,
+        STAGE["dpo"].trainer: trl.DPOConfig,
         "peft.tuners.lora.config.LoraConfig": peft.LoraConfig,
         "ray.train.v2.api.config.ScalingConfig": ScalingConfig,
     }
@@ -437,9 +450,10 @@ def test_library_fields_are_those_of_the_library():
 
 
 def test_refused_keys_exist():
-    from pipeline.config import REFUSED, TRAINERS
+    from pipeline.config import REFUSED
+    from pipeline.config.stages import STAGE
 
-    known = set().union(*(fields_of(TRAINERS[stage]) for stage in ("sft", "rm", "dpo")))
+    known = set().union(*(fields_of(STAGE[stage].trainer) for stage in ("sft", "rm", "dpo")))
     assert set(REFUSED["trainer"]) <= known
     assert set(REFUSED["lora"]) <= set(fields_of("peft.tuners.lora.config.LoraConfig"))
     assert set(REFUSED["scaling"]) <= set(fields_of("ray.train.v2.api.config.ScalingConfig"))

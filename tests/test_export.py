@@ -156,7 +156,10 @@ def test_a_file_that_is_not_what_was_merged_is_not_exported(models, storage, cap
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["model.load_in_4bit=true"], r"model\.load_in_4bit: an adapter is never merged into nf4"),
+        (
+            ["model.load_in_4bit=true"],
+            r"model\.load_in_4bit: `export` has no use for it: an adapter is merged into the base as it is stored",
+        ),
         (["policy=null", "reward=null"], r"policy: missing; `export` needs it, or a reward"),
         (["reward=python:m:f"], r"reward: found 'python:m:f', expected one reward adapter"),
         (["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias"),

@@ -168,7 +168,7 @@ def test_ten_thousand_prompts_with_a_kill(models, storage, tmp_path, capsys):
         (["trainer.temperature=-1"], r"trainer\.temperature: found -1, expected 0 or more"),
         (["trainer.kl_coef=1"], r"trainer\.kl_coef: unknown key"),
         (["trainer.response_length=300"], r"trainer\.response_length: 300 tokens leave no room"),
-        (["data.eval=a.jsonl"], r"data\.eval: `generate` holds nothing out"),
+        (["data.eval=a.jsonl"], r"data\.eval: `generate` has no use for it: it holds nothing out"),
         (["data.train=null"], r"data\.train: missing; `generate` needs rows to work on"),
     ],
 )  # fmt: skip

@@ -13,7 +13,8 @@ import pytest
 from pipeline.__main__ import main
 from pipeline.config import JOBS, load_job
 from pipeline.config.fields import fields_of
-from pipeline.config.keys import INPUTS, REFUSED, class_of
+from pipeline.config.keys import REFUSED, class_of
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 
 GOOD = "stage: sft\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\n"
@@ -141,7 +142,7 @@ NASTY = [
 
 def base_of(stage: str) -> str:
     data = "{eval: a.jsonl}" if stage == "evaluate" else "{}" if stage == "export" else "{train: a.jsonl}"
-    inputs = [name for name, needed in INPUTS[stage].items() if needed]
+    inputs = [name for name, needed in STAGE[stage].inputs.items() if needed]
     inputs += ["policy"] * (stage in ("evaluate", "export"))
     trainer = "trainer: {use_cpu: true}\n" if stage in ("sft", "rm", "dpo") else ""
     given = "".join(f"{name}: models:/a@b\n" for name in inputs)

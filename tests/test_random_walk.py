@@ -28,7 +28,7 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.config.fields import fields_of
-from pipeline.config.rules import TRAINERS
+from pipeline.config.stages import STAGE
 
 CASES = int(os.environ.get("WALK_CASES", 2000))
 SEED = int(os.environ.get("WALK_SEED", 1))
@@ -228,7 +228,7 @@ TOP = [
 
 def keys_of(stage):
     keys = [f"{section}.{key}" for section, dotted in SECTIONS.items() for key in fields_of(dotted)]
-    keys += [f"trainer.{key}" for key in fields_of(TRAINERS[stage])] + TOP
+    keys += [f"trainer.{key}" for key in fields_of(STAGE[stage].trainer)] + TOP
     return sorted(set(keys) - WAITS)
 
 

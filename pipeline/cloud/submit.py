@@ -20,11 +20,13 @@ from typing import Any
 
 from pipeline import cluster, process
 from pipeline.cloud import preflight
-from pipeline.config import STAGES, Job, load_job
+from pipeline.config import Job, load_job
+from pipeline.config.stages import STAGE
 from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, in_brief
 
-RUNS = (*STAGES, "generate", "score")  # whose run.name is the name of the submission
+# Whose run.name is the name of the submission.
+RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
 VERBS = (*RUNS, "validate", "doctor", "rlhf")
 # Set there if set here. AWS_* is not among them: nodes have a role of their own, and a person's keys are mightier.
 FORWARDED = (

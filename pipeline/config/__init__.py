@@ -7,6 +7,7 @@ its dataclass. Relative paths in a job mean the folder that the command runs in.
 """
 
 import difflib
+import importlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +17,13 @@ from pipeline.config.fields import Field, fields_of, show
 from pipeline.config.gates import OPERATORS as OPERATORS
 from pipeline.config.gates import parse_gate as parse_gate
 from pipeline.config.jobfile import Tree, read_tree
-from pipeline.config.keys import INPUTS, REFUSED, class_of
-from pipeline.config.keys import TRAINERS as TRAINERS
+from pipeline.config.keys import REFUSED, class_of
 from pipeline.config.rules import CHECKS
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 
-STAGES = ("sft", "rm", "dpo", "ppo", "evaluate")
-JOBS = (*STAGES, "generate", "score", "export")  # what a job file may be about
+JOBS = tuple(STAGE)  # what a job file may be about
+STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,31 @@ class MLflow:
 
 
 @dataclass(frozen=True)
-class Inference:
-    """The `trainer` section of jobs that train nothing; the names are PPOConfig's."""
+class Forward:
+    """The `trainer` section of `score`; these names, and those of Inference, are PPOConfig's."""
+
+    local_rollout_forward_batch_size: int = 64  # rows in one forward
+    bf16: bool = False  # matrix products in bfloat16 (autocast)
+
+
+@dataclass(frozen=True)
+class Inference(Forward):
+    """The `trainer` section of `evaluate` and `generate`."""
 
     response_length: int = 256  # most new tokens of a reply, its end included
     min_new_tokens: int = 0  # before so many tokens a reply does not end
     temperature: float = 1.0  # divides the logits; 0: greedy
-    local_rollout_forward_batch_size: int = 64  # rows in one forward
-    bf16: bool = False  # matrix products in bfloat16 (autocast)
     seed: int = 42  # of sampling, together with a row's number
+
+
+@dataclass(frozen=True)
+class Export:
+    """The `trainer` section of `export`."""
+
+    response_length: int = 256  # most new tokens of the greedy replies that are compared
+    bf16: bool = (
+        False  # the adapter, which the merged model is compared with, multiplies in bfloat16 (autocast)
+    )
 
 
 @dataclass(frozen=True)
@@ -130,15 +147,10 @@ class Job:
 
     @property
     def args(self) -> Any:
-        """The `trainer` section with its defaults: PPOConfig of `ppo`, Inference of stages that train nothing.
-
-        The sections of sft, rm and dpo are TRL's, whose classes only a worker imports.
-        """
-        if self.stage == "ppo":
-            from pipeline.ppo.config import PPOConfig
-
-            return PPOConfig(**self.trainer)
-        return Inference(**self.trainer)
+        """The `trainer` section with its defaults, where its class is ours: TRL's are made in a worker."""
+        module, _, name = STAGE[self.stage].trainer.rpartition(".")
+        assert module.startswith("pipeline."), f"{name} is made in a worker"
+        return getattr(importlib.import_module(module), name)(**self.trainer)
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved job as plain JSON-able data."""
@@ -170,7 +182,7 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
         mlflow=MLflow(**_own(tree, "mlflow")),
         gate={name: rule for name, rule in _section(tree, "gate").items() if rule is not None},
         source=str(path),
-        **{name: tree.data[name] for name in INPUTS[found] if name in tree.data},
+        **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
     )
     for check in CHECKS:
         check(tree, job)
@@ -185,12 +197,12 @@ def _check_top(tree: Tree, stage: str) -> None:
         if key not in sections:
             raise _unknown(tree, stage, "", key, sections)
         if key in ("policy", "reward", "baseline", "judge"):
-            if key not in INPUTS[stage]:
-                takers = ", ".join(name for name, inputs in INPUTS.items() if key in inputs)
+            if key not in STAGE[stage].inputs:
+                takers = ", ".join(name for name, facts in STAGE.items() if key in facts.inputs)
                 raise tree.error(key, f"`{stage}` takes no {key}; take the line out (it belongs to {takers})")
             if problem := fields[key].problem(value):
                 raise tree.error(key, problem)
-    for name, needed in INPUTS[stage].items():
+    for name, needed in STAGE[stage].inputs.items():
         if needed and not tree.data.get(name):
             example = {"policy": "policy: models:/rlhf-sft@champion (or `base`: no sft adapter)"}
             raise tree.error(

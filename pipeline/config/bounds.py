@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.keys import class_of
+from pipeline.config.stages import STAGE
 from pipeline.ppo.bounds import outside, table
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _inside(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _check_number(tree: Tree, stage: str, key: str, value: float) -> None:
     section, _, name = key.partition(".")
     ranges = RANGES.get(section, {})
-    if section == "trainer" and stage not in ("sft", "rm", "dpo"):
+    if section == "trainer" and not STAGE[stage].trl:
         ranges = {} if stage == "ppo" else INFERENCE  # PPOConfig looks at its own
     expected = outside(value, ranges[name]) if name in ranges else None
     if expected is None:

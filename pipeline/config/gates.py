@@ -99,8 +99,6 @@ def _interval(name: str) -> tuple[str, str, str]:
 
 def check(tree: Tree, job: Job) -> None:
     """Refuses conditions that are none, and those on a metric that the stage never has."""
-    if job.gate and job.stage in ("generate", "score", "export"):
-        raise tree.error("gate", f"`{job.stage}` registers nothing that a gate could hold back; take it out")
     known = metrics(job) if job.gate else {}
     for metric, rule in job.gate.items():
         try:

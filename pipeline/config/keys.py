@@ -1,26 +1,8 @@
-"""What a job file may say at each stage: the models that it takes in, whose keys its sections have, and which of those are refused."""
+"""Whose keys the sections of a job file have, and which of those are refused."""
 
 from __future__ import annotations
 
-# Which models a stage takes in: True where it cannot run without.
-INPUTS: dict[str, dict[str, bool]] = {
-    "sft": {},
-    "rm": {},
-    "dpo": {"policy": True, "judge": False},
-    "ppo": {"policy": True, "reward": True, "judge": False},
-    "evaluate": {"policy": False, "baseline": False, "reward": False, "judge": False},
-    "generate": {"policy": True, "reward": False},
-    "score": {"reward": True},
-    "export": {"policy": False, "reward": False},
-}
-TRAINERS = {
-    "sft": "trl.trainer.sft_config.SFTConfig",
-    "rm": "trl.trainer.reward_config.RewardConfig",
-    "dpo": "trl.trainer.dpo_config.DPOConfig",
-    "ppo": "pipeline.ppo.config.PPOConfig",
-    **dict.fromkeys(("evaluate", "generate", "score", "export"), "pipeline.config.Inference"),
-}
-
+from pipeline.config.stages import STAGE
 
 _DATA = "rows are read, templated and tokenised once, before training, by the `data` section"
 _HUB = "models go to the MLflow registry (mlflow.registered_model)"
@@ -126,7 +108,7 @@ REFUSED: dict[str, dict[str, str]] = {
 def class_of(section: str, stage: str) -> str:
     """The dataclass, as `package.module.Class`, whose fields are the keys of a section."""
     if section == "trainer":
-        return TRAINERS[stage]
+        return STAGE[stage].trainer
     libraries = {
         "lora": "peft.tuners.lora.config.LoraConfig",
         "scaling": "ray.train.v2.api.config.ScalingConfig",

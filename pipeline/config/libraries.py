@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.fields import printable, show
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
 
 def _request(job: Job) -> str | None:
     """What is to be asked about a job, as JSON; None where no library but our own reads its sections."""
-    if job.stage not in ("sft", "rm", "dpo", "ppo"):
+    facts = STAGE[job.stage]
+    if not facts.learns:
         return None
     asked: dict[str, Any] = {"stage": job.stage, "source": job.source, "lora": job.lora}
     asked["use_gpu"] = bool(job.scaling.get("use_gpu"))
-    if job.stage != "ppo":
+    if facts.trl:
         asked["trainer"] = job.trainer
     return json.dumps(asked) if asked.get("trainer") or job.lora else None
 
@@ -146,9 +148,7 @@ def _trainer(asked: dict[str, Any], values: dict[str, Any] | None) -> Any:
     import torch
     from transformers import Trainer, get_scheduler
 
-    from pipeline.config.keys import TRAINERS
-
-    module, _, name = TRAINERS[asked["stage"]].rpartition(".")
+    module, _, name = STAGE[asked["stage"]].trainer.rpartition(".")
     if values is None:
         return name
     given = dict(values)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config import bounds, gates, scaling
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
-from pipeline.config.keys import TRAINERS
+from pipeline.config.keys import class_of
+from pipeline.config.stages import STAGE
 from pipeline.ppo.bounds import outside
 
 if TYPE_CHECKING:
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
 NAME = r"\w[\w .+()-]*"  # of a registered model: it stands in URIs and in the filters of MLflow
 # Of torch.utils.checkpoint and transformers; `selective` is TRL's for sft.
 CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "early_stop", "selective")
+
+
+# ---------------------------------------------------------------- what a stage has no use for
+def _check_unused(tree: Tree, job: Job) -> None:
+    """A value that would change nothing is refused, wherever it differs from what is there without it."""
+    for key, why in STAGE[job.stage].unused.items():
+        section, _, name = key.partition(".")
+        given, default = tree.data.get(section), None
+        if name:
+            given = (given or {}).get(name)
+            default = fields_of(class_of(section, job.stage))[name].default
+        if given not in (None, {}, [], default):
+            raise tree.error(key, f"`{job.stage}` has no use for it: {why}; take it out")
 
 
 # ---------------------------------------------------------------- combinations
@@ -72,14 +86,11 @@ def _check_lora(tree: Tree, job: Job) -> None:
 def _check_data(tree: Tree, job: Job) -> None:
     data = job.data
     if job.stage not in ("evaluate", "export") and not data.train:
-        what = "to work on" if job.stage in ("generate", "score") else "to learn from"
+        what = "to learn from" if STAGE[job.stage].learns else "to work on"
         raise tree.error(
             "data.train",
             f"missing; `{job.stage}` needs rows {what}, for example data.train=jobs/demo/data/*.jsonl",
         )
-    if job.stage in ("generate", "score") and (data.eval or data.eval_fraction):
-        key = "eval" if data.eval else "eval_fraction"
-        raise tree.error(f"data.{key}", f"`{job.stage}` holds nothing out: all its rows are data.train")
     if job.stage == "evaluate" and not data.eval and not (data.pairs and not job.policy):
         raise tree.error(
             "data.eval",
@@ -94,12 +105,6 @@ def _check_data(tree: Tree, job: Job) -> None:
         )
     if data.subset and not data.pairs:
         raise tree.error("data.subset", "names a column of data.pairs, and there are none")
-    if job.stage == "evaluate" and data.train:
-        raise tree.error("data.train", "`evaluate` trains nothing; put the prompts under data.eval")
-    if data.pairs and job.stage != "evaluate":
-        raise tree.error(
-            "data.pairs", f"belongs to `evaluate`; `{job.stage}` takes its held-out rows as data.eval"
-        )
     if data.pairs and not job.reward:
         raise tree.error(
             "data.pairs", "there is no reward model to judge: give reward, e.g. models:/rlhf-rm@champion"
@@ -127,17 +132,7 @@ def _check_batches(tree: Tree, job: Job) -> None:
     """batch_size = per_device_train_batch_size x workers x accumulation, exactly, for every worker count that can occur."""
     low, high = scaling.worker_range(tree, job)
     size = job.data.batch_size
-    if job.stage not in ("sft", "rm", "dpo"):
-        if size is not None:
-            raise tree.error(
-                "data.batch_size",
-                f"not for `{job.stage}`; use "
-                + (
-                    "trainer.batch_size, the episodes of one update over all workers"
-                    if job.stage == "ppo"
-                    else "trainer.local_rollout_forward_batch_size, the rows of one forward"
-                ),
-            )
+    if not STAGE[job.stage].trl:
         return
     if low != high and size is None:
         raise tree.error(
@@ -151,7 +146,8 @@ def _check_batches(tree: Tree, job: Job) -> None:
             "trainer.gradient_accumulation_steps", "follows from data.batch_size; keep only one of the two"
         )
     device = job.trainer.get(
-        "per_device_train_batch_size", fields_of(TRAINERS[job.stage])["per_device_train_batch_size"].default
+        "per_device_train_batch_size",
+        fields_of(STAGE[job.stage].trainer)["per_device_train_batch_size"].default,
     )
     step = device * low
     for count in range(low + 1, high + 1):
@@ -185,10 +181,10 @@ def _check_trainer(tree: Tree, job: Job) -> None:
         raise tree.error("trainer.use_cpu", "given together with scaling.use_gpu=true; keep one")
     if job.stage == "ppo":
         _check_ppo(tree, job)
-    elif job.stage in ("evaluate", "generate", "score", "export"):
-        _check_inference(tree, trainer)
-    else:
+    elif STAGE[job.stage].trl:
         _check_trl(tree, job)
+    elif STAGE[job.stage].writes:
+        _check_inference(tree, job.args)
 
 
 def _check_ppo(tree: Tree, job: Job) -> None:
@@ -277,16 +273,13 @@ def _check_best(tree: Tree, job: Job) -> None:
         )
 
 
-def _check_inference(tree: Tree, trainer: dict[str, Any]) -> None:
-    if 0 < trainer.get("temperature", 1) < 1e-6:
+def _check_inference(tree: Tree, args: Any) -> None:
+    if 0 < args.temperature < 1e-6:
+        raise tree.error("trainer.temperature", f"found {args.temperature}, expected 0 or 0.000001 or more")
+    if args.min_new_tokens >= args.response_length:
         raise tree.error(
-            "trainer.temperature", f"found {trainer['temperature']}, expected 0 or 0.000001 or more"
+            "trainer.min_new_tokens", f"found {args.min_new_tokens}, expected less than response_length"
         )
-    longest = trainer.get(
-        "response_length", fields_of("pipeline.config.Inference")["response_length"].default
-    )
-    if (fewest := trainer.get("min_new_tokens", 0)) >= longest:
-        raise tree.error("trainer.min_new_tokens", f"found {fewest}, expected less than response_length")
 
 
 def _check_run(tree: Tree, job: Job) -> None:
@@ -387,15 +380,10 @@ def _check_export(tree: Tree, job: Job) -> None:
             "reward",
             f"found {show(job.reward)}, expected one reward adapter: models:/rlhf-rm@champion, or its folder",
         )
-    if job.model.load_in_4bit:
-        raise tree.error(
-            "model.load_in_4bit",
-            "an adapter is never merged into nf4 weights: take it out, or type model.load_in_4bit=false; the adapter is "
-            "merged into the base as it is stored, in model.dtype",
-        )
 
 
 CHECKS = (
+    _check_unused,
     bounds.check,
     _check_model,
     _check_lora,

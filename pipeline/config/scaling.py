@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.fields import short, show
 from pipeline.config.jobfile import Tree
+from pipeline.config.stages import STAGE
 from pipeline.ppo.bounds import outside
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def check(tree: Tree, job: Job) -> None:
     if use_gpu and each and each.get("GPU", 1) == 0:
         raise tree.error("scaling.resources_per_worker.GPU", "found 0 with scaling.use_gpu=true; take it out")
     selectors = job.scaling.get("label_selector")
+    if isinstance(selectors, list) and STAGE[job.stage].runs_in == "data":
+        raise tree.error("scaling.label_selector", "found a list, expected one mapping, for all actors")
     if isinstance(selectors, list) and len(selectors) != job.workers[1]:
         raise tree.error(
             "scaling.label_selector",

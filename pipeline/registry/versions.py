@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pipeline import deadline
 from pipeline.config import OPERATORS, Job, parse_gate
+from pipeline.config.stages import TRAINED
 from pipeline.credentials import without_credentials
 from pipeline.errors import InputError
 from pipeline.lineage import folder_digests
@@ -200,9 +201,7 @@ def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
 
 def _train_it(name: str) -> str:
     stage = name.rpartition("-")[2]
-    return (
-        f"run `make {stage}` first" if stage in ("sft", "rm", "dpo", "ppo") else "train and register it first"
-    )
+    return f"run `make {stage}` first" if stage in TRAINED else "train and register it first"
 
 
 def version(reference: str, uri: str) -> dict[str, Any]:

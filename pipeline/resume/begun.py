@@ -10,11 +10,11 @@ from typing import Any
 
 from pipeline import storage
 from pipeline.config import Job
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, in_brief
 from pipeline.resume import checkpoints
 
 FILE = "job.json"
-ROW_BY_ROW = ("generate", "score")  # what is written about a row depends on no other
 PARTS = "parts"  # the folder of what batch inference has done
 # What the entries of job.json and result.json are, where somebody relies on them.
 KINDS: dict[str, Any] = {
@@ -115,7 +115,7 @@ def before(job: Job) -> dict[str, Any] | None:
             f"run.name: {job.run.name!r} was begun with {', '.join(different[:5])}; what it left cannot be continued to "
             f"the same end. Take the values back, another run.name, or run.fresh=true. These may change: {', '.join(free)}"
         )
-    sums = job.stage not in ROW_BY_ROW
+    sums = STAGE[job.stage].runs_in == "train"
     if sums and then.get("scaling.num_workers") != now.get("scaling.num_workers"):
         print(
             f"run {job.run.name} goes on with scaling.num_workers={now.get('scaling.num_workers')} instead of "
@@ -149,7 +149,7 @@ def _free(job: Job) -> tuple[str, ...]:
     free: tuple[str, ...] = MAY_CHANGE
     if job.data.batch_size or job.stage == "ppo":  # rows in memory, not rows of a step
         free += ("trainer.per_device_train_batch_size",)
-    if job.stage not in ROW_BY_ROW:  # there it decides which rows make a part
+    if STAGE[job.stage].runs_in == "train":  # there it decides which rows make a part
         free += ("trainer.local_rollout_forward_batch_size",)
     return free
 

@@ -185,8 +185,8 @@ def expectations(host: Host, name: str) -> list[Any]:
     import torch
 
     from pipeline import roles
-    from pipeline.ppo.rollout import TransformersEngine
-    from pipeline.stages.generate import sampling
+    from pipeline.models.tokenizer import eos_ids
+    from pipeline.ppo.rollout import Sampling, TransformersEngine
 
     work = replace(host.work, job=replace(host.job, model=replace(host.job.model, load_in_4bit=False)))
     shared = roles.shared_base(Host(work))
@@ -196,11 +196,10 @@ def expectations(host: Host, name: str) -> list[Any]:
         with torch.no_grad():
             batches = [torch.tensor([row], device=shared.device) for row in rows]
             return [shared.scores("exported", ids, torch.ones_like(ids)).item() for ids in batches]
-    how = replace(
-        sampling(host, shared), temperature=0.0, min_new_tokens=0, max_new_tokens=reply_length(host, rows)
-    )
+    ends = tuple(eos_ids(host.tokenizer, shared.base.generation_config))
+    greedy = Sampling(reply_length(host, rows), ends, temperature=0.0)
     engine = TransformersEngine(shared, "exported", rows=1, pad=host.tokenizer.pad_token_id)
-    return engine.generate(rows, range(len(rows)), how)
+    return engine.generate(rows, range(len(rows)), greedy)
 
 
 def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline import lineage, plan, registry
 from pipeline.config import Job
+from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, about
 from pipeline.plan import GIB, GPUS, Plan
 
@@ -81,7 +82,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
         with about(key_of(job, name)):
             adapter_files.check(base, folder, scores=name != "policy")
     if makes_adapter(job, folders):
-        check_lora(base, job.lora, scorer=job.stage == "rm")
+        check_lora(base, job.lora, scorer=STAGE[job.stage].learns == "reward")
 
 
 def table(found: Plan) -> list[str]:

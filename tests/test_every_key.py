@@ -1,0 +1,103 @@
+"""Nothing is silently ignored: every key that a job may give changes something, or is refused.
+
+The keys of TRL, peft and Ray are handed over as they stand; those of our own classes are walked through here.
+"""
+
+import ast
+import dataclasses
+from functools import cache
+
+import pytest
+import toy_ppo as toy
+from running import ROOT
+
+from pipeline.config import Data, Export, Forward, Inference, MLflow, Model, Run
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.rewards import AdapterReward, FunctionReward
+
+# {key of PPOConfig: another value than toy.trainer's}, and what else has to be so for it to matter.
+OTHER = {
+    "total_episodes": 16, "num_train_epochs": 2.0, "batch_size": 8, "num_ppo_epochs": 1, "num_mini_batches": 1,
+    "num_generations": 2, "per_device_train_batch_size": 4, "micro_batch_tokens": 20, "local_rollout_forward_batch_size": 4,
+    "response_length": 6, "min_new_tokens": 3, "temperature": 0.7, "normalize_rewards": True, "reward_clip": 0.1,
+    "missing_eos_penalty": 1.0, "bootstrap_truncated": True, "mask_truncated_completions": True, "whiten_rewards": True,
+    "kl_coef": 0.5, "kl_estimator": "k3", "kl_in": "loss", "kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 50.0,
+    "sync_ref_model": True, "ref_model_mixup_alpha": 0.1, "ref_model_sync_steps": 2, "advantage_estimator": "reinforce",
+    "gamma": 0.5, "lam": 0.5, "whiten_advantages": False, "scale_rewards": False, "cliprange": 0.001, "dual_clip": 1.01,
+    "entropy_coef": 0.5, "vf_coef": 0.5, "cliprange_value": None, "normalize_values": True, "critic_warmup_steps": 1,
+    "early_stop_kl": 1e-6, "learning_rate": 1e-3, "critic_learning_rate": 1e-4, "adam_beta1": 0.5, "adam_beta2": 0.9,
+    "adam_epsilon": 1e-2, "weight_decay": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 1e-3,
+    "bf16": True, "gradient_checkpointing": True, "seed": 4, "logging_steps": 2, "eval_steps": 1, "check_reference": False,
+}  # fmt: skip
+WHERE = {
+    "num_train_epochs": {"total_episodes": None},
+    "normalize_rewards": {"scorer": "adapter"},
+    "kl_estimator": {"kl_coef": 0.5},
+    "kl_in": {"kl_estimator": "k3", "kl_coef": 0.5},
+    "kl_target": {"kl_controller": "adaptive", "kl_horizon": 50.0},
+    "kl_horizon": {"kl_controller": "adaptive"},
+    "ref_model_mixup_alpha": {"sync_ref_model": True, "ref_model_sync_steps": 1, "kl_coef": 0.5},
+    "ref_model_sync_steps": {"sync_ref_model": True, "kl_coef": 0.5},
+    "sync_ref_model": {"ref_model_sync_steps": 1, "kl_coef": 0.5},
+    "scale_rewards": {"advantage_estimator": "group", "num_generations": 2},
+    "dual_clip": {"cliprange": 0.001, "num_ppo_epochs": 6, "learning_rate": 0.1},
+    "cliprange_value": {"cliprange_value": 0.001},
+    "warmup_steps": {"lr_scheduler_type": "linear"},
+    "check_reference": {"spread": 0.5},
+}
+# Read by a stage or an engine that is not the trainer's; the file says where.
+ELSEWHERE = {
+    "save_steps": "pipeline/stages/ppo.py",
+    "use_vllm": "pipeline/roles.py",
+    "vllm_gpu_memory_utilization": "pipeline/roles.py",
+    "vllm_importance_sampling_clip_max": "pipeline/ppo/trainer.py",
+}
+
+
+@cache
+def outcome(settings):
+    """What a run of two or three updates leaves: weights, figures, how often the base ran, and what was evaluated."""
+    changes = {"total_episodes": 48, **dict(settings)}
+    spread, scorer = changes.pop("spread", 0.0), changes.pop("scorer", None)
+    shared = toy.shared_base(spread=spread, critic=changes.get("advantage_estimator", "gae") == "gae")
+    calls, asked = [], []
+    layer = next(module for name, module in shared.base.named_modules() if name.endswith("mlp"))
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    reward = AdapterReward(shared, mean=1.0, std=3.0) if scorer else FunctionReward(toy.low)
+    trainer = toy.trainer(shared, [reward], evaluate=lambda: asked.append(1) or {}, **changes)
+    try:
+        history = trainer.train()
+    except Exception as error:  # a check that is on or off
+        return repr(error)
+    timed = ("time/", "memory/", "per_second")
+    figures = [{k: v for k, v in m.items() if not any(word in k for word in timed)} for m in history]
+    return toy.weights(trainer).tolist(), figures, len(calls), len(asked)
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(PPOConfig)])
+def test_every_key_of_ppo_changes_something(key):
+    if key in ELSEWHERE:
+        assert key in read_in(ROOT / ELSEWHERE[key])
+        return
+    around = {"num_train_epochs": 1.0, **WHERE.get(key, {})}
+    assert around.get(key) != OTHER[key]
+    assert outcome(tuple(sorted({**around, key: OTHER[key]}.items()))) != outcome(
+        tuple(sorted(around.items()))
+    )
+
+
+def read_in(*files):
+    """Names of all attributes that these files read."""
+    trees = [ast.walk(ast.parse(file.read_text())) for file in files]
+    return {
+        n.attr for tree in trees for n in tree if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
+    }
+
+
+@pytest.mark.parametrize(
+    "section", [Model, Data, Run, MLflow, Forward, Inference, Export], ids=lambda c: c.__name__
+)
+def test_every_key_of_our_sections_is_read_by_what_runs(section):
+    """`outside the checks`: config/ looks at values, and does nothing with them."""
+    files = [f for f in (ROOT / "pipeline").rglob("*.py") if "config" not in f.relative_to(ROOT).parts]
+    assert {field.name for field in dataclasses.fields(section)} <= read_in(*files)
