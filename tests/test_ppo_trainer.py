@@ -30,10 +30,10 @@ GROUP = dict(num_generations=4)
 VARIANTS = {
     "gae": dict(),
     "rloo": dict(advantage_estimator="rloo", **GROUP),
-    "group": dict(advantage_estimator="group", kl_in="loss", kl_estimator="k3", **GROUP),
-    "dr_grpo": dict(advantage_estimator="group", scale_rewards=False, **GROUP),
+    "grpo": dict(advantage_estimator="grpo", kl_in="loss", kl_estimator="k3", **GROUP),
+    "dr_grpo": dict(advantage_estimator="grpo", scale_rewards=False, **GROUP),
     "remax": dict(advantage_estimator="remax"),
-    "reinforce": dict(advantage_estimator="reinforce", whiten_rewards=True),
+    "reinforce_plus_plus": dict(advantage_estimator="reinforce_plus_plus", whiten_rewards=True),
     "adaptive_kl": dict(kl_controller="adaptive", kl_target=2.0, kl_horizon=200, kl_coef=0.2),
     "kl_in_loss": dict(kl_in="loss", kl_estimator="k2"),
     "moving_reference": dict(
@@ -315,7 +315,7 @@ def test_micro_batches_keep_to_their_budget_and_lose_nothing():
 
 SHARED_RUNS = [
     dict(normalize_values=True, whiten_rewards=True, critic_warmup_steps=1, bootstrap_truncated=True),
-    dict(advantage_estimator="group", num_generations=2, mask_truncated_completions=True),
+    dict(advantage_estimator="grpo", num_generations=2, mask_truncated_completions=True),
 ]
 
 
@@ -529,7 +529,7 @@ def test_a_reward_model_that_is_not_on_this_base():
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(advantage_estimator="reinforce"), dict(advantage_estimator="remax")]
+    "changes", [dict(), dict(advantage_estimator="reinforce_plus_plus"), dict(advantage_estimator="remax")]
 )
 def test_a_batch_of_one(changes):
     metrics = toy.trainer(batch_size=1, num_mini_batches=1, total_episodes=3, **changes).train()
@@ -598,14 +598,14 @@ def test_what_cannot_run_is_refused_at_once():
         ("kl_coef", math.nan, "a number", {}),
         ("bf16", 1, "true or false", {}),
         ("kl_estimator", "k4", "'k1', 'k2', 'k3' or 'abs'", {}),
-        ("advantage_estimator", "grpo", "'gae', 'rloo', 'group', 'remax' or 'reinforce'", {}),
+        ("advantage_estimator", "group", "'gae', 'rloo', 'grpo', 'remax' or 'reinforce_plus_plus'", {}),
         ("num_generations", 1, "2 or more", dict(advantage_estimator="rloo")),
         ("batch_size", 10, "multiple of num_generations", dict(num_generations=4)),
         ("kl_estimator", "k1", "kl_in: loss", dict(kl_in="loss")),
         ("min_new_tokens", 60, "less than response_length", {}),
         ("dual_clip", 0.5, "above 1", {}),
         ("num_mini_batches", 100, "at most batch_size", {}),
-        ("critic_warmup_steps", 2, "without a critic", dict(advantage_estimator="reinforce")),
+        ("critic_warmup_steps", 2, "without a critic", dict(advantage_estimator="reinforce_plus_plus")),
         ("bootstrap_truncated", True, "only one of", dict(missing_eos_penalty=1.0)),
     ],
 )

@@ -28,10 +28,10 @@ LOSS_KL = {"kl_in": "loss", "kl_estimator": "k3"}
 VARIANTS = {
     "gae (the demo)": {},
     "rloo": {"advantage_estimator": "rloo", **GROUPS},
-    "group (GRPO)": {"advantage_estimator": "group", **GROUPS},
-    "group, not scaled (Dr. GRPO)": {"advantage_estimator": "group", "scale_rewards": False, **GROUPS},
+    "grpo": {"advantage_estimator": "grpo", **GROUPS},
+    "grpo, not scaled (Dr. GRPO)": {"advantage_estimator": "grpo", "scale_rewards": False, **GROUPS},
     "remax": {"advantage_estimator": "remax"},
-    "reinforce (REINFORCE++)": {"advantage_estimator": "reinforce"},
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus"},
     "kl k2": {"kl_estimator": "k2"},
     "kl k3": {"kl_estimator": "k3"},
     "kl abs": {"kl_estimator": "abs"},

@@ -84,7 +84,7 @@ def test_its_log_probs_are_the_trainers(shared, engine, settings):
     """With the temperature and the barred ends, over several ids that end a reply; and what was sampled is learned from."""
     rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
     args = PPOConfig(
-        total_episodes=24, batch_size=12, response_length=12, use_vllm=True, advantage_estimator="reinforce",
+        total_episodes=24, batch_size=12, response_length=12, use_vllm=True, advantage_estimator="reinforce_plus_plus",
         learning_rate=1e-3, num_ppo_epochs=1, **settings,
     )  # fmt: skip
     reward = FunctionReward(lambda completions, **_: [float(len(text)) for text in completions])

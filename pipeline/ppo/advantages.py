@@ -28,13 +28,13 @@ def estimate_advantages(
     mask = mask.bool()
     if args.advantage_estimator == "gae":
         advantages, returns = gae(rewards, values, mask, args.gamma, args.lam, bootstrap)
-    elif args.advantage_estimator == "reinforce":
+    elif args.advantage_estimator == "reinforce_plus_plus":
         advantages = returns = rewards_to_go(rewards, mask, args.gamma)
     elif args.advantage_estimator == "remax":
         assert greedy_scores is not None
         returns = rewards_to_go(rewards, mask, args.gamma)
         advantages = returns - greedy_scores.unsqueeze(-1)
-    else:  # rloo and group: the reply as a whole is one action
+    else:  # rloo and grpo: the reply as a whole is one action
         total = rewards.where(mask, 0.0).sum(-1)
         group = total.view(-1, args.num_generations)
         if args.advantage_estimator == "rloo":

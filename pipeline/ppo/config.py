@@ -57,7 +57,7 @@ class PPOConfig:
     num_mini_batches: int = 1
     """Optimizer steps of a pass: the episodes are dealt into so many minibatches anew each pass."""
     num_generations: int = 1
-    """Replies to each prompt. `rloo` and `group` compare them and need 2 or more."""
+    """Replies to each prompt. `rloo` and `grpo` compare them and need 2 or more."""
     per_device_train_batch_size: int = 16
     """Rows of one forward and backward. Changes memory and speed, never the update."""
     micro_batch_tokens: int | None = None
@@ -115,18 +115,18 @@ class PPOConfig:
     """Updates between two mixtures."""
 
     # ---- advantages
-    advantage_estimator: Literal["gae", "rloo", "group", "remax", "reinforce"] = "gae"
-    """gae: with a critic. Without one: rloo (against the mean of the prompt's other replies), group (GRPO: against the
-    group's mean, divided by its deviation), remax (against the greedy reply), reinforce (REINFORCE++: the reward to go,
+    advantage_estimator: Literal["gae", "rloo", "grpo", "remax", "reinforce_plus_plus"] = "gae"
+    """gae: with a critic. Without one: rloo (against the mean of the prompt's other replies), grpo (against the
+    group's mean, divided by its deviation), remax (against the greedy reply), reinforce_plus_plus (the reward to go,
     whitened over the batch)."""
     gamma: float = 1.0
-    """Discount per token, of gae and reinforce."""
+    """Discount per token, of gae and reinforce_plus_plus."""
     lam: float = 0.95
     """Of gae: 1 trusts the rewards alone, 0 the critic alone."""
     whiten_advantages: bool | None = None
-    """Mean 0 and variance 1 over the whole batch and all workers; None: for gae and reinforce."""
+    """Mean 0 and variance 1 over the whole batch and all workers; None: for gae and reinforce_plus_plus."""
     scale_rewards: bool = True
-    """Of `group`: divide by the group's standard deviation (False: Dr. GRPO)."""
+    """Of `grpo`: divide by the group's standard deviation (False: Dr. GRPO)."""
 
     # ---- loss
     cliprange: float = 0.2
@@ -222,7 +222,7 @@ class PPOConfig:
             self.num_mini_batches <= self.batch_size,
             f"at most batch_size ({self.batch_size})",
         )
-        if estimator in ("rloo", "group"):
+        if estimator in ("rloo", "grpo"):
             self._require(
                 "num_generations",
                 self.num_generations > 1,
@@ -261,7 +261,7 @@ class PPOConfig:
     @property
     def whitens_advantages(self) -> bool:
         if self.whiten_advantages is None:
-            return self.advantage_estimator in ("gae", "reinforce")
+            return self.advantage_estimator in ("gae", "reinforce_plus_plus")
         return self.whiten_advantages
 
     @property
