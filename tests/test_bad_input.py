@@ -413,28 +413,55 @@ def test_a_mistake_does_not_cost_the_run_to_be_replaced(world, capsys, in_root):
 # --------------------------------------------------------------------------------------------------- while training
 
 
+RAISES = (
+    r"raised KeyError: 'What is .+' for prompt '.+', completion '.*', row \{'prompt': '.+ \(sample 0 of \d\):"
+    r"(\n  File \".+bad_rewards\.py\", line \d+, in (raises|<listcomp>)\n    .+(\n +[~^]+)?)+"
+)
+NAN = (
+    r"returned nan for prompt '.+', completion '.*', row \{.*\} \(sample 0 of \d\); expected a finite number"
+)
+
+
 @pytest.mark.parametrize(
-    ("function", "says"),
+    ("verb", "function", "says"),
     [
-        ("raises", [r"bad_rewards\.py\", line \d+, in (raises|<listcomp>)", r"KeyError: '", r"raised by the reward function 'reward' \(bad_rewards:raises\) for",
-                    r"prompt '.+', completion '.*', row \{'prompt': '"]),
-        ("nan", [r"^failed: reward 'reward' \(bad_rewards:nan\) returned nan for prompt '.+', completion '.*', row \{.*\} \(sample 0 of 4\); "
-                 r"expected a finite number$"]),
+        ("ppo", "raises", RAISES),
+        ("ppo", "nan", NAN),
+        ("evaluate", "raises", RAISES),
+        ("generate", "raises", RAISES),
+        ("score", "raises", RAISES),
+        ("score", "nan", NAN),
     ],
-)  # fmt: skip
-def test_a_reward_that_fails_ends_the_run_with_its_row(function, says, world, capsys, in_root):
+)
+def test_a_reward_that_fails_ends_the_run_with_one_message(
+    verb, function, says, world, tmp_path, capsys, in_root, embedded_ray
+):
     before = registry(world["storage"])
-    given = [*TINY["ppo"], f"reward=python:bad_rewards:{function}", f"run.storage_path={world['storage']}"]
-    status = main(["ppo", "jobs/demo/ppo.yaml", *given, f"run.name=reward-{function}"])
+    (tmp_path / "rows.jsonl").write_bytes(jsonl([ASK, {**ASK, "prompt": "What is Peru?"}]))
+    (tmp_path / "replies.jsonl").write_bytes(jsonl([GOOD, {**GOOD, "completion": "Quito."}]))
+    key, file = {"score": ("train", "replies"), "evaluate": ("eval", "rows")}.get(verb, ("train", "rows"))
+    given = [*TINY.get(verb, []), f"data.{key}={tmp_path}/{file}.jsonl", "gate={}"]
+    given += ["policy=base"] if verb == "generate" else []
+    name = f"reward-{verb}-{function}"
+    given += [
+        f"reward=python:bad_rewards:{function}",
+        f"run.storage_path={world['storage']}",
+        f"run.name={name}",
+    ]
+    status = main([verb, f"jobs/demo/{verb}.yaml", *given])
     errors = capsys.readouterr().err
-    assert status == 1
-    assert not any(line.startswith("error: ") for line in errors.splitlines())
-    for pattern in says:
-        assert re.search(pattern, errors, re.DOTALL), f"{pattern}\nis not in\n{errors}"
+    assert status == 1, errors
+    said = errors[errors.find("failed: ") :].rstrip()
+    assert re.fullmatch(rf"failed: reward 'reward' \(bad_rewards:{function}\) {says}", said), errors
+    assert "Traceback" not in errors and "error: " not in errors
     after = registry(world["storage"])
-    assert [after["runs"][run] for run in after["runs"].keys() - before["runs"].keys()] == ["FAILED"]
+    statuses = [after["runs"][run] for run in after["runs"].keys() - before["runs"].keys()]
+    assert statuses == (["FAILED"] if verb in ("ppo", "evaluate") else [])
     assert (after["models"], after["versions"]) == (before["models"], before["versions"])
-    assert not Path(world["storage"], f"reward-{function}", "result.json").exists()
+    assert not Path(world["storage"], name, "result.json").exists()
+    assert json.loads(Path(world["storage"], name, "failed.json").read_text())["error"].startswith(
+        "Failure: "
+    )
 
 
 def test_fewer_prompts_than_a_batch_are_answered_several_times(world, tmp_path, in_root):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import time
 
@@ -181,6 +182,26 @@ def test_a_reward_that_exits_does_not_end_the_worker_in_silence():
         Failure, match=r"^reward 'reward' \(.*\) raised SystemExit: 0; expected a list of numbers"
     ):
         FunctionReward(odd_rewards._returns(odd_rewards.RETURNS["leaves"]), name="reward").checked(samples())
+
+
+def test_what_a_reward_raises_is_shown_with_its_own_frames_only():
+    def inside(text):
+        return json.loads(text)  # raises in a library
+
+    def reward(completions):
+        return [inside(text) for text in completions]
+
+    async def later(completions):
+        return reward(completions)
+
+    for function in (reward, later):
+        with pytest.raises(Failure) as caught:
+            FunctionReward(function).checked(samples())
+        first, *frames = str(caught.value).splitlines()
+        says = rf"reward '{function.__name__}' \(test_rewards:.*\) raised JSONDecodeError: .* for prompt 'question 0', .*\(sample 0 of 3\):"
+        assert re.fullmatch(says, first)
+        assert f", in {function.__name__}" in frames[0] and "return json.loads(text)" in str(caught.value)
+        assert all(f'File "{__file__}"' in line for line in frames if "File" in line)
 
 
 def test_long_rows_are_shortened():
