@@ -24,8 +24,8 @@ from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, summary
 from pipeline.inputs import (
     check_adapters,
-    check_buckets,
     check_columns,
+    check_paths,
     check_sampler,
     makes_adapter,
     pin_inputs,
@@ -108,6 +108,7 @@ def open_run(job: Job) -> Iterator[Run]:
         InputError: when the job, the data or an input is wrong, another process runs under that name, or what was begun
             cannot be continued to the same end.
     """
+    check_paths(job)
     registry.check(job)
     earlier = begun.before(job)
     # Not what an alias has become since.
@@ -130,14 +131,13 @@ def open_run(job: Job) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def checked(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool = True) -> Iterator[Run]:
-    """Everything that a job names, found and checked, its rows tokenised, on a Ray that lasts for the block.
+    """Everything that a job names, checked (its paths already: `check_paths`), its rows tokenised, on a Ray for the block.
 
     Args:
         pinned: versions of inputs that the run was begun with: they count, whatever the job's aliases mean by now.
         ask_libraries: whether TRL and peft are to take their sections of the job.
     """
     started = time.monotonic()
-    check_buckets(job)
     job, inputs = pin_inputs(job)
     print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
     inputs |= pinned or {}

@@ -505,15 +505,25 @@ def test_the_process_ends_with_status_2_and_one_message(overrides, message, tmp_
         assert registry(str(tmp_path / "runs")) == {"runs": {}, "models": {}, "versions": []}
 
 
-def test_a_wrong_key_is_answered_without_the_heavy_libraries(tmp_path):
-    """In seconds even on a slow disk: none of them is imported before the job file is found to be right."""
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["ppo", "jobs/demo/ppo.yaml", "trainer.kl_cof=0.1"], "command line: trainer.kl_cof: unknown key; did you mean trainer.kl_coef?"),
+        (["sft", "jobs/demo/sft.yaml", "data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
+        (["sft", "jobs/demo/sft.yaml", "data.eval=/nowhere/*.jsonl"], "data.eval: the pattern '/nowhere/*.jsonl' matches no file"),
+        (["rm", "jobs/demo/rm.yaml", "model.name_or_path=/nowhere"], "model.name_or_path: there is no folder '/nowhere'"),
+        (["validate", "jobs/demo/sft.yaml", "data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
+        (["rlhf", "jobs/demo", "ppo.data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
+    ],
+    ids=["key", "rows", "pattern", "model", "validate", "rlhf"],
+)  # fmt: skip
+def test_what_is_misnamed_is_answered_without_the_heavy_libraries(given, says, tmp_path):
+    """In seconds even on a slow disk: none of them is imported before the job's keys and paths are found to be right."""
     program = (
         "import sys; from pipeline.__main__ import main; status = main(sys.argv[1:]);"
         "print(sorted({'torch', 'ray', 'mlflow', 'transformers', 'trl'} & set(sys.modules))); sys.exit(status)"
     )
-    given = ["ppo", "jobs/demo/ppo.yaml", "trainer.kl_cof=0.1"]
+    given = [*given, f"run.storage_path={tmp_path}"]
     done = subprocess.run([sys.executable, "-c", program, *given], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (2, "[]")
-    assert done.stderr.startswith(
-        "error: command line: trainer.kl_cof: unknown key; did you mean trainer.kl_coef?"
-    )
+    assert (done.returncode, done.stdout.strip()) == (2, "[]"), done.stderr
+    assert done.stderr.startswith(f"error: {says}") and done.stderr.count("\n") == 1

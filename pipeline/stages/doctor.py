@@ -11,6 +11,7 @@ from typing import Any
 from pipeline import cluster, storage
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
+from pipeline.inputs import check_paths
 from pipeline.run import checked
 from pipeline.worker import Worker
 
@@ -30,6 +31,7 @@ def run(job: Job) -> dict[str, Any]:
         run=replace(job.run, name=f"doctor-{job.run.name}"),
         scaling={**job.scaling, "num_workers": 1},
     )
+    check_paths(job)
     storage.require_writable(job.run.storage_path)
     try:
         with checked(job) as run:
