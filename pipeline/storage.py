@@ -67,9 +67,17 @@ def exists(path: str) -> bool:
 
 
 def read_json(path: str) -> Any:
-    fs, inner = filesystem(path)
-    with fs.open_input_stream(inner) as stream:
+    """The value of a JSON file. Raises OSError and ValueError where there is none to be read."""
+    with _opened(path) as stream:
         return json.loads(stream.read())
+
+
+def _opened(path: str) -> Any:
+    """A file as a stream of its bytes, whatever its name ends with. Raises OSError for a pipe, which might never end."""
+    fs, inner = filesystem(path)
+    if fs.get_file_info(inner).type.name in ("Unknown", "Directory"):
+        raise OSError(f"{path} is not a regular file")
+    return fs.open_input_stream(inner, compression=None)
 
 
 def write_json(path: str, value: Any) -> None:
@@ -97,8 +105,7 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
 
 def read_lines(path: str) -> Iterator[str]:
     """The lines of a text file, one at a time, without their ends."""
-    fs, inner = filesystem(path)
-    with fs.open_input_stream(inner, compression=None) as stream:
+    with _opened(path) as stream:
         for line in io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline="\n"):
             yield line.removesuffix("\n")
 
@@ -185,7 +192,7 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
         TimeoutError: when another process stays in it for `seconds`.
     """
     started, told = time.monotonic(), False
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "r+b", buffering=0, opener=_lockable) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,6 +206,11 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
                 told = True
             time.sleep(0.05)
         yield
+
+
+def _lockable(path: str, _: int) -> int:
+    """Opens a file to be locked; of a pipe too this does not wait for somebody at its other end."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
 
 
 @contextlib.contextmanager
@@ -254,7 +266,7 @@ def wait_for_leavers(run_folder: str, seconds: float = 60.0) -> None:
     if is_remote(run_folder) or not os.path.exists(path):
         return
     give_up, told = time.monotonic() + seconds, False
-    with open(path, "rb") as file:
+    with open(path, "r+b", buffering=0, opener=_lockable) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import time
@@ -336,6 +337,17 @@ def test_a_file_that_is_none_of_a_run_is_named(file, content, runs, store, tmp_p
         return
     assert status == 2 and errors.startswith("error: ") and errors.count("\n") == 1, errors
     assert str(tmp_path / "run") in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("file", ["job.json", "result.json", "failed.json", "final/pairs.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_read(file, runs, store, tmp_path, capsys):
+    shutil.copytree(store / "one-rm", tmp_path / "run")
+    (tmp_path / "run/final").mkdir(exist_ok=True)
+    (tmp_path / "run" / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "run" / file)
+    assert main(["report", str(tmp_path / "run")]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {tmp_path}/run/{file}: ") and "is not a regular file" in errors
 
 
 @pytest.mark.parametrize(
