@@ -99,7 +99,7 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
         from pipeline.cloud import address as addresses
         from pipeline.cloud import submit
 
-        if verb in submit.VERBS and address.startswith(("http://", "https://")):
+        if verb in submit.VERBS and addresses.is_dashboard(address):
             return submit.run(verb, path, overrides)
         if verb in submit.VERBS:
             addresses.check(address)
