@@ -120,6 +120,7 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
     if not missing:
         return 0
     low, high = (min(workers, len(missing)) for workers in job.workers)
+    print(f"starting {high} worker{'s' * (high > 1)}, which load {job.model.name_or_path}", flush=True)
     placement.wait_for_one(job)
     asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
     done = asked.map_batches(

@@ -91,7 +91,8 @@ def launch(
         if job.run.report:
             from pipeline import report as pages
 
-            drawn = pages.attach(result)
+            with console.waiting("drawing the report"):
+                drawn = pages.attach(result)
         say(result, drawn)
         return result
 
@@ -108,8 +109,9 @@ def open_run(job: Job) -> Iterator[Run]:
         InputError: when the job, the data or an input is wrong, another process runs under that name, or what was begun
             cannot be continued to the same end.
     """
-    check_paths(job)
-    registry.check(job)
+    begin(job)
+    with console.waiting("opening MLflow"):
+        registry.check(job)
     earlier = begun.before(job)
     # Not what an alias has become since.
     pinned = earlier.get("begun_with", {}).get("inputs", {}) if earlier else {}
@@ -129,9 +131,19 @@ def open_run(job: Job) -> Iterator[Run]:
                 yield run
 
 
+def begin(job: Job) -> None:
+    """The first second of a run: the paths of its job lead somewhere, and its name is on the screen.
+
+    Raises:
+        InputError: when one of them does not.
+    """
+    check_paths(job)
+    print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
+
+
 @contextlib.contextmanager
 def checked(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool = True) -> Iterator[Run]:
-    """Everything that a job names, checked (its paths already: `check_paths`), its rows tokenised, on a Ray for the block.
+    """Everything that a job names, checked (its paths already: `begin`), its rows tokenised, on a Ray for the block.
 
     Args:
         pinned: versions of inputs that the run was begun with: they count, whatever the job's aliases mean by now.
@@ -139,13 +151,14 @@ def checked(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool 
     """
     started = time.monotonic()
     job, inputs = pin_inputs(job)
-    print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
     inputs |= pinned or {}
     cluster.set_environment()
     with libraries.asked(*([job] if ask_libraries else [])) as check_libraries:
-        work = models(job, inputs)  # a damaged one is not worth starting Ray for
+        with console.waiting("checking the model"):
+            work = models(job, inputs)  # a damaged one is not worth starting Ray for
         with cluster.session(job):
-            work, rows, report = prepare(job, inputs, work)
+            with console.waiting("tokenising the rows"):
+                work, rows, report = prepare(job, inputs, work)
             check_libraries()
             yield Run(work, rows, report, started)
 
@@ -171,7 +184,8 @@ def publish(run: Run, outcome: Outcome) -> registry.Version | None:
     assert run.mlflow_run_id
     with storage.local_copy(outcome.adapter) as folder:
         facts = lineage.read(folder, outcome.adapter)
-        return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts)
+        with console.waiting(f"registering {run.job.mlflow.registered_model}"):
+            return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts)
 
 
 @contextlib.contextmanager
@@ -354,6 +368,7 @@ def say(result: dict[str, Any], drawn: str | None) -> None:
             print(f"   {name:<28}{was}{metrics[f'eval_{name}']:.4g}")
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
-        print(f"   {'registered ' if result['adapter'] else ''}{version}  (gate {version.gate})")
+        gate = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
+        print(f"   {'registered ' if result['adapter'] else ''}{version}  ({gate})")
     where = result["folder"]
     print(f"   {result['seconds']:.0f} s  {where}/{'report.html' if drawn else 'result.json'}", flush=True)

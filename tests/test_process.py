@@ -13,7 +13,7 @@ import psutil
 import pytest
 from running import NO_EVAL, ROOT, client
 
-from pipeline import signals
+from pipeline import console, signals
 from pipeline.__main__ import main
 
 SMALL = [
@@ -221,3 +221,13 @@ def test_a_signal_while_workers_train(number, group, status, word, tmp_path):
     result = json.loads((tmp_path / "one/result.json").read_text())
     assert result["mlflow_run_id"] == before.info.run_id
     assert client(tmp_path).get_run(before.info.run_id).info.status == "FINISHED"
+
+
+def test_a_wait_is_named_once_and_only_where_it_is_long(capsys):
+    with console.waiting("reading a file", seconds=60):
+        pass
+    with console.waiting("starting Ray", seconds=0.0):
+        said = ""
+        while not said.endswith("\n"):
+            said += capsys.readouterr().out
+    assert said == "starting Ray\n" and capsys.readouterr().out == ""

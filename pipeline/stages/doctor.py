@@ -11,8 +11,7 @@ from typing import Any
 from pipeline import cluster, storage
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.inputs import check_paths
-from pipeline.run import checked
+from pipeline.run import begin, checked
 from pipeline.worker import Worker
 
 REPLIES = 16  # examined, unless a minibatch of the job is larger
@@ -31,8 +30,8 @@ def run(job: Job) -> dict[str, Any]:
         run=replace(job.run, name=f"doctor-{job.run.name}"),
         scaling={**job.scaling, "num_workers": 1},
     )
-    check_paths(job)
     storage.require_writable(job.run.storage_path)
+    begin(job)
     try:
         with checked(job) as run:
             outcome = cluster.fit(replace(run.work, run_id=str(job.run.name)), run.rows, train)
