@@ -229,6 +229,8 @@ def finished(job: Job) -> dict[str, Any] | None:
     print(
         f"run {job.run.name} is finished ({path}); run.fresh=true starts it over, another run.name starts a new one"
     )
+    if result.get("job"):
+        begun.say_what_differs(result["job"], job)
     return result | {"folder": job.folder}  # where it was found: it may have been moved since
 
 

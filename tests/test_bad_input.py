@@ -21,6 +21,7 @@ import pytest
 from running import NO_EVAL, ROOT, client
 
 from pipeline.__main__ import main
+from pipeline.config import load_job
 
 SECONDS = 30  # far above what any case takes on a free machine; a retry loop or a hang is above it
 # Small enough that a mistake that is not found costs seconds, not the demo's minutes.
@@ -402,6 +403,28 @@ def test_a_finished_run_says_so_and_does_nothing(world, capsys, in_root):
     assert shown.err == "" and registry(world["storage"]) == before
 
 
+def test_a_finished_run_of_other_settings_names_them(tmp_path, capsys, in_root):
+    name = ["run.name=done", f"run.storage_path={tmp_path}"]
+    job = load_job(
+        "jobs/demo/sft.yaml", [*name, "trainer.learning_rate=0.5", "lora.r=3", "run.num_to_keep=7"], "sft"
+    )
+    (tmp_path / "done").mkdir()
+    result = {"stage": "sft", "name": "done", "job": job.to_dict()}
+    (tmp_path / "done/result.json").write_text(json.dumps(result))
+    assert main(["sft", "jobs/demo/sft.yaml", *name, "lora.r=5", "data.train=/nowhere.jsonl"]) == 0
+    first, *more = capsys.readouterr().out.splitlines()
+    assert first.startswith("run done is finished")
+    assert more == [
+        "it was run with other settings; this command's were not run:",
+        '   data.train: was "jobs/demo/data/demonstrations.jsonl", is "/nowhere.jsonl"',
+        "   lora.r: was 3, is 5",
+        "   trainer.learning_rate: was 0.5, is 0.002",
+    ]
+    same = ["trainer.learning_rate=0.5", "lora.r=3"]
+    assert main(["sft", "jobs/demo/sft.yaml", *name, *same]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
 def test_a_mistake_does_not_cost_the_run_to_be_replaced(world, capsys, in_root):
     result = Path(world["storage"], "done", "result.json")
     name = ["run.name=done", f"run.storage_path={world['storage']}", "run.fresh=true"]
@@ -514,8 +537,9 @@ def test_the_process_ends_with_status_2_and_one_message(overrides, message, tmp_
         (["rm", "jobs/demo/rm.yaml", "model.name_or_path=/nowhere"], "model.name_or_path: there is no folder '/nowhere'"),
         (["validate", "jobs/demo/sft.yaml", "data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
         (["rlhf", "jobs/demo", "ppo.data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
+        (["sft", "jobs/demo/sft.yaml", "mlflow.tracking_uri=/tmp"], "mlflow.tracking_uri: found '/tmp', a path; expected the address of a server"),
     ],
-    ids=["key", "rows", "pattern", "model", "validate", "rlhf"],
+    ids=["key", "rows", "pattern", "model", "validate", "rlhf", "store"],
 )  # fmt: skip
 def test_what_is_misnamed_is_answered_without_the_heavy_libraries(given, says, tmp_path):
     """In seconds even on a slow disk: none of them is imported before the job's keys and paths are found to be right."""
@@ -525,5 +549,5 @@ def test_what_is_misnamed_is_answered_without_the_heavy_libraries(given, says, t
     )
     given = [*given, f"run.storage_path={tmp_path}"]
     done = subprocess.run([sys.executable, "-c", program, *given], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (2, "[]"), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (2, "[]"), done.stderr
     assert done.stderr.startswith(f"error: {says}") and done.stderr.count("\n") == 1

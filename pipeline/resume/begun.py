@@ -102,12 +102,8 @@ def before(job: Job) -> dict[str, Any] | None:
         return None
     found = read(job, path)
     free = _free(job)
-    then, now = (_flat(tree) for tree in (found, json.loads(json.dumps(job.to_dict(), default=str))))
-    different = [
-        f"{key}={_shown(then.get(key))} (now {_shown(now.get(key))})"
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key) and not _in(key, (*free, "begun_with"))
-    ]
+    changed = differences(found, job, (*free, "begun_with"))
+    different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
     if different and not _has_progress(job):
         return None
     if different:
@@ -115,14 +111,37 @@ def before(job: Job) -> dict[str, Any] | None:
             f"run.name: {job.run.name!r} was begun with {', '.join(different[:5])}; what it left cannot be continued to "
             f"the same end. Take the values back, another run.name, or run.fresh=true. These may change: {', '.join(free)}"
         )
-    sums = job.stage not in ROW_BY_ROW
-    if sums and then.get("scaling.num_workers") != now.get("scaling.num_workers"):
+    then, now = differences(found, job, ()).get("scaling.num_workers", (None, None))
+    if then != now and job.stage not in ROW_BY_ROW:
         print(
-            f"run {job.run.name} goes on with scaling.num_workers={now.get('scaling.num_workers')} instead of "
-            f"{then.get('scaling.num_workers')}: the same batches, but sums in another order",
+            f"run {job.run.name} goes on with scaling.num_workers={now} instead of {then}: the same batches, but sums in "
+            "another order",
             flush=True,
         )
     return found
+
+
+def differences(found: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
+    """{section.key: (the value of a job that was run, this job's value)} where they differ, `but` some keys or sections."""
+    then, now = (_flat(tree) for tree in (found, json.loads(json.dumps(job.to_dict(), default=str))))
+    return {
+        key: (then.get(key), now.get(key))
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key) and not _in(key, but)
+    }
+
+
+def say_what_differs(found: dict[str, Any], job: Job, most: int = 5) -> None:
+    """Of a run that is finished: the settings of this command that it was not run with."""
+    # The base of a registered version is recorded in place of that version.
+    pinned = ("model",) if job.model.name_or_path.startswith("models:/") else ()
+    changed = differences(found, job, ("run", "source", *pinned))
+    if changed:
+        print("it was run with other settings; this command's were not run:")
+    for key, (then, now) in list(changed.items())[:most]:
+        print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
+    if len(changed) > most:
+        print(f"   and {len(changed) - most} more")
 
 
 def same_content(found: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
@@ -169,4 +188,5 @@ def _in(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value)
+    shown = "not given" if value is None else json.dumps(value)
+    return shown if len(shown) <= 200 else f"{shown[:197]}..."
