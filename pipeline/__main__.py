@@ -150,7 +150,8 @@ def stopped(how: str, verb: str, status: int) -> int:
     """Says what became of a run that a signal ended."""
     resumable = verb not in ("chat", "serve", "validate", "plan", "doctor", "report")
     further = "; the same command with the same run.name continues from the last checkpoint" * resumable
-    print(f"\n{how}{further}", file=sys.stderr)
+    with signals.ignored():
+        print(f"\n{how}{further}", file=sys.stderr)
     return status
 
 
