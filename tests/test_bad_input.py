@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from running import NO_EVAL, ROOT, client
 from pipeline.__main__ import main
 from pipeline.config import load_job
 
-SECONDS = 30  # far above what any case takes on a free machine; a retry loop or a hang is above it
 # Small enough that a mistake that is not found costs seconds, not the demo's minutes.
 TINY = {
     "sft": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL],
@@ -374,9 +372,7 @@ def arguments(one: Case, world: dict[str, str], folder: Path) -> list[str]:
 def test_wrong_input_is_answered(one, world, tmp_path, capsys, in_root):
     before = registry(world["storage"])
     folders = set(os.listdir(world["storage"]))
-    started = time.monotonic()
     status = main(arguments(one, world, tmp_path))
-    seconds = time.monotonic() - started
     errors = capsys.readouterr().err
     assert status == 2, errors
     assert sum(line.startswith("error: ") for line in errors.splitlines()) == 1, errors
@@ -386,7 +382,6 @@ def test_wrong_input_is_answered(one, world, tmp_path, capsys, in_root):
     assert registry(world["storage"]) == before
     made = set(os.listdir(world["storage"])) - folders
     assert made <= {"data", "mlflow.db.lock"}, "a run that never began leaves no folder"
-    assert seconds < SECONDS
 
 
 # -------------------------------------------------------------------------------------------- runs of the same name

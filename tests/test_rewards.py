@@ -67,7 +67,7 @@ def test_an_import_without_end(text, module, monkeypatch):
         InputError, match=r"^python:endless:f: its module was not imported within 0\.3 seconds"
     ):
         check_function("python:endless:f")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_a_module_that_exits_is_no_success(module, tmp_path, capsys, monkeypatch):

@@ -329,10 +329,10 @@ def test_clients_that_are_idle_slow_or_too_many(monkeypatch):
         started = time.monotonic()
         with pytest.raises(OSError):
             slow.sendall(b"POST /score HTTP/1.1\r\n")
-            while time.monotonic() - started < 15:
+            while time.monotonic() - started < 60:
                 slow.sendall(b"X: y\r\n")
                 time.sleep(0.1)
-        assert time.monotonic() - started < 10, "a request that never ends is"
+        assert time.monotonic() - started < 45, "a request that never ends is"
     assert raw(address, asked).startswith(b"HTTP/1.1 200 ")
     http.shutdown()
 
