@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as error:
         if signal := signals.received or signals.of_ray():
             return stopped(f"terminated by {signal.name}", given.verb, 128 + signal)
-        return failed(f"{caller(error)} called sys.exit({error.code!r}), which ends no run in order")
+        return failed(f"{caller(error)} called sys.exit({error.code!r}), which no run may do")
     except Exception as error:
         if wrong := input_error(error):
             print(f"error: {without_credentials(str(wrong))}", file=sys.stderr)

@@ -254,7 +254,7 @@ def _say_what_is_left(job: Job) -> None:
     except Exception as error:
         print(f"run {job.run.name} failed, and {job.folder} cannot be read ({error})", flush=True)
         return
-    left = f"continues from {newest}" if newest else "starts it again: it has no whole checkpoint yet"
+    left = f"continues from {newest}" if newest else "starts it over: it has no complete checkpoint yet"
     print(f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", flush=True)
 
 

@@ -132,8 +132,8 @@ def _start(root: Path, options: dict[str, Any]) -> str:
         context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
     except Exception as error:  # of many types: a process that died, or did not answer in time, a full disk
         raise Failure(
-            f"Ray did not start; given up after {time.monotonic() - began:.0f} s ({in_brief(error, 400)}). "
-            f"{_last_words(root)}Is there enough free memory, disk space in {root} and CPU time? Then run the same command again"
+            f"Ray did not start; gave up after {time.monotonic() - began:.0f} s ({in_brief(error, 400)}). "
+            f"{_last_words(root)}Check free memory, CPU load and disk space in {root}, then run the same command again"
         ) from error
     return context.address_info["session_dir"]
 
@@ -172,7 +172,7 @@ def _session_root() -> Path:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"RAY_TMPDIR: {root} cannot be made ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path"
+            f"RAY_TMPDIR: {root} cannot be created ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path"
         ) from error
     if len(str(root)) > LONGEST_ROOT:
         raise InputError(

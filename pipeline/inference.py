@@ -116,11 +116,11 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(job, i))]
     there = count - sum(min(size, count - i * size) for i in missing)
     if there:
-        print(f"{there} of {count} rows are there from before", flush=True)
+        print(f"{there} of {count} rows are already done", flush=True)
     if not missing:
         return 0
     low, high = (min(workers, len(missing)) for workers in job.workers)
-    print(f"starting {high} worker{'s' * (high > 1)}, which load {job.model.name_or_path}", flush=True)
+    print(f"starting {high} worker{'s' * (high > 1)} and loading {job.model.name_or_path}", flush=True)
     placement.wait_for_one(job)
     asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
     done = asked.map_batches(
@@ -219,5 +219,5 @@ def _records(part: str) -> Iterator[tuple[str, Record]]:
             yield line, json.loads(line)
     except (ValueError, RecursionError, OSError) as error:
         raise InputError(
-            f"run.name: {part} cannot be read ({in_brief(error)}); take it out, and the same command makes it again"
+            f"run.name: {part} cannot be read ({in_brief(error)}); delete it, and the same command writes it again"
         ) from error

@@ -237,7 +237,7 @@ def _imported(source: str, module_name: str) -> Any:
         if isinstance(error, SyntaxError):
             where = f"{error.filename or module_name}:{error.lineno or '?'}"
         raise InputError(
-            f"{source}: importing {module_name!r} ended with {in_brief(error)}, at {where}; mend it there"
+            f"{source}: importing {module_name!r} ended with {in_brief(error)}, at {where}; fix it there"
         ) from error
 
 

@@ -230,14 +230,14 @@ def claim(path: str) -> Iterator[None]:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise InputError(
-            f"run.name: the folder {path} cannot be used ({error.strerror}); take another run.name"
+            f"run.name: the folder {path} cannot be used ({error.strerror}); choose another run.name"
         ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
         raise InputError(
-            f"run.name: another process is running {path} right now; wait for it, end it, or take another run.name"
+            f"run.name: another process is running {path} right now; wait for it, end it, or choose another run.name"
         ) from error
     try:
         yield
@@ -275,10 +275,10 @@ def wait_for_leavers(run_folder: str, seconds: float = 60.0) -> None:
                 if time.monotonic() > give_up:
                     raise InputError(
                         f"run.name: workers of an earlier process still run in {run_folder}; end them (ps lists "
-                        "them as ray::RayTrainWorker), or take another run.name"
+                        "them as ray::RayTrainWorker), or choose another run.name"
                     ) from error
             if not told:
-                print("waiting for the workers of the process that was killed to end", flush=True)
+                print("waiting for the workers of a killed process to exit", flush=True)
             told = True
             time.sleep(0.2)
 

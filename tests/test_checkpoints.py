@@ -291,7 +291,7 @@ def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):
             storage.wait_for_leavers(str(run), seconds=0)
         storage.wait_for_leavers(str(run))
         assert worker.poll() is not None or worker.wait(5) == 0
-    assert "waiting for the workers of the process that was killed to end" in capsys.readouterr().out
+    assert "waiting for the workers of a killed process to exit" in capsys.readouterr().out
 
 
 def test_a_pipe_in_a_run_folder_is_not_waited_for(run):

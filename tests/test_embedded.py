@@ -216,8 +216,8 @@ def test_a_ray_that_does_not_start_is_one_message():
     )
     assert done.returncode == 1
     says = (
-        r"failed: Ray did not start; given up after \d+ s \(ValueError: .*memory.*\)\. Its logs lie in /.*/session_\S+/logs.*"
-        r"Then run the same command again\n"
+        r"failed: Ray did not start; gave up after \d+ s \(ValueError: .*memory.*\)\. Its logs lie in /.*/session_\S+/logs.*"
+        r"then run the same command again\n"
     )
     assert re.fullmatch(says, done.stderr), done.stderr
 

@@ -20,7 +20,7 @@ from pipeline.ppo.rewards import FunctionReward, Samples
 # -------------------------------------------------------------------------------------------------------- modules
 
 MODULES = {
-    "exits": ("import sys\nsys.exit(0)\n", r"importing 'exits' ended with SystemExit: 0, at .*/exits\.py:2; mend it there"),
+    "exits": ("import sys\nsys.exit(0)\n", r"importing 'exits' ended with SystemExit: 0, at .*/exits\.py:2; fix it there"),
     "raises": ("x = 1\nraise RuntimeError('not today')\n", r"importing 'raises' ended with RuntimeError: not today, at .*/raises\.py:2"),
     "broken": ("def f(:\n", r"importing '.*' ended with SyntaxError: invalid syntax .*, at .*/broken\.py:1"),
     "importing": ("import not_installed_here\n", r"importing '.*' ended with ModuleNotFoundError: No module named 'not_installed_here', at .*/importing\.py:1"),

@@ -54,7 +54,7 @@ def read_left(path: str, kinds: dict[str, Any]) -> dict[str, Any]:
         _flat(found)  # or its nesting is deeper than any walk over it
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise InputError(
-            f"run.name: {path} cannot be read ({in_brief(error)}); bring it back, take another run.name, or "
+            f"run.name: {path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or "
             "type run.fresh=true to start the run over"
         ) from error
     return found
@@ -109,12 +109,12 @@ def before(job: Job) -> dict[str, Any] | None:
     if different:
         raise InputError(
             f"run.name: {job.run.name!r} was begun with {', '.join(different[:5])}; what it left cannot be continued to "
-            f"the same end. Take the values back, another run.name, or run.fresh=true. These may change: {', '.join(free)}"
+            f"the same end. Restore those values, or type another run.name or run.fresh=true. These may change: {', '.join(free)}"
         )
     then, now = differences(found, job, ()).get("scaling.num_workers", (None, None))
     if then != now and job.stage not in ROW_BY_ROW:
         print(
-            f"run {job.run.name} goes on with scaling.num_workers={now} instead of {then}: the same batches, but sums in "
+            f"run {job.run.name} continues with scaling.num_workers={now} instead of {then}: the same batches, but sums in "
             "another order",
             flush=True,
         )
@@ -137,7 +137,7 @@ def say_what_differs(found: dict[str, Any], job: Job, most: int = 5) -> None:
     pinned = ("model",) if job.model.name_or_path.startswith("models:/") else ()
     changed = differences(found, job, ("run", "source", *pinned))
     if changed:
-        print("it was run with other settings; this command's were not run:")
+        print("it ran with other settings; those of this command were not used:")
     for key, (then, now) in list(changed.items())[:most]:
         print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
     if len(changed) > most:
@@ -158,7 +158,7 @@ def same_content(found: dict[str, Any], job: Job, base: str, rows: dict[str, str
     if changed and _has_progress(job):
         raise InputError(
             f"run.name: the content of {', '.join(changed)} has changed since {job.run.name!r} began; it cannot be continued. "
-            "Bring the files back, take another run.name, or run.fresh=true"
+            "Restore the files, or type another run.name or run.fresh=true"
         )
     return not changed
 
