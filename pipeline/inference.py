@@ -82,6 +82,7 @@ def here(job: Job) -> Host:
     """
     cluster.set_environment()
     cluster.check_scaling(job)
+    print(f"loading {job.model.name_or_path}", flush=True)
     job, inputs = pin_inputs(job)
     work = models(job, inputs)
     hush()
