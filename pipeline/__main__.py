@@ -99,7 +99,7 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
         from pipeline.cloud import address as addresses
         from pipeline.cloud import submit
 
-        if verb in submit.VERBS and address.startswith(("http://", "https://")):
+        if verb in submit.VERBS and addresses.is_dashboard(address):
             return submit.run(verb, path, overrides)
         if verb in submit.VERBS:
             addresses.check(address)
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as error:
         if signal := signals.received or signals.of_ray():
             return stopped(f"terminated by {signal.name}", given.verb, 128 + signal)
-        return failed(f"{caller(error)} called sys.exit({error.code!r}), which ends no run in order")
+        return failed(f"{caller(error)} called sys.exit({error.code!r}), which no run may do")
     except Exception as error:
         if wrong := input_error(error):
             print(f"error: {without_credentials(str(wrong))}", file=sys.stderr)
@@ -150,7 +150,8 @@ def stopped(how: str, verb: str, status: int) -> int:
     """Says what became of a run that a signal ended."""
     resumable = verb not in ("chat", "serve", "validate", "plan", "doctor", "report")
     further = "; the same command with the same run.name continues from the last checkpoint" * resumable
-    print(f"\n{how}{further}", file=sys.stderr)
+    with signals.ignored():
+        print(f"\n{how}{further}", file=sys.stderr)
     return status
 
 

@@ -55,7 +55,9 @@ def session(job: Job) -> Iterator[None]:
         yield
         return
     set_environment()
-    with _cluster(job) if os.environ.get("RAY_ADDRESS") else _embedded():
+    with contextlib.ExitStack() as stack:
+        with console.waiting("joining the cluster" if os.environ.get("RAY_ADDRESS") else "starting Ray"):
+            stack.enter_context(_cluster(job) if os.environ.get("RAY_ADDRESS") else _embedded())
         signals.listen()  # ray.init() has put handlers of its own there
         console.attach()
         _quiet_data()
@@ -203,6 +205,9 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     # KeyboardInterrupt like anywhere else. Remove when https://docs.ray.io has a public way to keep one's own.
     controllers: list[Any] = []
     trainer._register_sigint_handler = controllers.append
+    low, high = job.workers
+    count = f"{low}" if low == high else f"{low} to {high}"
+    print(f"starting {count} worker{'s' * (high > 1)}", flush=True)
     try:
         result = trainer.fit()
     except Exception as error:
@@ -249,7 +254,7 @@ def _say_what_is_left(job: Job) -> None:
     except Exception as error:
         print(f"run {job.run.name} failed, and {job.folder} cannot be read ({error})", flush=True)
         return
-    left = f"continues from {newest}" if newest else "starts it again: it has no whole checkpoint yet"
+    left = f"continues from {newest}" if newest else "starts it over: it has no complete checkpoint yet"
     print(f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", flush=True)
 
 

@@ -5,11 +5,13 @@ that mean nothing here. Uses the dispatcher that ray.init() itself uses (ray 2.6
 Remove that when ray.init takes a function that prints, or a logging setting without the prefix.
 """
 
+import contextlib
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline.config import JOBS
@@ -88,6 +90,18 @@ class Output:
             os.close(nowhere)
             if self is sys.stdout and not isinstance(error, BrokenPipeError):
                 print(f"warning: nothing more is printed: {error.strerror}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def waiting(for_what: str, seconds: float = 2.0) -> Iterator[None]:
+    """Prints one line if the block takes longer than a user waits without wondering."""
+    timer = threading.Timer(seconds, print, [for_what], {"flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def attach() -> None:

@@ -10,16 +10,18 @@ machine gets in.
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipeline import janitor, signals
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError, in_brief
 
 # Set before Ray starts, so that every process of it inherits them; what the user has set stays.
 DEFAULTS = {
@@ -100,6 +102,7 @@ def ray_session(**options: Any) -> Iterator[None]:
 
     Raises:
         InputError: when the folder for Ray's files belongs to another user.
+        Failure: when Ray does not start.
     """
     root = _session_root()
     _sweep(root)
@@ -108,9 +111,7 @@ def ray_session(**options: Any) -> Iterator[None]:
 
         watching = janitor.start(str(root))
         try:
-            # address="local": else it would join whatever cluster this machine last started, somebody else's included.
-            context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
-            _folders.append(context.address_info["session_dir"])
+            _folders.append(_start(root, options))
             yield
             ray.shutdown()
             shutil.rmtree(_folders[-1], ignore_errors=True)
@@ -119,6 +120,46 @@ def ray_session(**options: Any) -> Iterator[None]:
                 ray.shutdown()
                 watching.communicate()
             _folders.clear()
+
+
+def _start(root: Path, options: dict[str, Any]) -> str:
+    """The folder of the session that was started."""
+    import ray
+
+    began = time.monotonic()
+    try:
+        # address="local": else it would join whatever cluster this machine last started, somebody else's included.
+        context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
+    except Exception as error:  # of many types: a process that died, or did not answer in time, a full disk
+        raise Failure(
+            f"Ray did not start; gave up after {time.monotonic() - began:.0f} s ({in_brief(error, 400)}). "
+            f"{_last_words(root)}Check free memory, CPU load and disk space in {root}, then run the same command again"
+        ) from error
+    return context.address_info["session_dir"]
+
+
+# A line of Ray's C++ processes that is an error, a failed check or worse: [2026-11-22 06:05:53,624 E 21691 21691] ...
+ERROR_LINE = re.compile(r"\[[^]]* [ECF] \d+ \d+\] (.*)|.*\b(?:ERROR|Error)\b.*")
+
+
+def _last_words(root: Path) -> str:
+    """Where the logs of this process's newest session lie, and the last error in them."""
+    sessions = sorted(root.glob(f"session_*_{os.getpid()}"))
+    if not sessions:
+        return ""
+    logs, found = sessions[-1] / "logs", ""
+    for name in (
+        "gcs_server.out",
+        "raylet.out",
+        "gcs_server.err",
+        "raylet.err",
+    ):  # what went wrong first comes first
+        with contextlib.suppress(OSError):
+            lines = (logs / name).read_text(encoding="utf-8", errors="replace").splitlines()
+            errors = [match for line in lines if (match := ERROR_LINE.fullmatch(line))]
+            if errors and not found:
+                found = f", and the last error in {name} is: {(errors[-1][1] or errors[-1][0]).strip()[:300]}"
+    return f"Its logs lie in {logs}{found}. "
 
 
 # --------------------------------------------------------------------------------------------- what stays behind
@@ -131,7 +172,7 @@ def _session_root() -> Path:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"RAY_TMPDIR: {root} cannot be made ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path"
+            f"RAY_TMPDIR: {root} cannot be created ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path"
         ) from error
     if len(str(root)) > LONGEST_ROOT:
         raise InputError(

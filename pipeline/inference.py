@@ -7,7 +7,9 @@ done again: no row is lost, none comes twice, and the output has the order of th
 depends on the job, the row and its number alone, not on the number of actors or on where a run was interrupted.
 """
 
+import contextlib
 import json
+import pickle
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from typing import Any
 from pipeline import cluster, placement, storage
 from pipeline.config import Job
 from pipeline.data.feed import to_hf
-from pipeline.errors import InputError, in_brief
+from pipeline.errors import Failure, InputError, in_brief
 from pipeline.inputs import pin_inputs
 from pipeline.resume import begun
 from pipeline.run import Run, models, once, open_run
@@ -80,6 +82,7 @@ def here(job: Job) -> Host:
     """
     cluster.set_environment()
     cluster.check_scaling(job)
+    print(f"loading {job.model.name_or_path}", flush=True)
     job, inputs = pin_inputs(job)
     work = models(job, inputs)
     hush()
@@ -109,10 +112,11 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(job, i))]
     there = count - sum(min(size, count - i * size) for i in missing)
     if there:
-        print(f"{there} of {count} rows are there from before", flush=True)
+        print(f"{there} of {count} rows are already done", flush=True)
     if not missing:
         return 0
     low, high = (min(workers, len(missing)) for workers in job.workers)
+    print(f"starting {high} worker{'s' * (high > 1)} and loading {job.model.name_or_path}", flush=True)
     placement.wait_for_one(job)
     asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
     done = asked.map_batches(
@@ -124,10 +128,14 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
         **_resources(job),
     )
     begun, now = time.monotonic(), 0
-    for batch in done.iter_batches(batch_size=None, batch_format="numpy"):
-        now += int(batch["rows"].sum())
-        rate = now / (time.monotonic() - begun)
-        print(f"{job.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
+    batches: Any = iter(done.iter_batches(batch_size=None, batch_format="numpy"))
+    with contextlib.closing(batches):  # after an error too: the actors end before the run's folder is let go
+        for batch in batches:
+            if problem := next(filter(None, batch["problem"]), None):
+                raise pickle.loads(problem)
+            now += int(batch["rows"].sum())
+            rate = now / (time.monotonic() - begun)
+            print(f"{job.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
     return now
 
 
@@ -156,9 +164,16 @@ class Parts:
         self.answer: Answer | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        # Loaded here and not in the constructor: what is raised there reaches the driver as text, not as what it is.
-        self.answer = self.answer or self.load(Host(self.work))
-        return {"part": batch["part"], "rows": [self._write(int(part)) for part in batch["part"]]}
+        """The number of rows of each part; an error that speaks for itself is returned, for the driver to raise.
+
+        Ray Data logs whatever is raised here, with its own frames, and what a constructor raises arrives as text.
+        """
+        parts = [int(part) for part in batch["part"]]
+        try:
+            self.answer = self.answer or self.load(Host(self.work))
+            return {"rows": [self._write(part) for part in parts], "problem": [b""] * len(parts)}
+        except (InputError, Failure) as error:
+            return {"rows": [0] * len(parts), "problem": [pickle.dumps(error)] * len(parts)}
 
     def _write(self, part: int) -> int:
         first = part * part_size(self.work.job)
@@ -203,5 +218,5 @@ def _records(part: str) -> Iterator[tuple[str, Record]]:
             yield line, json.loads(line)
     except (ValueError, RecursionError, OSError) as error:
         raise InputError(
-            f"run.name: {part} cannot be read ({in_brief(error)}); take it out, and the same command makes it again"
+            f"run.name: {part} cannot be read ({in_brief(error)}); delete it, and the same command writes it again"
         ) from error

@@ -63,23 +63,28 @@ def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
     return job, inputs
 
 
-def check_buckets(job: Job) -> None:
-    """The first contact with each bucket or hub that rows are read from, before Ray is started for them.
+def check_paths(job: Job) -> None:
+    """Files of rows and the model's folder, before anything is started for them; of a bucket or hub, that it answers.
 
     Raises:
-        InputError: when one does not answer.
+        InputError: when one is not there.
     """
     from pipeline.data import source
+    from pipeline.models.base import require_local
 
     met = set()
     for name in ("train", "eval", "pairs"):
         spec = getattr(job.data, name) or []
         for item in [spec] if isinstance(spec, str) else spec:
-            if (bucket := tuple(item.split("/")[:3])) not in met:
+            if not storage.is_remote(item):
+                source.find(item, f"data.{name}")
+            elif (bucket := tuple(item.split("/")[:3])) not in met:
                 source.reach(item, f"data.{name}")
                 met.add(bucket)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
+    if not job.model.name_or_path.startswith("models:/"):
+        require_local(job.model.name_or_path)
 
 
 def key_of(job: Job, name: str) -> str:
@@ -230,7 +235,7 @@ def _imported(source: str, module_name: str) -> Any:
         if isinstance(error, SyntaxError):
             where = f"{error.filename or module_name}:{error.lineno or '?'}"
         raise InputError(
-            f"{source}: importing {module_name!r} ended with {in_brief(error)}, at {where}; mend it there"
+            f"{source}: importing {module_name!r} ended with {in_brief(error)}, at {where}; fix it there"
         ) from error
 
 

@@ -13,7 +13,7 @@ from pipeline import console, deadline, signals
 def run(main: Callable[[], int]) -> int:
     """The exit status of `main`; with a call that was left behind unanswered, the process ends here."""
     console.own()
-    signals.listen()
+    signals.own()
     sys.unraisablehook = signals.deliver_again
     status = main()
     signals.exit_with(status)

@@ -23,8 +23,8 @@ from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, summary
 from pipeline.inputs import (
     check_adapters,
-    check_buckets,
     check_columns,
+    check_paths,
     check_sampler,
     makes_adapter,
     pin_inputs,
@@ -90,7 +90,8 @@ def launch(
         if job.run.report:
             from pipeline import report as pages
 
-            drawn = pages.attach(result)
+            with console.waiting("drawing the report"):
+                drawn = pages.attach(result)
         say(result, drawn)
         return result
 
@@ -107,7 +108,9 @@ def open_run(job: Job) -> Iterator[Run]:
         InputError: when the job, the data or an input is wrong, another process runs under that name, or what was begun
             cannot be continued to the same end.
     """
-    registry.check(job)
+    begin(job)
+    with console.waiting("opening MLflow"):
+        registry.check(job)
     earlier = begun.before(job)
     # Not what an alias has become since.
     pinned = earlier.get("begun_with", {}).get("inputs", {}) if earlier else {}
@@ -127,24 +130,34 @@ def open_run(job: Job) -> Iterator[Run]:
                 yield run
 
 
+def begin(job: Job) -> None:
+    """The first second of a run: the paths of its job lead somewhere, and its name is on the screen.
+
+    Raises:
+        InputError: when one of them does not.
+    """
+    check_paths(job)
+    print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
+
+
 @contextlib.contextmanager
 def checked(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool = True) -> Iterator[Run]:
-    """Everything that a job names, found and checked, its rows tokenised, on a Ray that lasts for the block.
+    """Everything that a job names, checked (its paths already: `begin`), its rows tokenised, on a Ray for the block.
 
     Args:
         pinned: versions of inputs that the run was begun with: they count, whatever the job's aliases mean by now.
         ask_libraries: whether TRL and peft are to take their sections of the job.
     """
     started = time.monotonic()
-    check_buckets(job)
     job, inputs = pin_inputs(job)
-    print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
     inputs |= pinned or {}
     cluster.set_environment()
     with libraries.asked(*([job] if ask_libraries else [])) as check_libraries:
-        work = models(job, inputs)  # a damaged one is not worth starting Ray for
+        with console.waiting("checking the model"):
+            work = models(job, inputs)  # a damaged one is not worth starting Ray for
         with cluster.session(job):
-            work, rows, report = prepare(job, inputs, work)
+            with console.waiting("tokenising the rows"):
+                work, rows, report = prepare(job, inputs, work)
             check_libraries()
             yield Run(work, rows, report, started)
 
@@ -175,7 +188,8 @@ def publish(run: Run, outcome: Outcome) -> registry.Version | None:
             return None
         assert run.mlflow_run_id
         facts = lineage.read(folder, outcome.adapter)
-        return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts, unchanged)
+        with console.waiting(f"registering {run.job.mlflow.registered_model}"):
+            return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts, unchanged)
 
 
 def nothing_learned(run: Run, adapter: str) -> str | None:
@@ -232,6 +246,8 @@ def finished(job: Job) -> dict[str, Any] | None:
     print(
         f"run {job.run.name} is finished ({path}); run.fresh=true starts it over, another run.name starts a new one"
     )
+    if result.get("job"):
+        begun.say_what_differs(result["job"], job)
     return result | {"folder": job.folder}  # where it was found: it may have been moved since
 
 
@@ -390,6 +406,7 @@ def say(result: dict[str, Any], drawn: str | None) -> None:
             print(f"   {name:<28}{was}{metrics[f'eval_{name}']:.4g}")
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
-        print(f"   {'registered ' if result['adapter'] else ''}{version}  (gate {version.gate})")
+        gate = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
+        print(f"   {'registered ' if result['adapter'] else ''}{version}  ({gate})")
     where = result["folder"]
     print(f"   {result['seconds']:.0f} s  {where}/{'report.html' if drawn else 'result.json'}", flush=True)

@@ -67,9 +67,17 @@ def exists(path: str) -> bool:
 
 
 def read_json(path: str) -> Any:
-    fs, inner = filesystem(path)
-    with fs.open_input_stream(inner) as stream:
+    """The value of a JSON file. Raises OSError and ValueError where there is none to be read."""
+    with _opened(path) as stream:
         return json.loads(stream.read())
+
+
+def _opened(path: str) -> Any:
+    """A file as a stream of its bytes, whatever its name ends with. Raises OSError for a pipe, which might never end."""
+    fs, inner = filesystem(path)
+    if fs.get_file_info(inner).type.name in ("Unknown", "Directory"):
+        raise OSError(f"{path} is not a regular file")
+    return fs.open_input_stream(inner, compression=None)
 
 
 def write_json(path: str, value: Any) -> None:
@@ -97,8 +105,7 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
 
 def read_lines(path: str) -> Iterator[str]:
     """The lines of a text file, one at a time, without their ends."""
-    fs, inner = filesystem(path)
-    with fs.open_input_stream(inner, compression=None) as stream:
+    with _opened(path) as stream:
         for line in io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline="\n"):
             yield line.removesuffix("\n")
 
@@ -185,7 +192,7 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
         TimeoutError: when another process stays in it for `seconds`.
     """
     started, told = time.monotonic(), False
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "r+b", buffering=0, opener=_lockable) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,6 +206,11 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
                 told = True
             time.sleep(0.05)
         yield
+
+
+def _lockable(path: str, _: int) -> int:
+    """Opens a file to be locked; of a pipe too this does not wait for somebody at its other end."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
 
 
 @contextlib.contextmanager
@@ -218,14 +230,14 @@ def claim(path: str) -> Iterator[None]:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise InputError(
-            f"run.name: the folder {path} cannot be used ({error.strerror}); take another run.name"
+            f"run.name: the folder {path} cannot be used ({error.strerror}); choose another run.name"
         ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
         raise InputError(
-            f"run.name: another process is running {path} right now; wait for it, end it, or take another run.name"
+            f"run.name: another process is running {path} right now; wait for it, end it, or choose another run.name"
         ) from error
     try:
         yield
@@ -254,7 +266,7 @@ def wait_for_leavers(run_folder: str, seconds: float = 60.0) -> None:
     if is_remote(run_folder) or not os.path.exists(path):
         return
     give_up, told = time.monotonic() + seconds, False
-    with open(path, "rb") as file:
+    with open(path, "r+b", buffering=0, opener=_lockable) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -263,10 +275,10 @@ def wait_for_leavers(run_folder: str, seconds: float = 60.0) -> None:
                 if time.monotonic() > give_up:
                     raise InputError(
                         f"run.name: workers of an earlier process still run in {run_folder}; end them (ps lists "
-                        "them as ray::RayTrainWorker), or take another run.name"
+                        "them as ray::RayTrainWorker), or choose another run.name"
                     ) from error
             if not told:
-                print("waiting for the workers of the process that was killed to end", flush=True)
+                print("waiting for the workers of a killed process to exit", flush=True)
             told = True
             time.sleep(0.2)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline import lineage, registry, storage
+from pipeline import console, lineage, registry, storage
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.resume import checkpoints
@@ -54,6 +54,8 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             with open(os.path.join(resume, OUTCOME), encoding="utf-8") as file:
                 return json.load(file)
         worker = Worker(work, resume)
+        if worker.rank == 0:
+            print(f"loading {work.job.model.name_or_path}", flush=True)
         try:
             outcome = config["train"](worker)
         except BaseException as error:
@@ -313,7 +315,8 @@ class Worker(Host):
                 save(adapter)
                 self.tokenizer.save_pretrained(adapter)
                 lineage.write(adapter, self._lineage(facts or {}))
-                verify(adapter)
+                with console.waiting("checking that the adapter reloads"):
+                    verify(adapter)
             if self.metrics:
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
                 self.metrics.log(held_out, self.step, final=True)

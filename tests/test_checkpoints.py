@@ -15,6 +15,7 @@ from running import ROOT
 from pipeline import storage
 from pipeline.errors import InputError
 from pipeline.lineage import folder_digests
+from pipeline.registry import database
 from pipeline.resume import checkpoints
 
 
@@ -290,4 +291,20 @@ def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):
             storage.wait_for_leavers(str(run), seconds=0)
         storage.wait_for_leavers(str(run))
         assert worker.poll() is not None or worker.wait(5) == 0
-    assert "waiting for the workers of the process that was killed to end" in capsys.readouterr().out
+    assert "waiting for the workers of a killed process to exit" in capsys.readouterr().out
+
+
+def test_a_pipe_in_a_run_folder_is_not_waited_for(run):
+    os.makedirs(run, exist_ok=True)
+    for name in ("job.json", storage.PRESENT, "mlflow.db", "mlflow.db.lock"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    for read in (storage.read_json, lambda path: list(storage.read_lines(path))):
+        with pytest.raises(OSError, match=r"job\.json is not a regular file"):
+            read(str(run / "job.json"))
+    storage.wait_for_leavers(str(run))
+    with (
+        pytest.raises(OSError, match=r"mlflow\.db is not a regular file"),
+        database.prepared(str(run / "mlflow.db")),
+    ):
+        pass

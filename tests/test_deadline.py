@@ -131,13 +131,15 @@ def test_a_tracking_server_that_never_answers(in_root, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value", ["garbage", "local", "ray://127.0.0.1:10001", "HTTP://x", ":6379", "x:y", "x:99999", "127.0.0.1:1", "[::1]:1", "no.invalid:6379", "a..b:1"]
+    "value", ["garbage", "local", "ray://127.0.0.1:10001", "HTTP://x", ":6379", "x:y", "x:99999", "127.0.0.1:1", "[::1]:1", "no.invalid:6379", "a..b:1",
+     " ", "ftp://x", "127.0.0.1\n:6379", "http://", "http:///x", "http://[::1", "http://127.0.0.1:9/\nx", "http://x:y"]
 )  # fmt: skip
 def test_an_address_that_is_no_cluster_is_answered_at_once(value, monkeypatch, capsys, in_root):
     monkeypatch.setenv("RAY_ADDRESS", value)
     assert main(["sft", "jobs/demo/sft.yaml"]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("error: RAY_ADDRESS: ") and "expected http://HEAD:8265" in errors
+    assert errors.count("\n") == 1
 
 
 def test_a_port_where_something_else_listens_is_no_cluster(monkeypatch):

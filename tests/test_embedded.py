@@ -3,11 +3,13 @@
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -18,6 +20,8 @@ import psutil
 import pytest
 from running import NO_EVAL, ROOT
 from sockets import on_loopback, sockets
+
+from pipeline import embedded
 
 COMMAND = json.dumps({"entrypoint": "true"})  # what Ray's agent runs for whoever has the token
 # (method, path, body): what the HTTP servers of a session answer; all but metrics and health want the token.
@@ -194,4 +198,43 @@ def test_a_killed_driver_takes_its_processes_along_and_the_next_session_its_file
     start()
     assert len(start.sessions()) == 2, (
         "the newest that failed, whose logs may be wanted, and the one that runs"
+    )
+
+
+def test_a_ray_that_does_not_start_is_one_message():
+    text = """
+        import sys
+        from pipeline import __main__, embedded, process
+        def run(*_):
+            with embedded.ray_session(num_cpus=1, object_store_memory=10**15):
+                pass
+        __main__.run = run
+        sys.exit(process.run(lambda: __main__.main(["sft", "job.yaml"])))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    says = (
+        r"failed: Ray did not start; gave up after \d+ s \(ValueError: .*memory.*\)\. Its logs lie in /.*/session_\S+/logs.*"
+        r"then run the same command again\n"
+    )
+    assert re.fullmatch(says, done.stderr), done.stderr
+
+
+def test_the_last_error_in_rays_logs_is_quoted(tmp_path):
+    logs = tmp_path / f"session_2026-01-01_00-00-00_000000_{os.getpid()}" / "logs"
+    assert embedded._last_words(tmp_path) == ""
+    logs.mkdir(parents=True)
+    assert embedded._last_words(tmp_path) == f"Its logs lie in {logs}. "
+    lines = [
+        "[2026-11-22 06:05:53,624 I 21691 21691] (gcs_server) started",
+        "[2026-11-22 06:05:54,624 E 21691 21691] (gcs_server) no disk",
+        "[2026-11-22 06:05:55,624 C 21691 21691] (gcs_server) Check failed: disk",
+        "*** stack trace ***",
+    ]
+    (logs / "gcs_server.out").write_text("\n".join(lines))
+    (logs / "raylet.out").write_text("[2026-11-22 06:06:53,624 E 9 9] (raylet) no gcs_server\n")
+    assert "the last error in gcs_server.out is: (gcs_server) Check failed: disk." in embedded._last_words(
+        tmp_path
     )

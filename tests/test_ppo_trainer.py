@@ -458,11 +458,9 @@ def test_a_reward_that_raises_stops_the_run_and_shows_the_row():
     def reward(prompts, completions):
         return [1 / (0 if prompt == "question 7" else 1) for prompt in prompts]
 
-    with pytest.raises(ZeroDivisionError) as caught:
+    says = r"raised ZeroDivisionError: division by zero for prompt 'question 7'.*'answer': 7.*\(sample \d+ of 32\):"
+    with pytest.raises(Failure, match=says):
         toy.trainer(reward=reward, batch_size=32).train()
-    assert "'question 7'" in "".join(caught.value.__notes__) and "'answer': 7" in "".join(
-        caught.value.__notes__
-    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, None, math.inf])

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from running import NO_EVAL, ROOT, client
 
-from pipeline import signals
+from pipeline import console, signals
 from pipeline.__main__ import main
 
 SMALL = [
@@ -136,6 +136,65 @@ def test_a_second_ctrl_c_does_not_cut_short_what_tidies_up():
         time.sleep(1)
 
 
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_further_signals_change_nothing_until_the_process_has_ended(first):
+    """Neither while the first one is obeyed, nor while Python takes itself apart."""
+    text = f"""
+    import atexit, os, signal, time
+    def again():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+    class Last:
+        def __del__(self, kill=os.kill, process=os.getpid()):
+            kill(process, {int(signal.SIGTERM)})
+    sys.modules["last"] = Last()  # goes with the modules, after atexit
+    try:
+        os.kill(os.getpid(), {int(first)})
+        time.sleep(20)
+    except (KeyboardInterrupt, SystemExit) as error:
+        again()
+        print(type(error).__name__, flush=True)
+        return 7
+    return 0
+    """
+    out, err = program(text, status=7)
+    assert out.decode().strip() in ("KeyboardInterrupt", "SystemExit") and err == b""
+
+
+def test_a_signal_long_after_the_first_ends_the_process_at_once():
+    text = """
+    import os, signal, time
+    from pipeline import signals
+    signals.PATIENCE = 0.2
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    except SystemExit:
+        time.sleep(0.4)  # what should end, hangs
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    """
+    assert program(text, status=128 + signal.SIGTERM) == (b"", b"")
+
+
+def test_a_signal_that_was_obeyed_is_no_end():
+    """Ctrl-C ends a reply of `chat`; the next one ends the next reply."""
+    text = """
+    import os, signal, time
+    from pipeline import signals
+    for _ in range(2):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+            return 1
+        except KeyboardInterrupt:
+            signals.resume()
+    return 0
+    """
+    assert program(text) == (b"", b"")
+
+
 class Run:
     """`sft` as a process, with its lines as they come."""
 
@@ -174,8 +233,7 @@ class Run:
 )
 def test_a_signal_while_ray_starts(number, status, word, tmp_path):
     run = Run(tmp_path)
-    run.until("== sft")
-    time.sleep(1)
+    run.until("starting Ray|tokenising|data for")
     os.killpg(run.process.pid, number)
     found, lines = run.ends()
     assert found == status and [line for line in lines if line.strip()][-1].startswith(word), lines
@@ -221,3 +279,13 @@ def test_a_signal_while_workers_train(number, group, status, word, tmp_path):
     result = json.loads((tmp_path / "one/result.json").read_text())
     assert result["mlflow_run_id"] == before.info.run_id
     assert client(tmp_path).get_run(before.info.run_id).info.status == "FINISHED"
+
+
+def test_a_wait_is_named_once_and_only_where_it_is_long(capsys):
+    with console.waiting("reading a file", seconds=60):
+        pass
+    with console.waiting("starting Ray", seconds=0.0):
+        said = ""
+        while not said.endswith("\n"):
+            said += capsys.readouterr().out
+    assert said == "starting Ray\n" and capsys.readouterr().out == ""

@@ -318,7 +318,7 @@ def test_a_file_that_is_no_store_is_named_at_once(how, says, job, tmp_path):
         InputError, match=rf"mlflow\.tracking_uri: 'sqlite:.*mlflow\.db' does not answer \(.*{says}"
     ):
         registry.check(job)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_a_store_that_another_process_holds(job, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import time
@@ -338,6 +339,17 @@ def test_a_file_that_is_none_of_a_run_is_named(file, content, runs, store, tmp_p
     assert str(tmp_path / "run") in errors and "Traceback" not in errors
 
 
+@pytest.mark.parametrize("file", ["job.json", "result.json", "failed.json", "final/pairs.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_read(file, runs, store, tmp_path, capsys):
+    shutil.copytree(store / "one-rm", tmp_path / "run")
+    (tmp_path / "run/final").mkdir(exist_ok=True)
+    (tmp_path / "run" / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "run" / file)
+    assert main(["report", str(tmp_path / "run")]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {tmp_path}/run/{file}: ") and "is not a regular file" in errors
+
+
 @pytest.mark.parametrize(
     ("file", "key", "to", "says"),
     [
@@ -347,13 +359,13 @@ def test_a_file_that_is_none_of_a_run_is_named(file, content, runs, store, tmp_p
         ("job.json", "run", [], "job.json: 'run': found [], expected a dict"),
         ("job.json", "run.name", None, "job.json: 'run.name': found nothing, expected a str"),
         ("job.json", "model.name_or_path", 5, "job.json: 'model.name_or_path': found 5, expected a str"),
-        ("job.json", "gate", {"eval_accuracy": 5}, "no page can be made of it"),
+        ("job.json", "gate", {"eval_accuracy": 5}, "no report can be drawn of it"),
         ("result.json", "metrics", None, "result.json: 'metrics': found nothing, expected a dict"),
         ("result.json", "metrics", {"a": "x"}, "result.json: 'metrics.*': found \"x\", expected a number"),
         ("result.json", "samples", [3], "result.json: 'samples.*': found 3, expected a dict"),
         ("result.json", "seconds", math.nan, "result.json: 'seconds': found NaN, expected a number of seconds"),
         ("result.json", "seconds", 10**400, "result.json: 'seconds': found 1000"),
-        ("result.json", "data.report.splits", {"train": 3}, "no page can be made of it"),
+        ("result.json", "data.report.splits", {"train": 3}, "no report can be drawn of it"),
         ("result.json", "tracking_uri", ["x"], "result.json: 'tracking_uri': found [\"x\"], expected a str"),
     ],
 )  # fmt: skip

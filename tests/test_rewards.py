@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import time
 
@@ -19,7 +20,7 @@ from pipeline.ppo.rewards import FunctionReward, Samples
 # -------------------------------------------------------------------------------------------------------- modules
 
 MODULES = {
-    "exits": ("import sys\nsys.exit(0)\n", r"importing 'exits' ended with SystemExit: 0, at .*/exits\.py:2; mend it there"),
+    "exits": ("import sys\nsys.exit(0)\n", r"importing 'exits' ended with SystemExit: 0, at .*/exits\.py:2; fix it there"),
     "raises": ("x = 1\nraise RuntimeError('not today')\n", r"importing 'raises' ended with RuntimeError: not today, at .*/raises\.py:2"),
     "broken": ("def f(:\n", r"importing '.*' ended with SyntaxError: invalid syntax .*, at .*/broken\.py:1"),
     "importing": ("import not_installed_here\n", r"importing '.*' ended with ModuleNotFoundError: No module named 'not_installed_here', at .*/importing\.py:1"),
@@ -66,7 +67,7 @@ def test_an_import_without_end(text, module, monkeypatch):
         InputError, match=r"^python:endless:f: its module was not imported within 0\.3 seconds"
     ):
         check_function("python:endless:f")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_a_module_that_exits_is_no_success(module, tmp_path, capsys, monkeypatch):
@@ -181,6 +182,26 @@ def test_a_reward_that_exits_does_not_end_the_worker_in_silence():
         Failure, match=r"^reward 'reward' \(.*\) raised SystemExit: 0; expected a list of numbers"
     ):
         FunctionReward(odd_rewards._returns(odd_rewards.RETURNS["leaves"]), name="reward").checked(samples())
+
+
+def test_what_a_reward_raises_is_shown_with_its_own_frames_only():
+    def inside(text):
+        return json.loads(text)  # raises in a library
+
+    def reward(completions):
+        return [inside(text) for text in completions]
+
+    async def later(completions):
+        return reward(completions)
+
+    for function in (reward, later):
+        with pytest.raises(Failure) as caught:
+            FunctionReward(function).checked(samples())
+        first, *frames = str(caught.value).splitlines()
+        says = rf"reward '{function.__name__}' \(test_rewards:.*\) raised JSONDecodeError: .* for prompt 'question 0', .*\(sample 0 of 3\):"
+        assert re.fullmatch(says, first)
+        assert f", in {function.__name__}" in frames[0] and "return json.loads(text)" in str(caught.value)
+        assert all(f'File "{__file__}"' in line for line in frames if "File" in line)
 
 
 def test_long_rows_are_shortened():

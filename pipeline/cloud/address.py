@@ -2,6 +2,7 @@
 
 import os
 import re
+from urllib.parse import urlsplit
 
 from pipeline.errors import InputError
 
@@ -11,6 +12,15 @@ EXPECTED = (
     "expected http://HEAD:8265 to submit jobs to a cluster, auto or HOST:6379 on one of its nodes, or nothing: "
     "unset RAY_ADDRESS"
 )
+
+
+def is_dashboard(address: str) -> bool:
+    """Whether it is the address of a cluster's dashboard, which takes jobs, as http://HEAD:8265 is."""
+    try:
+        parts = urlsplit(address)
+        return bool(re.fullmatch(r"https?://\S+", address) and parts.hostname and parts.port != 0)
+    except ValueError:  # a port that is no number, half of an IPv6 address
+        return False
 
 
 def check(address: str) -> None:

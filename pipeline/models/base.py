@@ -47,14 +47,11 @@ def source(name_or_path: str) -> str:
     return str(folder) if os.path.isdir(folder) else name_or_path
 
 
-def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
-    """The path of one file of a base, fetched from the hub unless it is a folder; None if the base has no such file.
-
-    Raises InputError if the base itself cannot be had: not a folder and not reachable, gated, unknown revision.
-    """
+def require_local(name_or_path: str) -> None:
+    """Refuses a base whose name is that of a file, or can only be that of a folder, which is not there."""
     folder = local(name_or_path)
     if os.path.isdir(folder):
-        return folder / filename if os.path.lexists(folder / filename) else None
+        return
     if os.path.lexists(folder):
         raise InputError(
             f"model.name_or_path: {name_or_path!r} is a file; expected the folder with config.json and "
@@ -64,6 +61,17 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
         raise InputError(
             f"model.name_or_path: there is no folder {name_or_path!r}; expected a model folder or a hub id"
         )
+
+
+def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
+    """The path of one file of a base, fetched from the hub unless it is a folder; None if the base has no such file.
+
+    Raises InputError if the base itself cannot be had: not a folder and not reachable, gated, unknown revision.
+    """
+    folder = local(name_or_path)
+    if os.path.isdir(folder):
+        return folder / filename if os.path.lexists(folder / filename) else None
+    require_local(name_or_path)
     return _hub_file(name_or_path, filename, revision)
 
 

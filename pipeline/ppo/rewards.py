@@ -10,6 +10,9 @@ import asyncio
 import inspect
 import math
 import numbers
+import os
+import sysconfig
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -177,7 +180,7 @@ class FunctionReward(Reward):
     """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, TRL's convention.
 
     It gets what its signature names, or with **kwargs everything: `prompts`, `completions`, `completion_ids` and the data's
-    further columns, a list each. What it raises stops the run, with the sample that it raised for.
+    further columns, a list each. What it raises stops the run: a Failure with the sample and the function's own frames.
     """
 
     def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
@@ -189,11 +192,10 @@ class FunctionReward(Reward):
             return self._call(samples, range(len(samples)))
         except KeyboardInterrupt:
             raise
-        except Exception as error:
-            error.add_note(f"raised by the reward function {self} for {self._culprit(samples)}")
-            raise
-        except BaseException as error:  # SystemExit: it would end the worker as if its work were done
-            raise Failure(f"reward {self} raised {in_brief(error)}; expected a list of numbers") from error
+        except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
+            ordinary = isinstance(error, Exception)
+            more = f" for {self._culprit(samples)}" if ordinary else "; expected a list of numbers"
+            raise Failure(f"reward {self} raised {in_brief(error, 500)}{more}:\n{_frames(error)}") from error
 
     def __str__(self) -> str:
         place = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
@@ -224,6 +226,18 @@ class FunctionReward(Reward):
 
 async def _wait(result: Any) -> Any:
     return await result
+
+
+LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
+
+
+def _frames(error: BaseException, most: int = 10) -> str:
+    """The traceback inside a reward function, as text: neither this package's frames nor a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    called = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
+    inside = frames[called + 1 :]
+    own = [frame for frame in inside if not frame.filename.startswith(LIBRARIES)]
+    return "".join(traceback.format_list((own or inside)[-most:])).rstrip()
 
 
 @torch.no_grad()

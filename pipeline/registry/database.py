@@ -52,6 +52,8 @@ def check(path: str, begin: str = "BEGIN") -> None:
     """
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path} is a folder")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(f"{path} is not a regular file")
     if begin == "BEGIN" and not os.path.exists(path):
         raise FileNotFoundError(f"there is no file {path}")
     with contextlib.closing(

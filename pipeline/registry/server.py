@@ -72,6 +72,7 @@ def check(job: Job) -> None:
         InputError: when it does not, or its experiment was deleted, with what to type next.
     """
     uri, name = tracking_uri(job), job.mlflow.experiment
+    _check_kind(uri)
     file = database.file_of_uri(uri)
     try:
         if file is None:
@@ -94,12 +95,24 @@ def check(job: Job) -> None:
         )
 
 
+def _check_kind(uri: str) -> None:
+    """Refuses a path: MLflow 3 no longer writes to its stores of plain files, and takes seconds to say so."""
+    if uri.startswith("file:") or not ("://" in uri or uri.startswith("databricks")):
+        path = os.path.abspath(uri.removeprefix("file:"))
+        file = os.path.join(path, "mlflow.db") if os.path.isdir(path) else path
+        raise InputError(
+            f"mlflow.tracking_uri: found {uri!r}, a path; expected the address of a server, e.g. http://HEAD:5000, or of a "
+            f"SQLite file: mlflow.tracking_uri={database.uri_of_file(file)}"
+        )
+
+
 def look(uri: str) -> None:
     """The same for somebody who only reads: no file is made, locked or migrated.
 
     Raises:
         Exception: of any type, saying why nothing can be read there.
     """
+    _check_kind(uri)
     file = database.file_of_uri(uri)
     if file is None:
         deadline.answer(_ask, uri, "Default")

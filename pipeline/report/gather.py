@@ -221,7 +221,11 @@ def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
         return
     tags = found["tags"]
     title = f"{found['name']} v{found['version']}"
-    lines = [*(f"@{alias}" for alias in found["aliases"]), f"gate {tags.get('gate', '?')}"]
+    gate = tags.get("gate", "?")
+    lines = [
+        *(f"@{alias}" for alias in found["aliases"]),
+        "no gate set" if gate == "none set" else f"gate {gate}",
+    ]
     node = nodes[key] = Node(key, title, lines, tags=tags)
     for role, parent in tags["parents"].items():
         if role != "judge":

@@ -54,7 +54,7 @@ def read_left(path: str, kinds: dict[str, Any]) -> dict[str, Any]:
         _flat(found)  # or its nesting is deeper than any walk over it
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise InputError(
-            f"run.name: {path} cannot be read ({in_brief(error)}); bring it back, take another run.name, or "
+            f"run.name: {path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or "
             "type run.fresh=true to start the run over"
         ) from error
     return found
@@ -102,27 +102,46 @@ def before(job: Job) -> dict[str, Any] | None:
         return None
     found = read(job, path)
     free = _free(job)
-    then, now = (_flat(tree) for tree in (found, json.loads(json.dumps(job.to_dict(), default=str))))
-    different = [
-        f"{key}={_shown(then.get(key))} (now {_shown(now.get(key))})"
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key) and not _in(key, (*free, "begun_with"))
-    ]
+    changed = differences(found, job, (*free, "begun_with"))
+    different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
     if different and not _has_progress(job):
         return None
     if different:
         raise InputError(
             f"run.name: {job.run.name!r} was begun with {', '.join(different[:5])}; what it left cannot be continued to "
-            f"the same end. Take the values back, another run.name, or run.fresh=true. These may change: {', '.join(free)}"
+            f"the same end. Restore those values, or type another run.name or run.fresh=true. These may change: {', '.join(free)}"
         )
-    sums = STAGE[job.stage].runs_in == "train"
-    if sums and then.get("scaling.num_workers") != now.get("scaling.num_workers"):
+    then, now = differences(found, job, ()).get("scaling.num_workers", (None, None))
+    if then != now and STAGE[job.stage].runs_in == "train":
         print(
-            f"run {job.run.name} goes on with scaling.num_workers={now.get('scaling.num_workers')} instead of "
-            f"{then.get('scaling.num_workers')}: the same batches, but sums in another order",
+            f"run {job.run.name} continues with scaling.num_workers={now} instead of {then}: the same batches, but sums in "
+            "another order",
             flush=True,
         )
     return found
+
+
+def differences(found: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
+    """{section.key: (the value of a job that was run, this job's value)} where they differ, `but` some keys or sections."""
+    then, now = (_flat(tree) for tree in (found, json.loads(json.dumps(job.to_dict(), default=str))))
+    return {
+        key: (then.get(key), now.get(key))
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key) and not _in(key, but)
+    }
+
+
+def say_what_differs(found: dict[str, Any], job: Job, most: int = 5) -> None:
+    """Of a run that is finished: the settings of this command that it was not run with."""
+    # The base of a registered version is recorded in place of that version.
+    pinned = ("model",) if job.model.name_or_path.startswith("models:/") else ()
+    changed = differences(found, job, ("run", "source", *pinned))
+    if changed:
+        print("it ran with other settings; those of this command were not used:")
+    for key, (then, now) in list(changed.items())[:most]:
+        print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
+    if len(changed) > most:
+        print(f"   and {len(changed) - most} more")
 
 
 def same_content(found: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
@@ -139,7 +158,7 @@ def same_content(found: dict[str, Any], job: Job, base: str, rows: dict[str, str
     if changed and _has_progress(job):
         raise InputError(
             f"run.name: the content of {', '.join(changed)} has changed since {job.run.name!r} began; it cannot be continued. "
-            "Bring the files back, take another run.name, or run.fresh=true"
+            "Restore the files, or type another run.name or run.fresh=true"
         )
     return not changed
 
@@ -169,4 +188,5 @@ def _in(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value)
+    shown = "not given" if value is None else json.dumps(value)
+    return shown if len(shown) <= 200 else f"{shown[:197]}..."

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipeline import signals
 from pipeline.config import Job
 from pipeline.errors import InputError, visible
 from pipeline.inference import here
@@ -89,6 +90,7 @@ class Chat:
                 tokens.append(token)
                 writer.show(tokens)
         except KeyboardInterrupt:
+            signals.resume()
             print(" (stopped)", end="")
         self.replies += 1
         ended = bool(tokens) and tokens[-1] in self.sampling.eos

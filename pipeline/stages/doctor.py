@@ -11,7 +11,7 @@ from typing import Any
 from pipeline import cluster, storage
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.run import checked
+from pipeline.run import begin, checked
 from pipeline.worker import Worker
 
 REPLIES = 16  # examined, unless a minibatch of the job is larger
@@ -31,6 +31,7 @@ def run(job: Job) -> dict[str, Any]:
         scaling={**job.scaling, "num_workers": 1},
     )
     storage.require_writable(job.run.storage_path)
+    begin(job)
     try:
         with checked(job) as run:
             outcome = cluster.fit(replace(run.work, run_id=str(job.run.name)), run.rows, train)

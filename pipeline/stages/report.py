@@ -19,7 +19,7 @@ def run(references: list[str]) -> str:
         raise
     except Exception as error:  # what a value of another type, deep inside a file, does to the drawing
         raise InputError(
-            f"{' '.join(references)}: no page can be made of it ({registry.first_line(error)}); its result.json, job.json or "
+            f"{' '.join(references)}: no report can be drawn of it ({registry.first_line(error)}); its result.json, job.json or "
             "MLflow run is not as the run left it, or its folder cannot be written"
         ) from error
     for one in runs:

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline import cluster, report
 from pipeline.config import STAGES, libraries, load_job
 from pipeline.errors import Failure, InputError
+from pipeline.inputs import check_paths
 from pipeline.stages import evaluate, ppo, rm, sft
 
 ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
@@ -32,6 +33,8 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         for stage in ORDER
     }
     for job in jobs.values():  # not after an hour of the stages before
+        check_paths(job)
+    for job in jobs.values():
         cluster.check_scaling(job)
     results = []
     # The stages find what is begun here, and share it: the session, and the answers about all of their jobs.

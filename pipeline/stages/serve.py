@@ -7,7 +7,7 @@
 
 The job is that of `score`; its data is not read. A request is one row, or a list of rows, of any shape that `score`
 reads; GET /health says what is served. Requests that arrive together are scored together. It listens on 127.0.0.1 only
-and knows no passwords: put a reverse proxy or an ssh tunnel before it. (The standard library's server: MLflow's own
+and knows no passwords: put a reverse proxy (which sends `Host: 127.0.0.1`) or an ssh tunnel before it. (The standard library's server: MLflow's own
 would load a pyfunc with an environment of its own, and an adapter is not one; Ray Serve would be another dependency.)
 """
 
@@ -19,15 +19,18 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipeline.config import Job
 from pipeline.credentials import without_credentials
 from pipeline.data.encode import Dropped, Encoder
 from pipeline.data.formats import RowError, parse
+from pipeline.data.values import mapping
 from pipeline.errors import InputError
 from pipeline.inference import here
 from pipeline.inputs import functions, unfilled
@@ -36,6 +39,7 @@ from pipeline.worker import Host
 
 LARGEST = 8 << 20  # bytes of a request
 ROWS = 4096  # of a request
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names in Host and Origin under which it is spoken to
 CONNECTIONS = 512  # at a time; each has a thread
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: 33\r\n"
@@ -231,7 +235,37 @@ class Handler(BaseHTTPRequestHandler):
     def parse_request(self) -> bool:
         if len(self.raw_requestline.split()) == 2:  # HTTP/0.9, after which the library waits for headers
             self.raw_requestline = b"HTTP/0.9"
-        return super().parse_request()
+        return super().parse_request() and self._holds(self._check_sender)
+
+    def handle_expect_100(self) -> bool:
+        """Before the client is asked to send its body."""
+        return self._holds(self._check_sender) and self._holds(self._length) and super().handle_expect_100()
+
+    def _holds(self, check: Callable[[], Any]) -> bool:
+        """Whether a check of the headers passes; if not, the client has been told why."""
+        try:
+            check()
+            return True
+        except Refused as error:
+            self.close_connection = True
+            self._send(*error.args)
+            return False
+
+    def _check_sender(self) -> None:
+        """Refuses what a web page elsewhere has a browser send: under a name that leads to this machine, or across sites.
+
+        A client that is no browser may leave both headers out.
+        """
+        for header in ("Host", "Origin"):
+            for value in self.headers.get_all(header, []):
+                try:
+                    host = urlsplit(value if header == "Origin" else f"//{value}").hostname
+                except ValueError:
+                    host = None
+                if host not in LOOPBACK:
+                    raise Refused(
+                        403, f"{header}: found {value[:80]!r}; expected this machine's, e.g. 127.0.0.1"
+                    )
 
     def do_GET(self) -> None:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
@@ -259,26 +293,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> Any:
         """The value that was sent. Raises Refused, and the connection is closed where its body has not been read."""
-        given = self.headers.get_all("Content-Length", [])
         asked_to_close, self.close_connection = self.close_connection, True
-        if "Transfer-Encoding" in self.headers:
-            raise Refused(501, "Transfer-Encoding: expected a body with a Content-Length instead")
-        if not given:
-            raise Refused(411, "Content-Length: missing, expected the number of bytes of the body")
-        if len(given) > 1 or not re.fullmatch("[0-9]+", given[0]):
-            raise Refused(
-                400, f"Content-Length: found {', '.join(given)[:80]!r}; expected one number of bytes"
-            )
-        if len(given[0]) > 9 or int(given[0]) > LARGEST:
-            raise Refused(413, f"Content-Length: found {given[0][:80]}; expected at most {LARGEST} bytes")
-        body = self.rfile.read(int(given[0]))
-        if len(body) < int(given[0]):
+        length = self._length()
+        body = self.rfile.read(length)
+        if len(body) < length:
             raise ConnectionError("the client went away")
         self.close_connection = asked_to_close
         if self.path != "/score":
             raise Refused(404, self._nowhere())
         try:
-            said = json.loads(body, parse_constant=_refuse_constant)
+            said = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=mapping)
             json.dumps(said, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         except (ValueError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"[:200]
@@ -289,8 +313,23 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(413, f"found {len(said)} rows; expected at most {ROWS} a request")
         return said
 
+    def _length(self) -> int:
+        """Bytes of the body. Raises Refused."""
+        given = self.headers.get_all("Content-Length", [])
+        if "Transfer-Encoding" in self.headers:
+            raise Refused(501, "Transfer-Encoding: expected a body with a Content-Length instead")
+        if not given:
+            raise Refused(411, "Content-Length: missing, expected the number of bytes of the body")
+        if len(given) > 1 or not re.fullmatch("[0-9]+", given[0]):
+            raise Refused(
+                400, f"Content-Length: found {', '.join(given)[:80]!r}; expected one number of bytes"
+            )
+        if len(given[0]) > 9 or int(given[0]) > LARGEST:
+            raise Refused(413, f"Content-Length: found {given[0][:80]}; expected at most {LARGEST} bytes")
+        return int(given[0])
+
     def _nowhere(self) -> str:
-        return f"no page {self.path[:80]}; expected POST /score or GET /health"
+        return f"not found: {self.path[:80]}; expected POST /score or GET /health"
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The library's own refusals, as JSON too."""

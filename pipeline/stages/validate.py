@@ -10,13 +10,14 @@ from typing import Any
 
 from pipeline import cluster, storage
 from pipeline.config import Job
-from pipeline.run import checked
+from pipeline.run import begin, checked
 
 
 def run(job: Job) -> dict[str, Any]:
     # Without the name: it looks at rows, whatever was begun or has ended under it.
     job = cluster.name_run(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
+    begin(job)
     # A job for GPUs may be looked at where not all of its packages are.
     with checked(job, ask_libraries=not job.scaling.get("use_gpu")) as run:
         print(run.report.render(), flush=True)
