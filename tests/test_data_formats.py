@@ -181,7 +181,9 @@ ERRORS = [
     ("score", {"prompt": "a", "completion": "b", "x": nested(65)}, "nested", ("x" + 64 * "[0]")[:80]),
     ("evaluate", {"prompt": "a", "completion": 5}, "wrong_type", "completion"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")}, "not_finite", "margin"),
-    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1e39}, "not_finite", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e38}, "margin", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 101}, "margin", "margin"),
+    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -0.5}, "margin", "margin"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, "wrong_type", "margin"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": " b "}, "equal_pair", "chosen"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": ""}, "empty_reply", "rejected"),
@@ -218,6 +220,14 @@ def test_row_errors(stage, row, kind, field):
         parse(row, stage)
     assert (caught.value.kind, caught.value.field) == (kind, field)
     assert caught.value.found and caught.value.expected
+
+
+@pytest.mark.parametrize("margin", [0, 1 / 3, 3, 100])
+def test_margins_that_a_reward_model_can_learn(margin):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
+    assert parse(row, "rm").margin == margin
+    with pytest.raises(RowError, match="swap `chosen` and `rejected`"):
+        parse({**row, "margin": -3}, "rm")
 
 
 def test_a_misspelt_field_names_the_near_one_and_the_shapes():

@@ -71,7 +71,9 @@ SHAPES = {
     "pairs": PREFERENCES,  # held-out ones, as `score` reads them
 }
 OPTIONAL = {"input", "margin", "system"}
-LARGEST = 3.4028e38  # a margin: it is stored as a 32-bit float
+# Of a pair. TRL's RewardTrainer minimises -logsigmoid(score_chosen - score_rejected - margin): beyond some tens the gradient
+# no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
+LARGEST_MARGIN = 100.0
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
 
@@ -157,11 +159,7 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
 
 
 def preference(row: dict[str, Any], shape: str) -> Record:
-    margin = row.get("margin")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise RowError("wrong_type", "margin", show(margin), "a number")
-    if margin is not None and abs(margin) > LARGEST:
-        raise RowError("not_finite", "margin", show(margin), "a number that a 32-bit float can hold")
+    margin = margin_of(row)
     if shape == "prompt+pos_answers+neg_answers":
         prompt, pairs = answers(row)
     elif shape == "chosen+rejected":
@@ -185,7 +183,31 @@ def preference(row: dict[str, Any], shape: str) -> Record:
                 f"the same text on both sides: {show(plain(chosen))}",
                 "two different replies",
             )
-    return Record(prompt, pairs, margin=None if margin is None else float(margin))
+    return Record(prompt, pairs, margin=margin)
+
+
+def margin_of(row: dict[str, Any]) -> float | None:
+    """By how much the score of `chosen` should exceed that of `rejected`; None: the row does not say."""
+    margin = row.get("margin")
+    if margin is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise RowError("wrong_type", "margin", show(margin), "a number")
+    if margin < 0:
+        raise RowError(
+            "margin",
+            "margin",
+            f"{show(margin)}, which says that `rejected` is the better one",
+            f"a number from 0 to {LARGEST_MARGIN:g}; swap `chosen` and `rejected`",
+        )
+    if margin > LARGEST_MARGIN:
+        raise RowError(
+            "margin",
+            "margin",
+            show(margin),
+            f"a number from 0 to {LARGEST_MARGIN:g}, in units of the reward (usually at most 3)",
+        )
+    return float(margin)
 
 
 def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:

@@ -15,6 +15,7 @@ KINDS = {
     "not_object": "not a JSON object",
     "not_utf8": "not UTF-8",
     "not_finite": "number that is not finite",
+    "margin": "margin out of range",
     "repeated_key": "repeated key",
     "nested": "nested too deep",
     "too_large": "too large",
