@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipeline.data import formats, source
 from pipeline.data.encode import Dropped, Encoder, Example
-from pipeline.data.formats import RowError, parse
+from pipeline.data.formats import RowError, parse, said
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 PLAIN = Path(formats.__file__).parents[1] / "models" / "plain.jinja"
@@ -126,6 +126,60 @@ def test_system_turns_and_answers_by_index():
     assert record.prompt[0] == {"role": "system", "content": "s"}
     record = parse({"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "rm")
     assert record.pairs == [("a", "c"), ("b", "d")]
+
+
+SYSTEM = {"role": "system", "content": "s"}
+ASIDE = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "so"}]
+REPEATED = [
+    ("hi", [USER], [USER]),
+    (" hi\n", [USER], [USER]),
+    ([USER], [USER], [USER]),
+    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # the last question of several
+    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # the first one
+    ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # adds instructions
+    ([USER], [SYSTEM, USER], [SYSTEM, USER]),
+    ("\n\nHuman: hi\n\nAssistant:", [USER], [USER]),
+    ("ho", [USER], None),
+    ([{"role": "user", "content": "ho"}], [USER], None),
+    ([{"role": "system", "content": "t"}, USER], [SYSTEM, USER], None),
+    ("so", [*ASIDE, USER], None),  # what the assistant said
+]
+
+
+@pytest.mark.parametrize(("given", "repeated", "prompt"), REPEATED)
+@pytest.mark.parametrize("key", ["prompt", "messages"])
+def test_a_prompt_that_both_sides_repeat(given, repeated, prompt, key):
+    if key == "messages" and isinstance(given, str):
+        given = [{"role": "user", "content": given.removeprefix("\n\nHuman:").removesuffix("\n\nAssistant:")}]
+        if prompt == [*ASIDE, USER] and given[0]["content"] == "before":
+            prompt = None  # a list of messages is the whole prompt, or its end
+    row = {key: given, "chosen": [*repeated, BOT], "rejected": [*repeated, NO]}
+    if prompt is None:
+        with pytest.raises(RowError) as caught:
+            parse(row, "dpo")
+        assert (caught.value.kind, caught.value.field) == ("prompts_differ", key)
+    else:
+        assert said(parse(row, "dpo").prompt) == said(prompt)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "completion": "yo"},
+        {"prompt": "\n\nHuman: hi\n\nAssistant:", "completion": "yo"},
+        {"instruction": "hi", "output": "yo"},
+        {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+        {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"]},
+        {"chosen": [USER, BOT], "rejected": [USER, NO]},
+        {"chosen": "hi yo", "rejected": "hi no"},
+        {"prompt": "hi"},
+    ],
+)
+def test_the_system_prompt_of_a_row_is_part_of_it(row):
+    stage = "sft" if {"completion", "output"} & row.keys() else "rm" if len(row) > 1 else "ppo"
+    record = parse({**row, "system": "s"}, stage)
+    assert record.prompt == [SYSTEM, USER]
+    assert all(reply[0]["content"] in ("yo", "no") for pair in record.pairs for reply in pair)
 
 
 def test_prompts_carry_their_further_columns():

@@ -153,27 +153,27 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
     if shape == "instruction+output":
         prompt: Text = instruction(row)
         return Record(prompt, [(reply(row["output"], "output", prompt),)])
-    prompt = prompt_text(row["prompt"])
+    prompt = prompt_text(row["prompt"], system=row.get("system"))
     key = shape.removeprefix("prompt+")
     return Record(prompt, [(reply(row[key], key, prompt),)])
 
 
 def preference(row: dict[str, Any], shape: str) -> Record:
     margin = margin_of(row)
+    key = shape.split("+")[0]
     if shape == "prompt+pos_answers+neg_answers":
         prompt, pairs = answers(row)
     elif shape == "chosen+rejected":
         prompt, one = split_transcripts(row["chosen"], row["rejected"])
+        prompt, one = with_system(prompt, one, row)
         pairs = [one]
+    elif any(is_whole(row[side]) for side in ("chosen", "rejected")):  # UltraFeedback: both sides repeat it
+        prompt, one = split_transcripts(row["chosen"], row["rejected"])
+        pairs = [one]
+        prompt = agreed(prompt, prompt_text(row[key], key, row.get("system")), key)
     else:
-        key = shape.split("+")[0]
-        whole = any(is_whole(row[side]) for side in ("chosen", "rejected"))
-        if whole:  # UltraFeedback style: both sides repeat the prompt
-            prompt, one = split_transcripts(row["chosen"], row["rejected"])
-            pairs = [one]
-        else:
-            prompt = prompt_text(row[key], key, row.get("system"))
-            pairs = [(reply(row["chosen"], "chosen", prompt), reply(row["rejected"], "rejected", prompt))]
+        prompt = prompt_text(row[key], key, row.get("system"))
+        pairs = [(reply(row["chosen"], "chosen", prompt), reply(row["rejected"], "rejected", prompt))]
     for index, (chosen, rejected) in enumerate(pairs):
         if plain(chosen) == plain(rejected):
             name = f"pos_answers[{index}]" if shape.endswith("neg_answers") else "chosen"
@@ -184,6 +184,30 @@ def preference(row: dict[str, Any], shape: str) -> Record:
                 "two different replies",
             )
     return Record(prompt, pairs, margin=margin)
+
+
+def agreed(repeated: Text, given: Text, key: str) -> Text:
+    """The prompt of a row that states it in a field of its own and again in `chosen` and `rejected`.
+
+    Of two that agree it is the longer one: a field often holds one question of a conversation, or adds system turns.
+    """
+    turns = [{"role": "user", "content": repeated}] if isinstance(repeated, str) else repeated
+    stated = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for one, other in ((turns, stated), (stated, turns)):
+        if said(one[-len(other) :]) == said(other):
+            return one
+    if isinstance(given, str) and said(stated)[0] in said(turns):  # the first question of several
+        return repeated
+    raise RowError(
+        "prompts_differ",
+        key,
+        f"{show(stated[-1]['content'])}, but `chosen` and `rejected` begin with {show(turns[-1]['content'])}",
+        f"the same prompt there as in `{key}`, or replies without a prompt",
+    )
+
+
+def said(turns: Turns) -> list[tuple[str, str]]:
+    return [(turn["role"], turn["content"].strip()) for turn in turns]
 
 
 def margin_of(row: dict[str, Any]) -> float | None:
@@ -211,7 +235,7 @@ def margin_of(row: dict[str, Any]) -> float | None:
 
 
 def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
-    prompt = prompt_text(row["prompt"])
+    prompt = prompt_text(row["prompt"], system=row.get("system"))
     sides = []
     for key in ("pos_answers", "neg_answers"):
         if not isinstance(row[key], list):
@@ -232,7 +256,8 @@ def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
 
 def prompt_row(row: dict[str, Any], shape: str) -> Record:
     if shape == "chosen+rejected":
-        prompt, _ = split_transcripts(row["chosen"], row["rejected"])
+        prompt, replies = split_transcripts(row["chosen"], row["rejected"])
+        prompt, _ = with_system(prompt, replies, row)
     elif shape == "instruction":
         prompt = instruction(row)
     else:
@@ -269,7 +294,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     if not found.strip():
         raise RowError("empty_prompt", key, show(found), "a text that is not empty")
     if not is_transcript(found):
-        return found
+        return found if not system else with_system(found, (), {"system": system})[0]
     turns = split_turns(found)
     if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
         turns.pop()  # the open "\n\nAssistant:" that asks for the reply; the template's generation prompt brings it
@@ -278,7 +303,22 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
             "wrong_role", key, "a transcript whose last turn is Assistant's", "one that ends on a Human turn"
         )
     check_prompt(turns, key)
-    return turns
+    return turns if not system else with_system(turns, (), {"system": system})[0]
+
+
+def with_system(
+    prompt: Text, replies: tuple[Text, ...], row: dict[str, Any]
+) -> tuple[Text, tuple[Text, ...]]:
+    """Prompt and replies of a row with its `system` prompt, if it has one: then they are messages."""
+    if not row.get("system"):
+        return prompt, replies
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": text(row["system"], "system")}, *turns]
+    return turns, tuple(
+        [{"role": "assistant", "content": one.removeprefix(" ")}] if isinstance(one, str) else one
+        for one in replies
+    )
 
 
 def reply(value: Any, key: str, prompt: Text) -> Text:

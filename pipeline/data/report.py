@@ -29,7 +29,7 @@ KINDS = {
     "equal_pair": "chosen equal to rejected",
     "equal_after_truncation": "equal only after truncation",
     "unequal_answers": "pos_answers and neg_answers of unequal length",
-    "prompts_differ": "prompts differ between the two sides",
+    "prompts_differ": "prompts differ inside the row",
     "wrong_role": "wrong role",
     "mixed_shapes": "another shape than the rest of the file",
     "template": "refused by the chat template",
