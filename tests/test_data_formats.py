@@ -265,6 +265,13 @@ ERRORS = [
     ("rm", {"prompt": "a", "pos_answers": "b", "neg_answers": "c"}, "wrong_type", "pos_answers"),
     ("ppo", {"prompt": [USER, BOT]}, "wrong_role", "prompt"),
     ("ppo", {"question": "x"}, "missing_field", "prompt"),
+    ("sft", {"messages": [USER, {**BOT, "weight": 0.5}]}, "weight", "messages[1].weight"),
+    ("sft", {"messages": [USER, {**BOT, "train": "no"}]}, "weight", "messages[1].train"),
+    ("sft", {"messages": [{**USER, "weight": 1}, BOT]}, "weight", "messages[0].weight"),
+    ("sft", {"messages": [USER, {**BOT, "weight": 0}]}, "weight", "messages"),
+    ("sft", {"prompt": [USER], "completion": [{**BOT, "weight": 0}]}, "weight", "completion"),
+    ("sft", {"prompt": "a", "completion": "b", "label": False}, "label", "label"),
+    ("sft", {"messages": [USER, BOT], "label": False}, "label", "label"),
 ]
 
 
@@ -332,6 +339,76 @@ def test_a_template_that_rewrites_earlier_turns():
     shifting = "{{ messages | length }}" + CHATML
     _, (error,) = encoded("sft", CONVERSATION, template=shifting)
     assert isinstance(error, RowError) and error.kind == "template"
+
+
+REASONED = {
+    "messages": [
+        USER,
+        {"role": "assistant", "content": "<think>\none\n</think>\n\nyo"},
+        {"role": "user", "content": "yo and?"},
+        {"role": "assistant", "content": "<think>\ntwo\n</think>\n\nbye"},
+    ]
+}
+LAST = {  # what is trained of the last reply, without and with thoughts
+    "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
+    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # the prompt ends on <think>
+    "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+@pytest.mark.parametrize("row", [CONVERSATION, REASONED], ids=["plain", "reasoned"])
+def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
+    """The real ones of Qwen3, on several turns: each reply is trained as it is written, and nothing beside it."""
+    import trl
+
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    tok = tokenizer(template)
+    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
+    tok, (example,) = encoded("sft", row, template=template, ends=ends)
+    assert isinstance(example, Example), example
+    kept = name == "qwen3_instruct_2507" and row is REASONED
+    first = "<think>\none\n</think>\n\nyo" if kept else "yo"
+    assert trained(tok, example) == [f"{first}<|im_end|>", f"{LAST[name][row is REASONED]}<|im_end|>"]
+    pair = {"prompt": row["messages"][:3], "chosen": row["messages"][3:], "rejected": "no"}
+    if row is CONVERSATION:
+        tok, (example,) = encoded("dpo", pair, template=template, ends=ends)
+        assert tok.decode(example.columns["chosen_ids"]) == f"{LAST[name][0]}<|im_end|>"
+
+
+def test_a_template_that_asks_in_another_way_than_it_writes():
+    """DeepSeek R1's: the prompt ends on <think>, the reply is written without it."""
+    asks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    for stage, row in (("sft", CONVERSATION), ("dpo", {"prompt": [USER], "chosen": "a", "rejected": "b"})):
+        _, (error,) = encoded(stage, row, template=asks)
+        assert isinstance(error, RowError) and error.kind == "template" and "<think>" in error.found
+
+
+WEIGHED = [
+    {"weight": 0},
+    {"weight": 0.0},
+    {"train": False},
+]
+
+
+@pytest.mark.parametrize("mark", WEIGHED)
+@pytest.mark.parametrize("template", [None, CHATML], ids=["generation", "chatml"])
+def test_turns_that_are_not_to_be_trained(mark, template):
+    first, question, last = CONVERSATION["messages"][1:]
+    turns = [{**USER, "weight": None}, {**first, **mark}, question, {**last, "weight": 1}]
+    tok = tokenizer(template)
+    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
+    tok, (example,) = encoded("sft", {"messages": turns}, template=template, ends=ends)
+    assert trained(tok, example) == [" bye</s>" if template is None else "bye<|im_end|>"]
+    for system in ({}, {"system": "s"}):  # a system turn of the row shifts the others
+        turns = [USER, first, question, {**last, **mark}]
+        tok, (example,) = encoded("sft", {"messages": turns, **system}, template=template, ends=ends)
+        assert trained(tok, example) == [" yo</s>" if template is None else "yo<|im_end|>"]
+    tok, (example,) = encoded("sft", {"messages": turns}, template=CHATML)
+    assert "</s>" not in "".join(trained(tok, example)), "the end that is added to an untrained reply"
+    rows = {"prompt": [USER], "completion": [{**first, **mark}, question, last]}
+    tok, (example,) = encoded("sft", rows, template=template, ends=ends)
+    assert trained(tok, example) == [" bye</s>" if template is None else "bye<|im_end|>"]
 
 
 def test_a_template_that_refuses_a_row():
@@ -418,10 +495,42 @@ def test_a_template_that_leaves_a_turn_out_is_refused(stage, template):
 
 @pytest.mark.parametrize("stage", ["rm", "dpo", "pairs", "score"])
 def test_a_pair_of_equal_tokens_is_refused(stage):
+    from tokenizers import normalizers
+
+    made = encoder(stage)
+    made.backend.normalizer = normalizers.Lowercase()
     row = {"prompt": [USER], "chosen": "Yo", "rejected": "yO"}
-    _, (found,) = encoded(stage, row, template=LOWERS)
+    ((found,),) = made.encode([parse(row, stage)])
     assert isinstance(found, RowError) and (found.kind, found.field) == ("equal_pair", "chosen")
-    assert isinstance(encoded(stage, {**row, "rejected": "yo!"}, template=LOWERS)[1][0], Example)
+    ((found,),) = made.encode([parse({**row, "rejected": "yo!"}, stage)])
+    assert isinstance(found, Example)
+
+
+CUTS = HEAD + "{{ m.content[:20] if m.role == 'assistant' else m.content }}" + TAIL
+CUTS_EARLIER = HEAD + "{{ m.content if loop.last or m.role == 'user' else m.content[:20] }}" + TAIL
+CUTS_QUESTIONS = HEAD + "{{ m.content[:20] if m.role == 'user' else m.content }}" + TAIL
+BLOCKS = HEAD + "{% generation %}{{ m.content[:20] }}{% endgeneration %}" + TAIL
+STRIPS = HEAD + "{{ m.content.split() | join(' ') }}" + TAIL
+LONG = {"role": "assistant", "content": "Yes, but  not before\n the evening of the day after."}
+ASKED = {"role": "user", "content": "Could you say that again, at greater length?"}
+
+
+@pytest.mark.parametrize("template", [CUTS, LOWERS, CUTS_EARLIER, CUTS_QUESTIONS, BLOCKS, STRIPS])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
+def test_a_template_that_changes_words_is_refused(stage, template):
+    other = {**LONG, "content": LONG["content"] + " No."}
+    turns = [USER, LONG, ASKED] if template is CUTS_EARLIER else [ASKED]
+    row = {"sft": {"messages": [*turns, LONG]}, "ppo": {"prompt": turns}}.get(
+        stage, {"prompt": turns, "chosen": [LONG], "rejected": [other]}
+    )
+    _, (found,) = encoded(stage, row, template=template)
+    unread = stage == "ppo" and template is CUTS  # an assistant's turn there is none
+    unlearned = stage != "sft" and template is CUTS_EARLIER
+    if template is STRIPS or unread or unlearned:
+        assert isinstance(found, Example), found
+    else:
+        assert isinstance(found, RowError) and (found.kind, found.field[:9]) == ("template", "messages["), found
+        assert "changes the words" in found.found
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "score", "ppo"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.data.formats import Record, RowError, Text, shared_length
-from pipeline.data.template import ChatTemplate, Span, no_prompt, no_reply
+from pipeline.data.template import ChatTemplate, Span, holds, no_prompt, no_reply
 from pipeline.models.special import ControlTokens, Escaping
 
 # A text of more than CHARACTERS for each token of max_length, and SLACK more, is too long without being tokenised whole.
@@ -179,7 +179,7 @@ class Encoder:
     # ---- the stages --------------------------------------------------------------------------------------------
 
     def _demonstrations(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        rendered: list[tuple[Rendered, list[Span]] | RowError] = []
+        rendered: list[tuple[Rendered, list[Span], bool] | RowError] = []
         for record in records:
             try:
                 rendered.append(self._demonstration(record))
@@ -188,23 +188,23 @@ class Encoder:
         texts = [item[0] for item in rendered if not isinstance(item, RowError)]
         encodings = iter(self._encodings(texts, self.backend.encode_batch))
         return [
-            [item if isinstance(item, RowError) else self._labelled(next(encodings), item[0][0], item[1])]
+            [item if isinstance(item, RowError) else self._labelled(next(encodings), item[0][0], *item[1:])]
             for item in rendered
         ]
 
-    def _demonstration(self, record: Record) -> tuple[Rendered, list[Span]]:
+    def _demonstration(self, record: Record) -> tuple[Rendered, list[Span], bool]:
+        """The text, the spans in it that are trained, and whether its last turn is one of them."""
         prompt, (reply,), escaping = self._turns(record, record.pairs[0])
         if isinstance(prompt, str):
             whole = prompt + str(reply)
-            return (whole, escaping), [(len(prompt), len(whole))]
+            return (whole, escaping), [(len(prompt), len(whole))], True
         turns = [*prompt, *reply]
-        whole, spans = self.chat.spans(turns, 0 if record.all_turns else len(prompt))
-        if prompt[-1]["content"].strip() not in whole:
-            self.chat.asking(prompt)  # refuses what the template leaves out
-        self.chat.check_written(turns, whole, spans[-1][0] if spans else 0)
-        return (whole, escaping), spans
+        whole, spans = self.chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)
+        if not holds(whole, prompt[-1]["content"].strip()):
+            self.chat.asking(prompt)  # refuses what the template leaves out or changes
+        return (whole, escaping), spans, len(turns) - 1 not in record.untrained
 
-    def _labelled(self, encoding: Any, whole: str, spans: list[Span]) -> Outcome:
+    def _labelled(self, encoding: Any, whole: str, spans: list[Span], ends: bool) -> Outcome:
         ids, offsets = encoding.ids, encoding.offsets
         starts, trained = [start for start, _ in offsets], [False] * len(ids)
         for begin, stop in spans:  # a token that spans the border of prompt and reply is not trained
@@ -213,7 +213,7 @@ class Encoder:
         self._mend_ends(ids, trained, whole, offsets)
         kept = len(self._ended(ids)) if ids and ids[-1] not in self.ends else len(ids)
         if kept > len(ids):
-            ids, trained = [*ids, self.eos], [*trained, True]
+            ids, trained = [*ids, self.eos], [*trained, ends]
         else:
             ids, trained = ids[:kept], trained[:kept]
         fixed = self._one_bos(ids)

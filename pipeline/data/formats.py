@@ -3,6 +3,7 @@
 Pure Python: no tokenizer, no Ray. What a row may look like, by stage:
 
     sft            prompt+completion | prompt+answer | messages | conversations | instruction[+input]+output
+                   (messages may say `weight: 0` or `train: false`: this assistant turn is not trained)
     rm, dpo        prompt+chosen+rejected | chosen+rejected | conversations+chosen+rejected
                    | prompt+pos_answers+neg_answers        (all with an optional `margin`)
     ppo, evaluate, generate
@@ -70,6 +71,7 @@ SHAPES = {
     "score": {**PREFERENCES, **DEMONSTRATIONS},
     "pairs": PREFERENCES,  # held-out ones, as `score` reads them
 }
+WEIGHTS = {"weight", "train"}  # of a message: whether it is trained
 OPTIONAL = {"input", "margin", "system"}
 # Of a pair. TRL's RewardTrainer minimises -logsigmoid(score_chosen - score_rejected - margin): beyond some tens the gradient
 # no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
@@ -89,6 +91,7 @@ class Record:
     prompt: Text
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
     all_turns: bool = False  # train on the assistant turns inside `prompt` too
+    untrained: frozenset[int] = frozenset()  # but not on these, counted through prompt and reply
     margin: float | None = None
     row: str = ""  # JSON text: of a prompt and all further columns; of a row to be scored, as it is
 
@@ -128,6 +131,13 @@ def parse(row: Any, stage: str) -> Record:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
     if stage == "sft":
+        if row.get("label") is False:  # trl.KTOTrainer's rows
+            raise RowError(
+                "label",
+                "label",
+                "false: a completion that is not to be imitated",
+                "good completions only; leave this row out, or make pairs (chosen, rejected) for rm or dpo of such rows",
+            )
         return demonstration(row, shape)
     if stage in ("rm", "dpo"):
         return preference(row, shape)
@@ -149,13 +159,54 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
         turns = messages(row[shape], shape, system=row.get("system"))
         ends_on(turns, "assistant", shape)
         check_prompt(turns[:-1], shape)
-        return Record(turns[:-1], [(turns[-1:],)], all_turns=True)
+        return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[shape], turns, shape))
     if shape == "instruction+output":
         prompt: Text = instruction(row)
         return Record(prompt, [(reply(row["output"], "output", prompt),)])
     prompt = prompt_text(row["prompt"], system=row.get("system"))
     key = shape.removeprefix("prompt+")
-    return Record(prompt, [(reply(row[key], key, prompt),)])
+    completion = reply(row[key], key, prompt)
+    ignored: frozenset[int] = frozenset()
+    if isinstance(row[key], list | dict):
+        items = row[key] if isinstance(row[key], list) else [row[key]]
+        turns = messages(items, key)
+        ignored = untrained(items, turns, key)
+        if ignored and isinstance(prompt, str):
+            raise RowError("wrong_type", key, "weights beside a prompt of text", "a prompt of messages")
+        ignored = frozenset(len(prompt) + index for index in ignored)
+    return Record(prompt, [(completion,)], untrained=ignored)
+
+
+def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
+    """The assistant turns that a row takes out of training: `weight: 0` (OpenAI's format) or `train: false`.
+
+    Raises:
+        RowError: for a weight in between, for a turn to be trained that is not the assistant's, and where none is left.
+    """
+    added = len(turns) - len(items)  # a system turn from a field of its own
+    found = set()
+    for index, item in enumerate(items):
+        role = turns[index + added]["role"]
+        for name in WEIGHTS & item.keys():
+            if item[name] is None:
+                continue
+            if item[name] not in (0, 1):
+                raise RowError(
+                    "weight", f"{key}[{index}].{name}", show(item[name]), "1 (train this turn) or 0 (do not)"
+                )
+            if item[name] and role != "assistant":
+                raise RowError(
+                    "weight",
+                    f"{key}[{index}].{name}",
+                    f"{show(item[name])} on a turn by `{role}`",
+                    "it on `assistant` turns only: no others are trained",
+                )
+            if not item[name]:
+                found.add(index + added)
+    replies = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
+    if found and replies <= found:
+        raise RowError("weight", key, "no assistant turn that is to be trained", "one without `weight: 0`")
+    return frozenset(found & replies)
 
 
 def preference(row: dict[str, Any], shape: str) -> Record:

@@ -16,6 +16,8 @@ KINDS = {
     "not_utf8": "not UTF-8",
     "not_finite": "number that is not finite",
     "margin": "margin out of range",
+    "weight": "weight that cannot be used",
+    "label": "labelled as bad",
     "repeated_key": "repeated key",
     "nested": "nested too deep",
     "too_large": "too large",
