@@ -39,7 +39,7 @@ def tokenizer(template: str | None = None, bos: bool = True):
             single="<s> $A", special_tokens=[("<s>", tok.bos_token_id)]
         )
     tok.chat_template = PLAIN.read_text() if template is None else template
-    tok.own_chat_template = template is not None
+    tok.text_as_chat = template is not None
     return tok
 
 

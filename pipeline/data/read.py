@@ -28,7 +28,7 @@ from pipeline.data.source import Chunk
 from pipeline.data.template import DATE
 from pipeline.errors import InputError
 
-VERSION = 2  # of the parts: raise it when the same rows would become other tokens
+VERSION = 3  # of the parts: raise it when the same rows would become other tokens
 BATCH = 256  # rows tokenised together
 BATCH_BYTES = 16 << 20  # of them, at most: a row may be a book
 HASHES = (
@@ -126,6 +126,7 @@ def prepare(
 
 
 def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool) -> Options:
+    from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 
     if data.max_length is not None and context_length is not None and data.max_length > context_length:
@@ -138,8 +139,6 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         raise InputError(
             "data.max_length: the model's configuration states no context; type data.max_length=1024"
         )
-    own = getattr(tokenizer, "own_chat_template", tokenizer.chat_template is not None)
-    apply = own if data.apply_chat_template is None else data.apply_chat_template
     if not 0 <= data.eval_fraction < 1:
         raise InputError(
             f"data.eval_fraction: {data.eval_fraction} is not a share; expected a number from 0 to below 1"
@@ -151,7 +150,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         max_length,
         data.too_long,
         data.on_error,
-        bool(apply),
+        text_as_chat(tokenizer, data.apply_chat_template),
         tuple(eos_ids(tokenizer)),
         data.eval_fraction,
         data.seed,
@@ -337,14 +336,19 @@ def first_errors(stats: list[Stats]) -> list[RowError]:
 
 def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str, Any]:
     """Manifest fields from the statistics of all chunks."""
-    report = Report(options.stage, options.max_length, special_tokens=options.special_tokens)
+    report = Report(
+        options.stage,
+        options.max_length,
+        text_as_chat=options.apply_template,
+        special_tokens=options.special_tokens,
+    )
     parts: dict[str, list[tuple[str, int]]] = {}
     for name in ("train", "eval"):
         mine = [stat for stat in stats if name in stat.splits]
         if not mine:
             continue
         split = Split(dropped=dict(sum((Counter(stat.splits[name].dropped) for stat in mine), Counter())))
-        for label in ("read", "kept", "truncated", "tokens"):
+        for label in ("read", "kept", "truncated", "tokens", "text_rows"):
             setattr(split, label, sum(getattr(stat.splits[name], label) for stat in mine))
         split.prompt_tokens, split.reply_tokens = (
             reports.percentiles(sum((stat.lengths[name][side] for stat in mine), Counter()))
@@ -518,6 +522,7 @@ def flush(
             bad(stats, split, number, error)
             continue
         stats.margins = stats.margins or record.margin is not None
+        split.text_rows += isinstance(record.prompt, str)
         note_special(split, number, encoder.special_in(record))
         if stats.row_digests is not None:
             stats.row_digests += record.digests()

@@ -51,6 +51,7 @@ class Split:
     tokens: int = 0
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     reply_tokens: dict[str, int] = field(default_factory=dict)
+    text_rows: int = 0  # whose prompt is plain text, not messages
     special_rows: int = 0  # whose text contains special tokens
     special_tokens: dict[str, int] = field(default_factory=dict)  # token -> rows
     special_first: str = ""  # file:line of the first of these rows
@@ -72,6 +73,7 @@ class Report:
     overlap: tuple[int, int] | None = (
         None  # rows of eval whose prompt stands in train, and those that do as they are
     )
+    text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     special_tokens: str = "text"  # what they are in the text of a row: text, or control
     reused: bool = False
     seconds: float = 0.0
@@ -123,12 +125,20 @@ class Report:
             )
         return [f"  warning     {visible(line, lines=False)}" for line in lines]
 
+    def _template(self, rows: int) -> str:
+        what = f"{rows:,} {'row' if rows == 1 else 'rows'} of plain text"
+        if self.text_as_chat:
+            return f"the chat template is applied to {what}"
+        return f"no chat template is applied to {what} (model.chat_template=plain or data.apply_chat_template=true does)"
+
     def _split(self, name: str, split: Split) -> list[str]:
         lines = [
             f"{name}",
             f"  read        {split.read:,} rows",
             f"  kept        {split.kept:,} ({split.tokens:,} tokens)",
         ]
+        if split.text_rows:
+            lines.append(f"  template    {self._template(split.text_rows)}")
         lines += [
             f"  dropped     {count:,} {KINDS.get(why, why)}" for why, count in sorted(split.dropped.items())
         ]

@@ -52,8 +52,8 @@ def load_tokenizer(
 ) -> Any:
     """The tokenizer of a base, with pad and eos rules applied and a chat template set; picklable.
 
-    `chat_template` is a Jinja file, "plain", or None: the tokenizer's own, else "plain". `own_chat_template` on the
-    result says whether the tokenizer came with one. Raises InputError: no such base, no usable pad token, no template.
+    `chat_template` is a Jinja file, "plain", or None: the tokenizer's own, else "plain"; `text_as_chat` on the result:
+    see `set_template`. Raises InputError: no such base, no usable pad token, no template.
     """
     config = base_config(name_or_path, revision)
     files = (
