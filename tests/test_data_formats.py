@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipeline.data import formats, source
 from pipeline.data.encode import Dropped, Encoder, Example
-from pipeline.data.formats import RowError, parse, said
+from pipeline.data.formats import RowError, parse
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 PLAIN = Path(formats.__file__).parents[1] / "models" / "plain.jinja"
@@ -159,7 +159,7 @@ def test_a_prompt_that_both_sides_repeat(given, repeated, prompt, key):
             parse(row, "dpo")
         assert (caught.value.kind, caught.value.field) == ("prompts_differ", key)
     else:
-        assert said(parse(row, "dpo").prompt) == said(prompt)
+        assert formats.said(parse(row, "dpo").prompt) == formats.said(prompt)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,9 @@ def test_a_template_that_changes_words_is_refused(stage, template):
     if template is STRIPS or unread or unlearned:
         assert isinstance(found, Example), found
     else:
-        assert isinstance(found, RowError) and (found.kind, found.field[:9]) == ("template", "messages["), found
+        assert isinstance(found, RowError) and (found.kind, found.field[:9]) == ("template", "messages["), (
+            found
+        )
         assert "changes the words" in found.found
 
 
@@ -704,7 +706,10 @@ def test_an_array_without_end_is_not_decoded_again_and_again(tmp_path, monkeypat
 def test_repeated_rows_pack_well_and_are_read(tmp_path):
     row = {"prompt": "a " * 400, "completion": "b"}
     content = (json.dumps(row).encode() + b"\n") * 32_000
-    for name, unpacked in (("a.jsonl.gz", content), ("a.json.gz", b"[" + content[:-1].replace(b"\n", b",") + b"]")):
+    for name, unpacked in (
+        ("a.jsonl.gz", content),
+        ("a.json.gz", b"[" + content[:-1].replace(b"\n", b",") + b"]"),
+    ):
         packed = gzip.compress(unpacked, 9)
         assert len(unpacked) > 200 * len(packed) and len(unpacked) > 24 << 20
         (tmp_path / name).write_bytes(packed)
@@ -722,7 +727,9 @@ def test_a_gzip_stream_without_rows_is_not_read_to_its_end(tmp_path, monkeypatch
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(good + content * ((64 << 20) // len(content))))
     unpacked = []
     monkeypatch.setattr(
-        gzip.GzipFile, "read1", lambda self, size, was=gzip.GzipFile.read1: unpacked.append(was(self, size)) or unpacked[-1]
+        gzip.GzipFile,
+        "read1",
+        lambda self, size, was=gzip.GzipFile.read1: unpacked.append(was(self, size)) or unpacked[-1],
     )
     found = read(tmp_path / "a.jsonl.gz")
     errors = [error for _, error in found if isinstance(error, RowError)]

@@ -77,7 +77,9 @@ def test_what_comes_after_training_does_as_training_did(said, stage, policies, b
 def test_the_report_says_whether_text_rows_are_chats(tmp_path, embedded_ray):
     path = write(tmp_path / "rows.jsonl", [ROW, {**ROW, "prompt": "And this?"}])
     said = prepared(tmp_path, train=path).report.render()
-    assert "template    no chat template is applied to 2 rows of plain text (model.chat_template=plain " in said
+    assert (
+        "template    no chat template is applied to 2 rows of plain text (model.chat_template=plain " in said
+    )
     report = prepared(tmp_path, train=path, apply_chat_template=True).report
     assert "template    the chat template is applied to 2 rows of plain text" in report.render()
     assert json.loads(json.dumps(report.to_dict()))["splits"]["train"]["text_rows"] == 2

@@ -35,6 +35,7 @@ class Example:
     prompt_tokens: int
     reply_tokens: int
     truncated: bool = False
+    ended: bool = True  # whether an end token is among the trained ones
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,25 @@ class Encoder:
         """The special tokens in the text of a row."""
         texts = contents(record.prompt, *(reply for pair in record.pairs for reply in pair))
         return list(dict.fromkeys(name for text in texts for name in self.control.found(text)))
+
+    def unlearned_end(self) -> tuple[str, str] | None:
+        """What the chat template ends a completion with and what generation stops on, where it does not stop on the first."""
+        asked, reply = (
+            {"role": "user", "content": "Who is there?"},
+            {"role": "assistant", "content": "Hello."},
+        )
+        try:
+            whole = self.render([asked, reply], False)
+        except RowError:
+            return None
+        ids = self._ids([(whole, None)])[0]
+        if len(self._ended(ids)) <= len(ids):
+            return None
+        names = self.tokenizer.convert_ids_to_tokens(sorted(self.ends))
+        stops = ", ".join(
+            f"{name} (id {index})" for index, name in zip(sorted(self.ends), names, strict=True)
+        )
+        return whole[whole.rfind(reply["content"]) + len(reply["content"]) :], stops
 
     def _huge(self, record: Record) -> Outcome | None:
         """What becomes of a row that is too long beyond doubt; to tokenise it would take a second for each megabyte."""
@@ -247,9 +267,9 @@ class Encoder:
             return Dropped("too_long") if length > self.max_length else no_reply()
         labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
         replies = sum(trained)
-        return Example(
-            {"input_ids": ids, "labels": labels}, len(ids) - replies, replies, length > self.max_length
-        )
+        ended = not self.ends.isdisjoint(labels)
+        columns = {"input_ids": ids, "labels": labels}
+        return Example(columns, len(ids) - replies, replies, length > self.max_length, ended)
 
     def _pairs(self, records: Sequence[Record]) -> list[list[Outcome]]:
         results: list[list[Outcome]] = []
@@ -325,7 +345,8 @@ class Encoder:
             if replies[0] == replies[1]:
                 return Dropped("equal_after_truncation")
         columns = {"prompt_ids": prompt, "chosen_ids": replies[0], "rejected_ids": replies[1]}
-        return Example(columns, len(prompt), len(replies[0]), length > room)
+        ended = replies[0][-1] in self.ends
+        return Example(columns, len(prompt), len(replies[0]), length > room, ended)
 
     def _faulty(self, replies: Sequence[list[int]]) -> RowError | None:
         """What is wrong with the completions of one prompt, as tokens: one is empty, or both are equal."""

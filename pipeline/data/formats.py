@@ -101,16 +101,32 @@ class Record:
             return self.prompt
         return json.dumps([[m["role"], m["content"]] for m in self.prompt], ensure_ascii=False)
 
+    def asked(self) -> str:
+        """The same for a prompt of text and for the one message of the same content."""
+        if isinstance(self.prompt, str):
+            return self.prompt.strip()
+        return self.prompt[0]["content"].strip() if len(self.prompt) == 1 else self.prompt_key()
+
     def digests(self) -> bytes:
         """8 bytes of the prompt and 8 of prompt and completions: the same for a text and for messages of the same content."""
-        asked = self.prompt if isinstance(self.prompt, str) else self.prompt[0]["content"]
-        alone = isinstance(self.prompt, str) or len(self.prompt) == 1
-        prompt = asked.strip() if alone else self.prompt_key()
+        prompt = self.asked()
         replies = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
-        whole = hashlib.blake2b(f"{prompt}\0{replies}".encode("utf-8", "surrogatepass"), digest_size=8)
-        return (
-            hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest() + whole.digest()
-        )
+        return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{replies}").to_bytes(8)
+
+    def preferences(self) -> list[int]:
+        """A number for each pair of completions: the same but for its lowest bit where another row prefers the other one."""
+        found = []
+        for pair in self.pairs:
+            if len(pair) == 2:
+                sides = [plain(side) for side in pair]
+                both = json.dumps([self.asked(), *sorted(sides)], ensure_ascii=False)
+                found.append(digest(both) & ~1 | (sides[0] < sides[1]))
+        return found
+
+
+def digest(text: str) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 def shape_of(row: dict[str, Any], stage: str) -> str | None:
@@ -159,7 +175,9 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
         turns = messages(row[shape], shape, system=row.get("system"))
         ends_on(turns, "assistant", shape)
         check_prompt(turns[:-1], shape)
-        return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[shape], turns, shape))
+        return Record(
+            turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[shape], turns, shape)
+        )
     if shape == "instruction+output":
         prompt: Text = instruction(row)
         return Record(prompt, [(reply(row["output"], "output", prompt),)])

@@ -281,7 +281,7 @@ def rows(chunk: Chunk, digest: "hashlib._Hash") -> Iterator[Row]:
             yield from elements(raw, digest)
             return
         unpacked = Gunzip(raw)
-        stream = io.BufferedReader(unpacked)
+        stream: Any = io.BufferedReader(unpacked)
         array = peek_array(stream)
         for row in elements(stream, digest) if array else lines(stream_lines(stream, digest)):
             unpacked.barren = 0

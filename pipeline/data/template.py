@@ -79,9 +79,7 @@ class ChatTemplate:
         if role in ("user", "assistant"):  # what tools say may be written in another form
             raise distorted(len(turns) - 1, content)
 
-    def spans(
-        self, turns: Turns, first: int, untrained: Collection[int] = ()
-    ) -> tuple[str, list[Span]]:
+    def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
         """The rendered conversation, and where the assistant turns from message `first` on that are trained stand in it."""
         whole = self.render(turns, False)  # refuses what the template refuses
         replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]

@@ -145,9 +145,7 @@ def _given(
     ends = eos_ids(worker.tokenizer, shared.base.generation_config)
     special = worker.job.data.special_tokens
     apply = text_as_chat(worker.tokenizer, worker.job.data.apply_chat_template)
-    encoder = Encoder(
-        worker.tokenizer, "score", room, "truncate", apply, ends, special
-    )
+    encoder = Encoder(worker.tokenizer, "score", room, "truncate", apply, ends, special)
     places, texts = [], []
     for place, row in enumerate(rows):
         if not row["row"].get("completion"):
