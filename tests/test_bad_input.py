@@ -133,7 +133,7 @@ ROWS = [
     case("eval file empty", "sft", r"data\.eval: nothing to read \(1 empty file\)", r"evals\.jsonl.*no rows", key="data.eval", file="evals.jsonl", rows=b""),
     case("eval row wrong", "sft", r"data\.eval: 1 of 2 rows cannot be used", r"evals\.jsonl:2: `completion`: found null",
          key="data.eval", file="evals.jsonl", rows=[GOOD, {**GOOD, "completion": None}]),
-    case("held-out pairs wrong", "evaluate", r"data\.pairs: 1 of 1 rows cannot be used", r"rows\.jsonl:1: `chosen`: found null", key="data.pairs",
+    case("held-out pairs wrong", "evaluate", r"data\.pairs: 1 of 1 row cannot be used", r"rows\.jsonl:1: `chosen`: found null", key="data.pairs",
          rows=[{**PAIR, "chosen": None}], overrides=["reward={judging}"]),
     case("held-out pairs missing", "evaluate", r"data\.pairs: there is no file '/nowhere/pairs\.jsonl'; expected a path",
          overrides=["data.pairs=/nowhere/pairs.jsonl", "reward={judging}"]),
@@ -462,7 +462,7 @@ def command(*given: str) -> tuple[int, str]:
     [
         (["trainer.learning_rat=1"], r"error: command line: trainer\.learning_rat: unknown key; did you mean trainer\.learning_rate\?"),
         (["scaling.num_workers=500", "data.batch_size=null"], r"error: scaling\.num_workers: 500 workers with 1 CPU each, but this machine has"),
-        (["data.train={rows}"], r"error: data\.train: 1 of 1 rows cannot be used \(1 null\):\n.*rows\.jsonl:1: `completion`: found null"),
+        (["data.train={rows}"], r"error: data\.train: 1 of 1 row cannot be used \(1 null\):\n.*rows\.jsonl:1: `completion`: found null"),
     ],
     ids=["key", "workers", "rows"],
 )  # fmt: skip
