@@ -291,6 +291,7 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
     """The base, its tokenizer, and inputs that fit to it: what there is to say before any row is read."""
     from pipeline.models.base import base_identity
     from pipeline.models.fit import check_base, check_lora
+    from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
     check_sampler(job)
@@ -310,6 +311,9 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
     ):
         template = saved  # the one that it was trained with
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
+    if learned and model.chat_template is None:  # text prompts become what they were in training
+        trained = lineage.read(learned, "policy")
+        tokenizer.text_as_chat = bool(trained.get("text_as_chat", not is_plain(tokenizer)))
     return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id="", inputs=inputs)
 
 

@@ -331,9 +331,12 @@ class Worker(Host):
         return outcome
 
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:
+        from pipeline.models.template import text_as_chat
+
         work = self.work
         # The judge taught nothing.
         parents = {name: source for name, source in work.inputs.items() if name != "judge"}
+        facts = {**facts, "text_as_chat": text_as_chat(self.tokenizer, self.job.data.apply_chat_template)}
         return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
     def close(self, patience: float | None = None) -> None:

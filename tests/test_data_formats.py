@@ -39,7 +39,7 @@ def tokenizer(template: str | None = None, bos: bool = True):
             single="<s> $A", special_tokens=[("<s>", tok.bos_token_id)]
         )
     tok.chat_template = PLAIN.read_text() if template is None else template
-    tok.own_chat_template = template is not None
+    tok.text_as_chat = template is not None
     return tok
 
 
@@ -128,6 +128,60 @@ def test_system_turns_and_answers_by_index():
     assert record.pairs == [("a", "c"), ("b", "d")]
 
 
+SYSTEM = {"role": "system", "content": "s"}
+ASIDE = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "so"}]
+REPEATED = [
+    ("hi", [USER], [USER]),
+    (" hi\n", [USER], [USER]),
+    ([USER], [USER], [USER]),
+    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # the last question of several
+    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # the first one
+    ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # adds instructions
+    ([USER], [SYSTEM, USER], [SYSTEM, USER]),
+    ("\n\nHuman: hi\n\nAssistant:", [USER], [USER]),
+    ("ho", [USER], None),
+    ([{"role": "user", "content": "ho"}], [USER], None),
+    ([{"role": "system", "content": "t"}, USER], [SYSTEM, USER], None),
+    ("so", [*ASIDE, USER], None),  # what the assistant said
+]
+
+
+@pytest.mark.parametrize(("given", "repeated", "prompt"), REPEATED)
+@pytest.mark.parametrize("key", ["prompt", "messages"])
+def test_a_prompt_that_both_sides_repeat(given, repeated, prompt, key):
+    if key == "messages" and isinstance(given, str):
+        given = [{"role": "user", "content": given.removeprefix("\n\nHuman:").removesuffix("\n\nAssistant:")}]
+        if prompt == [*ASIDE, USER] and given[0]["content"] == "before":
+            prompt = None  # a list of messages is the whole prompt, or its end
+    row = {key: given, "chosen": [*repeated, BOT], "rejected": [*repeated, NO]}
+    if prompt is None:
+        with pytest.raises(RowError) as caught:
+            parse(row, "dpo")
+        assert (caught.value.kind, caught.value.field) == ("prompts_differ", key)
+    else:
+        assert formats.said(parse(row, "dpo").prompt) == formats.said(prompt)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "completion": "yo"},
+        {"prompt": "\n\nHuman: hi\n\nAssistant:", "completion": "yo"},
+        {"instruction": "hi", "output": "yo"},
+        {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+        {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"]},
+        {"chosen": [USER, BOT], "rejected": [USER, NO]},
+        {"chosen": "hi yo", "rejected": "hi no"},
+        {"prompt": "hi"},
+    ],
+)
+def test_the_system_prompt_of_a_row_is_part_of_it(row):
+    stage = "sft" if {"completion", "output"} & row.keys() else "rm" if len(row) > 1 else "ppo"
+    record = parse({**row, "system": "s"}, stage)
+    assert record.prompt == [SYSTEM, USER]
+    assert all(reply[0]["content"] in ("yo", "no") for pair in record.pairs for reply in pair)
+
+
 def test_prompts_carry_their_further_columns():
     record = parse({"prompt": "what?", "gold": 4}, "ppo")
     assert json.loads(record.row) == {"prompt": "what?", "gold": 4}
@@ -181,7 +235,9 @@ ERRORS = [
     ("score", {"prompt": "a", "completion": "b", "x": nested(65)}, "nested", ("x" + 64 * "[0]")[:80]),
     ("evaluate", {"prompt": "a", "completion": 5}, "wrong_type", "completion"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")}, "not_finite", "margin"),
-    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1e39}, "not_finite", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e38}, "margin", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 101}, "margin", "margin"),
+    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -0.5}, "margin", "margin"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, "wrong_type", "margin"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": " b "}, "equal_pair", "chosen"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": ""}, "empty_reply", "rejected"),
@@ -209,6 +265,13 @@ ERRORS = [
     ("rm", {"prompt": "a", "pos_answers": "b", "neg_answers": "c"}, "wrong_type", "pos_answers"),
     ("ppo", {"prompt": [USER, BOT]}, "wrong_role", "prompt"),
     ("ppo", {"question": "x"}, "missing_field", "prompt"),
+    ("sft", {"messages": [USER, {**BOT, "weight": 0.5}]}, "weight", "messages[1].weight"),
+    ("sft", {"messages": [USER, {**BOT, "train": "no"}]}, "weight", "messages[1].train"),
+    ("sft", {"messages": [{**USER, "weight": 1}, BOT]}, "weight", "messages[0].weight"),
+    ("sft", {"messages": [USER, {**BOT, "weight": 0}]}, "weight", "messages"),
+    ("sft", {"prompt": [USER], "completion": [{**BOT, "weight": 0}]}, "weight", "completion"),
+    ("sft", {"prompt": "a", "completion": "b", "label": False}, "label", "label"),
+    ("sft", {"messages": [USER, BOT], "label": False}, "label", "label"),
 ]
 
 
@@ -218,6 +281,14 @@ def test_row_errors(stage, row, kind, field):
         parse(row, stage)
     assert (caught.value.kind, caught.value.field) == (kind, field)
     assert caught.value.found and caught.value.expected
+
+
+@pytest.mark.parametrize("margin", [0, 1 / 3, 3, 100])
+def test_margins_that_a_reward_model_can_learn(margin):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
+    assert parse(row, "rm").margin == margin
+    with pytest.raises(RowError, match="swap `chosen` and `rejected`"):
+        parse({**row, "margin": -3}, "rm")
 
 
 def test_a_misspelt_field_names_the_near_one_and_the_shapes():
@@ -268,6 +339,76 @@ def test_a_template_that_rewrites_earlier_turns():
     shifting = "{{ messages | length }}" + CHATML
     _, (error,) = encoded("sft", CONVERSATION, template=shifting)
     assert isinstance(error, RowError) and error.kind == "template"
+
+
+REASONED = {
+    "messages": [
+        USER,
+        {"role": "assistant", "content": "<think>\none\n</think>\n\nyo"},
+        {"role": "user", "content": "yo and?"},
+        {"role": "assistant", "content": "<think>\ntwo\n</think>\n\nbye"},
+    ]
+}
+LAST = {  # what is trained of the last reply, without and with thoughts
+    "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
+    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # the prompt ends on <think>
+    "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+@pytest.mark.parametrize("row", [CONVERSATION, REASONED], ids=["plain", "reasoned"])
+def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
+    """The real ones of Qwen3, on several turns: each reply is trained as it is written, and nothing beside it."""
+    import trl
+
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    tok = tokenizer(template)
+    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
+    tok, (example,) = encoded("sft", row, template=template, ends=ends)
+    assert isinstance(example, Example), example
+    kept = name == "qwen3_instruct_2507" and row is REASONED
+    first = "<think>\none\n</think>\n\nyo" if kept else "yo"
+    assert trained(tok, example) == [f"{first}<|im_end|>", f"{LAST[name][row is REASONED]}<|im_end|>"]
+    pair = {"prompt": row["messages"][:3], "chosen": row["messages"][3:], "rejected": "no"}
+    if row is CONVERSATION:
+        tok, (example,) = encoded("dpo", pair, template=template, ends=ends)
+        assert tok.decode(example.columns["chosen_ids"]) == f"{LAST[name][0]}<|im_end|>"
+
+
+def test_a_template_that_asks_in_another_way_than_it_writes():
+    """DeepSeek R1's: the prompt ends on <think>, the reply is written without it."""
+    asks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    for stage, row in (("sft", CONVERSATION), ("dpo", {"prompt": [USER], "chosen": "a", "rejected": "b"})):
+        _, (error,) = encoded(stage, row, template=asks)
+        assert isinstance(error, RowError) and error.kind == "template" and "<think>" in error.found
+
+
+WEIGHED = [
+    {"weight": 0},
+    {"weight": 0.0},
+    {"train": False},
+]
+
+
+@pytest.mark.parametrize("mark", WEIGHED)
+@pytest.mark.parametrize("template", [None, CHATML], ids=["generation", "chatml"])
+def test_turns_that_are_not_to_be_trained(mark, template):
+    first, question, last = CONVERSATION["messages"][1:]
+    turns = [{**USER, "weight": None}, {**first, **mark}, question, {**last, "weight": 1}]
+    tok = tokenizer(template)
+    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
+    tok, (example,) = encoded("sft", {"messages": turns}, template=template, ends=ends)
+    assert trained(tok, example) == [" bye</s>" if template is None else "bye<|im_end|>"]
+    for system in ({}, {"system": "s"}):  # a system turn of the row shifts the others
+        turns = [USER, first, question, {**last, **mark}]
+        tok, (example,) = encoded("sft", {"messages": turns, **system}, template=template, ends=ends)
+        assert trained(tok, example) == [" yo</s>" if template is None else "yo<|im_end|>"]
+    tok, (example,) = encoded("sft", {"messages": turns}, template=CHATML)
+    assert "</s>" not in "".join(trained(tok, example)), "the end that is added to an untrained reply"
+    rows = {"prompt": [USER], "completion": [{**first, **mark}, question, last]}
+    tok, (example,) = encoded("sft", rows, template=template, ends=ends)
+    assert trained(tok, example) == [" bye</s>" if template is None else "bye<|im_end|>"]
 
 
 def test_a_template_that_refuses_a_row():
@@ -354,10 +495,44 @@ def test_a_template_that_leaves_a_turn_out_is_refused(stage, template):
 
 @pytest.mark.parametrize("stage", ["rm", "dpo", "pairs", "score"])
 def test_a_pair_of_equal_tokens_is_refused(stage):
+    from tokenizers import normalizers
+
+    made = encoder(stage)
+    made.backend.normalizer = normalizers.Lowercase()
     row = {"prompt": [USER], "chosen": "Yo", "rejected": "yO"}
-    _, (found,) = encoded(stage, row, template=LOWERS)
+    ((found,),) = made.encode([parse(row, stage)])
     assert isinstance(found, RowError) and (found.kind, found.field) == ("equal_pair", "chosen")
-    assert isinstance(encoded(stage, {**row, "rejected": "yo!"}, template=LOWERS)[1][0], Example)
+    ((found,),) = made.encode([parse({**row, "rejected": "yo!"}, stage)])
+    assert isinstance(found, Example)
+
+
+CUTS = HEAD + "{{ m.content[:20] if m.role == 'assistant' else m.content }}" + TAIL
+CUTS_EARLIER = HEAD + "{{ m.content if loop.last or m.role == 'user' else m.content[:20] }}" + TAIL
+CUTS_QUESTIONS = HEAD + "{{ m.content[:20] if m.role == 'user' else m.content }}" + TAIL
+BLOCKS = HEAD + "{% generation %}{{ m.content[:20] }}{% endgeneration %}" + TAIL
+STRIPS = HEAD + "{{ m.content.split() | join(' ') }}" + TAIL
+LONG = {"role": "assistant", "content": "Yes, but  not before\n the evening of the day after."}
+ASKED = {"role": "user", "content": "Could you say that again, at greater length?"}
+
+
+@pytest.mark.parametrize("template", [CUTS, LOWERS, CUTS_EARLIER, CUTS_QUESTIONS, BLOCKS, STRIPS])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
+def test_a_template_that_changes_words_is_refused(stage, template):
+    other = {**LONG, "content": LONG["content"] + " No."}
+    turns = [USER, LONG, ASKED] if template is CUTS_EARLIER else [ASKED]
+    row = {"sft": {"messages": [*turns, LONG]}, "ppo": {"prompt": turns}}.get(
+        stage, {"prompt": turns, "chosen": [LONG], "rejected": [other]}
+    )
+    _, (found,) = encoded(stage, row, template=template)
+    unread = stage == "ppo" and template is CUTS  # an assistant's turn there is none
+    unlearned = stage != "sft" and template is CUTS_EARLIER
+    if template is STRIPS or unread or unlearned:
+        assert isinstance(found, Example), found
+    else:
+        assert isinstance(found, RowError) and (found.kind, found.field[:9]) == ("template", "messages["), (
+            found
+        )
+        assert "changes the words" in found.found
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "score", "ppo"])
@@ -528,25 +703,39 @@ def test_an_array_without_end_is_not_decoded_again_and_again(tmp_path, monkeypat
     assert error.kind == "not_json" and sum(calls) < 5 << 20, "each block decodes all that was read before it"
 
 
-@pytest.mark.parametrize(
-    "content", [b"\n", b" ", b"\0", b'{"prompt": "a", "completion": "b"}\n', b"[" + b" " * 99]
-)
-def test_a_gzip_bomb_is_refused_before_its_rows_are_read(tmp_path, content):
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content * ((24 << 20) // len(content)), 9))
-    ((line, error),) = read(tmp_path / "a.jsonl.gz")
-    assert (line, error.kind) == (1, "truncated_gzip")
-    assert "unpacks to more than 100 times its size" in str(error)
+def test_repeated_rows_pack_well_and_are_read(tmp_path):
+    row = {"prompt": "a " * 400, "completion": "b"}
+    content = (json.dumps(row).encode() + b"\n") * 32_000
+    for name, unpacked in (
+        ("a.jsonl.gz", content),
+        ("a.json.gz", b"[" + content[:-1].replace(b"\n", b",") + b"]"),
+    ):
+        packed = gzip.compress(unpacked, 9)
+        assert len(unpacked) > 200 * len(packed) and len(unpacked) > 24 << 20
+        (tmp_path / name).write_bytes(packed)
+        found = read(tmp_path / name)
+        assert len(found) == 32_000 and found[-1] == (32_000, row)
 
 
-def test_a_bomb_behind_good_rows_is_refused_where_it_begins_to_be_one(tmp_path, monkeypatch):
-    import random
-
-    monkeypatch.setattr(source, "BOMB_BYTES", 1 << 16)
-    rows = [json.dumps({"a": random.Random(i).random()}) for i in range(5000)]
-    data = gzip.compress("\n".join(rows).encode() + b"\n" + b" " * (64 << 20))
-    (tmp_path / "a.jsonl.gz").write_bytes(data)
+@pytest.mark.parametrize("content", [b"\n", b" ", b" \n", b"\0", b"[" + b" " * 99, b'{"a": "' + b"b" * 99])
+def test_a_gzip_stream_without_rows_is_not_read_to_its_end(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(source, "ROW", 1 << 18)
+    monkeypatch.setattr(source, "BARREN", 1 << 19)
+    monkeypatch.setattr(source, "BLOCK", 1 << 14)
+    rows = [json.dumps({"a": i}) for i in range(5000)]
+    good = ("[" + ",".join(rows) if content[:1] == b"[" else "\n".join(rows) + "\n").encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(good + content * ((64 << 20) // len(content))))
+    unpacked = []
+    monkeypatch.setattr(
+        gzip.GzipFile,
+        "read1",
+        lambda self, size, was=gzip.GzipFile.read1: unpacked.append(was(self, size)) or unpacked[-1],
+    )
     found = read(tmp_path / "a.jsonl.gz")
-    assert len(found) == 5001 and "unpacks to more than 100 times" in str(found[-1][1])
+    errors = [error for _, error in found if isinstance(error, RowError)]
+    assert len(found) - len(errors) == 5000 and 1 <= len(errors) <= 2, found[-3:]
+    assert errors[-1].kind in ("truncated_gzip", "too_large", "not_json", "nested")
+    assert sum(map(len, unpacked)) < 2 << 20
 
 
 def test_pipes_devices_and_folders_that_lead_back(tmp_path):

@@ -290,14 +290,14 @@ def test_the_report_names_the_rows(tmp_path, embedded_ray):
     made = make(tmp_path, train=path)
     said = made.report.render()
     assert (
-        "2 rows with special tokens in their text, which are read as text (data.special_tokens=control "
-        in said
-    )
-    assert f"</s> in 2, <s> in 1; first: {path}:6" in said
+        "2 rows contain special tokens in their text (</s> in 2, <s> in 1); they are encoded as ordinary text "
+        f"(data.special_tokens=control encodes them as control tokens); first: {path}:6"
+    ) in said
     ends = [row["input_ids"].count(tokenizer().eos_token_id) for row in rows_of(made.train)]
     assert ends == [1] * 7
     other = make(tmp_path, train=path, special_tokens="control")
-    assert not other.report.reused and "read as control (data.special_tokens=text " in other.report.render()
+    assert not other.report.reused
+    assert "they are encoded as control tokens (data.special_tokens=text encodes" in other.report.render()
     assert [row["input_ids"].count(tokenizer().eos_token_id) for row in rows_of(other.train)] == [1] * 5 + [
         2,
         1,

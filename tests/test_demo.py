@@ -144,8 +144,8 @@ def test_pretraining_is_seeded():
 def test_tokenizer_is_llama_3s_in_small():
     tokenizer = load_tokenizer(str(MODEL))
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|begin_of_text|>", "<|eot_id|>")
-    assert tokenizer.pad_token == "<|finetune_right_pad_id|>" and tokenizer.own_chat_template
-    assert tokenizer.convert_ids_to_tokens(eos_ids(tokenizer)) == ["<|eot_id|>"]
+    assert tokenizer.pad_token == "<|finetune_right_pad_id|>" and tokenizer.text_as_chat
+    assert tokenizer.convert_ids_to_tokens(eos_ids(tokenizer)) == ["<|end_of_text|>", "<|eot_id|>"]
     for text in ("The capital of Iceland is Reykjavik.", "naïve ÿ 日本 🦙\n\n  tabs\tand  spaces 12345"):
         ids = tokenizer(text).input_ids
         assert ids[0] == tokenizer.bos_token_id and tokenizer.decode(ids[1:]) == text

@@ -168,7 +168,7 @@ def test_plain_template(tmp_path):
     special = ["<s>", "</s>", "<pad>"]
     roles = {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>"}
     tokenizer = load_tokenizer(make_folder(tmp_path, special, begin="<s>", **roles))
-    assert tokenizer.own_chat_template is False
+    assert tokenizer.text_as_chat is False
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert text == "<s>Be brief.\n\nHuman: Hi?\n\nAssistant: Hello.</s>"
     asked = tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
@@ -189,9 +189,9 @@ def test_template_choice(tmp_path):
     roles = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     folder = make_folder(tmp_path, QWEN, template=CHATML, **roles)
     own = load_tokenizer(folder)
-    assert own.own_chat_template is True and own.chat_template == CHATML
+    assert own.text_as_chat is True and own.chat_template == CHATML
     plain = load_tokenizer(folder, chat_template="plain")
-    assert plain.own_chat_template is True and "Human" in plain.chat_template
+    assert plain.text_as_chat is True and "Human" in plain.chat_template
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0].content }}!")
     mine = load_tokenizer(folder, chat_template=str(file))
@@ -217,7 +217,7 @@ def test_digests_and_pickling(tmp_path):
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert (
         tokenizer_digest(copy) == digest
-        and copy.own_chat_template is False
+        and copy.text_as_chat is False
         and copy.pad_token == tokenizer.pad_token
     )
     other = load_tokenizer(make_folder(tmp_path / "b", [*LLAMA_31, "<more>"], eos_token="<|eot_id|>"))
@@ -228,7 +228,7 @@ def test_stories260k():
     if not SHARED.exists():
         pytest.skip("third-party test data is absent")
     tokenizer = load_tokenizer(str(SHARED / "models" / "stories260K"))
-    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.own_chat_template) == ("<unk>", "</s>", False)
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.text_as_chat) == ("<unk>", "</s>", False)
     assert (
         tokenizer.apply_chat_template(CHAT[1:], tokenize=False)
         == "<s>\n\nHuman: Hi?\n\nAssistant: Hello.</s>"

@@ -51,7 +51,9 @@ class Data:
     max_length: int | None = None  # tokens; None: the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
     too_long: Literal["error", "drop", "truncate"] = "error"
-    apply_chat_template: bool | None = None  # text rows; None: only if the tokenizer has its own template
+    apply_chat_template: bool | None = (
+        None  # to text rows; None: unless the template is only the fallback "plain"
+    )
     special_tokens: Literal["text", "control"] = (
         "text"  # what "<|eot_id|>" in the text of a row is: its characters, or the token
     )

@@ -39,7 +39,7 @@ def _check_unused(tree: Tree, job: Job) -> None:
 # ---------------------------------------------------------------- combinations
 def _check_model(tree: Tree, job: Job) -> None:
     template = job.model.chat_template
-    if template not in (None, "plain") and not Path(str(template)).is_file():
+    if template not in (None, "plain") and not Path(str(template)).expanduser().is_file():
         raise tree.error(
             "model.chat_template",
             f"found {show(template)}, expected an existing Jinja file, `plain`, or null",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.data.formats import Record, RowError, Text, shared_length
-from pipeline.data.template import ChatTemplate, Span, no_prompt, no_reply
+from pipeline.data.template import ChatTemplate, Span, holds, no_prompt, no_reply
 from pipeline.models.special import ControlTokens, Escaping
 
 # A text of more than CHARACTERS for each token of max_length, and SLACK more, is too long without being tokenised whole.
@@ -35,6 +35,7 @@ class Example:
     prompt_tokens: int
     reply_tokens: int
     truncated: bool = False
+    ended: bool = True  # whether an end token is among the trained ones
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,25 @@ class Encoder:
         """The special tokens in the text of a row."""
         texts = contents(record.prompt, *(reply for pair in record.pairs for reply in pair))
         return list(dict.fromkeys(name for text in texts for name in self.control.found(text)))
+
+    def unlearned_end(self) -> tuple[str, str] | None:
+        """What the chat template ends a completion with and what generation stops on, where it does not stop on the first."""
+        asked, reply = (
+            {"role": "user", "content": "Who is there?"},
+            {"role": "assistant", "content": "Hello."},
+        )
+        try:
+            whole = self.render([asked, reply], False)
+        except RowError:
+            return None
+        ids = self._ids([(whole, None)])[0]
+        if len(self._ended(ids)) <= len(ids):
+            return None
+        names = self.tokenizer.convert_ids_to_tokens(sorted(self.ends))
+        stops = ", ".join(
+            f"{name} (id {index})" for index, name in zip(sorted(self.ends), names, strict=True)
+        )
+        return whole[whole.rfind(reply["content"]) + len(reply["content"]) :], stops
 
     def _huge(self, record: Record) -> Outcome | None:
         """What becomes of a row that is too long beyond doubt; to tokenise it would take a second for each megabyte."""
@@ -179,7 +199,7 @@ class Encoder:
     # ---- the stages --------------------------------------------------------------------------------------------
 
     def _demonstrations(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        rendered: list[tuple[Rendered, list[Span]] | RowError] = []
+        rendered: list[tuple[Rendered, list[Span], bool] | RowError] = []
         for record in records:
             try:
                 rendered.append(self._demonstration(record))
@@ -188,23 +208,23 @@ class Encoder:
         texts = [item[0] for item in rendered if not isinstance(item, RowError)]
         encodings = iter(self._encodings(texts, self.backend.encode_batch))
         return [
-            [item if isinstance(item, RowError) else self._labelled(next(encodings), item[0][0], item[1])]
+            [item if isinstance(item, RowError) else self._labelled(next(encodings), item[0][0], *item[1:])]
             for item in rendered
         ]
 
-    def _demonstration(self, record: Record) -> tuple[Rendered, list[Span]]:
+    def _demonstration(self, record: Record) -> tuple[Rendered, list[Span], bool]:
+        """The text, the spans in it that are trained, and whether its last turn is one of them."""
         prompt, (reply,), escaping = self._turns(record, record.pairs[0])
         if isinstance(prompt, str):
             whole = prompt + str(reply)
-            return (whole, escaping), [(len(prompt), len(whole))]
+            return (whole, escaping), [(len(prompt), len(whole))], True
         turns = [*prompt, *reply]
-        whole, spans = self.chat.spans(turns, 0 if record.all_turns else len(prompt))
-        if prompt[-1]["content"].strip() not in whole:
-            self.chat.asking(prompt)  # refuses what the template leaves out
-        self.chat.check_written(turns, whole, spans[-1][0] if spans else 0)
-        return (whole, escaping), spans
+        whole, spans = self.chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)
+        if not holds(whole, prompt[-1]["content"].strip()):
+            self.chat.asking(prompt)  # refuses what the template leaves out or changes
+        return (whole, escaping), spans, len(turns) - 1 not in record.untrained
 
-    def _labelled(self, encoding: Any, whole: str, spans: list[Span]) -> Outcome:
+    def _labelled(self, encoding: Any, whole: str, spans: list[Span], ends: bool) -> Outcome:
         ids, offsets = encoding.ids, encoding.offsets
         starts, trained = [start for start, _ in offsets], [False] * len(ids)
         for begin, stop in spans:  # a token that spans the border of prompt and reply is not trained
@@ -213,7 +233,7 @@ class Encoder:
         self._mend_ends(ids, trained, whole, offsets)
         kept = len(self._ended(ids)) if ids and ids[-1] not in self.ends else len(ids)
         if kept > len(ids):
-            ids, trained = [*ids, self.eos], [*trained, True]
+            ids, trained = [*ids, self.eos], [*trained, ends]
         else:
             ids, trained = ids[:kept], trained[:kept]
         fixed = self._one_bos(ids)
@@ -247,9 +267,9 @@ class Encoder:
             return Dropped("too_long") if length > self.max_length else no_reply()
         labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
         replies = sum(trained)
-        return Example(
-            {"input_ids": ids, "labels": labels}, len(ids) - replies, replies, length > self.max_length
-        )
+        ended = not self.ends.isdisjoint(labels)
+        columns = {"input_ids": ids, "labels": labels}
+        return Example(columns, len(ids) - replies, replies, length > self.max_length, ended)
 
     def _pairs(self, records: Sequence[Record]) -> list[list[Outcome]]:
         results: list[list[Outcome]] = []
@@ -325,7 +345,8 @@ class Encoder:
             if replies[0] == replies[1]:
                 return Dropped("equal_after_truncation")
         columns = {"prompt_ids": prompt, "chosen_ids": replies[0], "rejected_ids": replies[1]}
-        return Example(columns, len(prompt), len(replies[0]), length > room)
+        ended = replies[0][-1] in self.ends
+        return Example(columns, len(prompt), len(replies[0]), length > room, ended)
 
     def _faulty(self, replies: Sequence[list[int]]) -> RowError | None:
         """What is wrong with the completions of one prompt, as tokens: one is empty, or both are equal."""

@@ -3,6 +3,7 @@
 Pure Python: no tokenizer, no Ray. What a row may look like, by stage:
 
     sft            prompt+completion | prompt+answer | messages | conversations | instruction[+input]+output
+                   (messages may say `weight: 0` or `train: false`: this assistant turn is not trained)
     rm, dpo        prompt+chosen+rejected | chosen+rejected | conversations+chosen+rejected
                    | prompt+pos_answers+neg_answers        (all with an optional `margin`)
     ppo, evaluate, generate
@@ -70,8 +71,11 @@ SHAPES = {
     "score": {**PREFERENCES, **DEMONSTRATIONS},
     "pairs": PREFERENCES,  # held-out ones, as `score` reads them
 }
+WEIGHTS = {"weight", "train"}  # of a message: whether it is trained
 OPTIONAL = {"input", "margin", "system"}
-LARGEST = 3.4028e38  # a margin: it is stored as a 32-bit float
+# Of a pair. TRL's RewardTrainer minimises -logsigmoid(score_chosen - score_rejected - margin): beyond some tens the gradient
+# no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
+LARGEST_MARGIN = 100.0
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
 
@@ -87,6 +91,7 @@ class Record:
     prompt: Text
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
     all_turns: bool = False  # train on the assistant turns inside `prompt` too
+    untrained: frozenset[int] = frozenset()  # but not on these, counted through prompt and reply
     margin: float | None = None
     row: str = ""  # JSON text: of a prompt and all further columns; of a row to be scored, as it is
 
@@ -96,16 +101,32 @@ class Record:
             return self.prompt
         return json.dumps([[m["role"], m["content"]] for m in self.prompt], ensure_ascii=False)
 
+    def asked(self) -> str:
+        """The same for a prompt of text and for the one message of the same content."""
+        if isinstance(self.prompt, str):
+            return self.prompt.strip()
+        return self.prompt[0]["content"].strip() if len(self.prompt) == 1 else self.prompt_key()
+
     def digests(self) -> bytes:
         """8 bytes of the prompt and 8 of prompt and completions: the same for a text and for messages of the same content."""
-        asked = self.prompt if isinstance(self.prompt, str) else self.prompt[0]["content"]
-        alone = isinstance(self.prompt, str) or len(self.prompt) == 1
-        prompt = asked.strip() if alone else self.prompt_key()
+        prompt = self.asked()
         replies = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
-        whole = hashlib.blake2b(f"{prompt}\0{replies}".encode("utf-8", "surrogatepass"), digest_size=8)
-        return (
-            hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest() + whole.digest()
-        )
+        return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{replies}").to_bytes(8)
+
+    def preferences(self) -> list[int]:
+        """A number for each pair of completions: the same but for its lowest bit where another row prefers the other one."""
+        found = []
+        for pair in self.pairs:
+            if len(pair) == 2:
+                sides = [plain(side) for side in pair]
+                both = json.dumps([self.asked(), *sorted(sides)], ensure_ascii=False)
+                found.append(digest(both) & ~1 | (sides[0] < sides[1]))
+        return found
+
+
+def digest(text: str) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 def shape_of(row: dict[str, Any], stage: str) -> str | None:
@@ -126,6 +147,13 @@ def parse(row: Any, stage: str) -> Record:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
     if stage == "sft":
+        if row.get("label") is False:  # trl.KTOTrainer's rows
+            raise RowError(
+                "label",
+                "label",
+                "false: a completion that is not to be imitated",
+                "good completions only; leave this row out, or make pairs (chosen, rejected) for rm or dpo of such rows",
+            )
         return demonstration(row, shape)
     if stage in ("rm", "dpo"):
         return preference(row, shape)
@@ -147,35 +175,74 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
         turns = messages(row[shape], shape, system=row.get("system"))
         ends_on(turns, "assistant", shape)
         check_prompt(turns[:-1], shape)
-        return Record(turns[:-1], [(turns[-1:],)], all_turns=True)
+        return Record(
+            turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[shape], turns, shape)
+        )
     if shape == "instruction+output":
         prompt: Text = instruction(row)
         return Record(prompt, [(reply(row["output"], "output", prompt),)])
-    prompt = prompt_text(row["prompt"])
+    prompt = prompt_text(row["prompt"], system=row.get("system"))
     key = shape.removeprefix("prompt+")
-    return Record(prompt, [(reply(row[key], key, prompt),)])
+    completion = reply(row[key], key, prompt)
+    ignored: frozenset[int] = frozenset()
+    if isinstance(row[key], list | dict):
+        items = row[key] if isinstance(row[key], list) else [row[key]]
+        turns = messages(items, key)
+        ignored = untrained(items, turns, key)
+        if ignored and isinstance(prompt, str):
+            raise RowError("wrong_type", key, "weights beside a prompt of text", "a prompt of messages")
+        ignored = frozenset(len(prompt) + index for index in ignored)
+    return Record(prompt, [(completion,)], untrained=ignored)
+
+
+def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
+    """The assistant turns that a row takes out of training: `weight: 0` (OpenAI's format) or `train: false`.
+
+    Raises:
+        RowError: for a weight in between, for a turn to be trained that is not the assistant's, and where none is left.
+    """
+    added = len(turns) - len(items)  # a system turn from a field of its own
+    found = set()
+    for index, item in enumerate(items):
+        role = turns[index + added]["role"]
+        for name in WEIGHTS & item.keys():
+            if item[name] is None:
+                continue
+            if item[name] not in (0, 1):
+                raise RowError(
+                    "weight", f"{key}[{index}].{name}", show(item[name]), "1 (train this turn) or 0 (do not)"
+                )
+            if item[name] and role != "assistant":
+                raise RowError(
+                    "weight",
+                    f"{key}[{index}].{name}",
+                    f"{show(item[name])} on a turn by `{role}`",
+                    "it on `assistant` turns only: no others are trained",
+                )
+            if not item[name]:
+                found.add(index + added)
+    replies = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
+    if found and replies <= found:
+        raise RowError("weight", key, "no assistant turn that is to be trained", "one without `weight: 0`")
+    return frozenset(found & replies)
 
 
 def preference(row: dict[str, Any], shape: str) -> Record:
-    margin = row.get("margin")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise RowError("wrong_type", "margin", show(margin), "a number")
-    if margin is not None and abs(margin) > LARGEST:
-        raise RowError("not_finite", "margin", show(margin), "a number that a 32-bit float can hold")
+    margin = margin_of(row)
+    key = shape.split("+")[0]
     if shape == "prompt+pos_answers+neg_answers":
         prompt, pairs = answers(row)
     elif shape == "chosen+rejected":
         prompt, one = split_transcripts(row["chosen"], row["rejected"])
+        prompt, one = with_system(prompt, one, row)
         pairs = [one]
+    elif any(is_whole(row[side]) for side in ("chosen", "rejected")):  # UltraFeedback: both sides repeat it
+        prompt, one = split_transcripts(row["chosen"], row["rejected"])
+        pairs = [one]
+        prompt = agreed(prompt, prompt_text(row[key], key, row.get("system")), key)
     else:
-        key = shape.split("+")[0]
-        whole = any(is_whole(row[side]) for side in ("chosen", "rejected"))
-        if whole:  # UltraFeedback style: both sides repeat the prompt
-            prompt, one = split_transcripts(row["chosen"], row["rejected"])
-            pairs = [one]
-        else:
-            prompt = prompt_text(row[key], key, row.get("system"))
-            pairs = [(reply(row["chosen"], "chosen", prompt), reply(row["rejected"], "rejected", prompt))]
+        prompt = prompt_text(row[key], key, row.get("system"))
+        pairs = [(reply(row["chosen"], "chosen", prompt), reply(row["rejected"], "rejected", prompt))]
     for index, (chosen, rejected) in enumerate(pairs):
         if plain(chosen) == plain(rejected):
             name = f"pos_answers[{index}]" if shape.endswith("neg_answers") else "chosen"
@@ -185,11 +252,59 @@ def preference(row: dict[str, Any], shape: str) -> Record:
                 f"the same text on both sides: {show(plain(chosen))}",
                 "two different replies",
             )
-    return Record(prompt, pairs, margin=None if margin is None else float(margin))
+    return Record(prompt, pairs, margin=margin)
+
+
+def agreed(repeated: Text, given: Text, key: str) -> Text:
+    """The prompt of a row that states it in a field of its own and again in `chosen` and `rejected`.
+
+    Of two that agree it is the longer one: a field often holds one question of a conversation, or adds system turns.
+    """
+    turns = [{"role": "user", "content": repeated}] if isinstance(repeated, str) else repeated
+    stated = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for one, other in ((turns, stated), (stated, turns)):
+        if said(one[-len(other) :]) == said(other):
+            return one
+    if isinstance(given, str) and said(stated)[0] in said(turns):  # the first question of several
+        return repeated
+    raise RowError(
+        "prompts_differ",
+        key,
+        f"{show(stated[-1]['content'])}, but `chosen` and `rejected` begin with {show(turns[-1]['content'])}",
+        f"the same prompt there as in `{key}`, or replies without a prompt",
+    )
+
+
+def said(turns: Turns) -> list[tuple[str, str]]:
+    return [(turn["role"], turn["content"].strip()) for turn in turns]
+
+
+def margin_of(row: dict[str, Any]) -> float | None:
+    """By how much the score of `chosen` should exceed that of `rejected`; None: the row does not say."""
+    margin = row.get("margin")
+    if margin is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise RowError("wrong_type", "margin", show(margin), "a number")
+    if margin < 0:
+        raise RowError(
+            "margin",
+            "margin",
+            f"{show(margin)}, which says that `rejected` is the better one",
+            f"a number from 0 to {LARGEST_MARGIN:g}; swap `chosen` and `rejected`",
+        )
+    if margin > LARGEST_MARGIN:
+        raise RowError(
+            "margin",
+            "margin",
+            show(margin),
+            f"a number from 0 to {LARGEST_MARGIN:g}, in units of the reward (usually at most 3)",
+        )
+    return float(margin)
 
 
 def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
-    prompt = prompt_text(row["prompt"])
+    prompt = prompt_text(row["prompt"], system=row.get("system"))
     sides = []
     for key in ("pos_answers", "neg_answers"):
         if not isinstance(row[key], list):
@@ -210,7 +325,8 @@ def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
 
 def prompt_row(row: dict[str, Any], shape: str) -> Record:
     if shape == "chosen+rejected":
-        prompt, _ = split_transcripts(row["chosen"], row["rejected"])
+        prompt, replies = split_transcripts(row["chosen"], row["rejected"])
+        prompt, _ = with_system(prompt, replies, row)
     elif shape == "instruction":
         prompt = instruction(row)
     else:
@@ -247,7 +363,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     if not found.strip():
         raise RowError("empty_prompt", key, show(found), "a text that is not empty")
     if not is_transcript(found):
-        return found
+        return found if not system else with_system(found, (), {"system": system})[0]
     turns = split_turns(found)
     if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
         turns.pop()  # the open "\n\nAssistant:" that asks for the reply; the template's generation prompt brings it
@@ -256,7 +372,22 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
             "wrong_role", key, "a transcript whose last turn is Assistant's", "one that ends on a Human turn"
         )
     check_prompt(turns, key)
-    return turns
+    return turns if not system else with_system(turns, (), {"system": system})[0]
+
+
+def with_system(
+    prompt: Text, replies: tuple[Text, ...], row: dict[str, Any]
+) -> tuple[Text, tuple[Text, ...]]:
+    """Prompt and replies of a row with its `system` prompt, if it has one: then they are messages."""
+    if not row.get("system"):
+        return prompt, replies
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": text(row["system"], "system")}, *turns]
+    return turns, tuple(
+        [{"role": "assistant", "content": one.removeprefix(" ")}] if isinstance(one, str) else one
+        for one in replies
+    )
 
 
 def reply(value: Any, key: str, prompt: Text) -> Text:

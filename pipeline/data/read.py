@@ -13,7 +13,7 @@ import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,14 +21,14 @@ from pipeline import storage
 from pipeline.data import report as reports
 from pipeline.data import source
 from pipeline.data.encode import Dropped, Encoder, Example
-from pipeline.data.formats import Record, RowError, parse, shape_of
+from pipeline.data.formats import Record, RowError, parse, shape_of, show
 from pipeline.data.parts import PartWriter
 from pipeline.data.report import Report, Split
 from pipeline.data.source import Chunk
 from pipeline.data.template import DATE
 from pipeline.errors import InputError
 
-VERSION = 2  # of the parts: raise it when the same rows would become other tokens
+VERSION = 3  # of the parts: raise it when the same rows would become other tokens
 BATCH = 256  # rows tokenised together
 BATCH_BYTES = 16 << 20  # of them, at most: a row may be a book
 HASHES = (
@@ -79,6 +79,9 @@ class Stats:
     row_digests: bytearray | None = field(
         default_factory=bytearray
     )  # 16 bytes for each row that is kept: of its prompt, and of all of it
+    preferences: bytearray | None = field(
+        default_factory=bytearray
+    )  # 16 bytes for each pair of completions: which one is preferred, and the number of its row
     margins: bool = False
 
     def split(self, name: str) -> Split:
@@ -112,6 +115,7 @@ def prepare(
         note_empty(stats, chunks)
         check(stats, chunks, options, data)
         manifest = {"key": key, **merge(stats, chunks, options)}
+        manifest["report"]["notes"] = notes(stats, tokenizer, options)
         storage.write_json(storage.join(folder, "manifest.json"), manifest)
     report = Report.from_dict(manifest["report"])
     sets = {name: load(folder, parts, manifest["columns"]) for name, parts in manifest["parts"].items()}
@@ -126,6 +130,7 @@ def prepare(
 
 
 def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool) -> Options:
+    from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 
     if data.max_length is not None and context_length is not None and data.max_length > context_length:
@@ -138,8 +143,6 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         raise InputError(
             "data.max_length: the model's configuration states no context; type data.max_length=1024"
         )
-    own = getattr(tokenizer, "own_chat_template", tokenizer.chat_template is not None)
-    apply = own if data.apply_chat_template is None else data.apply_chat_template
     if not 0 <= data.eval_fraction < 1:
         raise InputError(
             f"data.eval_fraction: {data.eval_fraction} is not a share; expected a number from 0 to below 1"
@@ -151,7 +154,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         max_length,
         data.too_long,
         data.on_error,
-        bool(apply),
+        text_as_chat(tokenizer, data.apply_chat_template),
         tuple(eos_ids(tokenizer)),
         data.eval_fraction,
         data.seed,
@@ -287,11 +290,11 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
                 f"{count} {reports.KINDS.get(kind, kind)}" for kind, count in dropped.most_common()
             )
             first = next((f"; first: {error}" for stat in mine for error in stat.errors), "")
-            advice = (
-                "; data.too_long=truncate or a larger data.max_length keeps long rows"
-                if "too_long" in dropped
-                else ""
-            )
+            advice = ""
+            if "too_long" in dropped:
+                advice = "; data.too_long=truncate or a larger data.max_length keeps long rows"
+                if options.too_long == "truncate":
+                    advice = f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
             raise InputError(
                 f"data.{name}: no row is left of {read} read ({why or 'the files are empty'}){first}{advice}"
             )
@@ -313,7 +316,11 @@ def complaint(name: str, stats: list[Stats], kinds: Counter, read: int) -> str:
     errors = first_errors(stats)
     counts = ", ".join(f"{count:,} {reports.KINDS.get(kind, kind)}" for kind, count in kinds.most_common())
     rows = kinds.total() - kinds["empty_file"]
-    what = f"{rows:,} of {read:,} rows cannot be used ({counts})" if rows else f"nothing to read ({counts})"
+    what = (
+        f"{rows:,} of {reports.counted(read, 'row')} cannot be used ({counts})"
+        if rows
+        else f"nothing to read ({counts})"
+    )
     lines = [f"data.{name}: {what}:"]
     lines += [f"  {error}" for error in errors]
     if kinds.total() > len(errors):
@@ -337,20 +344,27 @@ def first_errors(stats: list[Stats]) -> list[RowError]:
 
 def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str, Any]:
     """Manifest fields from the statistics of all chunks."""
-    report = Report(options.stage, options.max_length, special_tokens=options.special_tokens)
+    report = Report(
+        options.stage,
+        options.max_length,
+        text_as_chat=options.apply_template,
+        special_tokens=options.special_tokens,
+    )
     parts: dict[str, list[tuple[str, int]]] = {}
     for name in ("train", "eval"):
         mine = [stat for stat in stats if name in stat.splits]
         if not mine:
             continue
         split = Split(dropped=dict(sum((Counter(stat.splits[name].dropped) for stat in mine), Counter())))
-        for label in ("read", "kept", "truncated", "tokens"):
+        for label in ("read", "kept", "truncated", "tokens", "text_rows", "ended"):
             setattr(split, label, sum(getattr(stat.splits[name], label) for stat in mine))
         split.prompt_tokens, split.reply_tokens = (
             reports.percentiles(sum((stat.lengths[name][side] for stat in mine), Counter()))
             for side in (0, 1)
         )
         merge_special(split, [stat.splits[name] for stat in mine])
+        found = [(stat, chunk) for stat, chunk in zip(stats, chunks, strict=True) if chunk.split == name]
+        split.contradictions, split.contradictions_first = contradictions(found)
         report.splits[name] = split
         parts[name] = [stat.parts[name] for stat in mine if name in stat.parts]
     report.skipped = [str(error) for error in first_errors(stats)]
@@ -385,6 +399,63 @@ def merge_special(whole: Split, splits: list[Split]) -> None:
         sum((Counter(split.special_tokens) for split in splits), Counter()).most_common()
     )
     whole.special_first = next((split.special_first for split in splits if split.special_first), "")
+
+
+def contradictions(chunks: Sequence[tuple[Stats, Chunk]]) -> tuple[int, str]:
+    """How many pairs stand in both orders, and where the first one does; 0 too where there are too many to compare."""
+    import numpy as np
+
+    parts = [stat.preferences for stat, _ in chunks]
+    if None in parts or not 0 < sum(map(len, parts)) <= 16 * HASHES:  # type: ignore[arg-type]
+        return 0, ""
+    table = np.frombuffer(b"".join(parts), dtype=np.uint64).reshape(-1, 2)  # type: ignore[arg-type]
+    pairs, upper = table[:, 0] >> np.uint64(1), (table[:, 0] & np.uint64(1)).astype(bool)
+    both = np.intersect1d(pairs[upper], pairs[~upper])
+    if not len(both):
+        return 0, ""
+    first = int(np.isin(pairs, both).argmax())
+    other = int(((pairs == pairs[first]) & (upper != upper[first])).argmax())
+    ends = np.cumsum([len(part) // 16 for part in parts])  # type: ignore[arg-type]
+    names = []
+    for at in (first, other):
+        _, chunk = chunks[int(np.searchsorted(ends, at, side="right"))]
+        names.append(where(chunk, int(table[at, 1])))
+    return len(both), " and ".join(dict.fromkeys(names))
+
+
+def notes(stats: list[Stats], tokenizer: Any, options: Options) -> list[str]:
+    """What a user should know about the rows as a whole."""
+    found = []
+    if options.stage == "dpo" and any(stat.margins for stat in stats):
+        found.append("dpo does not use the column `margin`: only rm does")
+    rows = sum((Counter(r=s.read, t=s.text_rows) for stat in stats for s in stat.splits.values()), Counter())
+    chats = options.apply_template or rows["r"] > rows["t"]
+    if options.stage in ("rm", "score", "pairs") or not chats:
+        return found
+    if unlearned := encoder_of(tokenizer, options).unlearned_end():
+        end, stops = unlearned
+        added = (
+            f": {tokenizer.eos_token} is added, but only at the end of a row"
+            if options.stage in ("sft", "dpo")
+            else ""
+        )
+        found.append(
+            f"the chat template ends a completion with {show(end)}, generation stops on {stops}{added}; type "
+            "model.chat_template=plain, or make the template's end the eos_token in the base's tokenizer_config.json"
+        )
+    return found
+
+
+def encoder_of(tokenizer: Any, options: Options) -> Encoder:
+    return Encoder(
+        tokenizer,
+        options.stage,
+        options.max_length,
+        options.too_long,
+        options.apply_template,
+        options.ends,
+        options.special_tokens,
+    )
 
 
 def content_digest(name: str, stats: list[Stats], chunks: list[Chunk], options: Options) -> str:
@@ -439,15 +510,7 @@ def make_part(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
 def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder: str) -> Stats:
     """Reads the rows of a chunk, writes the good ones as tokens, counts the rest."""
     stats, digest, hashes = Stats(), hashlib.sha256(), bytearray()
-    encoder = Encoder(
-        tokenizer,
-        options.stage,
-        options.max_length,
-        options.too_long,
-        options.apply_template,
-        options.ends,
-        options.special_tokens,
-    )
+    encoder = encoder_of(tokenizer, options)
     writers: dict[str, PartWriter] = {}
     shape, size = (chunk.shape, chunk.shape_line), 0
     batch: list[tuple[int, Record | RowError]] = []
@@ -518,10 +581,15 @@ def flush(
             bad(stats, split, number, error)
             continue
         stats.margins = stats.margins or record.margin is not None
+        split.text_rows += isinstance(record.prompt, str)
         note_special(split, number, encoder.special_in(record))
         if stats.row_digests is not None:
             stats.row_digests += record.digests()
             stats.row_digests = stats.row_digests if len(stats.row_digests) <= 16 * HASHES else None
+        if stats.preferences is not None:
+            for preferred in record.preferences():
+                stats.preferences += preferred.to_bytes(8, "little") + number.to_bytes(8, "little")
+            stats.preferences = stats.preferences if len(stats.preferences) <= 16 * HASHES else None
         for item in examples:
             if isinstance(item, Dropped):
                 split.dropped[item.reason] = split.dropped.get(item.reason, 0) + 1
@@ -544,6 +612,7 @@ def note_special(split: Split, number: int, names: list[str]) -> None:
 def keep(item: Example, name: str, split: Split, stats: Stats, tokenizer: Any) -> None:
     split.kept += 1
     split.truncated += item.truncated
+    split.ended += item.ended
     split.tokens += item.prompt_tokens + item.reply_tokens
     prompts, replies = stats.lengths[name]
     prompts[item.prompt_tokens] += 1
@@ -560,6 +629,13 @@ def bad(stats: Stats, split: Split, number: int, error: RowError) -> None:
         stats.errors.append(error)
 
 
+def where(chunk: Chunk, number: int) -> str:
+    """file:line of a row by its number in the chunk."""
+    name = chunk.path if storage.is_remote(chunk.path) else source.shown(chunk.path)
+    line = number + source.lines_before(chunk)
+    return RowError("", "", "", "", name, line, source.unit(chunk)).where()
+
+
 def place(stats: Stats, chunk: Chunk) -> None:
     """File, and line in the whole file, of what is named: the lines before the chunk are counted only now."""
     noted = [split for split in stats.splits.values() if split.special_first]
@@ -570,7 +646,7 @@ def place(stats: Stats, chunk: Chunk) -> None:
     for error in stats.errors:
         error.file, error.line, error.unit = name, error.line + before, unit
     for split in noted:
-        split.special_first = RowError("", "", "", "", name, int(split.special_first) + before, unit).where()
+        split.special_first = where(chunk, int(split.special_first))
 
 
 def held_out(prompt: str, options: Options) -> bool:

@@ -15,6 +15,9 @@ KINDS = {
     "not_object": "not a JSON object",
     "not_utf8": "not UTF-8",
     "not_finite": "number that is not finite",
+    "margin": "margin out of range",
+    "weight": "weight that cannot be used",
+    "label": "labelled as bad",
     "repeated_key": "repeated key",
     "nested": "nested too deep",
     "too_large": "too large",
@@ -28,7 +31,7 @@ KINDS = {
     "equal_pair": "chosen equal to rejected",
     "equal_after_truncation": "equal only after truncation",
     "unequal_answers": "pos_answers and neg_answers of unequal length",
-    "prompts_differ": "prompts differ between the two sides",
+    "prompts_differ": "prompts differ inside the row",
     "wrong_role": "wrong role",
     "mixed_shapes": "another shape than the rest of the file",
     "template": "refused by the chat template",
@@ -48,6 +51,10 @@ class Split:
     tokens: int = 0
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     reply_tokens: dict[str, int] = field(default_factory=dict)
+    text_rows: int = 0  # whose prompt is plain text, not messages
+    ended: int = 0  # whose trained tokens include one that generation stops on
+    contradictions: int = 0  # pairs of completions that stand in both orders
+    contradictions_first: str = ""  # file:line of two such rows
     special_rows: int = 0  # whose text contains special tokens
     special_tokens: dict[str, int] = field(default_factory=dict)  # token -> rows
     special_first: str = ""  # file:line of the first of these rows
@@ -69,7 +76,9 @@ class Report:
     overlap: tuple[int, int] | None = (
         None  # rows of eval whose prompt stands in train, and those that do as they are
     )
+    text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     special_tokens: str = "text"  # what they are in the text of a row: text, or control
+    notes: list[str] = field(default_factory=list)  # warnings about the set as a whole
     reused: bool = False
     seconds: float = 0.0
 
@@ -90,9 +99,13 @@ class Report:
         for name, split in self.splits.items():
             lines += ["", *self._split(name, split), *self._warnings(name, split)]
         if self.packed is not None:
-            lines.append(f"  packed      {self.packed:,} rows of up to {self.max_length} tokens")
+            lines.append(f"  packed      {counted(self.packed, 'row')} of up to {self.max_length} tokens")
         if self.duplicates:
-            lines.append(f"  duplicates  {self.duplicates:,} rows equal to an earlier one (kept)")
+            verb = "repeats" if self.duplicates == 1 else "repeat"
+            lines.append(
+                f"  duplicates  {counted(self.duplicates, 'row')} {verb} an earlier row (not removed)"
+            )
+        lines += [f"  warning     {visible(note, lines=False)}" for note in self.notes]
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
         if self.samples and samples:
@@ -105,27 +118,53 @@ class Report:
         lines = []
         if split.special_rows:
             tokens = ", ".join(f"{token} in {rows:,}" for token, rows in [*split.special_tokens.items()][:5])
+            ways = {"text": "ordinary text", "control": "control tokens"}
             other = ["control", "text"][self.special_tokens == "control"]
+            one = split.special_rows == 1
             lines.append(
-                f"{split.special_rows:,} rows with special tokens in their text, which are read as {self.special_tokens} "
-                f"(data.special_tokens={other} reads them as {other}): {tokens}; first: {split.special_first}"
+                f"{counted(split.special_rows, 'row')} {'contains' if one else 'contain'} special tokens in "
+                f"{'its' if one else 'their'} text ({tokens}); they are encoded as {ways[self.special_tokens]} "
+                f"(data.special_tokens={other} encodes them as {ways[other]}); first: {split.special_first}"
+            )
+        if self.stage in ("sft", "dpo") and name == "train" and split.kept and not split.ended:
+            why = (
+                "all of them are truncated"
+                if split.truncated == split.kept
+                else "the chat template leaves it out"
+            )
+            lines.append(
+                "no completion is trained with a token that generation stops on, so the model does not learn to stop: "
+                f"{why} ({'data.max_length' if split.truncated == split.kept else 'model.chat_template'})"
+            )
+        if split.contradictions:
+            lines.append(
+                f"{counted(split.contradictions, 'pair')} of completions in both orders, A preferred to B and B to A for the "
+                f"same prompt: the rows work against each other; first: {split.contradictions_first}"
             )
         if name == "eval" and self.overlap and self.overlap[0]:
             prompts, rows = self.overlap
-            same = (
-                f", {rows:,} of them with the same completion" if self.stage in ("sft", "rm", "dpo") else ""
-            )
+            same = f" ({rows:,} with the same completion)" if self.stage in ("sft", "rm", "dpo") else ""
+            verb = "has a prompt that is" if prompts == 1 else "have prompts that are"
             lines.append(
-                f"{prompts:,} rows whose prompt stands in data.train too{same}: held-out figures count what was learned by heart"
+                f"{counted(prompts, 'row')} of data.eval {verb} also in data.train{same}: metrics on them measure "
+                "memorisation, not generalisation"
             )
         return [f"  warning     {visible(line, lines=False)}" for line in lines]
+
+    def _template(self, rows: int) -> str:
+        what = f"{counted(rows, 'row')} of plain text"
+        if self.text_as_chat:
+            return f"the chat template is applied to {what}"
+        return f"no chat template is applied to {what} (model.chat_template=plain or data.apply_chat_template=true does)"
 
     def _split(self, name: str, split: Split) -> list[str]:
         lines = [
             f"{name}",
-            f"  read        {split.read:,} rows",
-            f"  kept        {split.kept:,} ({split.tokens:,} tokens)",
+            f"  read        {counted(split.read, 'row')}",
+            f"  kept        {split.kept:,} ({counted(split.tokens, 'token')})",
         ]
+        if split.text_rows:
+            lines.append(f"  template    {self._template(split.text_rows)}")
         lines += [
             f"  dropped     {count:,} {KINDS.get(why, why)}" for why, count in sorted(split.dropped.items())
         ]
@@ -136,6 +175,10 @@ class Report:
                 values = "   ".join(f"{key} {value}" for key, value in lengths.items())
                 lines.append(f"  {label + ' tokens':<14}{values}")
         return lines
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def percentiles(histogram: Counter[int]) -> dict[str, int]:

@@ -29,8 +29,7 @@ from pipeline.errors import InputError
 CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
 BLOCK = 1 << 20
 ROW = 64 << 20  # bytes of the largest row: what has no end in sight is no row
-BOMB = 100  # times its size: what a gzip file of rows never unpacks to
-BOMB_BYTES = 16 << 20  # unpacked, from where on that is asked
+BARREN = 2 * ROW  # bytes of a gzip stream, unpacked, without a row: what follows is not read
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 FOREIGN = (".parquet", ".csv", ".tsv", ".zst", ".bz2", ".xz", ".zip", ".arrow")
 
@@ -278,24 +277,26 @@ def rows(chunk: Chunk, digest: "hashlib._Hash") -> Iterator[Row]:
         if not chunk.zipped and not chunk.array:
             yield from lines(range_lines(raw, chunk, digest))
             return
-        if chunk.zipped and (bomb := unpacking(chunk.path)):
-            yield 1, bomb, b""
+        if not chunk.zipped:
+            yield from elements(raw, digest)
             return
-        stream: Any = io.BufferedReader(Gunzip(raw)) if chunk.zipped else raw
-        if chunk.array or (chunk.zipped and peek_array(stream)):
-            yield from elements(stream, digest)
-        else:
-            yield from lines(stream_lines(stream, digest))
+        unpacked = Gunzip(raw)
+        stream: Any = io.BufferedReader(unpacked)
+        array = peek_array(stream)
+        for row in elements(stream, digest) if array else lines(stream_lines(stream, digest)):
+            unpacked.barren = 0
+            yield row
 
 
 class Gunzip(io.RawIOBase):
     """A gzip stream whose damage shows as the end of the stream, with `.damage` saying what it was.
 
-    What stands before the damage can be read: so an error has a line number.
+    What stands before the damage can be read: so an error has a line number. A stream may unpack to a thousand times its
+    size, and repeated rows do; but only to so many bytes in which whoever reads it finds no row (`barren`).
     """
 
     def __init__(self, raw: Any):
-        self.raw, self.inner, self.damage, self.size = raw, gzip.GzipFile(fileobj=raw), "", 0
+        self.raw, self.inner, self.damage, self.barren = raw, gzip.GzipFile(fileobj=raw), "", 0
 
     def readable(self) -> bool:
         return True
@@ -308,21 +309,12 @@ class Gunzip(io.RawIOBase):
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             self.damage = f"breaks off here ({error})"
             return 0
-        self.size += len(data)
-        if self.size > BOMB_BYTES and self.size > BOMB * self.raw.tell():
-            self.damage = f"unpacks to more than {BOMB} times its size"
+        self.barren += len(data)
+        if self.barren > BARREN:
+            self.damage = f"unpacks to {BARREN >> 20} MiB without a row"
             return 0
         buffer[: len(data)] = data
         return len(data)
-
-
-def unpacking(path: str) -> RowError | None:
-    """What is wrong with a gzip file that gives itself away as no rows at its beginning: before any row is worked on."""
-    with open_bytes(path) as raw:
-        stream = Gunzip(raw)
-        while stream.size <= BOMB_BYTES and stream.read(BLOCK):
-            pass
-        return damaged(io.BufferedReader(stream)) if stream.size > BOMB_BYTES and stream.damage else None
 
 
 def damage_of(stream: Any) -> str:

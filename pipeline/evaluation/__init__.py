@@ -155,15 +155,14 @@ def _given(
     """(place in `rows`, -log-probability, tokens) of the completions that rows of the data bring along."""
     from pipeline.data.encode import Encoder, Example
     from pipeline.data.formats import parse
+    from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 
-    own, said = worker.tokenizer.own_chat_template, worker.job.data.apply_chat_template
     room = worker.work.base["context_length"] or 1 << 20
     ends = eos_ids(worker.tokenizer, shared.base.generation_config)
     special = worker.job.data.special_tokens
-    encoder = Encoder(
-        worker.tokenizer, "score", room, "truncate", own if said is None else said, ends, special
-    )
+    apply = text_as_chat(worker.tokenizer, worker.job.data.apply_chat_template)
+    encoder = Encoder(worker.tokenizer, "score", room, "truncate", apply, ends, special)
     places, texts = [], []
     for place, row in enumerate(rows):
         if not row["row"].get("completion"):

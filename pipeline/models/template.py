@@ -27,15 +27,20 @@ PROBES = [
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
     """Gives the tokenizer its template: of a Jinja file, "plain", or None: its own, else "plain".
 
-    `own_chat_template` on the tokenizer says whether it came with one.
+    `text_as_chat` on the tokenizer says whether prompts of plain text are put into it: unless it is the fallback.
 
     Raises:
         InputError: when the template cannot be read, or renders none of the PROBES.
     """
     plain, own = _plain(tokenizer), tokenizer.chat_template
     if isinstance(own, dict):  # several named templates, of which "default" is the one for chats
-        own = own.get("default")
-    tokenizer.own_chat_template = own is not None and own != plain
+        names, own = ", ".join(sorted(own)), own.get("default")
+        if own is None and chat_template is None:
+            raise InputError(
+                f"model.name_or_path: {where!r} has several chat templates ({names}) and none is called default; save the one "
+                "that is meant as a Jinja file and name it: model.chat_template=FILE"
+            )
+    tokenizer.text_as_chat = chat_template is not None or (own is not None and own != plain)
     named = f"model.chat_template: {chat_template}"
     if chat_template is None:
         tokenizer.chat_template = own or plain
@@ -78,6 +83,20 @@ def _of_file(path: str) -> str:
     if not text.strip():
         raise InputError(f"model.chat_template: {path} is empty; expected a Jinja template, 'plain', or null")
     return text
+
+
+def is_plain(tokenizer: Any) -> bool:
+    """Whether the template is the built-in one."""
+    return tokenizer.chat_template == _plain(tokenizer)
+
+
+def text_as_chat(tokenizer: Any, said: bool | None) -> bool:
+    """Whether a prompt of plain text becomes a user message of the chat template.
+
+    `said` is `data.apply_chat_template`. Without it: if the template came with the base, is named by the job, or was
+    applied when the policy was trained; not if it is only the fallback for a base that has none.
+    """
+    return bool(getattr(tokenizer, "text_as_chat", True) if said is None else said)
 
 
 # ---------------------------------------------------------------------------------------------------- trying it

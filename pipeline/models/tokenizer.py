@@ -52,8 +52,8 @@ def load_tokenizer(
 ) -> Any:
     """The tokenizer of a base, with pad and eos rules applied and a chat template set; picklable.
 
-    `chat_template` is a Jinja file, "plain", or None: the tokenizer's own, else "plain". `own_chat_template` on the
-    result says whether the tokenizer came with one. Raises InputError: no such base, no usable pad token, no template.
+    `chat_template` is a Jinja file, "plain", or None: the tokenizer's own, else "plain"; `text_as_chat` on the result:
+    see `set_template`. Raises InputError: no such base, no usable pad token, no template.
     """
     config = base_config(name_or_path, revision)
     files = (
@@ -72,7 +72,8 @@ def load_tokenizer(
     _set_eos(tokenizer, name_or_path, [generation, config])
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
-    ends = eos_ids(tokenizer, generation)
+    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # a row ends where generation stops
+    ends = eos_ids(tokenizer)
     tokenizer.pad_token = _pad_token(tokenizer, set(ends), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
@@ -191,11 +192,12 @@ def _set_eos(tokenizer: Any, where: str, configs: list[dict[str, Any] | None]) -
 def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     """All ids that end a reply, sorted: the tokenizer's eos, the generation config's, the chat template's end of turn.
 
-    `generation_config` is a transformers GenerationConfig, its dict, or None.
+    `generation_config` is a transformers GenerationConfig, its dict, or None: the one that the tokenizer was loaded beside.
     """
     if generation_config is not None and not isinstance(generation_config, dict):
         generation_config = generation_config.to_dict()
     ids = {tokenizer.eos_token_id, *_as_list((generation_config or {}).get("eos_token_id"))}
+    ids |= set(getattr(tokenizer, "generation_eos", ()))
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()
     ids |= {added[token] for token in END_OF_TURN if token in added and token in template}

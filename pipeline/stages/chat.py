@@ -16,6 +16,7 @@ from pipeline.config import Job
 from pipeline.errors import InputError, visible
 from pipeline.inference import here
 from pipeline.inputs import functions, unfilled
+from pipeline.models.template import text_as_chat
 from pipeline.run import room_for_prompts
 from pipeline.worker import Host
 
@@ -33,6 +34,12 @@ def run(job: Job) -> None:
     inputs = host.work.inputs.items()
     named = ", ".join(f"{key.removesuffix('.0')} {value}" for key, value in inputs) or "the bare base"
     print(f"{job.model.name_or_path}: {named}\n{HELP}", flush=True)
+    if not text_as_chat(host.tokenizer, job.data.apply_chat_template):
+        print(
+            "(What you type goes through the chat template. Prompts of plain text did not in training, nor do they in "
+            "`generate`: a policy trained on such prompts may answer there in another way than here.)",
+            flush=True,
+        )
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes of another encoding end no conversation
     Chat(host).talk(sys.stdin)

@@ -131,12 +131,13 @@ class Scores:
     """Scores rows in one thread, which takes all that wait, up to a forward's worth, at a time."""
 
     def __init__(self, host: Host):
+        from pipeline.models.template import text_as_chat
         from pipeline.models.tokenizer import eos_ids
         from pipeline.stages.score import scorer
 
-        tokenizer, own = host.tokenizer, host.tokenizer.own_chat_template
+        tokenizer = host.tokenizer
         context = host.job.data.max_length or host.work.base["context_length"] or 1 << 20
-        apply = own if host.job.data.apply_chat_template is None else host.job.data.apply_chat_template
+        apply = text_as_chat(tokenizer, host.job.data.apply_chat_template)
         data, ends = host.job.data, eos_ids(tokenizer)
         self.encoder = Encoder(tokenizer, "score", context, data.too_long, apply, ends, data.special_tokens)
         self.score = scorer(host)
