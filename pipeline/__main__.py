@@ -14,9 +14,9 @@ import sys
 import traceback
 from typing import Any
 
-from pipeline import process, signals
-from pipeline.credentials import without_credentials
 from pipeline.errors import Failure, InputError, causes
+from pipeline.system import process, signals
+from pipeline.system.credentials import without_credentials
 
 VERBS = {
     "sft": "supervised fine-tuning on demonstrations",
@@ -104,15 +104,15 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
         if verb in submit.VERBS:
             addresses.check(address)
     if verb == "rlhf":
-        importlib.import_module("pipeline.stages.rlhf").run(path, overrides)
+        importlib.import_module("pipeline.commands.rlhf").run(path, overrides)
         return 0
     if verb == "report":
-        importlib.import_module("pipeline.stages.report").run([path, *overrides])
+        importlib.import_module("pipeline.commands.report").run([path, *overrides])
         return 0
-    from pipeline.config import load_job
+    from pipeline.config import STAGES, load_job
 
     job = load_job(path, overrides, JOBS_OF.get(verb, verb))
-    importlib.import_module(f"pipeline.stages.{verb}").run(job)
+    importlib.import_module(f"pipeline.{'stages' if verb in STAGES else 'commands'}.{verb}").run(job)
     return 0
 
 

@@ -24,13 +24,13 @@ os.environ.pop("RAY_ADDRESS", None)
 @pytest.fixture(scope="session")
 def embedded_ray():
     """One Ray for all tests that need one: the stages find it and use it, and the libraries that they ask first."""
-    from pipeline import cluster
     from pipeline.config import libraries, load_job
+    from pipeline.runtime import driver
 
     for module in libraries.LOADED:  # else each job has a process import them
         importlib.import_module(module)
 
-    with cluster.session(load_job(ROOT / "jobs/demo/sft.yaml", [], "sft")):
+    with driver.session(load_job(ROOT / "jobs/demo/sft.yaml", [], "sft")):
         yield
 
 

@@ -17,10 +17,10 @@ from running import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from pipeline import plan
 from pipeline.config import load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.planning import plan
 from pipeline.ppo.phases import Phases
 
 ROWS, WIDTH = 8, 128

@@ -15,11 +15,11 @@ from running import ROOT
 from safetensors.numpy import load_file, save_file
 from test_models_fit import DEMO, settings
 
-from pipeline import lineage
 from pipeline.errors import InputError
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import SETTINGS, TENSORS
 from pipeline.models.fit import check_base
+from pipeline.registry import lineage
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 B = A.replace("lora_A", "lora_B")

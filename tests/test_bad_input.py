@@ -307,9 +307,9 @@ def adapters(home: Path) -> None:
     """`other`: of another base, with a head; `plain` and `judging`: of the demo's base, without a head and with one."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    from pipeline import lineage
     from pipeline.models.adapters import SharedBase
     from pipeline.models.base import base_identity
+    from pipeline.registry import lineage
 
     tiny = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2

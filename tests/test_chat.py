@@ -9,11 +9,11 @@ from running import ROOT
 from toy_models import BASE, registered, shared_base, tokenizer
 
 from pipeline.__main__ import main
+from pipeline.commands.chat import Chat, Writer, stream
 from pipeline.config import load_job
-from pipeline.inference import here
 from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.rollout import Sampling, TransformersEngine
-from pipeline.stages.chat import Chat, Writer, stream
+from pipeline.runtime.inference import here
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
 
@@ -123,7 +123,7 @@ def test_a_full_context_is_said(models, storage):
     ("overrides", "says"),
     [
         (["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias"),
-        (["reward=python:pipeline.models.demo:gold"], r"reward: .*asks for `answer`, which a conversation does not have; type reward=null"),
+        (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which a conversation does not have; type reward=null"),
         (["model.name_or_path=/no/such/folder"], r"model\.name_or_path: there is no folder '/no/such/folder'"),
     ],
 )  # fmt: skip

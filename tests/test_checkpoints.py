@@ -12,11 +12,11 @@ import textwrap
 import pytest
 from running import ROOT
 
-from pipeline import storage
 from pipeline.errors import InputError
-from pipeline.lineage import folder_digests
 from pipeline.registry import database
-from pipeline.resume import checkpoints
+from pipeline.registry.lineage import folder_digests
+from pipeline.runtime import checkpoints
+from pipeline.system import storage
 
 
 def make(run, name, content=b"weights", sealed=True):
@@ -263,7 +263,7 @@ def test_two_processes_cannot_run_the_same_name(run):
 def test_a_killed_process_lets_go(run):
     program = f"""
         import os, signal
-        from pipeline import storage
+        from pipeline.system import storage
         with storage.claim({str(run)!r}):
             os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -278,7 +278,7 @@ def test_a_killed_process_lets_go(run):
 def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):
     program = f"""
         import time
-        from pipeline import storage
+        from pipeline.system import storage
         storage.attend({str(run)!r})
         print("there", flush=True)
         time.sleep(1.0)

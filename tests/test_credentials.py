@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline import credentials
+from pipeline.system import credentials
 
 PLANTED = "planted7f3a/9+c"
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from pipeline import console
 from pipeline.__main__ import main
+from pipeline.commands.chat import Writer
 from pipeline.config import Data
 from pipeline.data import source
 from pipeline.data.formats import RowError, show
@@ -15,7 +15,7 @@ from pipeline.data.read import overlap, prepare
 from pipeline.data.report import Report
 from pipeline.errors import InputError, visible
 from pipeline.models.tokenizer import eos_ids
-from pipeline.stages.chat import Writer
+from pipeline.system import console
 from tests.test_data_formats import CHATML, tokenizer
 from tests.test_data_read import ROWS, make, write
 

@@ -8,13 +8,13 @@ import pytest
 from running import ROOT
 from toy_models import BASE, make
 
-from pipeline import lineage
 from pipeline.config import load_job
 from pipeline.errors import InputError
 from pipeline.models.base import base_identity
 from pipeline.models.template import PLAIN, text_as_chat
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.run import models
+from pipeline.registry import lineage
+from pipeline.runtime.run import models
 from tests.test_data_read import make as prepared
 from tests.test_data_read import write
 

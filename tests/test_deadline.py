@@ -11,11 +11,12 @@ import ray
 from running import ROOT
 from slow_servers import answering, silent
 
-from pipeline import deadline, registry, storage
+from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.cloud import address
 from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.system import deadline, storage
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.models import demo
+from pipeline import demo
 from pipeline.models.base import base_identity, load_base
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
@@ -68,7 +68,7 @@ def test_gold_rule_takes_rendered_prompts_and_further_columns():
 
 
 def test_gold_needs_no_torch():
-    code = "import sys\nfrom pipeline.models.demo import gold\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom pipeline.demo import gold\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -21,7 +21,7 @@ import pytest
 from running import NO_EVAL, ROOT
 from sockets import on_loopback, sockets
 
-from pipeline import embedded
+from pipeline.runtime import embedded
 
 COMMAND = json.dumps({"entrypoint": "true"})  # what Ray's agent runs for whoever has the token
 # (method, path, body): what the HTTP servers of a session answer; all but metrics and health want the token.
@@ -146,7 +146,7 @@ def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
 SESSION = """
 import sys
 import ray  # before the session, as a notebook may have done
-from pipeline import embedded
+from pipeline.runtime import embedded
 with embedded.ray_session(num_cpus=1, logging_level="warning"):
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
@@ -204,7 +204,9 @@ def test_a_killed_driver_takes_its_processes_along_and_the_next_session_its_file
 def test_a_ray_that_does_not_start_is_one_message():
     text = """
         import sys
-        from pipeline import __main__, embedded, process
+        from pipeline import __main__
+        from pipeline.runtime import embedded
+        from pipeline.system import process
         def run(*_):
             with embedded.ray_session(num_cpus=1, object_store_memory=10**15):
                 pass

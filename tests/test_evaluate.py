@@ -10,8 +10,9 @@ import torch
 from running import ROOT, client, stage
 from toy_models import BASE, registered, tokenizer
 
+from pipeline import figures
 from pipeline.__main__ import main
-from pipeline.evaluation import figures, pairs
+from pipeline.evaluation import pairs
 
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
 
@@ -266,7 +267,7 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
         (["policy=null"], r"policy: missing; `evaluate` needs it to answer data\.eval.*type data\.eval=null"),
         (["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
         (["data.subset=kind", "data.pairs=null"], r"data\.subset: names a column of data\.pairs, and there are none"),
-        (["reward=python:pipeline.models.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
+        (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
         (["judge=models:/toy-policy/1"], r"judge: models:/toy-policy/1 is an adapter without a scalar head"),
         (["policy=base", "gate.eval_reward=>= 0"], r"gate: found one, but 'base' is no registered version"),
         (["data.pairs={single}"], r"data\.pairs: 1 of 1 row cannot be used"),

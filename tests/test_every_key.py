@@ -48,8 +48,8 @@ WHERE = {
 # Read by a stage or an engine that is not the trainer's; the file says where.
 ELSEWHERE = {
     "save_steps": "pipeline/stages/ppo.py",
-    "use_vllm": "pipeline/roles.py",
-    "vllm_gpu_memory_utilization": "pipeline/roles.py",
+    "use_vllm": "pipeline/runtime/roles.py",
+    "vllm_gpu_memory_utilization": "pipeline/runtime/roles.py",
     "vllm_importance_sampling_clip_max": "pipeline/ppo/trainer.py",
 }
 

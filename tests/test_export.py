@@ -10,9 +10,9 @@ from running import ROOT, stage
 from toy_models import BASE, registered, shared_base, tokenizer
 
 from pipeline.__main__ import main
+from pipeline.commands import export as exporting
 from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.rollout import Sampling, TransformersEngine
-from pipeline.stages import export as exporting
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
 TEXTS = [
@@ -177,7 +177,7 @@ def test_wrong_input_is_answered(overrides, says, models, storage, capsys, in_ro
 
 def test_a_probe_leaves_room_in_a_short_context(models):
     from pipeline.config import load_job
-    from pipeline.worker import Host, Work
+    from pipeline.runtime.worker import Host, Work
 
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")

@@ -14,7 +14,7 @@ from running import ROOT, stage
 from toy_models import registered, shared_base, tokenizer
 
 from pipeline.__main__ import main
-from pipeline.storage import claim
+from pipeline.system.storage import claim
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
@@ -164,7 +164,7 @@ def test_ten_thousand_prompts_with_a_kill(models, storage, tmp_path, capsys):
         (["policy=models:/nobody/1"], r"policy: models:/nobody/1: no registered model 'nobody'"),
         (["policy=models:/toy-rm/1"], r"policy: models:/toy-rm/1 is a reward adapter"),
         (["reward=models:/toy-policy/1"], r"reward: models:/toy-policy/1 is an adapter without a scalar head"),
-        (["reward=python:pipeline.models.demo:gold", "data.train={fine}"], r"asks for `answer`, which the rows of data\.train do not have"),
+        (["reward=python:pipeline.demo:gold", "data.train={fine}"], r"asks for `answer`, which the rows of data\.train do not have"),
         (["trainer.temperature=-1"], r"trainer\.temperature: found -1, expected 0 or more"),
         (["trainer.kl_coef=1"], r"trainer\.kl_coef: unknown key"),
         (["trainer.response_length=300"], r"trainer\.response_length: 300 tokens leave no room"),

@@ -4,7 +4,7 @@ import pytest
 from running import stage
 
 pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
-GOLD = "judge=python:pipeline.models.demo:gold"  # from 0 to 1; no model is trained on it
+GOLD = "judge=python:pipeline.demo:gold"  # from 0 to 1; no model is trained on it
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])

@@ -56,8 +56,8 @@ def train(family, tmp_path_factory):
 
     from pipeline.config import load_job
     from pipeline.data.feed import to_hf
-    from pipeline.run import pin_inputs, prepare
-    from pipeline.worker import Worker
+    from pipeline.runtime.run import pin_inputs, prepare
+    from pipeline.runtime.worker import Worker
 
     name, folder = family
     storage = tmp_path_factory.mktemp("runs")
@@ -173,7 +173,7 @@ def test_an_adapter_that_reloads_otherwise_is_refused(stage, train, sft, rm, mon
     """What a lost head or a renamed key does: the file holds other numbers than the trained adapter."""
     from safetensors.torch import load_file, save_file
 
-    from pipeline.worker import lineage
+    from pipeline.runtime.worker import lineage
 
     def spoil(folder, facts):
         tensors = load_file(f"{folder}/adapter_model.safetensors")

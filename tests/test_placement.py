@@ -9,9 +9,9 @@ import time
 import pytest
 from running import NO_EVAL, ROOT
 
-from pipeline import placement
 from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.runtime import placement
 
 
 def job(*overrides):

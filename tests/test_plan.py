@@ -12,11 +12,11 @@ import torch
 import toy_ppo as toy
 from running import ROOT
 
-from pipeline import plan
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.models.adapters import SharedBase
-from pipeline.models.shape import Shape
+from pipeline.planning import plan
+from pipeline.planning.shape import Shape
 from pipeline.ppo.rollout import growing_cache
 
 LLAMA_8B = {

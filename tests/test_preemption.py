@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from running import ROOT
 
-from pipeline.resume import preemption
+from pipeline.runtime import preemption
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_sigterm_of_this_worker_is_a_notice(asked, monkeypatch):
 def test_the_first_sigterm_asks_and_the_second_ends(tmp_path):
     program = """
         import os, signal, sys
-        from pipeline.resume import preemption
+        from pipeline.runtime import preemption
         preemption.listen()
         os.kill(os.getpid(), signal.SIGTERM)
         print("asked" if preemption._got_sigterm else "not asked", flush=True)

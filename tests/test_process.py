@@ -13,8 +13,8 @@ import psutil
 import pytest
 from running import NO_EVAL, ROOT, client
 
-from pipeline import console, signals
 from pipeline.__main__ import main
+from pipeline.system import console, signals
 
 SMALL = [
     "gate={}", "run.report=false", "trainer.logging_steps=1", "trainer.save_strategy=steps", "trainer.save_steps=2",
@@ -165,7 +165,7 @@ def test_further_signals_change_nothing_until_the_process_has_ended(first):
 def test_a_signal_long_after_the_first_ends_the_process_at_once():
     text = """
     import os, signal, time
-    from pipeline import signals
+    from pipeline.system import signals
     signals.PATIENCE = 0.2
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -182,7 +182,7 @@ def test_a_signal_that_was_obeyed_is_no_end():
     """Ctrl-C ends a reply of `chat`; the next one ends the next reply."""
     text = """
     import os, signal, time
-    from pipeline import signals
+    from pipeline.system import signals
     for _ in range(2):
         try:
             os.kill(os.getpid(), signal.SIGINT)

@@ -175,7 +175,7 @@ def test_every_command_is_covered():
         "make notebook",  # test_notebooks.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
         *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # test_submit.py, and above
-        "make setup && .venv/bin/python -m pipeline.models.demo",
+        "make setup && .venv/bin/python -m pipeline.demo",
     )
     for command in COMMANDS:
         assert command.startswith(special) or target(command) in SHORT, command

@@ -15,13 +15,15 @@ import toy_models
 from mlflow import MlflowClient
 from running import ROOT
 
-from pipeline import deadline, lineage, registry, storage
-from pipeline.cluster import Outcome
+from pipeline import registry
 from pipeline.config import MLflow, load_job
 from pipeline.errors import InputError
-from pipeline.lineage import folder_digests
-from pipeline.run import Run, publish
-from pipeline.worker import Work
+from pipeline.registry import lineage
+from pipeline.registry.lineage import folder_digests
+from pipeline.runtime.driver import Outcome
+from pipeline.runtime.run import Run, publish
+from pipeline.runtime.worker import Work
+from pipeline.system import deadline, storage
 
 LINEAGE = {
     "stage": "sft",
@@ -356,7 +358,8 @@ def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_ro
 
 FIRST = """
 import sys, time
-from pipeline import registry, storage
+from pipeline import registry
+from pipeline.system import storage
 from pipeline.config import load_job
 job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={sys.argv[1]}", f"run.name=one-{sys.argv[2]}"], "sft")
 import mlflow

@@ -7,11 +7,10 @@ import shutil
 import pytest
 from running import ROOT
 
-from pipeline import cluster
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.resume import begun, checkpoints
+from pipeline.runtime import begun, checkpoints, driver
 
 BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 
@@ -29,7 +28,7 @@ def halfway(tmp_path_factory):
         job = load_job(
             f"jobs/demo/{verb}.yaml", [f"run.storage_path={folder}", f"run.name={verb}", *more], verb
         )
-        begun.note(cluster.name_run(job), {}, "sha256:base", {"train": "sha256:rows"})
+        begun.note(driver.name_run(job), {}, "sha256:base", {"train": "sha256:rows"})
         checkpoint = folder / verb / "checkpoint_00000010"
         checkpoint.mkdir()
         (checkpoint / "state.json").write_text("{}")
@@ -100,7 +99,7 @@ def test_what_does_not_change_the_numbers_may_change(overrides, halfway, in_root
 
 def job_of(folder, *overrides):
     given = [f"run.storage_path={folder}", "run.name=sft", *overrides]
-    return cluster.name_run(load_job("jobs/demo/sft.yaml", given, "sft"))
+    return driver.name_run(load_job("jobs/demo/sft.yaml", given, "sft"))
 
 
 def test_rows_in_memory_decide_the_batch_where_no_batch_size_is_given(halfway, tmp_path, in_root):

@@ -14,7 +14,7 @@ from test_models_fit import settings
 
 from pipeline.config import Model
 from pipeline.errors import InputError
-from pipeline.inputs import check_reward_model
+from pipeline.runtime.inputs import check_reward_model
 
 SINGLE = "model.safetensors"
 

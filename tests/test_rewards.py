@@ -11,11 +11,11 @@ import odd_rewards
 import pytest
 from running import ROOT
 
-from pipeline import inputs
 from pipeline.__main__ import main
 from pipeline.errors import Failure, InputError
-from pipeline.inputs import check_function
 from pipeline.ppo.rewards import FunctionReward, Samples
+from pipeline.runtime import inputs
+from pipeline.runtime.inputs import check_function
 
 # -------------------------------------------------------------------------------------------------------- modules
 

@@ -83,9 +83,7 @@ def test_replies_pairs_and_several_answers_get_their_scores(expected, storage, t
 @pytest.mark.slow
 def test_a_rule_can_score_too(storage, tmp_path, embedded_ray, models):
     rows = [{"prompt": QUESTION, "completion": reply, "answer": "Lima"} for reply in REPLIES]
-    _, lines = score(
-        storage, "rule", tmp_path / "rows.jsonl", rows, "reward=python:pipeline.models.demo:gold"
-    )
+    _, lines = score(storage, "rule", tmp_path / "rows.jsonl", rows, "reward=python:pipeline.demo:gold")
     assert [line["score"] for line in lines] == [0.25, 1.0, 0.0, 0.0]
 
 
@@ -295,7 +293,7 @@ class Scored:
 def test_a_row_that_cannot_be_scored_costs_nobody_else_an_answer():
     from concurrent.futures import Future
 
-    from pipeline.stages.serve import Scores
+    from pipeline.commands.serve import Scores
 
     batches = []
     scored = Scored(batches)
@@ -312,7 +310,7 @@ def test_a_row_that_cannot_be_scored_costs_nobody_else_an_answer():
 
 def test_clients_that_are_idle_slow_or_too_many(monkeypatch):
     """They are closed, or told; whoever asks is answered."""
-    from pipeline.stages import serve
+    from pipeline.commands import serve
 
     monkeypatch.setattr(serve, "SECONDS", 1.5)
     monkeypatch.setattr(serve, "CONNECTIONS", 8)

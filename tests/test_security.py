@@ -20,8 +20,8 @@ from running import NO_EVAL, ROOT
 from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.config import load_job
-from pipeline.run import Run, noted_failure
-from pipeline.worker import Work
+from pipeline.runtime.run import Run, noted_failure
+from pipeline.runtime.worker import Work
 from tests.chaos.runs import Server
 
 SECRETS = {

@@ -8,8 +8,9 @@ import sys
 import pytest
 from running import ROOT, client, curve, stage
 
-from pipeline import cluster, plan, run
 from pipeline.config import load_job
+from pipeline.planning import plan
+from pipeline.runtime import driver, run
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL_QUICK = [
@@ -32,7 +33,7 @@ def runs(embedded_ray, storage):
     """stage -> its result.json; each takes what the one before it registered."""
     found = {name: stage(name, storage, f"toy-{name}", *TRL_QUICK) for name in ("sft", "rm")}
     found["dpo"] = stage("dpo", storage, "toy-dpo", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
-    judge = "judge=python:pipeline.models.demo:gold"
+    judge = "judge=python:pipeline.demo:gold"
     found["ppo"] = stage("ppo", storage, "toy-ppo", *PPO_QUICK, judge)
     found["evaluate"] = stage("evaluate", storage, "toy-evaluate")
     return found
@@ -223,7 +224,7 @@ def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
     moved = storage / "moved" / "toy-evaluate"
     shutil.copytree(storage / "toy-evaluate", moved)
     settings = [f"run.storage_path={storage / 'moved'}", "run.name=toy-evaluate"]
-    job = cluster.name_run(load_job(ROOT / "jobs/demo/evaluate.yaml", settings, "evaluate"))
+    job = driver.name_run(load_job(ROOT / "jobs/demo/evaluate.yaml", settings, "evaluate"))
     found = run.finished(job)
     assert found == runs["evaluate"] | {"folder": str(moved)} != runs["evaluate"]
 

@@ -52,7 +52,13 @@ SECRETS = [".env", "jobs/.env.prod", "prod.env", ".aws/credentials", ".ssh/id_ed
 
 def test_keys_and_tokens_in_the_folder_are_not_uploaded(tmp_path):
     shutil.copy(ROOT / ".rayignore", tmp_path)
-    sent = ["pipeline/run.py", "jobs/demo/sft.yaml", "pyproject.toml", "my_rewards.py", "data/rows.jsonl"]
+    sent = [
+        "pipeline/runtime/run.py",
+        "jobs/demo/sft.yaml",
+        "pyproject.toml",
+        "my_rewards.py",
+        "data/rows.jsonl",
+    ]
     for name in [*SECRETS, *sent]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")

@@ -22,8 +22,9 @@ import torch
 import toy_ppo as toy
 from toy_models import tokenizer
 
-from pipeline import cluster, console, embedded, placement
 from pipeline.errors import InputError
+from pipeline.runtime import driver, embedded, placement
+from pipeline.system import console
 
 
 def parameters(function):
@@ -55,9 +56,13 @@ def names_in_ray() -> set[str]:
 
 
 SETTINGS = {
-    **dict.fromkeys((key for key in cluster.ENVIRONMENT if key.startswith("RAY_")), "pipeline/cluster.py"),
-    **dict.fromkeys(embedded.DEFAULTS, "pipeline/embedded.py"),
-    **dict.fromkeys((key for key in embedded.secured() if key.startswith("RAY_")), "pipeline/embedded.py"),
+    **dict.fromkeys(
+        (key for key in driver.ENVIRONMENT if key.startswith("RAY_")), "pipeline/runtime/driver.py"
+    ),
+    **dict.fromkeys(embedded.DEFAULTS, "pipeline/runtime/embedded.py"),
+    **dict.fromkeys(
+        (key for key in embedded.secured() if key.startswith("RAY_")), "pipeline/runtime/embedded.py"
+    ),
     "RAY_AUTH_TOKEN_PATH": "pipeline/cloud/submit.py",
     "RAY_UP_enable_autoscaler_v2": "pipeline/cloud/clusterfile.py",
 }
@@ -70,14 +75,14 @@ def test_ray_still_reads_the_environment_variable(name):
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name.startswith("RAY_TRAIN_")])
 def test_ray_train_still_hands_the_setting_to_its_controller(name):
-    """pipeline/cluster.py and embedded.py set it in the driver; it takes effect in Ray Train's controller and workers."""
+    """pipeline/runtime/driver.py and embedded.py set it in the driver; it takes effect in Ray Train's controller and workers."""
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
     assert name in ENV_VARS_TO_PROPAGATE
 
 
 def test_an_imported_ray_still_reads_its_security_settings_again():
-    """pipeline/embedded.py, _read_by_ray: ENABLE_RAY_CLUSTER, Config.initialize, AuthenticationTokenLoader.reset_cache.
+    """pipeline/runtime/embedded.py, _read_by_ray: ENABLE_RAY_CLUSTER, Config.initialize, AuthenticationTokenLoader.reset_cache.
 
     If this fails, the Ray of a notebook may listen on every interface, or want no token.
     """
@@ -102,7 +107,7 @@ def wait_until(there, patience=20.0):
 
 
 def test_ray_train_still_trains_in_a_thread_of_its_own():
-    """pipeline/worker.py waits for `execute` in the main thread: were they one thread, it would wait for ever."""
+    """pipeline/runtime/worker.py waits for `execute` in the main thread: were they one thread, it would wait for ever."""
     from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
 
     runner, names = ThreadRunner(), []
@@ -112,7 +117,7 @@ def test_ray_train_still_trains_in_a_thread_of_its_own():
 
 
 def test_ray_train_still_has_the_snapshot_that_a_resume_is_repaired_with(tmp_path):
-    """pipeline/resume/checkpoints.py: SNAPSHOT, the keys that _noted reads and those that _snapshot writes.
+    """pipeline/runtime/checkpoints.py: SNAPSHOT, the keys that _noted reads and those that _snapshot writes.
 
     If this fails, a run resumes from another checkpoint than the newest whole one, or starts over.
     """
@@ -121,7 +126,7 @@ def test_ray_train_still_has_the_snapshot_that_a_resume_is_repaired_with(tmp_pat
     from ray.train.v2._internal.execution.checkpoint import checkpoint_manager as managing
     from ray.train.v2._internal.execution.storage import StorageContext
 
-    from pipeline.resume import checkpoints
+    from pipeline.runtime import checkpoints
 
     async def manager():
         storage = StorageContext(storage_path=str(tmp_path), experiment_dir_name="run")
@@ -159,11 +164,11 @@ def a_worker_of_ray_train(monkeypatch):
 def test_a_torch_group_still_forms_through_a_file_and_a_group_of_one_is_still_torn_down(
     a_worker_of_ray_train, tmp_path
 ):
-    """pipeline/rendezvous.py calls both private functions of ray.train.torch.config; pipeline/worker.py,
+    """pipeline/runtime/rendezvous.py calls both private functions of ray.train.torch.config; pipeline/runtime/worker.py,
     leave_group_of_one, undoes them. If this fails, torch's store listens on every interface, or a single worker is in DDP.
     """
-    from pipeline.rendezvous import _set_torch_distributed_env_vars, _setup_torch_process_group
-    from pipeline.worker import leave_group_of_one
+    from pipeline.runtime.rendezvous import _set_torch_distributed_env_vars, _setup_torch_process_group
+    from pipeline.runtime.worker import leave_group_of_one
 
     before = set(os.environ)
     _set_torch_distributed_env_vars()
@@ -178,11 +183,11 @@ def test_a_torch_group_still_forms_through_a_file_and_a_group_of_one_is_still_to
 
 
 def test_ray_train_still_asks_the_torch_config_for_its_backend():
-    """pipeline/rendezvous.py: FileRendezvous.backend_cls and the worker group that on_start is given."""
+    """pipeline/runtime/rendezvous.py: FileRendezvous.backend_cls and the worker group that on_start is given."""
     from ray.train._internal.base_worker_group import BaseWorkerGroup
     from ray.train.v2._internal.callbacks.backend_setup import BackendSetupCallback
 
-    from pipeline.rendezvous import FileRendezvous, _Backend, _TorchBackend
+    from pipeline.runtime.rendezvous import FileRendezvous, _Backend, _TorchBackend
 
     assert isinstance(BackendSetupCallback(FileRendezvous())._backend, _Backend)
     assert parameters(_Backend.on_start) == parameters(_TorchBackend.on_start)
@@ -217,19 +222,19 @@ def test_a_workers_error_is_still_found_inside_what_ray_wraps_around_it(wrapped)
 
 
 def test_the_printer_of_worker_logs_is_still_replaced(monkeypatch, capsys):
-    """pipeline/console.py, attach. If this fails, every line of a worker comes twice, or with Ray's prefix."""
+    """pipeline/system/console.py, attach. If this fails, every line of a worker comes twice, or with Ray's prefix."""
     from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     assert re.search(r'add_handler\(\s*"ray_print_logs"', inspect.getsource(worker))
     monkeypatch.setattr(dispatcher, "handlers", [("ray_print_logs", lambda data: print("Ray's own"))])
-    console.attach()
+    console.attach(["sft"])
     dispatcher.emit({"lines": ["step 1"], "is_err": False, "pid": 1, "actor_name": "sft", "task_name": None})
     assert capsys.readouterr().out == "step 1\n"
 
 
 def test_the_autoscalers_events_are_still_told_from_its_log(monkeypatch):
-    """pipeline/console.py, show: filter_autoscaler_events."""
+    """pipeline/system/console.py, show: filter_autoscaler_events."""
     from ray._private.worker import filter_autoscaler_events
 
     monkeypatch.setattr("ray.autoscaler.v2.utils.is_autoscaler_v2", lambda: False)
@@ -238,7 +243,7 @@ def test_the_autoscalers_events_are_still_told_from_its_log(monkeypatch):
 
 
 def test_what_the_console_silences_is_still_said_by_ray():
-    """pipeline/console.py: NOISE and SILENT. What Ray no longer says can be taken out of them."""
+    """pipeline/system/console.py: NOISE and SILENT. What Ray no longer says can be taken out of them."""
     from ray.train.v2._internal.execution import context
     from ray.train.v2._internal.execution.controller import placement_group_cleaner
 
@@ -248,14 +253,14 @@ def test_what_the_console_silences_is_still_said_by_ray():
 
 
 def test_the_settings_of_ray_data_still_exist():
-    """pipeline/cluster.py, _quiet_data: a setting that is gone would be set in vain, and rows may lose their order."""
+    """pipeline/runtime/driver.py, _quiet_data: a setting that is gone would be set in vain, and rows may lose their order."""
     context = ray.data.DataContext()
     assert context.execution_options.preserve_order is False
     assert hasattr(context, "print_on_execution_start") and hasattr(context, "enable_progress_bars")
 
 
 def test_the_gpus_of_a_machine_are_still_counted_without_torch():
-    """pipeline/placement.py, _local_gpus."""
+    """pipeline/runtime/placement.py, _local_gpus."""
     assert isinstance(placement._local_gpus(), int)
 
 
@@ -352,7 +357,7 @@ def sft(tmp_path_factory):
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from pipeline.training import save_sums
+    from pipeline.runtime.training import save_sums
 
     folder, order, saved = tmp_path_factory.mktemp("sft"), [], []
 
@@ -408,8 +413,8 @@ def test_a_step_still_fetches_its_micro_batches_and_then_trains_each_in_order(sf
 
 
 def test_the_sums_between_two_lines_of_the_log_are_still_where_they_are_saved_from(sft, tmp_path):
-    """pipeline/training.py, save_sums and restore_sums. If this fails, curves break where a run is resumed."""
-    from pipeline.training import restore_sums, save_sums
+    """pipeline/runtime/training.py, save_sums and restore_sums. If this fails, curves break where a run is resumed."""
+    from pipeline.runtime.training import restore_sums, save_sums
 
     trainer, log = sft.trainer, sft.trainer.state.log_history
     saved = json.loads((sft.folder / "sums.json").read_text())
@@ -427,13 +432,13 @@ def test_the_sums_between_two_lines_of_the_log_are_still_where_they_are_saved_fr
 
 
 def test_a_checkpoint_of_a_trainer_still_has_its_files_when_on_save_is_called(sft):
-    """pipeline/training.py, Reporter.on_save, hands the folder to Ray Train; tests/test_security.py names the same files."""
+    """pipeline/runtime/training.py, Reporter.on_save, hands the folder to Ray Train; tests/test_security.py names the same files."""
     needed = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors", "adapter_config.json"}  # fmt: skip
     assert len(sft.saved) == 1 and needed <= sft.saved[0]
 
 
 def test_the_ranks_of_a_checkpoint_still_have_random_states_of_their_own(sft, tmp_path, monkeypatch):
-    """pipeline/worker.py: every rank of a node writes into one folder."""
+    """pipeline/runtime/worker.py: every rank of a node writes into one folder."""
     monkeypatch.setattr(type(sft.trainer.args), "world_size", property(lambda _: 2))
     monkeypatch.setattr(type(sft.trainer.args), "process_index", property(lambda _: 1))
     sft.trainer._save_rng_state(str(tmp_path))
@@ -441,10 +446,10 @@ def test_the_ranks_of_a_checkpoint_still_have_random_states_of_their_own(sft, tm
 
 
 def test_trainer_state_json_still_holds_the_curve_and_the_last_step(sft):
-    """pipeline/training.py, _train and _history: a run killed after its last step ends without another one."""
+    """pipeline/runtime/training.py, _train and _history: a run killed after its last step ends without another one."""
     from transformers import TrainerState
 
-    from pipeline.training import _history
+    from pipeline.runtime.training import _history
 
     state = TrainerState.load_from_json(str(sft.folder / "checkpoint-3/trainer_state.json"))
     assert state.global_step == state.max_steps == 3 and state.epoch
@@ -452,7 +457,7 @@ def test_trainer_state_json_still_holds_the_curve_and_the_last_step(sft):
 
 
 def test_an_adapter_is_still_loaded_into_a_trainer_without_training(sft):
-    """pipeline/training.py, _train: _load_from_checkpoint."""
+    """pipeline/runtime/training.py, _train: _load_from_checkpoint."""
     head = next(p for name, p in sft.trainer.model.named_parameters() if "lora_B" in name)
     trained = head.detach().clone()
     with torch.no_grad():
@@ -548,7 +553,7 @@ def test_the_spans_of_generation_blocks_are_still_characters_of_the_text():
 
 
 def test_packed_rows_are_still_looked_for_where_plan_turns_it_off(monkeypatch):
-    """pipeline/models/shape.py, saved: patches transformers.masking_utils.find_packed_sequence_indices."""
+    """pipeline/planning/shape.py, saved: patches transformers.masking_utils.find_packed_sequence_indices."""
     asked = []
     monkeypatch.setattr(
         "transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: asked.append(1)
@@ -597,7 +602,7 @@ def test_a_tokenizer_still_writes_the_state_that_is_no_part_of_its_digest():
 
 
 def test_fake_tensors_still_have_storages_that_can_be_told_apart():
-    """pipeline/models/shape.py: torch._subclasses.fake_tensor and _cdata. If this fails, `plan` counts wrong bytes."""
+    """pipeline/planning/shape.py: torch._subclasses.fake_tensor and _cdata. If this fails, `plan` counts wrong bytes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -694,13 +699,13 @@ def test_pefts_lora_layer_can_still_be_fused():
 
 
 def test_an_adapter_folder_is_still_pefts(shared, tmp_path):
-    """pipeline/models/adapters.py, save and _read_config; pipeline/lineage.py reads task_type of adapter_config.json.
+    """pipeline/models/adapters.py, save and _read_config; pipeline/registry/lineage.py reads task_type of adapter_config.json.
 
     If this fails, what is registered does not load elsewhere, or loads without its head.
     """
     from peft import PeftModel
 
-    from pipeline.lineage import adapter_config
+    from pipeline.registry.lineage import adapter_config
 
     shared.add("reward", copy_of="critic", head=True)
     shared.save("reward", tmp_path)
@@ -718,7 +723,7 @@ def test_an_adapter_folder_is_still_pefts(shared, tmp_path):
 
 
 def test_a_layer_is_still_merged_by_itself():
-    """pipeline/stages/export.py, merge: layer.merge(safe_merge=True), then model.unload() without merging again."""
+    """pipeline/commands/export.py, merge: layer.merge(safe_merge=True), then model.unload() without merging again."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(6, 4)), LoraConfig(r=2, target_modules=["0"]))
@@ -887,7 +892,7 @@ def test_vllm_still_takes_the_arguments_of_an_exact_sampler():
 
 
 def test_the_folder_of_a_session_still_ends_with_the_drivers_pid(embedded_ray):
-    """pipeline/embedded.py deletes and sweeps by it (address_info["session_dir"]), pipeline/janitor.py finds processes by it."""
+    """pipeline/runtime/embedded.py deletes and sweeps by it (address_info["session_dir"]), pipeline/runtime/janitor.py finds processes by it."""
     from ray._private.worker import RayContext, global_worker
 
     folder = RayContext(global_worker.node.address_info).address_info["session_dir"]  # what ray.init returns
@@ -908,7 +913,7 @@ def test_the_processes_of_a_node_are_still_listed(embedded_ray):
 
 
 def test_the_processes_of_ray_are_still_known_by_title_and_open_log(embedded_ray):
-    """pipeline/janitor.py kills those named `ray::...` that hold a file of the session's folder open."""
+    """pipeline/runtime/janitor.py kills those named `ray::...` that hold a file of the session's folder open."""
 
     def look():
         import psutil
@@ -922,7 +927,7 @@ def test_the_processes_of_ray_are_still_known_by_title_and_open_log(embedded_ray
 
 
 def test_the_actor_name_marker_still_names_log_lines(embedded_ray):
-    """pipeline/worker.py prints `:actor_name:STAGE`; pipeline/console.py prints such a stage's lines without a prefix."""
+    """pipeline/runtime/worker.py prints `:actor_name:STAGE`; pipeline/system/console.py prints such a stage's lines without a prefix."""
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     def speak():
@@ -942,7 +947,7 @@ def test_the_actor_name_marker_still_names_log_lines(embedded_ray):
 
 
 def test_a_training_thread_can_still_run_a_function_in_its_workers_main_thread(embedded_ray):
-    """pipeline/worker.py installs the SIGTERM handler with current_actor.execute: only a main thread may."""
+    """pipeline/runtime/worker.py installs the SIGTERM handler with current_actor.execute: only a main thread may."""
     from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 
     def begin():

@@ -10,15 +10,15 @@ import torch
 import toy_ppo
 from running import ROOT, stage
 
-from pipeline import lineage
 from pipeline.config import load_job
+from pipeline.demo import gold
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
-from pipeline.models.demo import gold
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 from pipeline.ppo.trainer import PPOTrainer
+from pipeline.registry import lineage
 
 pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
 EPISODES = 1280  # half of the demo's

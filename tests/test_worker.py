@@ -11,7 +11,7 @@ SCRIPT = """
 import os, sys, tempfile
 import torch.distributed as dist
 from accelerate import PartialState
-from pipeline.worker import leave_group_of_one
+from pipeline.runtime.worker import leave_group_of_one
 
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from running import ROOT
 
-from pipeline import lineage, registry
+from pipeline import registry
 from pipeline.config import load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import base_identity, load_base
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.registry import lineage
 
 BASE = str(ROOT / "jobs/demo/model")
 

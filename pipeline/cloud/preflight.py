@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline import registry, storage
+from pipeline import registry
 from pipeline.cloud import clusterfile
 from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import Job
 from pipeline.errors import InputError
+from pipeline.system import storage
 
 # Bytes: Ray keeps an uploaded working directory in the memory of the head, 100 MiB at most.
 LIMIT = 100 * 2**20

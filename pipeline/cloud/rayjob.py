@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from pipeline import storage
 from pipeline.cloud.submit import FORWARDED
 from pipeline.config import Job, load_job
 from pipeline.errors import InputError
+from pipeline.system import storage
 
 HOME = "/home/ray/rlhf"  # where jobs/cloud/Dockerfile puts the project
 IMAGE = f"REGISTRY/rlhf:{version('ray')}-py311"

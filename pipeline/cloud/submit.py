@@ -18,12 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline import cluster, process
 from pipeline.cloud import preflight
 from pipeline.config import Job, load_job
 from pipeline.config.stages import STAGE
-from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, in_brief
+from pipeline.runtime import driver
+from pipeline.system import process
+from pipeline.system.credentials import without_credentials
 
 # Whose run.name is the name of the submission.
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
@@ -76,7 +77,7 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
     api.submit(
         submission,
         shlex.join(["python", "-m", "pipeline", verb, path, *overrides]),
-        {"working_dir": ".", "env_vars": {**cluster.ENVIRONMENT, **environment}},
+        {"working_dir": ".", "env_vars": {**driver.ENVIRONMENT, **environment}},
         {"run": name, "verb": verb, "job": path},
     )
     return follow(api, submission)
@@ -85,14 +86,14 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
 def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
     """(name of the submission, the jobs that it will run), checked as they would be here."""
     if verb == "rlhf":
-        from pipeline.stages import rlhf
+        from pipeline.commands import rlhf
 
         stages = {stage: rlhf.overrides_of(stage, overrides) for stage in rlhf.ORDER}
         jobs = [load_job(Path(path) / f"{stage}.yaml", mine, stage) for stage, mine in stages.items()]
     else:
         jobs = [load_job(path, overrides, verb if verb in RUNS else None)]
         if verb in RUNS:
-            return str(cluster.name_run(jobs[0]).run.name), jobs
+            return str(driver.name_run(jobs[0]).run.name), jobs
     return f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", jobs
 
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline import storage
 from pipeline.config.fields import Field, fields_of, show
 from pipeline.config.gates import OPERATORS as OPERATORS
 from pipeline.config.gates import parse_gate as parse_gate
@@ -21,6 +20,7 @@ from pipeline.config.keys import REFUSED, class_of
 from pipeline.config.rules import CHECKS
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+from pipeline.system import storage
 
 JOBS = tuple(STAGE)  # what a job file may be about
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")

@@ -356,7 +356,7 @@ def _check_inputs(tree: Tree, job: Job) -> None:
         if name.startswith("python:") and not re.fullmatch(r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
             raise tree.error(
                 key,
-                f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.models.demo:gold",
+                f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.demo:gold",
             )
         if name.startswith("python:") and key in ("policy", "baseline"):
             raise tree.error(

@@ -3,7 +3,7 @@
 import uuid
 from typing import Any
 
-from pipeline import storage
+from pipeline.system import storage
 
 GROUP_TOKENS = 1 << 18  # of a parquet row group
 PACK_ROWS = 4096  # rows packed together: bounded, and importing TRL for its packing costs 6 s in every task

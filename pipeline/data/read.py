@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline import storage
 from pipeline.data import report as reports
 from pipeline.data import source
 from pipeline.data.encode import Dropped, Encoder, Example
@@ -27,6 +26,7 @@ from pipeline.data.report import Report, Split
 from pipeline.data.source import Chunk
 from pipeline.data.template import DATE
 from pipeline.errors import InputError
+from pipeline.system import storage
 
 VERSION = 3  # of the parts: raise it when the same rows would become other tokens
 BATCH = 256  # rows tokenised together

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline import storage
 from pipeline.data.formats import RowError, shape_of, show
 from pipeline.data.values import read_value, too_deep
 from pipeline.errors import InputError
+from pipeline.system import storage
 
 CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
 BLOCK = 1 << 20

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from pipeline.evaluation.figures import distinct, mean, repetition, wilson
+from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Reply, Sampling, TransformersEngine
-from pipeline.worker import Worker
+from pipeline.runtime.worker import Worker
 
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
 

@@ -10,9 +10,9 @@ import re
 from typing import Any
 
 from pipeline.errors import visible
-from pipeline.evaluation.figures import calibration, correlation, mean, sigmoid, wilson
-from pipeline.inputs import unfilled
-from pipeline.worker import Worker
+from pipeline.figures import calibration, correlation, mean, sigmoid, wilson
+from pipeline.runtime.inputs import unfilled
+from pipeline.runtime.worker import Worker
 
 SIDES = ("chosen_ids", "rejected_ids")
 

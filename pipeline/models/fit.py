@@ -15,7 +15,6 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline import deadline
 from pipeline.errors import InputError, about, in_brief
 from pipeline.models.adapter_files import HEAD_NAMES
 from pipeline.models.base import (
@@ -33,6 +32,7 @@ from pipeline.models.base import (
 from pipeline.models.llama import LINEAR as LLAMA_LINEAR
 from pipeline.models.llama import Layout, layout
 from pipeline.models.weights import FLOATING, INDEX, SINGLE, Stored, stored_in, stored_in_model
+from pipeline.system import deadline
 
 if TYPE_CHECKING:
     from pipeline.config import Model

@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Iterator
 from urllib.parse import quote, unquote
 
-from pipeline import deadline, storage
+from pipeline.system import deadline, storage
 
 LARGEST = 256 << 20  # bytes that are read through for damage, in about a second
 

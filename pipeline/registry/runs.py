@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline import signals, storage
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.registry.database import file_of_uri
 from pipeline.registry.server import client, flatten, like, metric_key, tracking_uri, wait_for_server
+from pipeline.system import signals, storage
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def run(job: Job, digests: dict[str, str], anew: bool = False):
     else:
         if before and before.status == "RUNNING":
             mlflow.set_terminated(before.run_id, "KILLED")
-        tags = {"pipeline.run": run_key, "stage": job.stage}
+        tags = {"pipeline.runtime.run": run_key, "stage": job.stage}
         run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
         _log_inputs(mlflow, run_id, job, digests)
     try:
@@ -110,11 +110,11 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
     """The newest run of a run folder in these experiments; None if there is none."""
     found = mlflow.search_runs(
         experiments,
-        filter_string=like("tags.`pipeline.run`", folder),
+        filter_string=like("tags.`pipeline.runtime.run`", folder),
         max_results=20,
         order_by=["start_time DESC"],
     )
-    return next((run for run in found if run.data.tags["pipeline.run"] == folder), None)
+    return next((run for run in found if run.data.tags["pipeline.runtime.run"] == folder), None)
 
 
 def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
@@ -152,7 +152,7 @@ def recorded(uri: str, run_id: str) -> dict[str, Any]:
         "name": found.info.run_name,
         "status": found.info.status,
         "stage": tags.get("stage", "?"),
-        "folder": tags.get("pipeline.run"),
+        "folder": tags.get("pipeline.runtime.run"),
         **kept,
     }
 

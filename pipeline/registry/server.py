@@ -5,11 +5,11 @@ import os
 import time
 from typing import Any
 
-from pipeline import deadline, storage
 from pipeline.config import Job
-from pipeline.credentials import has_credentials, user_and_password, without_credentials
 from pipeline.errors import InputError
 from pipeline.registry import database
+from pipeline.system import deadline, storage
+from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
 
 
 def tracking_uri(job: Job) -> str:

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline import deadline
 from pipeline.config import OPERATORS, Job, parse_gate
 from pipeline.config.stages import TRAINED
-from pipeline.credentials import without_credentials
 from pipeline.errors import InputError
-from pipeline.lineage import folder_digests
+from pipeline.registry.lineage import folder_digests
 from pipeline.registry.server import (
     client,
     first_line,
@@ -23,6 +21,8 @@ from pipeline.registry.server import (
     tracking_uri,
     wait_for_server,
 )
+from pipeline.system import deadline
+from pipeline.system.credentials import without_credentials
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import os
 import tempfile
 from typing import Any
 
-from pipeline import registry, storage
+from pipeline import registry
 from pipeline.report.gather import Run, read
+from pipeline.system import storage
 
 PAGE = "report.html"
 __all__ = ["PAGE", "Run", "attach", "read", "write"]

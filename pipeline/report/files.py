@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from pipeline import storage
 from pipeline.config import JOBS
 from pipeline.errors import InputError
+from pipeline.system import storage
 
 LARGEST = 256 << 20  # bytes; a result.json has a few thousand
 NUMBER = (int, float)

@@ -5,11 +5,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline import registry, storage
-from pipeline.credentials import without_credentials
+from pipeline import registry
 from pipeline.errors import InputError
 from pipeline.report import files
 from pipeline.report.panels import History
+from pipeline.system import storage
+from pipeline.system.credentials import without_credentials
 
 
 @dataclass

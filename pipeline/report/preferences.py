@@ -7,7 +7,7 @@ writes them to pairs.json.
 import math
 from typing import Any
 
-from pipeline.evaluation.figures import calibration, correlation, mean
+from pipeline.figures import calibration, correlation, mean
 from pipeline.report import plots
 from pipeline.report.plots import COLOURS, FAINT, INK, Draw, number
 

@@ -8,8 +8,8 @@ TRL's DPOTrainer continues a copy of the `policy` adapter; its reference is that
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.run import launch
-from pipeline.worker import Worker
+from pipeline.runtime.run import launch
+from pipeline.runtime.worker import Worker
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -20,9 +20,9 @@ def train(worker: Worker) -> dict[str, Any]:
     from peft import LoraConfig, PeftModel
     from trl import DPOConfig, DPOTrainer
 
-    from pipeline import training
     from pipeline.data.feed import ExactBatches
     from pipeline.models.base import load_base
+    from pipeline.runtime import training
 
     class Trainer(ExactBatches, DPOTrainer):
         """TRL's trainer on rows that are tokenised already, each exactly once an epoch over all workers."""

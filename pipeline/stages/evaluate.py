@@ -12,12 +12,13 @@ run and the restart after a lost node already, and scale over rows just as well.
 
 from typing import Any
 
-from pipeline import registry, storage
-from pipeline.cluster import Outcome
+from pipeline import registry
 from pipeline.config import Job
-from pipeline.resume import begun
-from pipeline.run import Run, launch
-from pipeline.worker import Worker
+from pipeline.runtime import begun
+from pipeline.runtime.driver import Outcome
+from pipeline.runtime.run import Run, launch
+from pipeline.runtime.worker import Worker
+from pipeline.system import storage
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -38,8 +39,9 @@ def promote(run: Run, outcome: Outcome) -> registry.Version | None:
 
 
 def train(worker: Worker) -> dict[str, Any]:
-    from pipeline import evaluation, roles
+    from pipeline import evaluation
     from pipeline.evaluation import pairs
+    from pipeline.runtime import roles
 
     shared = roles.shared_base(worker)
     rewards, judge = roles.add_rewards(worker, shared), roles.judge(worker, shared)

@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.run import launch
-from pipeline.worker import Worker
+from pipeline.runtime.run import launch
+from pipeline.runtime.worker import Worker
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -22,8 +22,9 @@ def run(job: Job) -> dict[str, Any]:
 def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
-    from pipeline import evaluation, roles
+    from pipeline import evaluation
     from pipeline.ppo.trainer import PPOTrainer
+    from pipeline.runtime import roles
 
     args = worker.job.args
     set_seed(args.seed)  # a head that is made of random numbers is the same on every rank

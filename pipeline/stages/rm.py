@@ -9,8 +9,8 @@ deviation of its scores on the held-out replies: PPO normalises its reward with 
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.run import launch
-from pipeline.worker import Worker
+from pipeline.runtime.run import launch
+from pipeline.runtime.worker import Worker
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -22,10 +22,10 @@ def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
     from trl import RewardConfig, RewardTrainer
 
-    from pipeline import training
     from pipeline.data.feed import ExactBatches
     from pipeline.models import probes
     from pipeline.models.base import load_base
+    from pipeline.runtime import training
 
     class Trainer(ExactBatches, RewardTrainer):
         """TRL's trainer, each pair exactly once an epoch over all workers."""

@@ -8,8 +8,8 @@ TRL's SFTTrainer on completion-only labels. Registers the adapter that dpo and p
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.run import launch
-from pipeline.worker import Worker
+from pipeline.runtime.run import launch
+from pipeline.runtime.worker import Worker
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -20,9 +20,9 @@ def train(worker: Worker) -> dict[str, Any]:
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    from pipeline import training
     from pipeline.data.feed import ExactBatches
     from pipeline.models.base import load_base
+    from pipeline.runtime import training
 
     class Trainer(ExactBatches, SFTTrainer):
         """TRL's trainer, each row exactly once an epoch over all workers."""

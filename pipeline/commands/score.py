@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.inference import Answer, Record, launch
-from pipeline.worker import Host
+from pipeline.runtime.inference import Answer, Record, launch
+from pipeline.runtime.worker import Host
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -42,9 +42,9 @@ def load(host: Host) -> Answer:
 
 def scorer(host: Host) -> Any:
     """A function of [(prompt ids, reply ids, row)] that gives the job's weighted reward of each, in raw units."""
-    from pipeline import roles
     from pipeline.models.tokenizer import eos_ids
     from pipeline.ppo.rewards import Samples, weighted
+    from pipeline.runtime import roles
 
     shared = roles.shared_base(host)
     rewards = roles.add_rewards(host, shared)

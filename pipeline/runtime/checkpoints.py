@@ -15,8 +15,8 @@ import os
 import re
 from typing import Any
 
-from pipeline import storage
 from pipeline.errors import Failure, InputError, causes, in_brief
+from pipeline.system import storage
 
 DIGESTS = "digests.json"
 # Ray Train's (ray 2.60, private; pinned in pyproject.toml). Remove when Ray Train itself skips a checkpoint that is not whole.

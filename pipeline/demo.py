@@ -1,6 +1,6 @@
 """The embedded demo: a small world, its data files, its Llama and tokenizer, and the gold rule that judges replies.
 
-    python -m pipeline.models.demo            # writes jobs/demo/data and jobs/demo/model, two to three minutes, seeded
+    python -m pipeline.demo            # writes jobs/demo/data and jobs/demo/model, two to three minutes, seeded
 
 The world is a table of countries with their capitals and continents. The base model knows the facts and has picked up
 mixed manners: it is courteous, plain, curt or gruff, it rambles, and it is wrong at times. `gold` says what a good
@@ -8,7 +8,7 @@ reply is: right, in a whole sentence, with a courtesy. No model is ever trained 
 the demonstrations, preferences and prompts. Some countries are known to the base, but held out of all training rows:
 they are what the `*_eval` files ask about.
 
-Importing this module imports no torch, so that `python:pipeline.models.demo:gold` is cheap as a reward.
+Importing this module imports no torch, so that `python:pipeline.demo:gold` is cheap as a reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-HOME = Path(__file__).resolve().parents[2] / "jobs" / "demo"
+HOME = Path(__file__).resolve().parents[1] / "jobs" / "demo"
 SEED = 3
 DOCUMENTS, STEPS = 30_000, 1800  # of pre-training
 

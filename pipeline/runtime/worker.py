@@ -18,11 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline import console, lineage, registry, storage
+from pipeline import registry
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.resume import checkpoints
-from pipeline.resume.preemption import Notice, listen
+from pipeline.registry import lineage
+from pipeline.runtime import checkpoints
+from pipeline.runtime.preemption import Notice, listen
+from pipeline.system import console, storage
 
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
 
@@ -45,7 +47,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
     work: Work = config["work"]
-    quiet(work.job.stage)
+    name_output(work.job.stage)
     leave_group_of_one(ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu")))
     storage.attend(work.job.folder)
     with contextlib.ExitStack() as stack:
@@ -112,30 +114,11 @@ def newest_whole(stack: contextlib.ExitStack) -> str | None:
     return stack.enter_context(reported[chosen].checkpoint.as_directory()) if reported else None
 
 
-def quiet(stage: str) -> None:
+def name_output(stage: str) -> None:
     """One name for a stage's lines in the driver's log, and none of the libraries' advice to developers."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
     print(f":actor_name:{stage}", file=sys.stderr, flush=True)
-    hush()
-
-
-def hush() -> None:
-    """None of the libraries' advice to developers, in a process that holds models."""
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    for noisy in (
-        "transformers",
-        "trl",
-        "peft",
-        "accelerate",
-        "datasets",
-        "torch",
-        "bitsandbytes",
-        "ray.train",
-        "ray.data",
-    ):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    console.silence_libraries()
 
 
 class Host:

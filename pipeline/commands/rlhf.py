@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import cluster, report
+from pipeline import report
 from pipeline.config import STAGES, libraries, load_job
 from pipeline.errors import Failure, InputError
-from pipeline.inputs import check_paths
+from pipeline.runtime import driver
+from pipeline.runtime.inputs import check_paths
 from pipeline.stages import evaluate, ppo, rm, sft
 
 ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
@@ -35,10 +36,10 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     for job in jobs.values():  # not after an hour of the stages before
         check_paths(job)
     for job in jobs.values():
-        cluster.check_scaling(job)
+        driver.check_scaling(job)
     results = []
     # The stages find what is begun here, and share it: the session, and the answers about all of their jobs.
-    with libraries.asked(*jobs.values()), cluster.session(jobs["sft"]):
+    with libraries.asked(*jobs.values()), driver.session(jobs["sft"]):
         for stage, module in ORDER.items():
             results.append(module.run(jobs[stage]))
             missed = results[-1].get("registered_model") and not results[-1]["alias"]

@@ -1,7 +1,7 @@
 """Ray Train, seen from the driver: a session, a TorchTrainer, failures, resume. (`worker.py` is the other side.)
 
-    with cluster.session(job):                 # an embedded Ray, or the cluster that this driver runs on
-        outcome = cluster.fit(work, rows, train)     # `train(worker)` runs once in every worker
+    with driver.session(job):                 # an embedded Ray, or the cluster that this driver runs on
+        outcome = driver.fit(work, rows, train)     # `train(worker)` runs once in every worker
 
 The same `run.name` continues from its last checkpoint; without a name every run is a new one.
 """
@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import console, embedded, placement, registry, signals, storage
-from pipeline.config import Job
+from pipeline import registry
+from pipeline.config import JOBS, Job
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.placement import check_scaling
-from pipeline.resume import checkpoints
-from pipeline.worker import Work, Worker, main
+from pipeline.runtime import checkpoints, embedded, placement
+from pipeline.runtime.placement import check_scaling
+from pipeline.runtime.worker import Work, Worker, main
+from pipeline.system import console, signals, storage
 
 # Set before Ray starts, so that every process of it inherits them.
 ENVIRONMENT = {
@@ -59,8 +60,8 @@ def session(job: Job) -> Iterator[None]:
         with console.waiting("joining the cluster" if os.environ.get("RAY_ADDRESS") else "starting Ray"):
             stack.enter_context(_cluster(job) if os.environ.get("RAY_ADDRESS") else _embedded())
         signals.listen()  # ray.init() has put handlers of its own there
-        console.attach()
-        _quiet_data()
+        console.attach(JOBS)
+        _set_up_ray_data()
         check_scaling(job)  # again: now Ray says what it has
         yield
 
@@ -90,7 +91,7 @@ def _embedded() -> contextlib.AbstractContextManager[None]:
     return embedded.ray_session(num_cpus=cpus, **RAY_LOGGING)
 
 
-def _quiet_data() -> None:
+def _set_up_ray_data() -> None:
     import logging
 
     import ray
@@ -175,7 +176,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     )
     from ray.train.torch import TorchTrainer
 
-    from pipeline.rendezvous import FileRendezvous
+    from pipeline.runtime.rendezvous import FileRendezvous
 
     job = work.job
     scaling = dict(job.scaling)

@@ -27,15 +27,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.config import Job
-from pipeline.credentials import without_credentials
 from pipeline.data.encode import Dropped, Encoder
 from pipeline.data.formats import RowError, parse
 from pipeline.data.values import mapping
 from pipeline.errors import InputError
-from pipeline.inference import here
-from pipeline.inputs import functions, unfilled
 from pipeline.registry import first_line
-from pipeline.worker import Host
+from pipeline.runtime.inference import here
+from pipeline.runtime.inputs import functions, unfilled
+from pipeline.runtime.worker import Host
+from pipeline.system.credentials import without_credentials
 
 LARGEST = 8 << 20  # bytes of a request
 ROWS = 4096  # of a request
@@ -131,9 +131,9 @@ class Scores:
     """Scores rows in one thread, which takes all that wait, up to a forward's worth, at a time."""
 
     def __init__(self, host: Host):
+        from pipeline.commands.score import scorer
         from pipeline.models.template import text_as_chat
         from pipeline.models.tokenizer import eos_ids
-        from pipeline.stages.score import scorer
 
         tokenizer = host.tokenizer
         context = host.job.data.max_length or host.work.base["context_length"] or 1 << 20

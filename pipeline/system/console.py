@@ -6,17 +6,18 @@ Remove that when ray.init takes a function that prints, or a logging setting wit
 """
 
 import contextlib
+import functools
 import logging
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from pipeline.config import JOBS
-from pipeline.credentials import without_credentials
 from pipeline.errors import visible
+from pipeline.system.credentials import without_credentials
 
 NOISE = (
     # https://github.com/ray-project/ray/issues/53727: about restarts of an actor of Ray's own.
@@ -33,8 +34,13 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",  # bars of loading weights; a stage shows its own progress
-    "PYTHONWARNINGS": "ignore",
+    "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::PendingDeprecationWarning,ignore::FutureWarning",
 }
+# Whose advice to developers is not for users of a job. Warnings of a user's own code, a reward function's say, are shown.
+LIBRARIES = (
+    "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "mlflow", "ray",
+    "pipeline",  # where a library blames its caller
+)  # fmt: skip
 # Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second. Remove when
 # it asks the GCS instead.
 SILENT = ("PlacementGroupCleaner",)
@@ -104,15 +110,19 @@ def waiting(for_what: str, seconds: float = 2.0) -> Iterator[None]:
         timer.cancel()
 
 
-def attach() -> None:
-    """Replaces the printer of worker logs that ray.init() installed."""
+def attach(own: Collection[str] = ()) -> None:
+    """Replaces the printer of worker logs that ray.init() installed.
+
+    Args:
+        own: names of processes whose lines are shown as they are, without a name before them.
+    """
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     dispatcher.remove_handler("ray_print_logs")
-    dispatcher.add_handler("ray_print_logs", show)
+    dispatcher.add_handler("ray_print_logs", functools.partial(show, own=own))
 
 
-def show(data: dict[str, Any]) -> None:
+def show(data: dict[str, Any], own: Collection[str] = ()) -> None:
     """Prints one batch of log lines; `data` is Ray's: lines, is_err, pid, actor_name, task_name."""
     if data.get("pid") == "autoscaler":  # its whole log comes this way; events for people are marked in it
         from ray._private.worker import filter_autoscaler_events
@@ -121,7 +131,7 @@ def show(data: dict[str, Any]) -> None:
     name = data.get("actor_name") or data.get("task_name")
     if name in SILENT:
         return
-    prefix = "" if name in JOBS or not name else f"({name}) "
+    prefix = "" if name in own or not name else f"({name}) "
     sink = sys.stderr if data["is_err"] else sys.stdout
     lines, text = data["lines"], "\n".join(data["lines"])
     for line in DELETED.sub("", text).splitlines() if DELETED.search(text) else lines:
@@ -129,12 +139,17 @@ def show(data: dict[str, Any]) -> None:
             print(prefix + line, file=sink, flush=True)
 
 
-def quiet() -> None:
-    """For a notebook, before it imports anything heavy: neither progress bars nor the libraries' advice to developers."""
-    from pipeline import worker
+def silence_libraries() -> None:
+    """None of the libraries' advice to developers, in a process that holds models; errors and a user's own warnings stay."""
+    warnings.filterwarnings("ignore", module=rf"({'|'.join(LIBRARIES)})(\.|$)")
+    for name in (*LIBRARIES[:-3], "ray.train", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
+
+def for_notebook() -> None:
+    """Before a notebook imports anything heavy: neither progress bars nor the libraries' advice to developers."""
     os.environ.update(QUIET)
-    worker.hush()
+    silence_libraries()
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # asks for ipywidgets
 
 

@@ -8,11 +8,12 @@ Nothing is trained, nothing is registered, and nothing stays behind. Exit status
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipeline import cluster, storage
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.run import begin, checked
-from pipeline.worker import Worker
+from pipeline.runtime import driver
+from pipeline.runtime.run import begin, checked
+from pipeline.runtime.worker import Worker
+from pipeline.system import storage
 
 REPLIES = 16  # examined, unless a minibatch of the job is larger
 
@@ -23,7 +24,7 @@ def run(job: Job) -> dict[str, Any]:
             f"stage: found {job.stage}; doctor examines ppo jobs (for the data of a {job.stage} job: "
             f"python -m pipeline validate {job.source})"
         )
-    job = cluster.name_run(replace(job, run=replace(job.run, name=None, max_failures=0)))
+    job = driver.name_run(replace(job, run=replace(job.run, name=None, max_failures=0)))
     job = replace(
         job,
         # Beside the run that it is about, not in its place.
@@ -34,7 +35,7 @@ def run(job: Job) -> dict[str, Any]:
     begin(job)
     try:
         with checked(job) as run:
-            outcome = cluster.fit(replace(run.work, run_id=str(job.run.name)), run.rows, train)
+            outcome = driver.fit(replace(run.work, run_id=str(job.run.name)), run.rows, train)
     finally:
         storage.remove(job.folder)
     found = outcome.samples[0]
@@ -47,9 +48,9 @@ def run(job: Job) -> dict[str, Any]:
 def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
-    from pipeline import roles
     from pipeline.ppo import doctor
     from pipeline.ppo.trainer import PPOTrainer
+    from pipeline.runtime import roles
 
     asked = worker.job.args
     replies = min(asked.batch_size, max(REPLIES, asked.per_device_train_batch_size))

@@ -11,8 +11,8 @@ import json
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.inference import Answer, Record, launch
-from pipeline.worker import Host
+from pipeline.runtime.inference import Answer, Record, launch
+from pipeline.runtime.worker import Host
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -20,9 +20,9 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
-    from pipeline import roles
     from pipeline.ppo.rewards import Samples, weighted
     from pipeline.ppo.rollout import TransformersEngine
+    from pipeline.runtime import roles
 
     shared = roles.shared_base(host)
     role = roles.add_frozen(host, shared, "policy", "policy")

@@ -6,8 +6,9 @@ A RUN is its folder, its name under runs/, or its MLflow id. One run's page goes
 which runs of one stage are drawn over each other, into runs/report.
 """
 
-from pipeline import registry, report, storage
+from pipeline import registry, report
 from pipeline.errors import InputError
+from pipeline.system import storage
 
 
 def run(references: list[str]) -> str:

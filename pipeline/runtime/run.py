@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import cluster, console, lineage, registry, storage
-from pipeline.cluster import Outcome
+from pipeline import registry
 from pipeline.config import Job, gates, libraries
 from pipeline.config.stages import STAGE
-from pipeline.credentials import without_credentials
 from pipeline.errors import InputError, summary
-from pipeline.inputs import (
+from pipeline.registry import lineage
+from pipeline.runtime import begun, checkpoints, driver
+from pipeline.runtime.driver import Outcome
+from pipeline.runtime.inputs import (
     check_adapters,
     check_columns,
     check_paths,
@@ -29,8 +30,9 @@ from pipeline.inputs import (
     makes_adapter,
     pin_inputs,
 )
-from pipeline.resume import begun, checkpoints
-from pipeline.worker import Work, Worker
+from pipeline.runtime.worker import Work, Worker
+from pipeline.system import console, storage
+from pipeline.system.credentials import without_credentials
 
 UNINTERESTING = ("runtime", "per_second", "num_tokens")  # of an evaluation's figures
 
@@ -66,7 +68,7 @@ def once(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
     Raises:
         InputError: when the name belongs to a run of another stage, or the storage path cannot be written to.
     """
-    job = cluster.name_run(job)
+    job = driver.name_run(job)
     storage.require_writable(job.run.storage_path)
     return finished(job) or execute(job)
 
@@ -151,11 +153,11 @@ def checked(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool 
     started = time.monotonic()
     job, inputs = pin_inputs(job)
     inputs |= pinned or {}
-    cluster.set_environment()
+    driver.set_environment()
     with libraries.asked(*([job] if ask_libraries else [])) as check_libraries:
         with console.waiting("checking the model"):
             work = models(job, inputs)  # a damaged one is not worth starting Ray for
-        with cluster.session(job):
+        with driver.session(job):
             with console.waiting("tokenising the rows"):
                 work, rows, report = prepare(job, inputs, work)
             check_libraries()
@@ -169,7 +171,7 @@ def _train_and_register(
     job = run.job
     with registry.run(job, run.work.digests, anew=not run.continues) as run_id:
         run.mlflow_run_id = run_id
-        outcome = cluster.fit(replace(run.work, run_id=run_id), run.rows, train)
+        outcome = driver.fit(replace(run.work, run_id=run_id), run.rows, train)
         version = register(run, outcome)
         result = describe(run, outcome, version)
         storage.write_json(storage.join(run.folder, "result.json"), result)

@@ -16,13 +16,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from pipeline import lineage, storage
-from pipeline.card import card
+from pipeline.commands.card import card
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.inference import here
-from pipeline.run import once
-from pipeline.worker import Host
+from pipeline.registry import lineage
+from pipeline.runtime.inference import here
+from pipeline.runtime.run import once
+from pipeline.runtime.worker import Host
+from pipeline.system import storage
 
 # What the loaded model is compared on. Any text would do: it goes through the chat template of the adapter.
 PROBES = (
@@ -184,9 +185,9 @@ def expectations(host: Host, name: str) -> list[Any]:
     """What the adapter on its frozen base says to each probe: a greedy reply, or a score."""
     import torch
 
-    from pipeline import roles
     from pipeline.models.tokenizer import eos_ids
     from pipeline.ppo.rollout import Sampling, TransformersEngine
+    from pipeline.runtime import roles
 
     work = replace(host.work, job=replace(host.job, model=replace(host.job.model, load_in_4bit=False)))
     shared = roles.shared_base(Host(work))

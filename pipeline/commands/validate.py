@@ -8,14 +8,15 @@ The tokenised rows stay in the cache: the run that follows does not make them ag
 from dataclasses import replace
 from typing import Any
 
-from pipeline import cluster, storage
 from pipeline.config import Job
-from pipeline.run import begin, checked
+from pipeline.runtime import driver
+from pipeline.runtime.run import begin, checked
+from pipeline.system import storage
 
 
 def run(job: Job) -> dict[str, Any]:
     # Without the name: it looks at rows, whatever was begun or has ended under it.
-    job = cluster.name_run(replace(job, run=replace(job.run, name=None)))
+    job = driver.name_run(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     begin(job)
     # A job for GPUs may be looked at where not all of its packages are.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
-from pipeline.worker import Worker
+from pipeline.runtime.worker import Worker
 
 
 def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:

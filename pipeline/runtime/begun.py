@@ -8,11 +8,11 @@ leads to the same end.
 import json
 from typing import Any
 
-from pipeline import storage
 from pipeline.config import Job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, in_brief
-from pipeline.resume import checkpoints
+from pipeline.runtime import checkpoints
+from pipeline.system import storage
 
 FILE = "job.json"
 PARTS = "parts"  # the folder of what batch inference has done

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline import signals
 from pipeline.config import Job
 from pipeline.errors import InputError, visible
-from pipeline.inference import here
-from pipeline.inputs import functions, unfilled
 from pipeline.models.template import text_as_chat
-from pipeline.run import room_for_prompts
-from pipeline.worker import Host
+from pipeline.runtime.inference import here
+from pipeline.runtime.inputs import functions, unfilled
+from pipeline.runtime.run import room_for_prompts
+from pipeline.runtime.worker import Host
+from pipeline.system import signals
 
 HELP = "/reset forgets the conversation, /system TEXT sets the instructions (nothing: none), /quit ends"
 
@@ -49,10 +49,10 @@ class Chat:
     """A conversation: the messages so far, and the models that answer and judge them."""
 
     def __init__(self, host: Host):
-        from pipeline import roles
+        from pipeline.commands.generate import sampling
         from pipeline.data.encode import Encoder
         from pipeline.models.tokenizer import eos_ids
-        from pipeline.stages.generate import sampling
+        from pipeline.runtime import roles
 
         self.host = host
         self.shared = roles.shared_base(host)

@@ -16,9 +16,9 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pipeline import deadline
-from pipeline.credentials import without_credentials
 from pipeline.errors import InputError
+from pipeline.system import deadline
+from pipeline.system.credentials import without_credentials
 
 
 def is_remote(path: str) -> bool:

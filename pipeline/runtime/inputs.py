@@ -10,10 +10,12 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
-from pipeline import deadline, lineage, registry, storage
+from pipeline import registry
 from pipeline.config import Job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, about, in_brief
+from pipeline.registry import lineage
+from pipeline.system import deadline, storage
 
 IMPORT_SECONDS = 15  # for the module of a Python function
 GIVEN = ("prompts", "completions", "completion_ids")  # to every Python reward, whatever the data holds

@@ -9,11 +9,13 @@ Exit status 1 if the job does not fit on what is named, with the changes after w
 import os
 from typing import Any
 
-from pipeline import lineage, plan, registry
+from pipeline import registry
 from pipeline.config import Job
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, about
-from pipeline.plan import GIB, GPUS, Plan
+from pipeline.planning import plan
+from pipeline.planning.plan import GIB, GPUS, Plan
+from pipeline.registry import lineage
 
 EPOCH = 10_000  # rows, where the job does not say how long it runs
 
@@ -42,7 +44,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     """The folders of the adapters that the job continues, by input; and a note on what could not be found out."""
-    from pipeline.inputs import pin_inputs
+    from pipeline.runtime.inputs import pin_inputs
 
     guess = "adapters are taken to be as large as `lora` says"
     uri = registry.tracking_uri(job)
@@ -71,10 +73,10 @@ def check(job: Job, folders: dict[str, str]) -> None:
     Raises:
         InputError: naming what is wrong.
     """
-    from pipeline.inputs import key_of, makes_adapter
     from pipeline.models import adapter_files
     from pipeline.models.base import local, weight_files
     from pipeline.models.fit import check_base, check_lora
+    from pipeline.runtime.inputs import key_of, makes_adapter
 
     weights = bool(weight_files(local(job.model.name_or_path)))
     base = check_base(job.model, gpu=bool(job.scaling.get("use_gpu")), weights=weights)

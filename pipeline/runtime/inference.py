@@ -15,14 +15,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline import cluster, placement, storage
 from pipeline.config import Job
 from pipeline.data.feed import to_hf
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.inputs import pin_inputs
-from pipeline.resume import begun
-from pipeline.run import Run, models, once, open_run
-from pipeline.worker import Host, Work, hush, quiet
+from pipeline.runtime import begun, driver, placement
+from pipeline.runtime.inputs import pin_inputs
+from pipeline.runtime.run import Run, models, once, open_run
+from pipeline.runtime.worker import Host, Work, name_output
+from pipeline.system import console, storage
 
 BATCHES = 4  # forwards of a part: enough to sort its rows by length, little enough to lose in a crash
 
@@ -80,12 +80,12 @@ def here(job: Job) -> Host:
     Raises:
         InputError: when one of them is not there or does not fit.
     """
-    cluster.set_environment()
-    cluster.check_scaling(job)
+    driver.set_environment()
+    driver.check_scaling(job)
     print(f"loading {job.model.name_or_path}", flush=True)
     job, inputs = pin_inputs(job)
     work = models(job, inputs)
-    hush()
+    console.silence_libraries()
     return Host(work)
 
 
@@ -157,7 +157,7 @@ class Parts:
     """The actor: holds the models and, over Ray's shared blocks, all token rows; writes the parts that it is asked for."""
 
     def __init__(self, load: Load, work: Work, rows: Any):
-        quiet(work.job.stage)
+        name_output(work.job.stage)
         storage.attend(work.job.folder)  # one that outlives its driver still writes there
         self.load, self.work = load, work
         self.rows = to_hf(rows, work.fingerprints["train"])

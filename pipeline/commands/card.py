@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from pipeline import lineage, registry
-from pipeline.worker import Host
+from pipeline import registry
+from pipeline.registry import lineage
+from pipeline.runtime.worker import Host
 
 USE = {
     "policy": """\

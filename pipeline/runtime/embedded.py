@@ -20,8 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline import janitor, signals
 from pipeline.errors import Failure, InputError, in_brief
+from pipeline.runtime import janitor
+from pipeline.system import signals
 
 # Set before Ray starts, so that every process of it inherits them; what the user has set stays.
 DEFAULTS = {

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipeline import lineage
-from pipeline.inputs import check_function
-from pipeline.worker import Host, Worker
+from pipeline.registry import lineage
+from pipeline.runtime.inputs import check_function
+from pipeline.runtime.worker import Host, Worker
 
 
 def shared_base(worker: Host) -> Any:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from pipeline import console, deadline, signals
+from pipeline.system import console, deadline, signals
 
 
 def run(main: Callable[[], int]) -> int:

@@ -1,0 +1,1 @@
+"""What a job needs, counted on shapes."""

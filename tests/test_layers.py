@@ -1,0 +1,53 @@
+"""The architecture, as imports: nothing reaches upward, and what is for any GPU box knows neither Ray nor MLflow nor TRL."""
+
+import ast
+
+import pytest
+from running import ROOT
+
+# From the bottom: each may import what stands before it, and itself.
+LAYERS = """errors figures system models ppo demo config data registry report runtime evaluation planning stages commands cloud
+    __main__""".split()
+# Read, tested and profiled by themselves, with torch, transformers and peft alone.
+ALONE = {"models": ("ray", "mlflow", "trl"), "ppo": ("ray", "mlflow", "trl")}
+
+
+def imports(file):
+    """Dotted names of all that a file imports when it runs, functions included; not what only type checkers read."""
+    names, waiting = [], [ast.parse(file.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        waiting += ast.iter_child_nodes(node)
+    return names
+
+
+def layer(dotted):
+    return dotted.split(".")[1]
+
+
+FILES = sorted(p for p in (ROOT / "pipeline").rglob("*.py") if p != ROOT / "pipeline/__init__.py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_import_reaches_upward(file):
+    own = layer(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    below = set(LAYERS[: LAYERS.index(own) + 1])
+    upward = [name for name in imports(file) if name.startswith("pipeline.") and layer(name) not in below]
+    assert not upward
+
+
+@pytest.mark.parametrize("folder", ALONE)
+def test_models_and_ppo_stand_alone(folder):
+    found = {n.split(".")[0] for file in (ROOT / "pipeline" / folder).rglob("*.py") for n in imports(file)}
+    assert {"torch", "transformers"} <= found and not found & set(ALONE[folder])
+
+
+def test_every_folder_has_its_layer():
+    there = {p.stem for p in (ROOT / "pipeline").iterdir() if p.suffix == ".py" or any(p.glob("*.py"))}
+    assert there - {"__init__"} == set(LAYERS)
