@@ -34,7 +34,8 @@ SHORT = {
     "dpo": TRL,
     "ppo": PPO,
     "evaluate": "",
-    "plan": "model.name_or_path=jobs/demo/model",  # that of the profile is gated
+    # The profile's model is gated, and its lengths are those of a larger one.
+    "plan": "model.name_or_path=jobs/demo/model trainer.response_length=40 data.max_length=192",
     "doctor": "",
     "generate": "",
     "score": "",
