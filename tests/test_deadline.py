@@ -87,7 +87,7 @@ def test_a_process_does_not_wait_for_a_call_that_was_left_behind(tmp_path):
             "AWS_ENDPOINT_URL": f"http://{where}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "x",
         }  # fmt: skip
         program = (
-            "import sys; from pipeline import deadline, process; from pipeline.__main__ import main;"
+            "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
             "deadline.SECONDS = 1; sys.exit(process.run(main))"
         )
         given = ["report", "s3://bucket/runs/one"]

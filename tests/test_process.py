@@ -24,7 +24,7 @@ SMALL = [
 
 def program(text, status=0, **how):
     """Runs a program as `process.run` runs a command line: (stdout, stderr)."""
-    source = f"import sys\nfrom pipeline import process\ndef main():\n{textwrap.indent(textwrap.dedent(text), '    ')}\n"
+    source = f"import sys\nfrom pipeline.system import process\ndef main():\n{textwrap.indent(textwrap.dedent(text), '    ')}\n"
     done = subprocess.run(
         [sys.executable, "-c", source + "sys.exit(process.run(main))"],
         cwd=ROOT, capture_output=not how.keys() & {"stdout", "stderr"}, timeout=60, **how,
@@ -289,3 +289,21 @@ def test_a_wait_is_named_once_and_only_where_it_is_long(capsys):
         while not said.endswith("\n"):
             said += capsys.readouterr().out
     assert said == "starting Ray\n" and capsys.readouterr().out == ""
+
+
+def test_a_users_warnings_are_shown_and_the_libraries_are_not():
+    code = """
+        from pipeline.system import console
+        console.silence_libraries()
+        for module in ("my_rewards", "transformers.trainer", "torch", "pipeline.ppo.trainer", "raymond"):
+            exec("import warnings; warnings.warn('of ' + __name__)", {"__name__": module})
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        env=os.environ | console.QUIET,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.findall(r"UserWarning: of (\S+)", done.stderr) == ["my_rewards", "raymond"]
