@@ -24,12 +24,21 @@ def visible(text: str, lines: bool = True) -> str:
 class InputError(Exception):
     """The job file or the data is wrong; the command line prints the message and exits with status 2.
 
-    The message says what was wrong, the value found, where it stands (`file:line` or `section.key`),
-    what is expected, and what to type next. What it quotes from outside cannot reach the terminal as a command to it.
+    It says what was wrong, the value found, where it stands, what is expected, and what to type next. What it quotes from
+    outside cannot reach the terminal as a command to it.
+
+    Args:
+        message: all but the following two.
+        key: of the job, `section.key`.
+        where: `file:line` of that key.
     """
 
+    def __init__(self, message: str, key: str = "", where: str = ""):
+        super().__init__(message, key, where)  # all of it: an exception is pickled by its args
+        self.message, self.key, self.where = message, key, where
+
     def __str__(self) -> str:
-        return visible(super().__str__())
+        return visible(": ".join(filter(None, (self.where, self.key, self.message))))
 
 
 class Failure(Exception):
@@ -38,11 +47,13 @@ class Failure(Exception):
 
 @contextmanager
 def about(key: str) -> Iterator[None]:
-    """Begins the InputErrors from within with the key of the job that they are about."""
+    """Says which key of the job the InputErrors from within are about; what loads a model takes it for the base."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{key}: {str(error).removeprefix('model.name_or_path: ')}") from error
+        if error.key not in ("", "model.name_or_path"):
+            raise
+        raise InputError(error.message, key=key) from error
 
 
 def in_brief(error: BaseException, most: int = 250) -> str:

@@ -162,7 +162,7 @@ JOB = [
     case("no policy", "ppo", r"policy: missing; `ppo` needs it: policy: models:/rlhf-sft@champion", overrides=["policy=null"]),
     case("no reward", "ppo", r"reward: missing; `ppo` needs it: reward: models:/rlhf-rm@champion", overrides=["reward=null"]),
     case("batch not divisible", "sft", r"data\.batch_size: found 30, expected a multiple of 16.*try data\.batch_size=32", overrides=["data.batch_size=30"]),
-    case("generations do not divide the batch", "ppo", r"trainer\.batch_size: found 4; expected a multiple of num_generations \(3\)", overrides=["trainer.num_generations=3"]),
+    case("generations do not divide the batch", "ppo", r"trainer\.batch_size: found 4, expected a multiple of num_generations \(3\)", overrides=["trainer.num_generations=3"]),
     case("gate without operator", "sft", r'gate\.eval_loss: found .?1\.5.?, expected a comparison in quotes', overrides=["gate.eval_loss=1.5"]),
     case("run.name of the store's own folders", "sft", r"run\.name: found .artifacts..*expected another name", overrides=["run.name=artifacts", "run.fresh=true"]),
     case("name of a run of another stage", "rm", r"run\.name: 'done' is .*finished sft run in .*run\.name=rm-done", overrides=["run.name=done"]),
@@ -240,7 +240,7 @@ JOB = [
         "data.batch_size=null"]),
     *[case("vLLM where there is none", "ppo", r"trainer\.use_vllm: vLLM is not installed here; type .*\[vllm\]", overrides=["trainer.use_vllm=true"])
       for _ in range(importlib.util.find_spec("vllm") is None)],
-    case("share of the GPU", "ppo", r"trainer\.vllm_gpu_memory_utilization: found 1\.5; expected above 0 and below 1", overrides=["trainer.vllm_gpu_memory_utilization=1.5"]),
+    case("share of the GPU", "ppo", r"trainer\.vllm_gpu_memory_utilization: found 1\.5, expected above 0 and below 1", overrides=["trainer.vllm_gpu_memory_utilization=1.5"]),
     case("storage below a file", "sft", r"run\.storage_path: '/dev/null/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/dev/null/runs"]),
     case("storage that nobody may write", "sft", r"run\.storage_path: '/proc/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/proc/runs"]),
     case("storage of an unknown scheme", "sft", r"run\.storage_path: 'ftps://host/runs' cannot be written", overrides=["run.storage_path=ftps://host/runs"]),

@@ -34,7 +34,7 @@ def check(address: str) -> None:
     found = _of_this_machine() if address == "auto" else address
     port = re.fullmatch(r"[^/\s]+:(\d{1,5})", found)
     if not port or int(port[1]) > 65535:
-        raise InputError(f"RAY_ADDRESS: found {address!r}; {EXPECTED}")
+        raise InputError(f"found {address!r}; {EXPECTED}", key="RAY_ADDRESS")
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return  # ray.init() knows the certificates
     try:
@@ -43,7 +43,8 @@ def check(address: str) -> None:
     except grpc.RpcError as error:
         if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             raise InputError(
-                f"RAY_ADDRESS: no Ray answers at {found} ({error.code().name}: {error.details()}); {EXPECTED}"
+                f"no Ray answers at {found} ({error.code().name}: {error.details()}); {EXPECTED}",
+                key="RAY_ADDRESS",
             ) from error
 
 
@@ -55,5 +56,5 @@ def _of_this_machine() -> str:
         return str(canonicalize_bootstrap_address("auto"))
     except (ConnectionError, ValueError) as error:
         raise InputError(
-            f"RAY_ADDRESS: found 'auto', but no Ray cluster runs on this machine; {EXPECTED}"
+            f"found 'auto', but no Ray cluster runs on this machine; {EXPECTED}", key="RAY_ADDRESS"
         ) from error

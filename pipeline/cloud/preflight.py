@@ -85,16 +85,18 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     version = get("/api/version")["ray_version"]
     if version != ray.__version__:
         raise InputError(
-            f"RAY_ADDRESS: the cluster at {address} runs Ray {version}, this environment has {ray.__version__}; jobs and "
+            f"the cluster at {address} runs Ray {version}, this environment has {ray.__version__}; jobs and "
             f"checkpoints need the same one. Start the cluster with the pinned image (make up), or install "
-            f"ray=={version} here"
+            f"ray=={version} here",
+            key="RAY_ADDRESS",
         )
     python = get("/api/v0/cluster_metadata")["data"]["pythonVersion"]
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if python.split(".")[:2] != here.split("."):
         raise InputError(
-            f"RAY_ADDRESS: the cluster at {address} runs Python {python}, this environment {here}; objects that travel "
-            f"between them need the same one: make setup PYTHON=python{'.'.join(python.split('.')[:2])}"
+            f"the cluster at {address} runs Python {python}, this environment {here}; objects that travel "
+            f"between them need the same one: make setup PYTHON=python{'.'.join(python.split('.')[:2])}",
+            key="RAY_ADDRESS",
         )
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
     alive = [node for node in listed if node["state"] == "ALIVE"]
@@ -127,13 +129,15 @@ def check_storage(job: Job, cluster: Cluster) -> None:
         return
     if not os.path.isabs(path):
         raise InputError(
-            f"run.storage_path: {path!r} would lie in the job's copy of this folder on the head, which is deleted with "
-            "it; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs"
+            f"{path!r} would lie in the job's copy of this folder on the head, which is deleted with "
+            "it; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
+            key="run.storage_path",
         )
     if cluster.several and _on_own_disk(path):
         raise InputError(
-            f"run.storage_path: {path!r} is on this machine's own disk, but the cluster has or may get several nodes; use "
-            "a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs"
+            f"{path!r} is on this machine's own disk, but the cluster has or may get several nodes; use "
+            "a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
+            key="run.storage_path",
         )
 
 
@@ -148,15 +152,16 @@ def check_tracking(job: Job, cluster: Cluster) -> None:
     if uri.startswith("sqlite:"):
         if cluster.several:
             raise InputError(
-                f"mlflow.tracking_uri: a SQLite file ({uri}) belongs to one machine, but the cluster has or may get "
-                f"several nodes; name a server, e.g. the one that cluster.yaml starts on the head: {server}"
+                f"a SQLite file ({uri}) belongs to one machine, but the cluster has or may get "
+                f"several nodes; name a server, e.g. the one that cluster.yaml starts on the head: {server}",
+                key="mlflow.tracking_uri",
             )
         return
     host = uri.split("://")[-1].split("/")[0].rpartition(":")[0]
     if cluster.several and host in ("localhost", "127.0.0.1", "[::1]"):
         raise InputError(
-            f"mlflow.tracking_uri: {uri!r} means another machine on each node; name the server as the nodes see it, "
-            f"e.g. {server}"
+            f"{uri!r} means another machine on each node; name the server as the nodes see it, e.g. {server}",
+            key="mlflow.tracking_uri",
         )
 
 
@@ -166,9 +171,10 @@ def check_token(job: Job) -> None:
         return
     if name.startswith(GATED):
         raise InputError(
-            f"model.name_or_path: {name!r} is gated and HF_TOKEN is not set, so that no node could fetch it; accept its "
+            f"{name!r} is gated and HF_TOKEN is not set, so that no node could fetch it; accept its "
             f"licence at https://huggingface.co/{name} and `export HF_TOKEN=...` (HF_HUB_OFFLINE=1 says that the nodes "
-            "have the model already)"
+            "have the model already)",
+            key="model.name_or_path",
         )
 
 
@@ -191,8 +197,9 @@ def check_resources(job: Job, cluster: Cluster) -> None:
     )
     if room:
         raise InputError(
-            f"scaling.num_workers: {count} workers with {wanted} each, but the cluster has room for {room} ({has}); type "
-            f"scaling.num_workers={room}, or give the cluster more nodes"
+            f"{count} workers with {wanted} each, but the cluster has room for {room} ({has}); type "
+            f"scaling.num_workers={room}, or give the cluster more nodes",
+            key="scaling.num_workers",
         )
     raise InputError(
         f"scaling: a worker wants {wanted}, which no node of the cluster has ({has}); lower "
@@ -253,15 +260,17 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
         if os.path.isabs(path) and not _inside(path):
             if _on_own_disk(path):
                 raise InputError(
-                    f"{key}: {path!r} is on this machine's own disk, which the nodes do not have; move it below "
-                    f"{os.getcwd()}, or into a bucket, e.g. s3://BUCKET/data"
+                    f"{path!r} is on this machine's own disk, which the nodes do not have; move it below "
+                    f"{os.getcwd()}, or into a bucket, e.g. s3://BUCKET/data",
+                    key=key,
                 )
             continue  # a folder that the nodes mount; the job looks before it starts a worker
         missing = [name for name in _matches(path) if name not in files]
         if missing:
             raise InputError(
-                f"{key}: {missing[0]!r} would not be uploaded, since .rayignore or .gitignore leaves it out; change the "
-                "pattern there, or put the file into a bucket, e.g. s3://BUCKET/data"
+                f"{missing[0]!r} would not be uploaded, since .rayignore or .gitignore leaves it out; change the "
+                "pattern there, or put the file into a bucket, e.g. s3://BUCKET/data",
+                key=key,
             )
 
 

@@ -38,8 +38,9 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
     place = job.run.storage_path
     if not storage.is_remote(place) and not os.path.isabs(place):
         raise InputError(
-            f"run.storage_path: {place!r} would lie inside one pod; type run.storage_path=s3://BUCKET/runs, or "
-            f"run.storage_path=/mnt/runs for the claim {CLAIM}"
+            f"{place!r} would lie inside one pod; type run.storage_path=s3://BUCKET/runs, or "
+            f"run.storage_path=/mnt/runs for the claim {CLAIM}",
+            key="run.storage_path",
         )
     name = re.sub(r"[^a-z0-9-]+", "-", (job.run.name or f"rlhf-{job.stage}").lower()).strip("-")
     ray = version("ray")

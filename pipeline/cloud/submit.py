@@ -114,9 +114,10 @@ def next_attempt(api: "Api", name: str) -> tuple[str, int]:
     earlier = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
     if running := [job for job in earlier if not job.status.is_terminal()]:
         raise InputError(
-            f"run.name: {name!r} is {running[0].status.value.lower()} on this cluster already "
+            f"{name!r} is {running[0].status.value.lower()} on this cluster already "
             f"({running[0].submission_id}); follow it: make logs NAME={name}, end it: make stop NAME={name}, or choose "
-            "another name"
+            "another name",
+            key="run.name",
         )
     attempt = len(earlier) + 1
     return (name if attempt == 1 else f"{name}.{attempt}"), attempt
@@ -161,13 +162,15 @@ class Api:
             return answer.json()
         except (requests.ConnectionError, requests.Timeout) as error:
             raise InputError(
-                f"RAY_ADDRESS: nothing answers at {self.address} ({type(error).__name__}); is the cluster up (make "
-                "status), and the tunnel to its dashboard open (make dashboard)?"
+                f"nothing answers at {self.address} ({type(error).__name__}); is the cluster up (make "
+                "status), and the tunnel to its dashboard open (make dashboard)?",
+                key="RAY_ADDRESS",
             ) from error
         except (requests.RequestException, RecursionError) as error:  # another status, or no JSON
             raise InputError(
-                f"RAY_ADDRESS: what answers at {self.address} is not the dashboard of a Ray cluster ({error}); "
-                "expected http://HEAD:8265"
+                f"what answers at {self.address} is not the dashboard of a Ray cluster ({error}); "
+                "expected http://HEAD:8265",
+                key="RAY_ADDRESS",
             ) from error
 
     def understood(self, ask: Callable[[], Any]) -> Any:
@@ -182,8 +185,9 @@ class Api:
             raise
         except Exception as error:  # whatever reading another program's answer raises
             raise InputError(
-                f"RAY_ADDRESS: what answers at {self.address} does not speak as Ray does ({in_brief(error)}); expected "
-                "http://HEAD:8265 of a cluster with this environment's Ray"
+                f"what answers at {self.address} does not speak as Ray does ({in_brief(error)}); expected "
+                "http://HEAD:8265 of a cluster with this environment's Ray",
+                key="RAY_ADDRESS",
             ) from error
 
     def _refused(self) -> str:
@@ -327,7 +331,7 @@ def answer(arguments: list[str]) -> int:
         raise InputError("NAME: which job? make stop NAME=...; make jobs lists them")
     if not os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
         raise InputError(
-            "RAY_ADDRESS: expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265"
+            "expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265", key="RAY_ADDRESS"
         )
     api = Api(os.environ["RAY_ADDRESS"])
     api.get("/api/version")

@@ -28,8 +28,9 @@ def run(job: Job) -> None:
     for key, source in functions(job).items():
         if wanted := unfilled(source, {"messages"}):
             raise InputError(
-                f"{key}: {source} asks for `{wanted}`, which a conversation does not have; type {key}=null, or name a reward "
-                "model, e.g. models:/rlhf-rm@champion"
+                f"{source} asks for `{wanted}`, which a conversation does not have; type {key}=null, or name a reward "
+                "model, e.g. models:/rlhf-rm@champion",
+                key=key,
             )
     inputs = host.work.inputs.items()
     named = ", ".join(f"{key.removesuffix('.0')} {value}" for key, value in inputs) or "the bare base"

@@ -21,8 +21,9 @@ REPLIES = 16  # examined, unless a minibatch of the job is larger
 def run(job: Job) -> dict[str, Any]:
     if job.stage != "ppo":
         raise InputError(
-            f"stage: found {job.stage}; doctor examines ppo jobs (for the data of a {job.stage} job: "
-            f"python -m pipeline validate {job.source})"
+            f"found {job.stage}; doctor examines ppo jobs (for the data of a {job.stage} job: "
+            f"python -m pipeline validate {job.source})",
+            key="stage",
         )
     job = driver.name_run(replace(job, run=replace(job.run, name=None, max_failures=0)))
     job = replace(

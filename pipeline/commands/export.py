@@ -41,8 +41,9 @@ TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 
 def run(job: Job) -> dict[str, Any]:
     if storage.is_remote(job.run.storage_path):
         raise InputError(
-            f"run.storage_path: {job.run.storage_path!r} is a bucket, and transformers writes to folders; export to one, e.g. "
-            "run.storage_path=./exports, and copy it"
+            f"{job.run.storage_path!r} is a bucket, and transformers writes to folders; export to one, e.g. "
+            "run.storage_path=./exports, and copy it",
+            key="run.storage_path",
         )
     return once(job, export)
 
@@ -53,7 +54,8 @@ def export(job: Job) -> dict[str, Any]:
     host = here(job)
     if "reward.0" in host.work.inputs and not lineage.is_adapter(host.input("reward.0")):
         raise InputError(
-            f"reward: {job.reward} is a model of its own already: there is nothing to merge; type reward=null"
+            f"{job.reward} is a model of its own already: there is nothing to merge; type reward=null",
+            key="reward",
         )
     print(f"\n== export  run {job.run.name}  {job.source}", flush=True)
     exported = {}

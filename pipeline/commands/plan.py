@@ -34,7 +34,7 @@ def run(job: Job) -> dict[str, Any]:
     if not job.scaling.get("use_gpu"):
         fits = on_this_machine(found)
     elif wanted and wanted not in GPUS:
-        raise InputError(f"scaling.accelerator_type: found {wanted!r}; plan knows {', '.join(GPUS)}")
+        raise InputError(f"found {wanted!r}; plan knows {', '.join(GPUS)}", key="scaling.accelerator_type")
     else:
         fits = on_gpus(found, [wanted] if wanted else list(GPUS))
     if not fits:
@@ -63,7 +63,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
         models = {name: at for name, at in inputs.items() if not at.startswith("python:")}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
     except InputError as error:
-        return {}, [f"{guess} ({str(error).split(';')[0]})"]
+        return {}, [f"{guess} ({error})"]
     return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
 
 

@@ -70,7 +70,7 @@ def server(host: Host) -> ThreadingHTTPServer:
         http = Server(("127.0.0.1", port), Handler)
     except OSError as error:
         raise InputError(
-            f"run.port: {port} cannot be used ({error.strerror}); run.port=0 takes any free one"
+            f"{port} cannot be used ({error.strerror}); run.port=0 takes any free one", key="run.port"
         ) from error
     http.scores = Scores(host)
     http.health = {"status": "ok", "model": host.job.model.name_or_path, "inputs": host.work.inputs}

@@ -100,7 +100,7 @@ class Tree:
         place = key
         while place and place not in self.where:
             place = place.rpartition(".")[0]
-        return InputError(f"{self.where.get(place, self.source)}: {key}: {message}")
+        return InputError(message, key=key, where=self.where.get(place, self.source))
 
 
 def read_tree(path: str | Path, overrides: list[str]) -> Tree:

@@ -188,11 +188,12 @@ def _check_trainer(tree: Tree, job: Job) -> None:
 
 
 def _check_ppo(tree: Tree, job: Job) -> None:
+    from pipeline.ppo.config import SettingError
+
     try:
         args = job.args
-    except ValueError as error:
-        key, _, message = str(error).partition(": ")
-        raise tree.error(key, message) from None
+    except SettingError as error:
+        raise tree.error(f"trainer.{error.key}", error.message) from None
     prompts, workers = args.batch_size // args.num_generations, job.workers[1]
     if prompts < workers:
         raise tree.error(

@@ -116,8 +116,9 @@ class ExactBatches(Trainer):
         args, strategy = self.args, getattr(self.args, "train_sampling_strategy", "random")
         if strategy not in ("random", "sequential"):
             raise InputError(
-                f"trainer.train_sampling_strategy: {strategy!r} works with one worker only; "
-                "expected random or sequential, or scaling.num_workers=1"
+                f"{strategy!r} works with one worker only; "
+                "expected random or sequential, or scaling.num_workers=1",
+                key="trainer.train_sampling_strategy",
             )
         dataset = self._remove_unused_columns(self.train_dataset, description="Training")
         loader = DataLoader(

@@ -104,7 +104,7 @@ def prepare(
         key: source.find(spec, f"data.{key}") for key in ("train", "eval") if (spec := getattr(data, key))
     }
     if not files:
-        raise InputError(f"data.train: stage {stage} needs rows; name a file: data.train=rows.jsonl")
+        raise InputError(f"stage {stage} needs rows; name a file: data.train=rows.jsonl", key="data.train")
     key = cache_key(files, tokenizer, options)
     folder = storage.join(storage.absolute(cache_root), key[:32])
     manifest = read_manifest(folder)
@@ -135,20 +135,24 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
 
     if data.max_length is not None and context_length is not None and data.max_length > context_length:
         raise InputError(
-            f"data.max_length: {data.max_length} is more than the model's context of {context_length} tokens; "
-            f"type data.max_length={context_length} or less"
+            f"{data.max_length} is more than the model's context of {context_length} tokens; "
+            f"type data.max_length={context_length} or less",
+            key="data.max_length",
         )
     max_length = data.max_length or context_length
     if not max_length:
         raise InputError(
-            "data.max_length: the model's configuration states no context; type data.max_length=1024"
+            "the model's configuration states no context; type data.max_length=1024", key="data.max_length"
         )
     if not 0 <= data.eval_fraction < 1:
         raise InputError(
-            f"data.eval_fraction: {data.eval_fraction} is not a share; expected a number from 0 to below 1"
+            f"{data.eval_fraction} is not a share; expected a number from 0 to below 1",
+            key="data.eval_fraction",
         )
     if data.eval_fraction and data.eval:
-        raise InputError("data.eval_fraction: data.eval names the held-out rows already; set one of the two")
+        raise InputError(
+            "data.eval names the held-out rows already; set one of the two", key="data.eval_fraction"
+        )
     return Options(
         stage,
         max_length,
@@ -215,8 +219,9 @@ def run_tasks(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str
         fs.create_dir(inner, recursive=True)
     except OSError as error:
         raise InputError(
-            f"data.cache_dir: {folder!r} cannot be written ({error}); choose a folder or bucket that this user and all "
-            "workers may write to, e.g. data.cache_dir=./cache"
+            f"{folder!r} cannot be written ({error}); choose a folder or bucket that this user and all "
+            "workers may write to, e.g. data.cache_dir=./cache",
+            key="data.cache_dir",
         ) from error
     task = functools.partial(make_part, shared=ray.put((chunks, tokenizer, options, folder)))
     ordered_context()
@@ -281,7 +286,7 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
         kinds = sum((stat.kinds for stat in mine), Counter())
         read = sum(split.read for stat in mine for split in stat.splits.values())
         if kinds and options.on_error == "raise":
-            raise InputError(complaint(name, mine, kinds, read))
+            raise InputError(complaint(mine, kinds, read), key=f"data.{name}")
         if not sum(split.kept for stat in mine for split in stat.splits.values()):
             dropped = sum(
                 (Counter(split.dropped) for stat in mine for split in stat.splits.values()), Counter()
@@ -296,7 +301,8 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
                 if options.too_long == "truncate":
                     advice = f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
             raise InputError(
-                f"data.{name}: no row is left of {read} read ({why or 'the files are empty'}){first}{advice}"
+                f"no row is left of {read} read ({why or 'the files are empty'}){first}{advice}",
+                key=f"data.{name}",
             )
     kept = Counter(
         {
@@ -307,12 +313,13 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
     if options.eval_fraction and not (kept["train"] and kept["eval"]):
         empty = "eval" if kept["train"] else "train"
         raise InputError(
-            f"data.eval_fraction: {data.eval_fraction} of {kept.total()} rows, by prompt, leaves none for `{empty}`; "
-            "set another share, or name held-out rows: data.eval=eval.jsonl"
+            f"{data.eval_fraction} of {kept.total()} rows, by prompt, leaves none for `{empty}`; "
+            "set another share, or name held-out rows: data.eval=eval.jsonl",
+            key="data.eval_fraction",
         )
 
 
-def complaint(name: str, stats: list[Stats], kinds: Counter, read: int) -> str:
+def complaint(stats: list[Stats], kinds: Counter, read: int) -> str:
     errors = first_errors(stats)
     counts = ", ".join(f"{count:,} {reports.KINDS.get(kind, kind)}" for kind, count in kinds.most_common())
     rows = kinds.total() - kinds["empty_file"]
@@ -321,7 +328,7 @@ def complaint(name: str, stats: list[Stats], kinds: Counter, read: int) -> str:
         if rows
         else f"nothing to read ({counts})"
     )
-    lines = [f"data.{name}: {what}:"]
+    lines = [f"{what}:"]
     lines += [f"  {error}" for error in errors]
     if kinds.total() > len(errors):
         lines.append(f"  and {kinds.total() - len(errors):,} more")

@@ -66,8 +66,9 @@ def find(spec: str | list[str], key: str) -> list[File]:
     for file in files:
         if file.path.endswith(FOREIGN):
             raise InputError(
-                f"{key}: {file.path} is not JSON; expected one of {', '.join(SUFFIXES)}; with the datasets library, "
-                "`Dataset.from_parquet(path).to_json('rows.jsonl')` writes JSON Lines"
+                f"{file.path} is not JSON; expected one of {', '.join(SUFFIXES)}; with the datasets library, "
+                "`Dataset.from_parquet(path).to_json('rows.jsonl')` writes JSON Lines",
+                key=key,
             )
     return files
 
@@ -91,8 +92,9 @@ def _readable(read: Callable[[str], Any], item: str, key: str) -> Any:
     except Exception as error:  # pyarrow and each cloud's client raise types of their own
         reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
         raise InputError(
-            f"{key}: {item!r} cannot be read ({reason}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
-            "the credentials for it in the environment"
+            f"{item!r} cannot be read ({reason}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
+            "the credentials for it in the environment",
+            key=key,
         ) from error
 
 
@@ -106,8 +108,9 @@ def matching(item: str, key: str) -> list[File]:
         infos = [info for info in fs.get_file_info(paths) if info.is_file] if paths else []
         if not infos:
             raise InputError(
-                f"{key}: the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds JSON "
-                "files, such as jobs/demo/data/pref*.jsonl"
+                f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds JSON "
+                "files, such as jobs/demo/data/pref*.jsonl",
+                key=key,
             )
         return [as_file(item, info) for info in infos]
     info = fs.get_file_info(inner)
@@ -117,15 +120,16 @@ def matching(item: str, key: str) -> list[File]:
         return folder(item, fs, inner, key)
     if info.type.name == "Unknown":
         raise InputError(
-            f"{key}: {item!r} is neither a file nor a folder; rows are read more than once, so write what comes out of a "
-            "pipe or a device into a file first"
+            f"{item!r} is neither a file nor a folder; rows are read more than once, so write what comes out of a "
+            "pipe or a device into a file first",
+            key=key,
         )
     parent = os.path.dirname(inner)
     names = os.listdir(parent) if not storage.is_remote(item) and os.path.isdir(parent) else []
     close = difflib.get_close_matches(os.path.basename(inner), names, 1)
     hint = f"; is {os.path.join(os.path.dirname(item), close[0])!r} meant?" if close else ""
     raise InputError(
-        f"{key}: there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
+        f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://", key=key
     )
 
 
@@ -137,7 +141,7 @@ def folder(item: str, fs: Any, inner: str, key: str) -> list[File]:
     infos = [i for i in infos if i.is_file and i.path.endswith(SUFFIXES) and not hidden(i.path[len(inner) :])]
     if not infos:
         raise InputError(
-            f"{key}: the folder {item!r} holds no data file; expected files named *{', *'.join(SUFFIXES)}"
+            f"the folder {item!r} holds no data file; expected files named *{', *'.join(SUFFIXES)}", key=key
         )
     return [as_file(item, info) for info in sorted(infos, key=lambda info: info.path)]
 

@@ -427,9 +427,10 @@ class SharedBase(nn.Module):
         ours = self.logits(self.body(input_ids=ids, use_cache=False).last_hidden_state)
         if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2):
             raise InputError(
-                f"model.name_or_path: {type(self.base).__name__} changes its logits after the lm head in a way that is "
+                f"{type(self.base).__name__} changes its logits after the lm head in a way that is "
                 f"unknown here (largest difference {(own - ours).abs().max():.3g}); expected a plain, a soft-capped or a "
-                "scaled head"
+                "scaled head",
+                key="model.name_or_path",
             )
 
 

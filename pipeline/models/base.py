@@ -54,12 +54,14 @@ def require_local(name_or_path: str) -> None:
         return
     if os.path.lexists(folder):
         raise InputError(
-            f"model.name_or_path: {name_or_path!r} is a file; expected the folder with config.json and "
-            f"*.safetensors in it, perhaps {str(folder.parent)!r}"
+            f"{name_or_path!r} is a file; expected the folder with config.json and "
+            f"*.safetensors in it, perhaps {str(folder.parent)!r}",
+            key="model.name_or_path",
         )
     if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
         raise InputError(
-            f"model.name_or_path: there is no folder {name_or_path!r}; expected a model folder or a hub id"
+            f"there is no folder {name_or_path!r}; expected a model folder or a hub id",
+            key="model.name_or_path",
         )
 
 
@@ -78,34 +80,40 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
 def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
     from huggingface_hub import errors, hf_hub_download
 
-    where = f"model.name_or_path: {repo!r}" + (f" (revision {revision!r})" if revision else "")
+    key, where = "model.name_or_path", f"{repo!r}" + (f" (revision {revision!r})" if revision else "")
     try:
         return Path(hf_hub_download(repo, filename, revision=revision, local_files_only=not _hub_answers()))
     except errors.GatedRepoError as error:
-        raise InputError(f"{where} {_gated(repo, error.response.status_code)}") from error
+        raise InputError(f"{where} {_gated(repo, error.response.status_code)}", key) from error
     except errors.RepositoryNotFoundError as error:
         raise InputError(
             f"{where} is neither a folder here nor a model on the hub (HTTP {error.response.status_code}); "
-            "check the spelling, and set HF_TOKEN if the repository is private"
+            "check the spelling, and set HF_TOKEN if the repository is private",
+            key,
         ) from error
     except errors.RevisionNotFoundError as error:
         raise InputError(
-            f"model.revision: {repo!r} has no revision {revision!r}; leave it out for the newest"
+            f"{repo!r} has no revision {revision!r}; leave it out for the newest", key="model.revision"
         ) from error
     except errors.HFValidationError as error:
-        raise InputError(f"{where} is neither a folder here nor a possible hub id ('owner/name')") from error
+        raise InputError(
+            f"{where} is neither a folder here nor a possible hub id ('owner/name')", key
+        ) from error
     except errors.LocalEntryNotFoundError as error:
         # Asked for an optional file, offline, of a model that is in the cache: the model simply lacks it.
         if filename != "config.json" and _in_cache(repo, revision):
             return None
         raise InputError(
             f"{where} is not a folder here, and the hub cannot be reached nor is it in the hub cache; give a folder, "
-            f"or run `hf download {repo}` where there is a network (HF_HUB_OFFLINE must be unset)"
+            f"or run `hf download {repo}` where there is a network (HF_HUB_OFFLINE must be unset)",
+            key,
         ) from error
     except errors.EntryNotFoundError:
         return None
     except errors.HTTPError as error:
-        raise InputError(f"{where}: the hub answered with an error: {str(error).splitlines()[0]}") from error
+        raise InputError(
+            f"{where}: the hub answered with an error: {str(error).splitlines()[0]}", key
+        ) from error
 
 
 @cache
@@ -150,11 +158,12 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
         return config
     if base_file(name_or_path, "adapter_config.json", revision) is not None:
         raise InputError(
-            f"model.name_or_path: {name_or_path!r} is an adapter, not a base: name its base here, and the adapter as "
-            "`policy` or `reward`"
+            f"{name_or_path!r} is an adapter, not a base: name its base here, and the adapter as "
+            "`policy` or `reward`",
+            key="model.name_or_path",
         )
     raise InputError(
-        f"model.name_or_path: {name_or_path!r} has no config.json; expected a model folder or a hub id"
+        f"{name_or_path!r} has no config.json; expected a model folder or a hub id", key="model.name_or_path"
     )
 
 
@@ -205,7 +214,7 @@ def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
     files = weight_files(folder)
     if not files:
         raise InputError(
-            f"model.name_or_path: {str(folder)!r} holds no weights; expected *.safetensors in it"
+            f"{str(folder)!r} holds no weights; expected *.safetensors in it", key="model.name_or_path"
         )
     lasting = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
     digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
@@ -214,7 +223,8 @@ def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
             digest.update(path.name.encode() + _file_digest(path))
         except OSError as error:
             raise InputError(
-                f"model.name_or_path: {path} cannot be read ({error.strerror}); make it readable for this user"
+                f"{path} cannot be read ({error.strerror}); make it readable for this user",
+                key="model.name_or_path",
             ) from error
     return digest.hexdigest()
 
@@ -309,7 +319,7 @@ def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
     auto = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
     if type(config) not in model_classes(scorer) and not model.trust_remote_code:
         raise InputError(
-            f"model.name_or_path: {where!r} ({config.model_type}) cannot be loaded as {auto.__name__}"
+            f"{where!r} ({config.model_type}) cannot be loaded as {auto.__name__}", key="model.name_or_path"
         )
     if scorer:
         config.num_labels = 1
@@ -327,8 +337,9 @@ def unreadable(model: Model) -> Iterator[None]:
         raise
     except Exception as error:
         raise InputError(
-            f"model.name_or_path: transformers cannot make a model of {model.name_or_path!r} ({in_brief(error)}); mend its "
-            "config.json or generation_config.json, or fetch the model again"
+            f"transformers cannot make a model of {model.name_or_path!r} ({in_brief(error)}); mend its "
+            "config.json or generation_config.json, or fetch the model again",
+            key="model.name_or_path",
         ) from error
 
 
@@ -383,11 +394,13 @@ def _check_remote_code(model: Model, raw: dict[str, Any]) -> None:
         return
     if raw.get("auto_map"):
         raise InputError(
-            f"model.name_or_path: {model.name_or_path!r} ({kind!r}) runs its own Python code; read it, then set "
-            "model.trust_remote_code=true"
+            f"{model.name_or_path!r} ({kind!r}) runs its own Python code; read it, then set "
+            "model.trust_remote_code=true",
+            key="model.name_or_path",
         )
     raise InputError(
-        f"model.name_or_path: config.json of {model.name_or_path!r} names model_type {kind!r}, unknown here"
+        f"config.json of {model.name_or_path!r} names model_type {kind!r}, unknown here",
+        key="model.name_or_path",
     )
 
 
@@ -412,8 +425,9 @@ def check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
     ]
     if wrong:
         raise InputError(
-            f"model.name_or_path: the weight files of {where!r} lack or misshape {len(wrong)} of its tensors: {wrong[0]}; "
-            "fetch or save the model again"
+            f"the weight files of {where!r} lack or misshape {len(wrong)} of its tensors: {wrong[0]}; "
+            "fetch or save the model again",
+            key="model.name_or_path",
         )
 
 

@@ -42,7 +42,8 @@ def check_types(path: str, config: dict[str, Any]) -> None:
     for key, kind in expected.items():
         if config.get(key) is not None and not isinstance(config[key], kind):
             raise InputError(
-                f"model.name_or_path: {path}: {key}: found {config[key]!r:.80}, expected a {kind.__name__}; fetch the model again"
+                f"{path}: {key}: found {config[key]!r:.80}, expected a {kind.__name__}; fetch the model again",
+                key="model.name_or_path",
             )
     for part in (config, config.get("text_config") or {}):
         for key, most in SIZES.items():
@@ -51,14 +52,16 @@ def check_types(path: str, config: dict[str, Any]) -> None:
                 continue
             if type(size) is not int or not 1 <= size <= most:
                 raise InputError(
-                    f"model.name_or_path: {path}: {key}: found {size!r:.80}, expected a whole number from 1 to {most}; "
-                    "fetch the model again"
+                    f"{path}: {key}: found {size!r:.80}, expected a whole number from 1 to {most}; "
+                    "fetch the model again",
+                    key="model.name_or_path",
                 )
         rope = part.get("rope_parameters")
         for key, number in {**part, **(rope if isinstance(rope, dict) else {})}.items():
             positive = type(number) in (int, float) and 0 < number < math.inf
             if key in POSITIVE and number is not None and not positive:
                 raise InputError(
-                    f"model.name_or_path: {path}: {key}: found {number!r:.80}, expected a finite number above 0; fetch the "
-                    "model again"
+                    f"{path}: {key}: found {number!r:.80}, expected a finite number above 0; fetch the "
+                    "model again",
+                    key="model.name_or_path",
                 )

@@ -81,17 +81,18 @@ def check_weights(model: Model) -> dict[str, Stored]:
         return tensors
     if os.path.lexists(folder / SINGLE):
         raise InputError(
-            f"model.name_or_path: {folder / SINGLE} holds no tensors; fetch or save the model again"
+            f"{folder / SINGLE} holds no tensors; fetch or save the model again", key="model.name_or_path"
         )
     files = weight_files(folder)
     if not files:
         raise InputError(
-            f"model.name_or_path: {str(folder)!r} holds no weights; expected *.safetensors in it"
+            f"{str(folder)!r} holds no weights; expected *.safetensors in it", key="model.name_or_path"
         )
     if files[0].suffix == ".safetensors":
         raise InputError(
-            f"model.name_or_path: {str(folder)!r} holds {files[0].name}, but neither {SINGLE} nor {INDEX}; fetch or save the "
-            "model again"
+            f"{str(folder)!r} holds {files[0].name}, but neither {SINGLE} nor {INDEX}; fetch or save the "
+            "model again",
+            key="model.name_or_path",
         )
     _check_pickles(model)
     return {}
@@ -110,8 +111,9 @@ def _check_hub_weights(model: Model) -> dict[str, Stored]:
 def _check_pickles(model: Model) -> None:
     if not model.allow_pickle:
         raise InputError(
-            f"model.name_or_path: {model.name_or_path!r} has pickled weights only (pytorch_model.bin), which can run any "
-            "code when loaded; convert them to safetensors, or, if you trust them, set model.allow_pickle=true"
+            f"{model.name_or_path!r} has pickled weights only (pytorch_model.bin), which can run any "
+            "code when loaded; convert them to safetensors, or, if you trust them, set model.allow_pickle=true",
+            key="model.name_or_path",
         )
 
 
@@ -130,7 +132,8 @@ def _pickled(model: Model) -> dict[str, Stored]:
             }
         except Exception as error:  # a damaged pickle can raise anything
             raise InputError(
-                f"model.name_or_path: {file}: cannot be read ({in_brief(error)}); fetch or save the model again"
+                f"{file}: cannot be read ({in_brief(error)}); fetch or save the model again",
+                key="model.name_or_path",
             ) from error
         tensors |= found
     return tensors
@@ -166,8 +169,9 @@ def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: b
     for name, one in tensors.items():
         if name.endswith("weight") and one.dtype not in FLOATING:
             raise InputError(
-                f"model.name_or_path: {model.name_or_path!r}: tensor {name!r} is of dtype {one.dtype}, expected one of "
-                f"{', '.join(FLOATING)}; fetch or save the model again"
+                f"{model.name_or_path!r}: tensor {name!r} is of dtype {one.dtype}, expected one of "
+                f"{', '.join(FLOATING)}; fetch or save the model again",
+                key="model.name_or_path",
             )
     return base
 
@@ -238,8 +242,9 @@ def _check_count_of_layers(base: Base) -> None:
     for key in ("num_hidden_layers", "n_layer", "num_layers"):
         if base.tensors and isinstance(text.get(key), int) and text[key] > len(base.tensors):
             raise InputError(
-                f"model.name_or_path: config.json of {base.model.name_or_path!r} says {key}={text[key]}, and its weight files "
-                f"hold {len(base.tensors)} tensors in all; fetch the model again"
+                f"config.json of {base.model.name_or_path!r} says {key}={text[key]}, and its weight files "
+                f"hold {len(base.tensors)} tensors in all; fetch the model again",
+                key="model.name_or_path",
             )
 
 
@@ -249,8 +254,9 @@ def _check_unused(base: Base, loaded: Any, info: dict[str, Any]) -> None:
     kinds = {_kind(name) for name in loaded.state_dict()}
     if more := [name for name in unused if _kind(name) in kinds]:
         raise InputError(
-            f"model.name_or_path: the weight files of {base.model.name_or_path!r} hold more layers than its config.json says: "
-            f"{len(more)} tensors would not be read, {more[0]!r} for one; fetch the model again"
+            f"the weight files of {base.model.name_or_path!r} hold more layers than its config.json says: "
+            f"{len(more)} tensors would not be read, {more[0]!r} for one; fetch the model again",
+            key="model.name_or_path",
         )
     if unused:
         print(
@@ -286,8 +292,9 @@ def check_attention(base: Base) -> None:
         if importlib.util.find_spec("flash_attn") and base.gpu and not torch.cuda.is_available():
             return  # it is installed; the workers have the GPU that is missing here
         raise InputError(
-            f"model.attn_implementation: {wanted!r} cannot be used with {config.model_type} here ({in_brief(error)}); take the "
-            "key out, or type model.attn_implementation=sdpa (or eager)"
+            f"{wanted!r} cannot be used with {config.model_type} here ({in_brief(error)}); take the "
+            "key out, or type model.attn_implementation=sdpa (or eager)",
+            key="model.attn_implementation",
         ) from error
 
 
@@ -358,7 +365,7 @@ def _check_layers(lora: dict[str, Any], count: int) -> None:
     for one in [layers] if isinstance(layers, int) else layers or ():
         if not 0 <= one < count:
             raise InputError(
-                f"lora.layers_to_transform: found {one}, but this base has the layers 0 to {count - 1}"
+                f"found {one}, but this base has the layers 0 to {count - 1}", key="lora.layers_to_transform"
             )
 
 

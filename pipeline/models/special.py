@@ -213,8 +213,9 @@ def _renamed(tokenizer: Any, names: tuple[str, ...], base: int) -> Any:
         before, now = tokenizer.backend_tokenizer.token_to_id(name), copy.token_to_id(aliases[name])
         if before != now:
             raise InputError(
-                f"data.special_tokens: this tokenizer cannot encode the special token {name!r} (id {before}) as text; take "
-                "the rows that contain it out, or type data.special_tokens=control"
+                f"this tokenizer cannot encode the special token {name!r} (id {before}) as text; take "
+                "the rows that contain it out, or type data.special_tokens=control",
+                key="data.special_tokens",
             )
     return copy
 

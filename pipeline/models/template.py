@@ -37,25 +37,26 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
         names, own = ", ".join(sorted(own)), own.get("default")
         if own is None and chat_template is None:
             raise InputError(
-                f"model.name_or_path: {where!r} has several chat templates ({names}) and none is called default; save the one "
-                "that is meant as a Jinja file and name it: model.chat_template=FILE"
+                f"{where!r} has several chat templates ({names}) and none is called default; save the one "
+                "that is meant as a Jinja file and name it: model.chat_template=FILE",
+                key="model.name_or_path",
             )
     tokenizer.text_as_chat = chat_template is not None or (own is not None and own != plain)
-    named = f"model.chat_template: {chat_template}"
+    key, named = "model.chat_template", str(chat_template)
     if chat_template is None:
         tokenizer.chat_template = own or plain
-        named = f"model.name_or_path: the chat template of {where!r}"
+        key, named = "model.name_or_path", f"the chat template of {where!r}"
     elif chat_template == "plain":
         tokenizer.chat_template = plain
     else:
         tokenizer.chat_template = _of_file(chat_template)
     if not isinstance(tokenizer.chat_template, str):
         raise InputError(
-            f"{named} is no text ({type(own).__name__}); mend it, or name another as model.chat_template"
+            f"{named} is no text ({type(own).__name__}); fix it, or name another as model.chat_template", key
         )
     if tokenizer.chat_template != plain and (problem := try_out(tokenizer)):
         raise InputError(
-            f"{named}{problem}; mend it, or name another as model.chat_template (plain is built in)"
+            f"{named}{problem}; fix it, or name another as model.chat_template (plain is built in)", key
         )
 
 
@@ -72,16 +73,19 @@ def _of_file(path: str) -> str:
     file = os.path.expanduser(path)
     if not os.path.isfile(file):
         raise InputError(
-            f"model.chat_template: there is no file {path!r}; expected a Jinja file, 'plain', or null"
+            f"there is no file {path!r}; expected a Jinja file, 'plain', or null", key="model.chat_template"
         )
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"model.chat_template: {path} cannot be read as UTF-8 text ({in_brief(error)}); save it as UTF-8"
+            f"{path} cannot be read as UTF-8 text ({in_brief(error)}); save it as UTF-8",
+            key="model.chat_template",
         ) from error
     if not text.strip():
-        raise InputError(f"model.chat_template: {path} is empty; expected a Jinja template, 'plain', or null")
+        raise InputError(
+            f"{path} is empty; expected a Jinja template, 'plain', or null", key="model.chat_template"
+        )
     return text
 
 

@@ -95,13 +95,15 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
         BaseException
     ) as error:  # tokenizers panics (PanicException, no Exception) where its file is damaged
         raise InputError(
-            f"model.name_or_path: no tokenizer can be read from {name_or_path!r} ({in_brief(error)}); expected tokenizer.json "
-            "and tokenizer_config.json beside the model: fetch or save them again"
+            f"no tokenizer can be read from {name_or_path!r} ({in_brief(error)}); expected tokenizer.json "
+            "and tokenizer_config.json beside the model: fetch or save them again",
+            key="model.name_or_path",
         ) from error
     if not tokenizer.is_fast:
         raise InputError(
-            f"model.name_or_path: the tokenizer of {name_or_path!r} ({type(tokenizer).__name__}) has no tokenizer.json "
-            "form; save one beside the model with tokenizers, or take a model that has it"
+            f"the tokenizer of {name_or_path!r} ({type(tokenizer).__name__}) has no tokenizer.json "
+            "form; save one beside the model with tokenizers, or take a model that has it",
+            key="model.name_or_path",
         )
     return tokenizer
 
@@ -133,13 +135,15 @@ def _check_said_ids(config: dict[str, Any], rows: int | None, where: str) -> Non
     for key in ("bos_token_id", "pad_token_id"):
         if type(config.get(key)) not in (int, type(None)):
             raise InputError(
-                f"model.name_or_path: {key} in {where}: found {config[key]!r:.80}, expected an id or null; mend it there"
+                f"{key} in {where}: found {config[key]!r:.80}, expected an id or null; mend it there",
+                key="model.name_or_path",
             )
     for index in _as_list(config.get("eos_token_id")):
         if type(index) is not int or index < 0 or (rows is not None and index >= rows):
             raise InputError(
-                f"model.name_or_path: eos_token_id in {where}: found {index!r:.80}, expected ids from 0 to "
-                f"{'the last' if rows is None else rows - 1}, the last row of the embedding; mend it there"
+                f"eos_token_id in {where}: found {index!r:.80}, expected ids from 0 to "
+                f"{'the last' if rows is None else rows - 1}, the last row of the embedding; mend it there",
+                key="model.name_or_path",
             )
 
 
@@ -151,11 +155,13 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     if not vocabulary.keys() - added.keys():
         raise InputError(
-            f"model.name_or_path: the vocabulary in tokenizer.json of {where!r} is empty; fetch the model again"
+            f"the vocabulary in tokenizer.json of {where!r} is empty; fetch the model again",
+            key="model.name_or_path",
         )
     if len(set(vocabulary.values())) < len(vocabulary):
         raise InputError(
-            f"model.name_or_path: tokenizer.json of {where!r} gives several tokens the same id; fetch the model again"
+            f"tokenizer.json of {where!r} gives several tokens the same id; fetch the model again",
+            key="model.name_or_path",
         )
     written = {token for token in added if token in tokenizer.chat_template}
     written |= {tokenizer.bos_token, tokenizer.eos_token}
@@ -166,9 +172,10 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
     ]
     if beyond:
         raise InputError(
-            f"model.name_or_path: the tokenizer of {where!r} has {len(beyond)} tokens beyond the {rows} rows of the embedding "
+            f"the tokenizer of {where!r} has {len(beyond)} tokens beyond the {rows} rows of the embedding "
             f"(vocab_size in config.json), {beyond[0]!r:.80} with id {vocabulary[beyond[0]]} for one; take the tokenizer that "
-            "belongs to these weights, or resize the embedding and save the model again"
+            "belongs to these weights, or resize the embedding and save the model again",
+            key="model.name_or_path",
         )
 
 
@@ -184,8 +191,9 @@ def _set_eos(tokenizer: Any, where: str, configs: list[dict[str, Any] | None]) -
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[0])
             return
     raise InputError(
-        f"model.name_or_path: the tokenizer of {where!r} has no end-of-sequence token; name one as eos_token in its "
-        "tokenizer_config.json"
+        f"the tokenizer of {where!r} has no end-of-sequence token; name one as eos_token in its "
+        "tokenizer_config.json",
+        key="model.name_or_path",
     )
 
 
@@ -232,9 +240,10 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
         if index is not None and index not in ends and (rows is None or index < rows):
             return token
     raise InputError(
-        f"model.name_or_path: the tokenizer of {where!r} has no token to pad with that does not also end a reply; name a "
+        f"the tokenizer of {where!r} has no token to pad with that does not also end a reply; name a "
         "token that no text produces as pad_token in its tokenizer_config.json (its id must be below "
-        f"{rows}, the rows of the embedding)"
+        f"{rows}, the rows of the embedding)",
+        key="model.name_or_path",
     )
 
 

@@ -142,7 +142,7 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
         InputError: for a stage that trains nothing, or a model without a config.
     """
     if not STAGE[job.stage].learns:
-        raise InputError(f"stage: found {job.stage}; plan is for {', '.join(TRAINED)} jobs")
+        raise InputError(f"found {job.stage}; plan is for {', '.join(TRAINED)} jobs", key="stage")
     device = "cuda" if job.scaling.get("use_gpu") else "cpu"
     roles, learning = _roles(job)
     starts = {"policy": "policy", "reference": "policy", "reward": "reward", "critic": "reward"}
@@ -210,8 +210,9 @@ def _check_lengths(job: Job, context: int) -> None:
     room_for_prompts(job, context)
     if (job.data.max_length or 0) > context:
         raise InputError(
-            f"data.max_length: {job.data.max_length} is more than the model's context of {context} tokens; "
-            f"type data.max_length={context}"
+            f"{job.data.max_length} is more than the model's context of {context} tokens; "
+            f"type data.max_length={context}",
+            key="data.max_length",
         )
 
 

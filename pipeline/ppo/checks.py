@@ -73,13 +73,13 @@ def reference_is_policy(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor
     """Before the first update the policy is a copy of the reference: equal log-probs, a KL of 0."""
     name = "KL to the reference is 0 before the first step"
     if not trainer.args.check_reference:
-        return Finding(name, "not asked for (trainer.check_reference: false)", None)
+        return Finding(name, "not asked for (check_reference: false)", None)
     rms = _rms(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
     found = f"log-probs differ by {rms:.2g} nats"
     if not rms <= tolerance(trainer.shared):
         found += (
             ". The policy must start as a copy of the reference (the sft adapter); set "
-            "trainer.check_reference=false if it should not"
+            "check_reference=false if it should not"
         )
         return Finding(name, found, False)
     return Finding(name, found, True)

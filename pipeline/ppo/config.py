@@ -41,9 +41,17 @@ RANGES = table(
 )
 
 
+class SettingError(ValueError):
+    """A value that a setting cannot have."""
+
+    def __init__(self, key: str, message: str):
+        super().__init__(f"{key}: {message}")
+        self.key, self.message = key, message
+
+
 @dataclass
 class PPOConfig:
-    """Settings of one PPO run. A wrong value raises ValueError with the key, the value and what is expected."""
+    """Settings of one PPO run. A wrong value raises SettingError with the key, the value and what is expected."""
 
     # ---- how much, and in what portions
     total_episodes: int | None = None
@@ -201,7 +209,7 @@ class PPOConfig:
         for key, hint in get_type_hints(PPOConfig).items():
             value = getattr(self, key)
             if not _fits(value, hint):
-                raise ValueError(f"trainer.{key}: found {value!r}; expected {_spell(hint)}")
+                raise SettingError(key, f"found {value!r}, expected {_spell(hint)}")
             if float in _options(hint) and type(value) is int:
                 setattr(self, key, float(value))
 
@@ -256,7 +264,7 @@ class PPOConfig:
 
     def _require(self, key: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ValueError(f"trainer.{key}: found {getattr(self, key)!r}; expected {expected}")
+            raise SettingError(key, f"found {getattr(self, key)!r}, expected {expected}")
 
     @property
     def whitens_advantages(self) -> bool:

@@ -109,7 +109,7 @@ def checkpointing_agrees(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     """Gradients with checkpointing are those without: a layer that runs again in backward finds its own adapter."""
     name, shared = "checkpointed gradients are the plain ones", trainer.shared
     if not shared.gradient_checkpointing:
-        return Finding(name, "off (trainer.gradient_checkpointing)", None)
+        return Finding(name, "off (gradient_checkpointing: false)", None)
     shortest = [min(range(len(episodes)), key=lambda row: episodes.lengths()[row])]
     found: list[dict[str, Tensor]] = []
     for on in (True, False):

@@ -131,12 +131,12 @@ class PPOTrainer:
             raise ValueError("no prompt to learn from")
         if self.prompts_per_update < self.workers:
             raise ValueError(
-                f"trainer.batch_size: {self.args.batch_size} is {self.prompts_per_update} prompts an update for {self.workers} "
+                f"batch_size: {self.args.batch_size} is {self.prompts_per_update} prompts an update for {self.workers} "
                 "workers; expected at least one prompt for each"
             )
         if self.args.sync_ref_model and "reference" not in self.shared.roles:
             raise ValueError(
-                "trainer.sync_ref_model: there is no reference adapter to move; add one as a copy of the policy"
+                "sync_ref_model: there is no reference adapter to move; add one as a copy of the policy"
             )
 
     # ------------------------------------------------------------------------------------------ the loop

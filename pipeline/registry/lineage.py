@@ -113,9 +113,10 @@ def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, referenc
     trained_on = lineage.get("base")
     if trained_on and trained_on["digest"] != base["digest"]:
         raise InputError(
-            f"{key}: {reference} was trained on base {trained_on['name_or_path']} ({trained_on['digest'][:19]}), but "
+            f"{reference} was trained on base {trained_on['name_or_path']} ({trained_on['digest'][:19]}), but "
             f"model.name_or_path is {base['name_or_path']} ({base['digest'][:19]}). An adapter works on its own base "
-            f"only: set model.name_or_path={trained_on['name_or_path']}, or train a new adapter on this base"
+            f"only: set model.name_or_path={trained_on['name_or_path']}, or train a new adapter on this base",
+            key=key,
         )
 
 

@@ -28,8 +28,9 @@ def uri_of(given: str | None, storage_path: str) -> str:
         return without_credentials(uri)
     if storage.is_remote(storage_path):
         raise InputError(
-            f"mlflow.tracking_uri: missing; with run.storage_path={storage_path} there is no local folder for "
-            "a SQLite file. Name a tracking server, e.g. mlflow.tracking_uri=http://HEAD:5000"
+            f"missing; with run.storage_path={storage_path} there is no local folder for "
+            "a SQLite file. Name a tracking server, e.g. mlflow.tracking_uri=http://HEAD:5000",
+            key="mlflow.tracking_uri",
         )
     return database.uri_of_file(f"{storage.absolute(storage_path)}/mlflow.db")
 
@@ -85,13 +86,15 @@ def check(job: Job) -> None:
     except Exception as error:  # whatever the store's driver raises: it is the address that is wrong
         remedy = "start the server, or" if file is None else "move that file away, name another store, or"
         raise InputError(
-            f"mlflow.tracking_uri: {uri!r} does not answer ({first_line(error)}); {remedy} leave the key out to use a "
-            "SQLite file in run.storage_path"
+            f"{uri!r} does not answer ({first_line(error)}); {remedy} leave the key out to use a "
+            "SQLite file in run.storage_path",
+            key="mlflow.tracking_uri",
         ) from error
     if experiment and experiment.lifecycle_stage == "deleted":
         raise InputError(
-            f"mlflow.experiment: {name!r} was deleted in {uri}; name another one, e.g. mlflow.experiment={name}-2, or type "
-            f"mlflow experiments restore --experiment-id {experiment.experiment_id}"
+            f"{name!r} was deleted in {uri}; name another one, e.g. mlflow.experiment={name}-2, or type "
+            f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
+            key="mlflow.experiment",
         )
 
 
@@ -101,8 +104,9 @@ def _check_kind(uri: str) -> None:
         path = os.path.abspath(uri.removeprefix("file:"))
         file = os.path.join(path, "mlflow.db") if os.path.isdir(path) else path
         raise InputError(
-            f"mlflow.tracking_uri: found {uri!r}, a path; expected the address of a server, e.g. http://HEAD:5000, or of a "
-            f"SQLite file: mlflow.tracking_uri={database.uri_of_file(file)}"
+            f"found {uri!r}, a path; expected the address of a server, e.g. http://HEAD:5000, or of a "
+            f"SQLite file: mlflow.tracking_uri={database.uri_of_file(file)}",
+            key="mlflow.tracking_uri",
         )
 
 

@@ -54,8 +54,9 @@ def read_left(path: str, kinds: dict[str, Any]) -> dict[str, Any]:
         _flat(found)  # or its nesting is deeper than any walk over it
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise InputError(
-            f"run.name: {path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or "
-            "type run.fresh=true to start the run over"
+            f"{path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or "
+            "type run.fresh=true to start the run over",
+            key="run.name",
         ) from error
     return found
 
@@ -71,8 +72,9 @@ def read(job: Job, path: str) -> dict[str, Any]:
     if stage != job.stage:
         state = "an unfinished" if path.endswith(FILE) else "a finished"
         raise InputError(
-            f"run.name: {job.run.name!r} is the name of {state} {stage} run in {job.run.storage_path}; "
-            f"choose another name, e.g. run.name={job.stage}-{job.run.name}"
+            f"{job.run.name!r} is the name of {state} {stage} run in {job.run.storage_path}; "
+            f"choose another name, e.g. run.name={job.stage}-{job.run.name}",
+            key="run.name",
         )
     return found
 
@@ -108,8 +110,9 @@ def before(job: Job) -> dict[str, Any] | None:
         return None
     if different:
         raise InputError(
-            f"run.name: {job.run.name!r} was begun with {', '.join(different[:5])}; what it left cannot be continued to "
-            f"the same end. Restore those values, or type another run.name or run.fresh=true. These may change: {', '.join(free)}"
+            f"{job.run.name!r} was begun with {', '.join(different[:5])}; what it left cannot be continued to "
+            f"the same end. Restore those values, or type another run.name or run.fresh=true. These may change: {', '.join(free)}",
+            key="run.name",
         )
     then, now = differences(found, job, ()).get("scaling.num_workers", (None, None))
     if then != now and STAGE[job.stage].runs_in == "train":
@@ -157,8 +160,9 @@ def same_content(found: dict[str, Any], job: Job, base: str, rows: dict[str, str
     ]
     if changed and _has_progress(job):
         raise InputError(
-            f"run.name: the content of {', '.join(changed)} has changed since {job.run.name!r} began; it cannot be continued. "
-            "Restore the files, or type another run.name or run.fresh=true"
+            f"the content of {', '.join(changed)} has changed since {job.run.name!r} began; it cannot be continued. "
+            "Restore the files, or type another run.name or run.fresh=true",
+            key="run.name",
         )
     return not changed
 

@@ -120,8 +120,9 @@ def repair(run_folder: str) -> list[str]:
         )
         if not whole:
             raise InputError(
-                f"run.name: no checkpoint of {run_folder} is whole ({'; '.join(damaged)}); run.fresh=true starts the run "
-                "over, or bring the files back. run.num_to_keep=2 or more keeps one to fall back to"
+                f"no checkpoint of {run_folder} is whole ({'; '.join(damaged)}); run.fresh=true starts the run "
+                "over, or bring the files back. run.num_to_keep=2 or more keeps one to fall back to",
+                key="run.name",
             )
     aside = {one.partition(":")[0] for one in damaged}
     if gone := [name for name in noted or () if name not in whole and name not in aside]:
@@ -179,7 +180,7 @@ def _noted(run_folder: str) -> dict[str, dict[str, Any]] | None:
         return None
     except OSError as error:
         raise InputError(
-            f"run.name: {path} cannot be read ({in_brief(error)}); take it out, or bring it back"
+            f"{path} cannot be read ({in_brief(error)}); take it out, or bring it back", key="run.name"
         ) from error
 
 

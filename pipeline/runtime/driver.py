@@ -75,8 +75,9 @@ def _cluster(job: Job) -> Iterator[None]:
         ray.init(**RAY_LOGGING)
     except Exception as error:  # of many types: no connection, no token, another version
         raise InputError(
-            f"RAY_ADDRESS: the cluster at {os.environ['RAY_ADDRESS']} cannot be joined ({in_brief(error)}); look at `ray "
-            "status` there, or unset RAY_ADDRESS"
+            f"the cluster at {os.environ['RAY_ADDRESS']} cannot be joined ({in_brief(error)}); look at `ray "
+            "status` there, or unset RAY_ADDRESS",
+            key="RAY_ADDRESS",
         ) from error
     try:
         check_shared_storage(job)
@@ -122,8 +123,9 @@ def check_shared_storage(job: Job) -> None:
         return
     if registry.tracking_uri(job).startswith("sqlite:"):
         raise InputError(
-            "mlflow.tracking_uri: a SQLite file belongs to one machine, but this cluster has "
-            f"{len(nodes)} nodes; name a server, e.g. mlflow.tracking_uri=http://HEAD:5000"
+            "a SQLite file belongs to one machine, but this cluster has "
+            f"{len(nodes)} nodes; name a server, e.g. mlflow.tracking_uri=http://HEAD:5000",
+            key="mlflow.tracking_uri",
         )
     probe = storage.probe_in(job.run.storage_path)
     storage.write_json(probe, {"driver": os.uname().nodename})
@@ -138,8 +140,9 @@ def check_shared_storage(job: Job) -> None:
     os.remove(probe)
     if blind:
         raise InputError(
-            f"run.storage_path: {job.run.storage_path} is not shared: {', '.join(blind)} do not see what the driver "
-            "writes there; use a bucket or a network mount, e.g. run.storage_path=s3://BUCKET/runs"
+            f"{job.run.storage_path} is not shared: {', '.join(blind)} do not see what the driver "
+            "writes there; use a bucket or a network mount, e.g. run.storage_path=s3://BUCKET/runs",
+            key="run.storage_path",
         )
 
 

@@ -173,11 +173,13 @@ def _session_root() -> Path:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"RAY_TMPDIR: {root} cannot be created ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path"
+            f"{root} cannot be created ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path",
+            key="RAY_TMPDIR",
         ) from error
     if len(str(root)) > LONGEST_ROOT:
         raise InputError(
-            f"RAY_TMPDIR: found {os.environ['RAY_TMPDIR']!r}, too long for the unix sockets in it; name a shorter one"
+            f"found {os.environ['RAY_TMPDIR']!r}, too long for the unix sockets in it; name a shorter one",
+            key="RAY_TMPDIR",
         )
     if root.stat().st_uid != os.getuid():
         raise InputError(

@@ -204,7 +204,8 @@ def join(work: Work, count: int, measure: Measure, path: str) -> dict[str, float
                 yield line
         if seen[""] != count:
             raise InputError(
-                f"run.name: {parts_folder(work.job)} holds {seen['']} rows of {count}; type run.fresh=true to start over"
+                f"{parts_folder(work.job)} holds {seen['']} rows of {count}; type run.fresh=true to start over",
+                key="run.name",
             )
 
     storage.write_lines(path, lines())
@@ -218,5 +219,6 @@ def _records(part: str) -> Iterator[tuple[str, Record]]:
             yield line, json.loads(line)
     except (ValueError, RecursionError, OSError) as error:
         raise InputError(
-            f"run.name: {part} cannot be read ({in_brief(error)}); delete it, and the same command writes it again"
+            f"{part} cannot be read ({in_brief(error)}); delete it, and the same command writes it again",
+            key="run.name",
         ) from error

@@ -256,9 +256,10 @@ def check_columns(job: Job, rows: dict[str, Any]) -> None:
                 continue  # it only sees held-out prompts, and pairs if it can
             if wanted := unfilled(source, columns):
                 raise InputError(
-                    f"{key}: {source} asks for `{wanted}`, which the rows of data.{name} do not have; "
+                    f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
                     f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
-                    "parameter a default"
+                    "parameter a default",
+                    key=key,
                 )
 
 

@@ -45,27 +45,30 @@ def _check_kinds(job: Job) -> None:
     each, scaling = asked(job), job.scaling
     if strange := sorted(set(each) - {"CPU", "GPU", "memory"}):
         raise InputError(
-            f"scaling.resources_per_worker: found {', '.join(strange)}, which this machine does not have; expected CPU, "
-            f"GPU or memory, {ELSEWHERE}"
+            f"found {', '.join(strange)}, which this machine does not have; expected CPU, "
+            f"GPU or memory, {ELSEWHERE}",
+            key="scaling.resources_per_worker",
         )
     if each.get("GPU") and not scaling.get("use_gpu"):
         raise InputError(
-            f"scaling.resources_per_worker: found GPU: {each['GPU']} without scaling.use_gpu; type scaling.use_gpu=true, "
-            "or take GPU out"
+            f"found GPU: {each['GPU']} without scaling.use_gpu; type scaling.use_gpu=true, or take GPU out",
+            key="scaling.resources_per_worker",
         )
     if scaling.get("label_selector"):
         raise InputError(
-            f"scaling.label_selector: found {scaling['label_selector']}, but this machine has no labels; take it out, {ELSEWHERE}"
+            f"found {scaling['label_selector']}, but this machine has no labels; take it out, {ELSEWHERE}",
+            key="scaling.label_selector",
         )
     if scaling.get("placement_strategy") == "STRICT_SPREAD" and job.workers[0] > 1:
         raise InputError(
-            "scaling.placement_strategy: STRICT_SPREAD wants a machine for each worker, and this is one; take it out, "
-            f"{ELSEWHERE}"
+            f"STRICT_SPREAD wants a machine for each worker, and this is one; take it out, {ELSEWHERE}",
+            key="scaling.placement_strategy",
         )
     wanted = scaling.get("accelerator_type")
     if wanted is not None and wanted != (here := _local_gpu_type()):
         raise InputError(
-            f"scaling.accelerator_type: found {wanted}, but this machine has {here or 'no GPU'}; take it out, {ELSEWHERE}"
+            f"found {wanted}, but this machine has {here or 'no GPU'}; take it out, {ELSEWHERE}",
+            key="scaling.accelerator_type",
         )
 
 
@@ -74,25 +77,29 @@ def _check_amounts(job: Job) -> None:
     cpus, memory = os.cpu_count() or 1, _local_memory()
     if each.get("CPU", 0) > cpus:
         raise InputError(
-            f"scaling.resources_per_worker: found CPU: {each['CPU']}, but this machine has {cpus}; type "
-            f"'scaling.resources_per_worker={{CPU: {cpus}}}', or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
+            f"found CPU: {each['CPU']}, but this machine has {cpus}; type "
+            f"'scaling.resources_per_worker={{CPU: {cpus}}}', or run on a cluster (RAY_ADDRESS=http://HEAD:8265)",
+            key="scaling.resources_per_worker",
         )
     if least * each.get("CPU", 0) > cpus:
         raise InputError(
-            f"scaling.num_workers: {least} workers with {each.get('CPU', 0)} CPU each, but this machine has {cpus} "
+            f"{least} workers with {each.get('CPU', 0)} CPU each, but this machine has {cpus} "
             f"CPUs; type scaling.num_workers={max(1, int(cpus // max(each.get('CPU', 1), 1e-9)))}, lower "
-            "scaling.resources_per_worker, or run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
+            "scaling.resources_per_worker, or run on a cluster (RAY_ADDRESS=http://HEAD:8265)",
+            key="scaling.num_workers",
         )
     if least * each.get("memory", 0) > memory:
         raise InputError(
-            f"scaling.resources_per_worker: {least} worker{'s' * (least > 1)} with memory: {each['memory']:g} bytes each, but "
-            f"this machine has {memory:g} for them; take it out, {ELSEWHERE}"
+            f"{least} worker{'s' * (least > 1)} with memory: {each['memory']:g} bytes each, but "
+            f"this machine has {memory:g} for them; take it out, {ELSEWHERE}",
+            key="scaling.resources_per_worker",
         )
     if job.scaling.get("use_gpu") and least * each["GPU"] > (gpus := _local_gpus()):
         want = "a GPU" if each["GPU"] == 1 else f"{each['GPU']} GPUs"
         raise InputError(
-            f"scaling.use_gpu: {least} workers want {want} each, but this machine has {gpus}; run on a cluster "
-            "(RAY_ADDRESS=http://HEAD:8265), or try it on the CPU with the demo profile (make rlhf)"
+            f"{least} workers want {want} each, but this machine has {gpus}; run on a cluster "
+            "(RAY_ADDRESS=http://HEAD:8265), or try it on the CPU with the demo profile (make rlhf)",
+            key="scaling.use_gpu",
         )
 
 

@@ -274,8 +274,9 @@ def prepare(job: Job, inputs: dict[str, str], work: Work | None = None) -> tuple
         held_out = replace(job.data, eval=job.data.pairs, max_length=None)
         try:
             pairs = prepare_data("pairs", held_out, work.tokenizer, work.base["context_length"], cache)
-        except InputError as error:  # it knows the set as what it was given for
-            raise InputError(str(error).replace("data.eval", "data.pairs")) from error
+        except InputError as error:  # it was given them as rows to evaluate on
+            key = "data.pairs" if error.key == "data.eval" else error.key
+            raise InputError(error.message, key) from error
         rows["pairs"], digests["pairs"] = pairs.eval, pairs.digests["eval"]
         fingerprints["pairs"] = pairs.fingerprints["eval"]
         if not job.data.eval:
@@ -328,8 +329,9 @@ def check_experts(job: Job) -> None:
     config = base_config(job.model.name_or_path, job.model.revision)
     if not any("expert" in key for key in [*config, *(config.get("text_config") or {})]):
         raise InputError(
-            f"trainer.router_aux_loss_coef: found {job.trainer['router_aux_loss_coef']}, but {job.model.name_or_path} has no "
-            "experts to balance; take it out"
+            f"found {job.trainer['router_aux_loss_coef']}, but {job.model.name_or_path} has no "
+            "experts to balance; take it out",
+            key="trainer.router_aux_loss_coef",
         )
 
 
@@ -340,14 +342,16 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
     reply = job.args.response_length
     if reply > context - 2:
         raise InputError(
-            f"trainer.response_length: {reply} tokens leave no room for a prompt in the model's context of {context}; "
-            f"type trainer.response_length={context // 2}"
+            f"{reply} tokens leave no room for a prompt in the model's context of {context}; "
+            f"type trainer.response_length={context // 2}",
+            key="trainer.response_length",
         )
     room, longest = context - reply, job.data.max_length
     if longest is not None and longest > room:
         raise InputError(
-            f"data.max_length: {longest} tokens of a prompt and the trainer.response_length={reply} of its reply exceed "
-            f"the model's context of {context}; type data.max_length={room}, or a smaller trainer.response_length"
+            f"{longest} tokens of a prompt and the trainer.response_length={reply} of its reply exceed "
+            f"the model's context of {context}; type data.max_length={room}, or a smaller trainer.response_length",
+            key="data.max_length",
         )
     return room
 
@@ -359,8 +363,9 @@ def check_updates(job: Job, prompts: int) -> None:
     has = f"the run has {updates} update{'s' * (updates > 1)}"
     if args.critic_warmup_steps >= updates:
         raise InputError(
-            f"trainer.critic_warmup_steps: found {args.critic_warmup_steps}, but {has} ({prompts} prompts): the policy would "
-            f"never learn; expected less than {updates}, or more trainer.total_episodes"
+            f"found {args.critic_warmup_steps}, but {has} ({prompts} prompts): the policy would "
+            f"never learn; expected less than {updates}, or more trainer.total_episodes",
+            key="trainer.critic_warmup_steps",
         )
     if args.warmup_steps >= updates:
         print(

@@ -109,7 +109,8 @@ def newest_whole(stack: contextlib.ExitStack) -> str | None:
     chosen = ray.train.collective.broadcast_from_rank_zero(chosen)
     if chosen < 0 and reported:
         raise InputError(
-            f"run.name: no checkpoint of this run is whole ({'; '.join(problems)}); run.fresh=true starts it over"
+            f"no checkpoint of this run is whole ({'; '.join(problems)}); run.fresh=true starts it over",
+            key="run.name",
         )
     return stack.enter_context(reported[chosen].checkpoint.as_directory()) if reported else None
 

@@ -38,7 +38,7 @@ QUIET = {
 }
 # Whose advice to developers is not for users of a job. Warnings of a user's own code, a reward function's say, are shown.
 LIBRARIES = (
-    "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "mlflow", "ray",
+    "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm", "mlflow", "ray",
     "pipeline",  # where a library blames its caller
 )  # fmt: skip
 # Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second. Remove when

@@ -230,14 +230,15 @@ def claim(path: str) -> Iterator[None]:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise InputError(
-            f"run.name: the folder {path} cannot be used ({error.strerror}); choose another run.name"
+            f"the folder {path} cannot be used ({error.strerror}); choose another run.name", key="run.name"
         ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
         raise InputError(
-            f"run.name: another process is running {path} right now; wait for it, end it, or choose another run.name"
+            f"another process is running {path} right now; wait for it, end it, or choose another run.name",
+            key="run.name",
         ) from error
     try:
         yield
@@ -274,8 +275,9 @@ def wait_for_leavers(run_folder: str, seconds: float = 60.0) -> None:
             except BlockingIOError as error:
                 if time.monotonic() > give_up:
                     raise InputError(
-                        f"run.name: workers of an earlier process still run in {run_folder}; end them (ps lists "
-                        "them as ray::RayTrainWorker), or choose another run.name"
+                        f"workers of an earlier process still run in {run_folder}; end them (ps lists "
+                        "them as ray::RayTrainWorker), or choose another run.name",
+                        key="run.name",
                     ) from error
             if not told:
                 print("waiting for the workers of a killed process to exit", flush=True)
