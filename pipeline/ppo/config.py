@@ -1,7 +1,7 @@
 """`PPOConfig`: everything that PPO can be told. Plain data, no torch import.
 
 Names are those of TRL's last `PPOConfig` (1.12) where it had them, and of TRL 1.16's online trainers (GRPO, RLOO)
-elsewhere. An *episode* is one reply to one prompt; an *update* is one round of rollout and learning.
+elsewhere. An *episode* is one completion of one prompt; an *update* is one rollout and the optimizer steps on it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pipeline.ppo.bounds import outside, table
 
-# A seed is one of numpy's; counts and sizes end far above what any machine holds, and before numbers overflow.
+# Seeds are numpy's. The upper bounds are far above what any machine holds, and below what overflows.
 RANGES = table(
     {
         "[0, 4294967295]": "seed",
@@ -29,7 +29,7 @@ RANGES = table(
         "[0.000001, 1000000]": "kl_target",
         "[1, 1000000000000]": "kl_horizon",
         "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty",
-        "0 or [0.000001, 1000000]": "max_grad_norm",  # of less, nothing is left of a step
+        "0 or [0.000001, 1000000]": "max_grad_norm",  # clipped to less, a step vanishes
         "(1, 1000000]": "dual_clip",
         "(0, 100]": "temperature learning_rate",
         "[0, 100]": "critic_learning_rate weight_decay",
@@ -55,114 +55,114 @@ class PPOConfig:
 
     # ---- how much, and in what portions
     total_episodes: int | None = None
-    """Episodes over all workers and updates; None: `num_train_epochs` passes over the prompts."""
+    """Episodes in all, over all workers and updates. None: `num_train_epochs` passes over the prompts."""
     num_train_epochs: float = 1.0
-    """Passes over the prompts, where `total_episodes` does not say."""
+    """Passes over the prompts if `total_episodes` is None."""
     batch_size: int = 64
-    """Episodes of one update over all workers: the same whatever their number."""
+    """Episodes per update over all workers, independent of their number."""
     num_ppo_epochs: int = 4
-    """Passes over the episodes of an update."""
+    """Passes over the episodes of each update."""
     num_mini_batches: int = 1
-    """Optimizer steps of a pass: the episodes are dealt into so many minibatches anew each pass."""
+    """Minibatches, and so optimizer steps, per pass; the episodes are reshuffled before each pass."""
     num_generations: int = 1
-    """Replies to each prompt. `rloo` and `grpo` compare them and need 2 or more."""
+    """Completions per prompt. `rloo` and `grpo` compare them and need at least 2."""
     per_device_train_batch_size: int = 16
-    """Rows of one forward and backward. Changes memory and speed, never the update."""
+    """Rows per forward and backward pass. Affects memory and speed, not the result."""
     micro_batch_tokens: int | None = None
-    """Instead: at most so many tokens, padding included, in one forward and backward."""
+    """Alternative to the above: maximum tokens, padding included, per forward and backward pass."""
     local_rollout_forward_batch_size: int = 64
-    """Rows decoded together in a rollout, and rows of a forward without gradients."""
+    """Rows per decoding batch, and per forward pass without gradients."""
 
     # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs are those of the distribution sampled from
     response_length: int = 53
-    """Most new tokens of a reply, the end-of-sequence token included."""
+    """Maximum new tokens of a completion, the end-of-sequence token included."""
     min_new_tokens: int = 0
-    """Before so many tokens the end has probability 0, in sampling and in every log-prob alike."""
+    """End-of-sequence tokens are masked until the completion has this many tokens, in sampling and in all log-probs."""
     temperature: float = 1.0
-    """Divides the logits, in sampling and in every log-prob alike."""
+    """Divides the logits, in sampling and in all log-probs."""
     use_vllm: bool = False
-    """Sample with vLLM (the extra `vllm`): faster replies of a large model, for a second copy of the base beside the first."""
+    """Sample with vLLM (the extra `vllm`): faster for large models, at the cost of a second copy of the base."""
     vllm_gpu_memory_utilization: float = 0.3
-    """Share of the GPU's memory for that copy and its KV cache."""
+    """Fraction of the GPU's memory for that copy and its KV cache."""
     vllm_importance_sampling_clip_max: float | None = 3.0
-    """vLLM's probabilities are not quite the trainer's: each action's advantage is weighed by trainer / vLLM, up to this;
-    null: not weighed."""
+    """vLLM's probabilities differ slightly from the trainer's: each advantage is multiplied by the ratio trainer / vLLM, truncated
+    at this value (truncated importance sampling). None: no correction."""
 
     # ---- reward
     normalize_rewards: bool = False
-    """Subtract the mean and divide by the standard deviation that are stored with the reward model's version."""
+    """Normalise scores with the mean and standard deviation stored with the reward model's version."""
     reward_clip: float | None = None
-    """Then clip the score to +- this."""
+    """Clip the (normalised) score to [-reward_clip, reward_clip]."""
     missing_eos_penalty: float | None = None
-    """Taken off the score of a reply that was cut off by `response_length`."""
+    """Subtracted from the score of a completion truncated at `response_length`."""
     bootstrap_truncated: bool = False
-    """Instead: a cut-off reply is not over; the critic's value after its last token takes the place of its score."""
+    """Treat truncated completions as unfinished: the critic's value after the last token replaces the score."""
     mask_truncated_completions: bool = False
-    """Instead: cut-off replies teach nothing (the "overlong filter")."""
+    """Exclude truncated completions from the loss (the overlong filter of DAPO)."""
     whiten_rewards: bool = False
-    """Scale the token rewards to variance 1 over the whole batch, keeping their mean."""
+    """Scale token rewards to unit variance over the whole batch, keeping their mean."""
 
     # ---- KL to the reference
     kl_coef: float = 0.05
-    """Weight of the KL; the start of an adaptive one."""
+    """KL coefficient; the initial one if `kl_controller` is adaptive."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Per-token estimate of the KL, see functional.kl_estimate."""
+    """Per-token KL estimator, see functional.kl_estimate."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Part of each token's reward (PPO), or a term of the loss (GRPO)."""
+    """Subtract the KL from each token's reward (PPO), or add it to the loss (GRPO)."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """Keep `kl_coef`, or steer it so that the KL of a reply comes to `kl_target`."""
+    """Keep `kl_coef` fixed, or adapt it to reach `kl_target`."""
     kl_target: float = 6.0
-    """Of the adaptive controller: nats per reply, a sum over its tokens."""
+    """Target of the adaptive controller: nats per completion, summed over its tokens."""
     kl_horizon: float = 10_000
-    """Of the adaptive controller: episodes in which the coefficient may change by about a fifth."""
+    """Horizon of the adaptive controller: the coefficient changes by at most about 20 % in this many episodes."""
     sync_ref_model: bool = False
-    """Let the reference follow: every `ref_model_sync_steps` updates it becomes a mixture with the policy."""
+    """Every `ref_model_sync_steps` updates, mix the policy into the reference."""
     ref_model_mixup_alpha: float = 0.6
-    """Share of the policy in that mixture; an average with a small alpha and a step of 1 is the usual EMA."""
+    """Weight of the policy in that mixture; a small alpha with a step of 1 is the usual EMA."""
     ref_model_sync_steps: int = 512
-    """Updates between two mixtures."""
+    """Updates between two such steps."""
 
     # ---- advantages
     advantage_estimator: Literal["gae", "rloo", "grpo", "remax", "reinforce_plus_plus"] = "gae"
-    """gae: with a critic. Without one: rloo (against the mean of the prompt's other replies), grpo (against the
-    group's mean, divided by its deviation), remax (against the greedy reply), reinforce_plus_plus (the reward to go,
-    whitened over the batch)."""
+    """gae needs a critic. The baselines of the others: rloo, the mean score of the prompt's other completions; grpo, the mean of
+    all of them, divided by their standard deviation; remax, the score of the greedy completion; reinforce_plus_plus, none: the
+    reward to go, whitened over the batch."""
     gamma: float = 1.0
-    """Discount per token, of gae and reinforce_plus_plus."""
+    """Discount per token, for gae and reinforce_plus_plus."""
     lam: float = 0.95
-    """Of gae: 1 trusts the rewards alone, 0 the critic alone."""
+    """GAE's lambda: 1 relies on the rewards alone, 0 on the critic alone."""
     whiten_advantages: bool | None = None
-    """Mean 0 and variance 1 over the whole batch and all workers; None: for gae and reinforce_plus_plus."""
+    """Whiten advantages over the whole batch and all workers. None: for gae and reinforce_plus_plus only."""
     scale_rewards: bool = True
-    """Of `grpo`: divide by the group's standard deviation (False: Dr. GRPO)."""
+    """For grpo: divide by the group's standard deviation (False: Dr. GRPO)."""
 
     # ---- loss
     cliprange: float = 0.2
-    """The ratio counts up to 1 +- this."""
+    """PPO clip range: the ratio is clipped to [1 - cliprange, 1 + cliprange]."""
     dual_clip: float | None = None
-    """Bound on the loss of an action with negative advantage, in advantages; above 1, often 3."""
+    """Dual-clip bound c > 1, usually 3: for negative advantages the objective is at least c times the advantage."""
     entropy_coef: float = 0.0
-    """Bonus for entropy."""
+    """Coefficient of the entropy bonus."""
     vf_coef: float = 0.1
-    """Weight of the value loss."""
+    """Coefficient of the value loss."""
     cliprange_value: float | None = 0.2
-    """New values count up to the old +- this (in the reward's unit); None: unclipped."""
+    """Value clip range around the old values, in units of the reward. None: no clipping."""
     normalize_values: bool = False
-    """The critic learns returns in units of their running mean and deviation."""
+    """Normalise the critic's targets by their running mean and standard deviation."""
     critic_warmup_steps: int = 0
-    """So many first updates train the critic alone."""
+    """Train only the critic in the first updates, this many."""
     early_stop_kl: float | None = None
-    """End an update's epochs when a minibatch's approximate KL to the old policy exceeds 1.5 times this (nats a token)."""
+    """Stop an update's epochs once the approximate KL to the old policy exceeds 1.5 times this (nats per token)."""
 
     # ---- optimizer (AdamW), schedule: one scheduler step for each update
     learning_rate: float = 3e-6
-    """Of policy and critic."""
+    """Learning rate of policy and critic."""
     critic_learning_rate: float | None = None
-    """Of the critic, if it is another."""
+    """Learning rate of the critic. None: `learning_rate`."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-5
-    """1e-5 is PPO's lineage; with torch's 1e-8 late, small gradients take full steps."""
+    """1e-5 as in PPO's reference implementations; with torch's 1e-8 tiny late gradients still take full steps."""
     weight_decay: float = 0.0
     lr_scheduler_type: Literal[
         "linear",
@@ -173,29 +173,29 @@ class PPOConfig:
         "constant_with_warmup",
         "inverse_sqrt",
     ] = "linear"
-    """Those of transformers.get_scheduler that need no settings of their own."""
+    """Schedules of transformers.get_scheduler without further settings."""
     warmup_steps: int = 0
-    """Updates of linear warm-up."""
+    """Linear warm-up, in updates."""
     max_grad_norm: float = 1.0
-    """Gradient norm of policy and of critic, each, is clipped to this; 0: not."""
+    """Clip the gradient norm of policy and critic, separately, to this. 0: no clipping."""
 
     # ---- precision, memory
     bf16: bool = False
-    """Matrix products in bfloat16 (autocast); adapters, heads, log-softmax, ratios and losses stay fp32."""
+    """Matrix products in bfloat16 (autocast); adapters, heads, log-softmax, ratios and losses stay in fp32."""
     gradient_checkpointing: bool = False
-    """Keep layer inputs instead of activations: about a quarter slower, far less memory."""
+    """Recompute activations in the backward pass: about a quarter slower, far less memory."""
 
     # ---- run
     seed: int = 42
-    """Of everything: prompt order, sampling (by episode, whatever the batch or worker), minibatches."""
+    """Seed of prompt order, minibatches and sampling, which is keyed by episode, not by batch or worker."""
     logging_steps: int = 1
-    """Updates between two metric records handed out."""
+    """Updates between two log entries."""
     save_steps: int = 0
-    """Updates between two checkpoints; 0: only at the end."""
+    """Updates between two checkpoints. 0: only at the end."""
     eval_steps: int = 0
-    """Updates between two evaluations on the held-out prompts; 0: before and after the run only."""
+    """Updates between two evaluations on the held-out prompts. 0: only before and after training."""
     check_reference: bool = True
-    """Assert at the first update that the KL to the reference is 0: the policy must start as a copy of it."""
+    """Assert that the KL to the reference is 0 before the first update: the policy must start as a copy of it."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -282,11 +282,11 @@ class PPOConfig:
         return max(1, math.ceil(episodes / self.batch_size))
 
     def evaluates(self, update: int, total: int) -> bool:
-        """Whether the policy is evaluated after this update, counted from 1; what comes after the last is the end's."""
+        """Whether the policy is evaluated after this update, counted from 1. After the last one, the stage evaluates it anyway."""
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:
-        """Whether the metrics of this update are handed out: of every one that was evaluated, too."""
+        """Whether the metrics of this update are logged; those with an evaluation always are."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)
 
     def to_dict(self) -> dict[str, Any]:

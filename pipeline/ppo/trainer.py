@@ -202,7 +202,7 @@ class PPOTrainer:
         )
         mine = range(self.rank, self.prompts_per_update, self.workers)
         rows = [self.prompts[numbers[i]] for i in mine]
-        # Places in the global batch. What is drawn hangs on these and not on who draws.
+        # Indices in the global batch. Sampling is keyed by these, not by rank.
         places = [i * n + g for i in mine for g in range(n)]
         ids = [self._prompt_ids(row) for row in rows]
         prompts = [p for p in ids for _ in range(n)]
