@@ -218,9 +218,11 @@ def test_two_workers_lose_like_one(stage, rows, two_workers, tmp_path, monkeypat
     """Also where the last global batch is uneven (23) or has a row for one worker only (21)."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found, folder = two_workers
-    stock = losses(stage, rows, 4, 2, tmp_path / "stock", mixed=False)
+    # TRL's own trainer with the whole batch in one forward: a mean over rows, or tokens, and nothing else.
+    stock = losses(stage, rows, 8, 1, tmp_path / "stock", mixed=False)
     assert len(stock) == STEPS
     assert found[stage, rows] == pytest.approx(stock, abs=1e-5)
+    assert losses(stage, rows, 4, 2, tmp_path / "accumulated") == pytest.approx(stock, abs=1e-5)
     checkpoint = folder / f"{stage}{rows}" / "checkpoint-4"
     resumed = losses(stage, rows, 4, 2, tmp_path / "resumed", resume=str(checkpoint))
     assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker goes on where two stopped

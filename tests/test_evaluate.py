@@ -7,12 +7,14 @@ import re
 
 import pytest
 import torch
+import toy_ppo
 from running import ROOT, client, stage
 from toy_models import BASE, registered, tokenizer
 
-from pipeline import figures
+from pipeline import evaluation, figures
 from pipeline.__main__ import main
 from pipeline.evaluation import pairs
+from pipeline.ppo.rollout import Sampling, TransformersEngine
 
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
 
@@ -70,6 +72,19 @@ def test_diversity_and_repetition():
     assert figures.repetition([7] * 13) == pytest.approx(0.9)
     assert figures.correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0)
     assert figures.correlation([1, 1], [2, 4]) is None
+
+
+@pytest.mark.parametrize(("temperature", "like", "fewest"), [(0.0, 1.0, 0), (0.7, 0.7, 0), (0.7, 0.7, 5)])
+def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(temperature, like, fewest):
+    shared = toy_ppo.shared_base(spread=0.1)
+    how = Sampling(8, tuple(toy_ppo.EOS), min_new_tokens=fewest, temperature=temperature)
+    reply = TransformersEngine(shared, "policy", rows=1, pad=0).generate([[5, 6, 7]], [0], how)[0]
+    [found] = evaluation.logprobs(shared, "policy", [([5, 6, 7], reply.tokens)], 1, how)
+    logits = shared.logits(shared.hidden("policy", torch.tensor([[5, 6, 7, *reply.tokens]])))[0, 2:-1] / like
+    for step in range(min(fewest, len(reply.tokens))):
+        logits[step, toy_ppo.EOS] = float("-inf")
+    own = logits.log_softmax(-1).gather(-1, torch.tensor(reply.tokens)[:, None]).sum().item()
+    assert found == pytest.approx(own, abs=1e-4)
 
 
 def test_figures_of_pairs():

@@ -81,3 +81,11 @@ def test_the_first_sigterm_asks_and_the_second_ends(tmp_path):
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True)  # fmt: skip
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "asked\n"), done.stderr
+
+
+def test_sigterm_after_a_drain_notice_is_still_obeyed(asked, monkeypatch):
+    notice = preemption.Notice(1)
+    asked.answer = "this node will be gone"
+    assert any(walk(notice, asked, 200, 0.1)) and not notice.terminated
+    monkeypatch.setattr(preemption, "_got_sigterm", True)
+    assert all(walk(notice, asked, 200, 0.1)) and notice.terminated

@@ -270,6 +270,7 @@ def damage_folder(draw, source, folder):
         if what == "json" and victim.suffix == ".json":
             with contextlib.suppress(ValueError):  # spoilt already
                 value = json.loads(victim.read_bytes())
+                value = value if isinstance(value, dict) else {"": value}  # spoilt already
                 small = {k: v for k, v in value.items() if k not in ("model", "added_tokens")}
                 changed = mutated(draw, small) if small else {}
                 kept = {k: v for k, v in value.items() if k not in small}
@@ -389,9 +390,9 @@ def fresh(folder):
 def given_inputs(stage, adapters):
     named = {
         "dpo": [f"policy={adapters['sft']}"],
-        "ppo": [f"policy={adapters['sft']}", f"reward={adapters['rm']}"],
+        "ppo": [f"policy={adapters['sft']}", f"reward={adapters['rm']}", "judge=null"],
     }
-    return [*named.get(stage, []), "judge=null"] if stage in named else []
+    return named.get(stage, [])
 
 
 @pytest.mark.slow

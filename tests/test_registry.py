@@ -64,6 +64,20 @@ def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
     assert folder_digests(folder) == folder_digests(adapter)
 
 
+def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_name(job, adapter):
+    """`mlflow` may change when a run goes on: the alias of the new name is never set to the old name's number."""
+    other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
+    with registry.run(job, {}, anew=True) as run_id:
+        registry.publish(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
+        held_back = registry.publish(
+            replace(other, gate=job.gate), run_id, adapter, {"eval_loss": 1.0}, LINEAGE
+        )
+        assert str(held_back) == "other v1 @champion"
+        again = registry.publish(other, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
+    assert (again.version, again.alias) == ("1", None)
+    assert mlflow(job).get_model_version("other", "1").tags["gate"].startswith("failed: eval_loss = 1")
+
+
 @pytest.mark.parametrize("start", [None, "policy"])
 def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
     """Whatever the metrics are: a smoke run that ends within its warm-up must not become the champion."""

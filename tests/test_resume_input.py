@@ -215,3 +215,26 @@ def test_a_job_file_is_data_and_runs_nothing(tmp_path, capsys):
     (tmp_path / "hostile.yaml").write_text(hostile)
     assert main(["sft", str(tmp_path / "hostile.yaml")]) == 2
     assert "hostile.yaml" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+
+
+def test_a_base_named_by_a_version_may_be_named_so_again(halfway, in_root):
+    """A run records the base that models:/name@alias stood for; whether that is still the same one, its content tells."""
+    assert begun.before(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion")) is not None
+
+
+def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_root):
+    def ppo(*overrides):
+        named = [
+            "policy=models:/a@champion",
+            "judge=models:/b@champion",
+            f"run.storage_path={tmp_path}",
+            "run.name=one",
+        ]
+        return load_job("jobs/demo/ppo.yaml", [*named, *overrides], "ppo")
+
+    pinned = {"policy": "models:/a/1", "judge": "models:/b/2", "reward.0": "models:/rlhf-rm/3"}
+    begun.note(ppo(), pinned, "b", {})
+    found = begun.before(ppo())
+    assert found is not None and begun.versions(found, ppo()) == pinned
+    del pinned["judge"]  # another one: it is looked up and checked anew
+    assert begun.versions(found, ppo("judge=models:/c@champion")) == pinned

@@ -30,7 +30,7 @@ def run(job: Job) -> dict[str, Any]:
     for note in notes:
         print(f"   note: {note}")
     print()
-    wanted = job.scaling.get("accelerator_type")
+    wanted = job.scaling.get("accelerator_type") if job.scaling.get("use_gpu") else None
     if not job.scaling.get("use_gpu"):
         fits = on_this_machine(found)
     elif wanted and wanted not in GPUS:

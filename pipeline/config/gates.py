@@ -78,7 +78,7 @@ def metrics(job: Job) -> dict[str, str]:
         }
     found = dict.fromkeys(_UPDATE.split(), "") if job.stage == "ppo" else {}
     found |= {f"rewards/reward_{i}/mean": "" for i in range(1, len(job.rewards)) if job.stage == "ppo"}
-    rows = "" if job.data.eval else "prompts to answer (data.eval)"
+    rows = "" if job.data.eval or job.data.eval_fraction else "prompts to answer (data.eval)"
     reward, judge = rows or ("" if job.reward else "a reward"), rows or ("" if job.judge else "a judge")
     found |= {f"{when}_{name}": rows for when in ("before", "eval") for name in _ANSWERS.split()} | {
         "eval_kl": rows

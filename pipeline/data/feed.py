@@ -78,7 +78,7 @@ class ExactBatchSampler:
 
 
 class CountedCollator:
-    """A collator that adds how many rows the batch has, and makes a batch without weight of no rows at all.
+    """A collator that adds how many rows the batch has, and returns a zero-weight dummy batch when this rank has no rows.
 
     The filler keeps a rank in step with the others where the last global batch has no row for it: `rows` is 0, and
     no label counts.
@@ -99,7 +99,7 @@ class ExactBatches(Trainer):
     """Mixin for a transformers or TRL trainer (before it in the bases): exact batches over several ranks.
 
     Losses equal those of one worker with `world` times the per-device batch: token-normalised losses (sft) are so by
-    `num_items_in_batch`; row means (rm, dpo) are weighted by the rank's share of the rows of the global batch.
+    `num_items_in_batch`; row means (rm, dpo) are weighted by their share of the rows of the global batch.
     """
 
     # of the micro-batches fetched: (weight, rows, uneven over the ranks)
@@ -150,22 +150,29 @@ class ExactBatches(Trainer):
         return prepared
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The micro-batches of an optimizer step, and with them the weight of this rank in each."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.args.world_size > 1 and batches:
-            import torch
+        """The micro-batches of an optimizer step, and with them the weight of this rank's rows in each.
 
-            mine = [batch.pop("rows") for batch in batches]
-            ranks = self.accelerator.gather(torch.tensor([mine], device=device)).tolist()
+        Means over micro-batches are averaged over ranks (by DDP) and over micro-batches (by transformers), whatever their
+        sizes: each is weighted by its rows, in units of what an average one has.
+        """
+        import torch
+
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            mine = [batch.pop("rows", None) for batch in batches]
+            if self.args.world_size == 1:  # any tensor of a batch will do: only proportions count
+                mine = [len(next(iter(batch.values()))) for batch in batches]
+            ranks = [mine]
+            if self.args.world_size > 1:
+                ranks = self.accelerator.gather(torch.tensor([mine], device=device)).tolist()
+            average = sum(map(sum, ranks)) / (len(ranks) * len(batches))
             self._shares = deque(
-                (count * len(ranks) / sum(every), count, len(set(every)) > 1)
+                (count / average, count, len(set(every)) > 1)
                 for count, every in zip(mine, zip(*ranks, strict=True), strict=True)
             )
         return batches, items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        if self.args.world_size == 1:
-            return super().training_step(model, inputs, num_items_in_batch)
         self._share, count, uneven = self._shares.popleft()
         try:
             if not uneven:

@@ -159,7 +159,9 @@ def parse(row: Any, stage: str) -> Record:
         return preference(row, shape)
     if stage in ("score", "pairs"):
         record = preference(row, shape) if shape in PREFERENCES else demonstration(row, shape)
-        record.row = json.dumps(row, ensure_ascii=False)
+        record.row = json.dumps(
+            {**row, "prompt": record.prompt}, ensure_ascii=False
+        )  # as PPO's rewards get it
         return record
     record = prompt_row(row, shape)
     if stage == "evaluate" and row.get("completion"):

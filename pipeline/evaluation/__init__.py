@@ -53,8 +53,7 @@ class Comparison:
         after = self._answer(policy)
         texts = [(row["input_ids"], reply["tokens"]) for row, reply in zip(self.rows, after, strict=True)]
         ours, theirs = (
-            logprobs(self.shared, role, texts, self.sampling.temperature, self.size)
-            for role in (policy, self.baseline)
+            logprobs(self.shared, role, texts, self.size, self.sampling) for role in (policy, self.baseline)
         )
         for reply, a, b in zip(after, ours, theirs, strict=True):
             reply["kl"] = a - b
@@ -131,9 +130,21 @@ def _score(
 
 @torch.no_grad()
 def logprobs(
-    shared: Any, role: str | None, texts: list[tuple[list[int], list[int]]], temperature: float, size: int
+    shared: Any,
+    role: str | None,
+    texts: list[tuple[list[int], list[int]]],
+    size: int,
+    sampling: Sampling | None = None,
 ) -> list[float]:
-    """Of each (prompt ids, reply ids): the log-probability of the reply, nats, summed over its tokens; `size` rows at a time."""
+    """Of each (prompt ids, completion ids): the log-probability of the completion, nats, summed over its tokens.
+
+    Args:
+        size: rows of one forward.
+        sampling: temperature and barred ends as they were sampled with (greedy: as with temperature 1); None: the model's own.
+    """
+    temperature = (sampling.temperature if sampling else 0.0) or 1.0
+    early = sampling.min_new_tokens if sampling else 0
+    barred = sampling.eos if sampling and early else ()
     found: list[float] = []
     for start in range(0, len(texts), size):
         part = texts[start : start + size]
@@ -145,7 +156,7 @@ def logprobs(
             mask[i, : len(reply)] = 1
         starts = torch.tensor([len(prompt) for prompt, _ in part])
         batch = [tensor.to(shared.device) for tensor in (ids, starts, mask)]
-        found += shared.logprobs(role, *batch, temperature=temperature)[0].sum(-1).tolist()
+        found += shared.logprobs(role, *batch, temperature, barred, early)[0].sum(-1).tolist()
     return found
 
 
@@ -172,7 +183,7 @@ def _given(
         if isinstance(found, Example):
             places.append(place)
             texts.append((found.columns["prompt_ids"], found.columns["chosen_ids"]))
-    sums = logprobs(shared, role, texts, 1.0, size)
+    sums = logprobs(shared, role, texts, size)
     return [(at, -total, len(reply)) for at, total, (_, reply) in zip(places, sums, texts, strict=True)]
 
 

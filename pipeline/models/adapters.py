@@ -206,6 +206,8 @@ class SharedBase(nn.Module):
     @torch.no_grad()
     def average(self, dst: str, src: str, decay: float) -> None:
         """dst = decay * dst + (1 - decay) * src, tensor by tensor (A and B apart: it is their average, not that of BA)."""
+        if others := [role for role in self.roles if role != dst and self.same_adapter(role, dst)]:
+            raise ValueError(f"role {dst!r} shares its adapter with {others}, which must not move with it")
         for mine, theirs in zip(self.parameters_of(dst), self.parameters_of(src), strict=True):
             mine.lerp_(theirs.to(mine.device), 1.0 - decay)
 

@@ -12,6 +12,8 @@ from pipeline.registry.database import file_of_uri
 from pipeline.registry.server import client, flatten, like, metric_key, tracking_uri, wait_for_server
 from pipeline.system import signals, storage
 
+RUN_TAG = "pipeline.run"  # of an MLflow run: the folder that it belongs to
+
 
 @contextmanager
 def run(job: Job, digests: dict[str, str], anew: bool = False):
@@ -31,7 +33,7 @@ def run(job: Job, digests: dict[str, str], anew: bool = False):
     else:
         if before and before.status == "RUNNING":
             mlflow.set_terminated(before.run_id, "KILLED")
-        tags = {"pipeline.runtime.run": run_key, "stage": job.stage}
+        tags = {RUN_TAG: run_key, "stage": job.stage}
         run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
         _log_inputs(mlflow, run_id, job, digests)
     try:
@@ -110,11 +112,11 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
     """The newest run of a run folder in these experiments; None if there is none."""
     found = mlflow.search_runs(
         experiments,
-        filter_string=like("tags.`pipeline.runtime.run`", folder),
+        filter_string=like(f"tags.`{RUN_TAG}`", folder),
         max_results=20,
         order_by=["start_time DESC"],
     )
-    return next((run for run in found if run.data.tags["pipeline.runtime.run"] == folder), None)
+    return next((run for run in found if run.data.tags[RUN_TAG] == folder), None)
 
 
 def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
@@ -152,7 +154,7 @@ def recorded(uri: str, run_id: str) -> dict[str, Any]:
         "name": found.info.run_name,
         "status": found.info.status,
         "stage": tags.get("stage", "?"),
-        "folder": tags.get("pipeline.runtime.run"),
+        "folder": tags.get(RUN_TAG),
         **kept,
     }
 

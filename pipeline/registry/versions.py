@@ -76,9 +76,10 @@ def publish(
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
     ok, reason = (False, f"failed: {problem}") if problem else passes(job.gate, metrics)
-    known = mlflow.search_model_versions(f"run_id = '{run_id}'")
+    known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
     if known:
         version = known[0].version
+        mlflow.set_model_version_tag(name, version, "gate", reason)  # it may have been changed meanwhile
     else:
         model_id, source = _store(mlflow, job, run_id, folder, lineage)
         _create_registered_model(mlflow, name)
@@ -97,6 +98,7 @@ def publish(
 
 def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
     """The gate of an evaluation: its figures become tags of the pinned version, to which the alias moves if they pass."""
+    wait_for_server(job)
     mlflow = client(tracking_uri(job))
     name, version = reference.removeprefix("models:/").split("/")
     ok, reason = passes(job.gate, metrics)

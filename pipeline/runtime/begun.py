@@ -24,7 +24,7 @@ KINDS: dict[str, Any] = {
 BEGUN_WITH = {"inputs": dict, "base": str, "rows": dict}
 # What does not decide the numbers, or only the order in which they are summed up.
 MAY_CHANGE = (
-    "run", "mlflow", "gate", "judge", "scaling", "source", "data.cache_dir", "data.pairs",
+    "run", "mlflow", "gate", "scaling", "source", "data.cache_dir",
     "model.attn_implementation",
     "trainer.logging_steps", "trainer.logging_strategy", "trainer.logging_first_step",
     "trainer.save_steps", "trainer.save_strategy", "trainer.eval_steps", "trainer.eval_strategy",
@@ -104,7 +104,7 @@ def before(job: Job) -> dict[str, Any] | None:
         return None
     found = read(job, path)
     free = _free(job)
-    changed = differences(found, job, (*free, "begun_with"))
+    changed = differences(found, job, (*free, *_resolved(job), "begun_with"))
     different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
     if different and not _has_progress(job):
         return None
@@ -124,6 +124,17 @@ def before(job: Job) -> dict[str, Any] | None:
     return found
 
 
+def versions(found: dict[str, Any], job: Job) -> dict[str, str]:
+    """{input: version} that the run was begun with, of the inputs that this job names as it did: aliases may have moved."""
+    names = {"policy": job.policy, "baseline": job.baseline, "judge": job.judge, "reward": job.reward}
+    inputs = found.get("begun_with", {}).get("inputs", {})
+    return {
+        key: version
+        for key, version in inputs.items()
+        if found.get(name := key.partition(".")[0]) == names.get(name)
+    }
+
+
 def differences(found: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
     """{section.key: (the value of a job that was run, this job's value)} where they differ, `but` some keys or sections."""
     then, now = (_flat(tree) for tree in (found, json.loads(json.dumps(job.to_dict(), default=str))))
@@ -136,15 +147,19 @@ def differences(found: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[s
 
 def say_what_differs(found: dict[str, Any], job: Job, most: int = 5) -> None:
     """Of a run that is finished: the settings of this command that it was not run with."""
-    # The base of a registered version is recorded in place of that version.
-    pinned = ("model",) if job.model.name_or_path.startswith("models:/") else ()
-    changed = differences(found, job, ("run", "source", *pinned))
+    changed = differences(found, job, ("run", "source", *_resolved(job)))
     if changed:
         print("it ran with other settings; those of this command were not used:")
     for key, (then, now) in list(changed.items())[:most]:
         print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
     if len(changed) > most:
         print(f"   and {len(changed) - most} more")
+
+
+def _resolved(job: Job) -> tuple[str, ...]:
+    """Keys of which a run records what they stood for: the base of a registered version, whose content is compared later."""
+    named = job.model.name_or_path.startswith("models:/")
+    return ("model.name_or_path", "model.revision") if named else ()
 
 
 def same_content(found: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
@@ -172,7 +187,9 @@ def _free(job: Job) -> tuple[str, ...]:
     free: tuple[str, ...] = MAY_CHANGE
     if job.data.batch_size or job.stage == "ppo":  # rows in memory, not rows of a step
         free += ("trainer.per_device_train_batch_size",)
-    if STAGE[job.stage].runs_in == "train":  # there it decides which rows make a part
+    if STAGE[job.stage].learns:  # nothing is trained on its scores
+        free += ("judge",)
+    if STAGE[job.stage].runs_in == "train":  # elsewhere it decides which rows make a part
         free += ("trainer.local_rollout_forward_batch_size",)
     return free
 

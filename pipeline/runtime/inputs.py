@@ -144,8 +144,9 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
 def makes_adapter(job: Job, adapters: dict[str, str]) -> bool:
     """Whether a role of the stage begins as a new adapter, made as the job's `lora` section says."""
     facts = STAGE[job.stage]
-    started_from = [name for name in ("policy", "reward.0") if name.removesuffix(".0") in facts.inputs]
-    return facts.learns is not None and not (started_from and adapters.keys() >= set(started_from))
+    there = {name.partition(".")[0] for name in adapters}
+    started_from = {name for name in ("policy", "reward") if name in facts.inputs}
+    return facts.learns is not None and not (started_from and there >= started_from)
 
 
 def check_reward_model(job: Job, where: str) -> None:

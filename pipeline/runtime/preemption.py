@@ -35,7 +35,9 @@ class Notice:
 
     def arrived(self, step: int) -> bool:
         """Asks, if it is time; whether a notice has been given. Every rank calls it after every step."""
-        if step >= self.next and not self.given:
+        if (
+            step >= self.next and not self.terminated
+        ):  # SIGTERM may follow the notice of a node that is drained
             self._ask(step)
         return self.given
 
@@ -48,7 +50,7 @@ class Notice:
         gap, terminated = self._agree([gap, int(_got_sigterm)])
         self.next, self.step, self.asked = step + gap, step, now
         self.terminated = bool(terminated)
-        self.given = self.terminated or ray.train.get_preemption_info() is not None
+        self.given = self.given or self.terminated or ray.train.get_preemption_info() is not None
 
     def _agree(self, mine: list[int]) -> list[int]:
         """The largest of each number over the ranks."""

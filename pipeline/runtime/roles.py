@@ -24,7 +24,7 @@ def shared_base(worker: Host) -> Any:
 def add_rewards(worker: Host, shared: Any) -> list[Any]:
     """The job's rewards, in order; a reward adapter becomes the role `reward` (`reward_1`, ... if there are several)."""
     return [
-        _scorer(worker, shared, f"reward.{index}", "reward" if index == 0 else f"reward_{index}", weight)
+        _scorer(worker, shared, f"reward.{index}", _reward_role(index), weight)
         for index, (_, weight) in enumerate(worker.job.rewards)
     ]
 
@@ -89,7 +89,10 @@ def add_policy(worker: Host, shared: Any, args: Any) -> str | None:
         return None
     folder = worker.input("policy")
     shared.add("policy", folder=folder, trainable=True)
-    shared.add("reference", folder=folder)
+    if args.sync_ref_model:  # it moves: not the adapter that a frozen role of the same folder is served by
+        shared.add("reference", copy_of="policy")
+    else:
+        shared.add("reference", folder=folder)
     return "reference"
 
 
@@ -101,11 +104,21 @@ def start(worker: Host, shared: Any, reference: str | None) -> str | None:
 
 
 def add_critic(worker: Host, shared: Any) -> None:
-    """The role `critic`, trainable: a copy of the reward adapter and head; a new adapter if no reward is one."""
-    if "reward" in shared.roles:
-        shared.add("critic", copy_of="reward", head=True, trainable=True)
+    """The role `critic`, trainable: a copy of the first reward adapter and its head; a new adapter if no reward is one."""
+    if rewards := _reward_adapters(worker, shared):
+        shared.add("critic", copy_of=next(iter(rewards)), head=True, trainable=True)
     else:
         shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
+
+
+def _reward_adapters(worker: Host, shared: Any) -> dict[str, str]:
+    """{role: input of the job} of the rewards that are adapters on the base, in the job's order."""
+    named = {_reward_role(index): f"reward.{index}" for index in range(len(worker.job.rewards))}
+    return {role: name for role, name in named.items() if role in shared.roles}
+
+
+def _reward_role(index: int) -> str:
+    return f"reward_{index}" if index else "reward"
 
 
 @contextmanager
@@ -141,8 +154,9 @@ def folders(worker: Host, shared: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     if "policy" in worker.work.inputs:
         found |= dict.fromkeys(("policy", "reference"), worker.input("policy"))
-    if "reward" in shared.roles:
-        found |= dict.fromkeys(("reward", "critic"), worker.input("reward.0"))
+    for role, name in _reward_adapters(worker, shared).items():
+        found[role] = worker.input(name)
+        found.setdefault("critic", found[role])
     return {role: folder for role, folder in found.items() if role in shared.roles}
 
 

@@ -114,8 +114,7 @@ def open_run(job: Job) -> Iterator[Run]:
     with console.waiting("opening MLflow"):
         registry.check(job)
     earlier = begun.before(job)
-    # Not what an alias has become since.
-    pinned = earlier.get("begun_with", {}).get("inputs", {}) if earlier else {}
+    pinned = begun.versions(earlier, job) if earlier else {}
     for warning in gates.unmeasured(job):
         print(f"warning: {warning}", flush=True)
     with checked(job, pinned) as run:
@@ -123,6 +122,11 @@ def open_run(job: Job) -> Iterator[Run]:
         if earlier:
             run.continues = begun.same_content(earlier, run.job, run.work.base["digest"], run.work.digests)
         with storage.claim(run.folder):
+            if not job.run.fresh and storage.exists(storage.join(run.folder, "result.json")):
+                raise InputError(
+                    f"{job.run.name!r} was finished by another process meanwhile; the same command shows its result",
+                    key="run.name",
+                )
             storage.wait_for_leavers(run.folder)
             if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
                 storage.empty(run.folder)

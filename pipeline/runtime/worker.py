@@ -208,7 +208,7 @@ class Worker(Host):
 
     def leaving(self, step: int) -> bool:
         """Whether to commit a checkpoint now because a node is about to go. Every rank asks after every step."""
-        return self.notice.arrived(step) and not self.saved_for_notice
+        return self.notice.arrived(step) and (self.notice.terminated or not self.saved_for_notice)
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
         """After a resume: the curve that the checkpoint holds, (step, metrics) each, for what never reached MLflow."""

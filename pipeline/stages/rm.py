@@ -12,6 +12,8 @@ from pipeline.config import Job
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
 
+TABLE = 4096  # pairs that are kept for the report
+
 
 def run(job: Job) -> dict[str, Any]:
     return launch(job, train)
@@ -44,7 +46,10 @@ def train(worker: Worker) -> dict[str, Any]:
         processing_class=worker.tokenizer,
     )
     metrics = training.run(worker, trainer)
-    pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows)
+    # All that is held out; of training rows as many as a mean and a deviation need.
+    pairs = score_pairs(
+        worker, trainer, held_out if held_out is not None else rows.select(range(min(4096, len(rows))))
+    )
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
@@ -67,14 +72,14 @@ def train(worker: Worker) -> dict[str, Any]:
         save=save,
         verify=lambda folder: training.verify_reload(trainer, folder, probe),
         facts={"reward": {"mean": mean, "std": std}},
-        tables={"pairs": pairs, "doubtful": doubtful(worker, held_out, pairs)}
+        tables={"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}
         if held_out is not None
         else None,
     )
 
 
-def score_pairs(worker: Worker, trainer: Any, rows: Any, limit: int = 4096) -> list[dict[str, float]]:
-    """The scores of at most `limit` pairs, in their order, shared out over the workers.
+def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float]]:
+    """The scores of all pairs, in their order, shared out over the workers.
 
     Returns:
         {"chosen", "rejected"}: the scores; {"chosen_tokens", "rejected_tokens"}: lengths, of prompt and reply.
@@ -82,7 +87,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any, limit: int = 4096) -> l
     import torch
 
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
-    mine = rows.select(range(worker.rank, min(limit, len(rows)), worker.world))
+    mine = rows.select(range(worker.rank, len(rows), worker.world))
     size = trainer.args.per_device_eval_batch_size
     scored: list[dict[str, float]] = []
     for start in range(0, len(mine), size):

@@ -89,18 +89,26 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
     """Writes the lines as they come; the file appears whole or not at all."""
     fs, inner = filesystem(path)
     fs.create_dir(inner.rsplit("/", 1)[0], recursive=True)
-    if is_remote(path):  # an object store makes an upload visible only when it is complete
-        with fs.open_output_stream(inner) as stream:
-            for line in lines:
-                stream.write(f"{line}\n".encode())
+    if is_remote(
+        path
+    ):  # an object store shows an upload when its stream is closed, even by what `lines` raises: not yet
+        with tempfile.TemporaryFile() as file:
+            file.writelines(f"{line}\n".encode() for line in lines)
+            file.seek(0)
+            with fs.open_output_stream(inner) as stream:
+                shutil.copyfileobj(file, stream)
         return
     partial = f"{inner}.{uuid.uuid4().hex[:12]}.partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, inner)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, inner)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(partial)
+        raise
 
 
 def read_lines(path: str) -> Iterator[str]:

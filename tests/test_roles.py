@@ -1,0 +1,56 @@
+"""Which adapter plays which role, from the inputs of a job."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import toy_models
+from running import ROOT
+
+from pipeline.config import load_job
+from pipeline.runtime import inputs, roles
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """What stands for a worker: a policy and a reward adapter among the inputs of a ppo job."""
+    monkeypatch.chdir(ROOT)
+    named = {"policy": str(tmp_path / "policy"), "reward.1": str(tmp_path / "rm")}
+    toy_models.make(named["policy"], seed=0, head=False)
+    toy_models.make(named["reward.1"], seed=1, head=True)
+    rule = "python:pipeline.demo:gold"
+    job = load_job("jobs/demo/ppo.yaml", [f"policy={named['policy']}", "trainer.sync_ref_model=true"], "ppo")
+    job = replace(job, reward=[rule, named["reward.1"]])
+    work = SimpleNamespace(inputs={**named, "reward.0": rule})
+    return SimpleNamespace(job=job, work=work, input=named.__getitem__, tokenizer=toy_models.tokenizer())
+
+
+def weights(shared, role):
+    return torch.cat([parameter.data.flatten() for parameter in shared.parameters_of(role)])
+
+
+def test_a_reference_that_follows_the_policy_leaves_what_it_is_compared_with(host):
+    shared = toy_models.shared_base()
+    reference = roles.add_policy(host, shared, host.job.args)
+    start = roles.start(host, shared, reference)
+    before = weights(shared, start)
+    for parameter in shared.parameters_of("policy"):
+        parameter.data += 1.0
+    shared.average(reference, "policy", 0.5)
+    assert torch.equal(weights(shared, start), before)
+    assert torch.allclose(weights(shared, reference), before + 0.5, atol=1e-5)
+    shared.add("third", folder=host.input("policy"))  # frozen, from the same folder: the same adapter
+    with pytest.raises(ValueError, match=f"role '{start}' shares its adapter with"):
+        shared.average(start, "policy", 0.5)
+
+
+def test_the_critic_starts_as_the_first_reward_that_is_an_adapter(host):
+    shared = toy_models.shared_base()
+    roles.add_policy(host, shared, host.job.args)
+    roles.add_rewards(host, shared)
+    roles.add_critic(host, shared)
+    assert torch.equal(weights(shared, "critic"), weights(shared, "reward_1"))
+    assert roles.folders(host, shared)["critic"] == host.input("reward.1")
+    assert not inputs.makes_adapter(host.job, {"policy": "", "reward.1": ""})
+    assert inputs.makes_adapter(host.job, {"policy": ""})
