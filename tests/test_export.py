@@ -130,7 +130,7 @@ def test_a_merge_that_went_wrong_is_not_exported(models, storage, capsys, monkey
 
     monkeypatch.setattr(exporting, "merge", wrong)
     assert stage("export", storage, "wrong-merge", *MODELS, "reward=null", status=1) == {}
-    assert "the exported policy writes otherwise" in capsys.readouterr().err
+    assert "the exported policy differs from the adapter" in capsys.readouterr().err
     assert list((storage / "wrong-merge").glob("*")) == []
 
 

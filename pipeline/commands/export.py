@@ -225,7 +225,9 @@ def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str
         differences = [_score(model, row) - score for row, score in zip(probes(host), expected, strict=True)]
         worst = max(abs(d) / max(1.0, abs(s)) for d, s in zip(differences, expected, strict=True))
         if not worst <= score_limit:
-            raise Failure(f"the exported reward scores otherwise, by {worst:.3g}; nothing was exported")
+            raise Failure(
+                f"the exported reward differs from the adapter by {worst:.3g} (limit {score_limit:g}); nothing was exported"
+            )
         return {"largest_score_difference": worst}
     pairs = list(zip(probes(host), expected, strict=True))
     same = [_greedy(host, model, row) == reply.tokens for row, reply in pairs]
@@ -235,8 +237,8 @@ def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str
     )
     if not apart <= text_limit or (dtype == "float32" and not all(same)):
         raise Failure(
-            f"the exported policy writes otherwise: {sum(same)} of {len(same)} greedy replies are the same, log-probs differ "
-            f"by {apart:.3g} a token; nothing was exported"
+            f"the exported policy differs from the adapter: {sum(same)} of {len(same)} greedy completions are equal, log-probs "
+            f"differ by {apart:.3g} per token (limit {text_limit:g}); nothing was exported"
         )
     return {"same_greedy_replies": sum(same) / len(same), "largest_logprob_difference": apart}
 

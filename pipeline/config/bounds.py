@@ -15,7 +15,7 @@ from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.keys import class_of
 from pipeline.config.stages import STAGE
-from pipeline.ppo.bounds import outside, table
+from pipeline.intervals import outside, table
 
 if TYPE_CHECKING:
     from pipeline.config import Job

@@ -47,7 +47,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "label_names": _DATA,
         "packing_strategy": "packed rows hold whole conversations, best fit first",
         "use_cache": "training needs no cache, and with one packed rows would see each other",
-        "enable_jit_checkpoint": "a checkpoint is written on a notice to leave anyway",
+        "enable_jit_checkpoint": "a preemption notice commits a checkpoint anyway",
         "batch_eval_metrics": "the metrics are TRL's own",
         **dict.fromkeys(
             ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _REPORT

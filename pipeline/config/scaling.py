@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.fields import short, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
-from pipeline.ppo.bounds import outside
+from pipeline.intervals import outside
 
 if TYPE_CHECKING:
     from pipeline.config import Job

@@ -332,7 +332,7 @@ def complaint(stats: list[Stats], kinds: Counter, read: int) -> str:
     lines += [f"  {error}" for error in errors]
     if kinds.total() > len(errors):
         lines.append(f"  and {kinds.total() - len(errors):,} more")
-    advice = "mend them, or type data.on_error=skip to leave them out"
+    advice = "fix them, or type data.on_error=skip to leave them out"
     if "too_long" in kinds:
         advice += "; data.too_long=truncate (or drop) for long rows"
     return "\n".join([*lines, advice + "; nothing was trained"])

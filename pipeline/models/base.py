@@ -337,7 +337,7 @@ def unreadable(model: Model) -> Iterator[None]:
         raise
     except Exception as error:
         raise InputError(
-            f"transformers cannot make a model of {model.name_or_path!r} ({in_brief(error)}); mend its "
+            f"transformers cannot make a model of {model.name_or_path!r} ({in_brief(error)}); fix its "
             "config.json or generation_config.json, or fetch the model again",
             key="model.name_or_path",
         ) from error

@@ -1,4 +1,4 @@
-"""Do a base, its config.json and a `lora` section fit together? (adapter_files.py: and an adapter?) Answered from names and shapes, before anything is started.
+"""Checks base weights, config.json and `lora` against each other by names and shapes, before anything starts.
 
     base = check_base(job.model)      # its files hold what its config.json promises
     check_lora(base, job.lora)        # the settings of a new adapter find modules to adapt
@@ -381,4 +381,4 @@ def _adapt(model: Any, lora: dict[str, Any]) -> None:
     except InputError:
         raise
     except Exception as error:  # peft checks some settings, and stumbles over others
-        raise InputError(f"lora: peft refuses these settings ({in_brief(error)}); mend them") from error
+        raise InputError(f"lora: peft refuses these settings ({in_brief(error)}); fix them") from error

@@ -135,14 +135,14 @@ def _check_said_ids(config: dict[str, Any], rows: int | None, where: str) -> Non
     for key in ("bos_token_id", "pad_token_id"):
         if type(config.get(key)) not in (int, type(None)):
             raise InputError(
-                f"{key} in {where}: found {config[key]!r:.80}, expected an id or null; mend it there",
+                f"{key} in {where}: found {config[key]!r:.80}, expected an id or null; fix it there",
                 key="model.name_or_path",
             )
     for index in _as_list(config.get("eos_token_id")):
         if type(index) is not int or index < 0 or (rows is not None and index >= rows):
             raise InputError(
                 f"eos_token_id in {where}: found {index!r:.80}, expected ids from 0 to "
-                f"{'the last' if rows is None else rows - 1}, the last row of the embedding; mend it there",
+                f"{'the last' if rows is None else rows - 1}, the last row of the embedding; fix it there",
                 key="model.name_or_path",
             )
 

@@ -39,7 +39,7 @@ def tolerance(shared: SharedBase) -> float:
 def require(findings: list[Finding]) -> None:
     """Raises RuntimeError with everything that does not hold."""
     if wrong := [f"{finding.check}: {finding.found}" for finding in findings if finding.holds is False]:
-        raise RuntimeError("PPO would not learn what it says:\n  " + "\n  ".join(wrong))
+        raise RuntimeError("PPO self-check failed:\n  " + "\n  ".join(wrong))
 
 
 def check_first_ratio(shared: SharedBase, update: int, approxkl: float) -> None:

@@ -12,7 +12,7 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pipeline.ppo.bounds import outside, table
+from pipeline.intervals import outside, table
 
 # Seeds are numpy's. The upper bounds are far above what any machine holds, and below what overflows.
 RANGES = table(

@@ -144,7 +144,7 @@ class AdapterReward(Reward):
 
 
 class ModelReward(Reward):
-    """A sequence-classification model that is not on this base. It costs what it costs.
+    """A sequence-classification model that is not on this base. Held in memory in full, beside the base.
 
     With `tokenizer=None` it reads the policy's token ids; with a tokenizer of its own, the text, through its own chat
     template where the prompt is a list of messages. Special tokens in that text are text, or, with `control`, tokens.

@@ -19,10 +19,10 @@ class Point(NamedTuple):
 
 
 class MetricLog:
-    """Metrics of one run, sent by a thread of its own: training waits for no server, and a server that is away stops nothing.
+    """Metrics of one run, sent by a thread of its own: training never waits for the server, nor fails with it.
 
-    What is logged is sent in order, about once a second, 1000 values a call. A server that is away is named once and tried
-    again with growing pauses; `close` waits for it a while, and says what was not recorded. A restarted worker repeats the
+    Values are sent in order, about once a second, 1000 a call. Logs the first failure, then retries with backoff; `close`
+    waits for a while, and says what was not recorded. A restarted worker repeats the
     steps after its checkpoint: values that the run already has are not recorded twice.
     """
 

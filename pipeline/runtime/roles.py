@@ -50,7 +50,7 @@ def _scorer(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0
 
 
 def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
-    """A reward model that is not an adapter on this base, with a tokenizer of its own. It costs what it costs."""
+    """A reward model that is not an adapter on this base, with a tokenizer of its own. Held in memory in full, beside the base."""
     from dataclasses import replace
 
     from pipeline.models.base import load_base

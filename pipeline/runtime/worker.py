@@ -227,10 +227,10 @@ class Worker(Host):
         self._commit(source, checkpoints.name_of(step), {**metrics, "step": step}, wait=True)
         first, self.saved_for_notice = not self.saved_for_notice, True
         if first and self.rank == 0:
-            print(f"notice to leave: the checkpoint of step {step} is written", flush=True)
+            print(f"node is being reclaimed: checkpoint of step {step} committed", flush=True)
         if self.notice.terminated:
             raise RuntimeError(
-                f"a worker got SIGTERM; the checkpoint of step {step} is written, and the same command continues from it"
+                f"a worker got SIGTERM; checkpoint of step {step} committed, the same command continues from it"
             )
 
     def _commit(self, folder: str | None, name: str, metrics: dict[str, Any], wait: bool) -> None:

@@ -38,9 +38,9 @@ QUIET = {
 }
 # Whose advice to developers is not for users of a job. Warnings of a user's own code, a reward function's say, are shown.
 LIBRARIES = (
-    "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm", "mlflow", "ray",
-    "pipeline",  # where a library blames its caller
+    "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm",
 )  # fmt: skip
+BLAMED = (*LIBRARIES, "mlflow", "ray", "pipeline")  # in warnings: the last where a library names its caller
 # Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second. Remove when
 # it asks the GCS instead.
 SILENT = ("PlacementGroupCleaner",)
@@ -141,8 +141,8 @@ def show(data: dict[str, Any], own: Collection[str] = ()) -> None:
 
 def silence_libraries() -> None:
     """None of the libraries' advice to developers, in a process that holds models; errors and a user's own warnings stay."""
-    warnings.filterwarnings("ignore", module=rf"({'|'.join(LIBRARIES)})(\.|$)")
-    for name in (*LIBRARIES[:-3], "ray.train", "ray.data"):
+    warnings.filterwarnings("ignore", module=rf"({'|'.join(BLAMED)})(\.|$)")
+    for name in (*LIBRARIES, "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
