@@ -115,7 +115,7 @@ def preemption(run: Run, rng: random.Random) -> str:
     time.sleep(5)
     nodes.kill(victim)
     ended(run)
-    return f"{saved.removesuffix(' is written')} (after step {step})"
+    return f"{saved.removesuffix(' committed')} (after step {step})"
 
 
 def write(run: Run, rng: random.Random) -> str:
