@@ -72,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument(
                 "job", metavar="RUN", help="a run's folder, its name under runs/, or its MLflow id"
             )
-            one.add_argument("overrides", nargs="*", metavar="RUN", help="further runs, on the same page")
+            one.add_argument(
+                "overrides", nargs="*", default=[], metavar="RUN", help="further runs, on the same page"
+            )
             continue
         if verb == "rlhf":
             one.add_argument(
@@ -81,7 +83,11 @@ def parser() -> argparse.ArgumentParser:
         else:
             one.add_argument("job", metavar="JOB.yaml", help="a job file, for example jobs/demo/sft.yaml")
         one.add_argument(
-            "overrides", nargs="*", metavar="section.key=value", help="replaces that value of the job"
+            "overrides",
+            nargs="*",
+            default=[],
+            metavar="section.key=value",
+            help="replaces that value of the job",
         )
     return made
 
@@ -149,7 +155,10 @@ def main(arguments: list[str] | None = None) -> int:
 def stopped(how: str, verb: str, status: int) -> int:
     """Says what became of a run that a signal ended."""
     resumable = verb not in ("chat", "serve", "validate", "plan", "doctor", "report")
-    further = "; the same command with the same run.name continues from the last checkpoint" * resumable
+    further = (
+        "; the same command with the same run.name continues from the last checkpoint, if there is one"
+        * resumable
+    )
     with signals.ignored():
         print(f"\n{how}{further}", file=sys.stderr)
     return status

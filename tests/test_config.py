@@ -170,6 +170,16 @@ BAD = [
         ["data.train=null", "data.eval=a.jsonl", "trainer.num_ppo_epochs=2"],
         r"trainer\.num_ppo_epochs: unknown key",
     ),
+    (
+        "sft",
+        ["lora.target_modules=[lm_head]"],
+        r"lora\.target_modules: found lm_head, to which TRL's trainers apply no adapter",
+    ),
+    (
+        "sft",
+        ["trainer.eval_steps=2", "trainer.eval_strategy=epoch", "data.eval=b.jsonl"],
+        r"trainer\.eval_steps: found 2, which counts with trainer\.eval_strategy=steps only",
+    ),
     ("sft", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0, expected above 0"),
     ("ppo", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0\.0, expected above 0"),
     (
@@ -264,7 +274,7 @@ VALUES = [
     ("sft", ["lora.r=0"], r"lora\.r: found 0, expected between 1 and 8192, for example 8"),
     ("sft", ["lora.r=1000000"], r"lora\.r: found 1000000, expected between 1 and 8192"),
     ("sft", ["lora.lora_alpha=-1"], r"lora\.lora_alpha: found -1, expected between 1 and"),
-    ("sft", ["lora.lora_dropout=1"], r"lora\.lora_dropout: found 1, expected 0 or more and below 1"),
+    ("sft", ["lora.lora_dropout=1"], r"lora\.lora_dropout: found 1, expected between 0 and 0\.99"),
     ("sft", ["lora.target_modules=[]"], r"lora\.target_modules: found an empty list, expected layers to adapt"),
     ("sft", ["lora.target_modules=5"], r"lora\.target_modules: found 5, expected a list of text or text"),
     ("sft", ["lora.target_modules='('"], r"lora\.target_modules: found '\(', which is no pattern"),

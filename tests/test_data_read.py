@@ -1,5 +1,7 @@
 """Files -> token tables on an embedded Ray: reports, errors with file:line, the cache, the hold-out, packing."""
 
+import hashlib
+import io
 import json
 import subprocess
 import sys
@@ -201,3 +203,21 @@ def test_real_files(tmp_path, embedded_ray):
         prepare("rm", Data(train=preferences), tok, 512, str(tmp_path))
     messages = Data(train=str(SHARED / "data" / "tinker_conversations.jsonl"))
     assert prepare("sft", messages, tok, 512, str(tmp_path)).train.count() == 128
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[{},,{}]", "behind a comma"),
+        ("[{} {}]", "behind an element"),
+        ("[{},]", "behind a comma"),
+        ("[,{}]", "behind the bracket"),
+    ],
+)
+def test_an_array_is_json_to_its_last_comma(text, says):
+    from pipeline.data import source
+
+    *_, (_, wrong, _) = source.elements(io.BytesIO(text.encode()), hashlib.sha256())
+    assert isinstance(wrong, source.RowError) and says in str(wrong)
+    good = source.elements(io.BytesIO(b"[{} ,\n {}, []]"), hashlib.sha256())
+    assert [value for _, value, _ in good] == [{}, {}, []]

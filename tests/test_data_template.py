@@ -116,3 +116,26 @@ def test_a_template_in_the_home_folder_and_one_that_is_no_file(tmp_path, monkeyp
         load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/pipe.jinja"], "sft")
     with pytest.raises(InputError, match="there is no file"):
         load_tokenizer(BASE, chat_template=str(tmp_path / "pipe.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("loop", "says"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "renders for 3 seconds",
+        ),
+        ("{{ 'a' * 90000000 }}", "90,000,.* characters for one row"),
+    ],
+)
+def test_a_template_that_is_endless_for_one_row_only(loop, says, monkeypatch):
+    from pipeline.data import template
+    from pipeline.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
+    tokenizer.chat_template += "{% if 'aaaa' in messages[0].content %}" + loop + "{% endif %}"
+    monkeypatch.setattr(template, "SECONDS", 3.0)
+    written = template.ChatTemplate(tokenizer)
+    assert written.render([{"role": "user", "content": "Hello."}], True)
+    with pytest.raises(template.RowError, match=says):
+        written.render([{"role": "user", "content": "aaaa"}], True)

@@ -68,7 +68,7 @@ def text(reply) -> str:
     return tokenizer().decode(reply.tokens, skip_special_tokens=True)
 
 
-def test_a_line_is_the_row_and_the_engines_reply_whatever_the_batch(models, storage, tmp_path):
+def test_a_line_is_the_row_and_the_engines_reply_whatever_the_batch(models, storage, tmp_path, capsys):
     rows = [
         {"prompt": f"What is the capital of {place}?", "completion": place} for place in PLACES + PLACES[:3]
     ]
@@ -87,6 +87,9 @@ def test_a_line_is_the_row_and_the_engines_reply_whatever_the_batch(models, stor
     assert result["rows"] == 11 and result["inputs"]["policy"] == "models:/toy-policy/1"
     assert result["metrics"]["reward"] == pytest.approx(sum(rewards) / 11, abs=1e-4)
     assert not (storage / "plain" / "parts").exists()
+    capsys.readouterr()
+    assert generate(storage, "plain", f"data.train={tmp_path}/rows.jsonl", *settings) == (result, lines)
+    assert "run plain is finished" in capsys.readouterr().out
 
 
 def killed(storage: Path, name: str, overrides: list[str], parts: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.models import template
+from pipeline.models import trial
 from pipeline.models.tokenizer import load_tokenizer
 
 DEMO = Path(__file__).resolve().parents[1] / "jobs/demo/model"
@@ -20,8 +20,8 @@ BROKEN = {
     "an error": ("{{ 1 / 0 }}", r"cannot be rendered \(ZeroDivisionError"),
     "a syntax error": ("one\n{% if %}", r":2: Expected an expression"),
     "no loop that long": ("{% for i in range(10**9) %}{% endfor %}", r"cannot be rendered \(OverflowError: Range too big"),
-    "no end": (LOOP, r"did not render a conversation of three turns within 0\.5 seconds"),
-    "no end for replies": ("{% if messages[-1].role == 'assistant' %}" + LOOP + "{% endif %}", r"did not render .* within"),
+    "no end": (LOOP, r"rendering a conversation of three turns did not end within 0\.5 seconds"),
+    "no end for replies": ("{% if messages[-1].role == 'assistant' %}" + LOOP + "{% endif %}", r"rendering .* did not end within"),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"cannot be rendered \(RecursionError"),
     "nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"cannot be rendered \(RecursionError"),
     "ten gigabytes": ("{{ 'x' * 10**10 }}", r"cannot be rendered \(MemoryError"),
@@ -35,7 +35,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_template_that_cannot_be_used(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(template, "SECONDS", 0.5 if "end" in kind else 10.0)
+    monkeypatch.setattr(trial, "SECONDS", 0.5 if "end" in kind else 10.0)
     text, says = BROKEN[kind]
     (tmp_path / "chat.jinja").write_text(text)
     started = time.monotonic()

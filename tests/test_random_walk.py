@@ -268,7 +268,7 @@ def damage_folder(draw, source, folder):
             victim.unlink()
             break
         if what == "json" and victim.suffix == ".json":
-            with contextlib.suppress(ValueError):  # spoilt already
+            with contextlib.suppress(ValueError, RecursionError):  # spoilt already
                 value = json.loads(victim.read_bytes())
                 value = value if isinstance(value, dict) else {"": value}  # spoilt already
                 small = {k: v for k, v in value.items() if k not in ("model", "added_tokens")}

@@ -87,7 +87,7 @@ def test_a_changed_job_does_not_continue_a_checkpoint(verb, overrides, says, hal
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["run.max_failures=3", "run.num_to_keep=5"], ["trainer.logging_steps=1", "trainer.save_steps=7"],
+        ["run.max_failures=3", "run.num_to_keep=5"], ["trainer.logging_steps=1", "trainer.save_strategy=steps", "trainer.save_steps=7"],
         ["trainer.per_device_train_batch_size=4"], ["gate.eval_loss=<= 3"], ["scaling.num_workers=2"],
         ["trainer.gradient_checkpointing=true"], ["mlflow.alias=challenger"],
     ],

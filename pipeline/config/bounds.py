@@ -40,7 +40,7 @@ RANGES: dict[str, dict[str, str]] = {
         {
             "[1, 8192]": "r",
             "[1, 1000000]": "lora_alpha",
-            "[0, 1)": "lora_dropout",
+            "[0, 0.99]": "lora_dropout",
             "[0, 100000]": "layers_to_transform",
         }
     ),

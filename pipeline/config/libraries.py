@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -168,13 +169,16 @@ def _trainer(asked: dict[str, Any], values: dict[str, Any] | None) -> Any:
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = made([{"params": [parameter], "weight_decay": args.weight_decay}], **settings)
     steps = args.max_steps if args.max_steps > 0 else STEPS
-    get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        args.get_warmup_steps(steps),
-        steps,
-        dict(args.lr_scheduler_kwargs or {}),
-    )
+    warmup = args.get_warmup_steps(steps)
+    settings = dict(args.lr_scheduler_kwargs or {})
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, settings)
+    for rate in getattr(schedule, "lr_lambdas", ()):
+        for step in sorted({0, 1, warmup, warmup + 1, (warmup + steps) // 2, steps - 1, steps}):
+            share = rate(step)
+            if isinstance(share, complex) or not math.isfinite(share) or not 0 <= share <= 1e6:
+                raise ValueError(
+                    f"at step {step} of {steps} the learning rate is {share} times learning_rate"
+                )
     return args
 
 

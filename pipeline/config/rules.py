@@ -59,6 +59,12 @@ def _check_model(tree: Tree, job: Job) -> None:
 
 def _check_lora(tree: Tree, job: Job) -> None:
     """What peft would take and then find no layer for, or fail on in a worker."""
+    targets = job.lora.get("target_modules")
+    named = [targets] if isinstance(targets, str) else targets or []
+    if STAGE[job.stage].trl and any(str(name).rpartition(".")[2] == "lm_head" for name in named):
+        raise tree.error(
+            "lora.target_modules", "found lm_head, to which TRL's trainers apply no adapter; take it out"
+        )
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         value = job.lora.get(key)
         if value == [] and key == "target_modules":
@@ -206,6 +212,13 @@ def _check_ppo(tree: Tree, job: Job) -> None:
 def _check_trl(tree: Tree, job: Job) -> None:
     """What TRL's trainers refuse when a worker makes them, or never say."""
     trainer = job.trainer
+    for what in ("eval", "save", "logging"):
+        if f"{what}_steps" in trainer and trainer.get(f"{what}_strategy") == "epoch":
+            raise tree.error(
+                f"trainer.{what}_steps",
+                f"found {show(trainer[f'{what}_steps'])}, which counts with trainer.{what}_strategy=steps only; the job says "
+                "epoch",
+            )
     if str(trainer.get("optim", "")).startswith(("galore", "apollo", "lomo", "adalomo")):
         raise tree.error(
             "trainer.optim",

@@ -16,6 +16,8 @@ from typing import Any
 
 from pipeline.data.formats import Record, RowError, Text, shared_length
 from pipeline.data.template import ChatTemplate, Span, holds, no_prompt, no_reply
+from pipeline.data.values import show
+from pipeline.errors import InputError, in_brief
 from pipeline.models.special import ControlTokens, Escaping
 
 # A text of more than CHARACTERS for each token of max_length, and SLACK more, is too long without being tokenised whole.
@@ -131,11 +133,29 @@ class Encoder:
     def _encodings(self, texts: list[Rendered], batch: Any) -> list[Any]:
         """`batch`, a method of the backend, on all texts; escaped ones are encoded one by one."""
         plain = [text[: self.room] for text, escaping in texts if escaping is None]
-        found = iter(batch(plain, add_special_tokens=False))
+        try:
+            found = iter(batch(plain, add_special_tokens=False))
+        except BaseException as error:  # a panic in tokenizers is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InputError(
+                f"its tokenizer fails on {show(self._culprit(plain, batch))} ({in_brief(error)}); fetch the model again, or take "
+                "that row out",
+                key="model.name_or_path",
+            ) from None
         return [
             next(found) if escaping is None else escaping.encode(text[: self.room])
             for text, escaping in texts
         ]
+
+    def _culprit(self, texts: list[str], batch: Any) -> str:
+        """The first text that the tokenizer cannot encode by itself."""
+        for text in texts:
+            try:
+                batch([text], add_special_tokens=False)
+            except BaseException:
+                return text
+        return texts[0]
 
     def _ids(self, texts: list[Rendered]) -> list[list[int]]:
         encodings = self._encodings(texts, self.backend.encode_batch_fast)

@@ -147,7 +147,7 @@ def parse(row: Any, stage: str) -> Record:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
     if stage == "sft":
-        if row.get("label") is False:  # trl.KTOTrainer's rows
+        if row.get("label") in (False, "false", "False"):  # trl.KTOTrainer's rows; 0 is False
             raise RowError(
                 "label",
                 "label",

@@ -333,6 +333,8 @@ def complaint(stats: list[Stats], kinds: Counter, read: int) -> str:
     if kinds.total() > len(errors):
         lines.append(f"  and {kinds.total() - len(errors):,} more")
     advice = "fix them, or type data.on_error=skip to leave them out"
+    if kinds["missing_field"] == read > 1:
+        advice = "no row has the fields of this stage; is it another stage's file? (sft: demonstrations, rm and dpo: pairs)"
     if "too_long" in kinds:
         advice += "; data.too_long=truncate (or drop) for long rows"
     return "\n".join([*lines, advice + "; nothing was trained"])

@@ -421,19 +421,23 @@ def elements(stream: Any, digest: "hashlib._Hash") -> Iterator[Row]:
     """The elements of a JSON array, read block by block; what is not JSON ends the file."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, number, ended, block = "", 0, 0, False, BLOCK
-    opened = False
+    opened, last = False, ""
     while True:
         at = BLANK.match(text, at).end()  # type: ignore[union-attr]
         char = text[at : at + 1]
-        if opened and char == "]":
+        if opened and char == "]" and last != ",":
             yield from behind_array(stream, text[at + 1 :], number, digest)
             return
         if char and not opened:
             opened, at = True, at + 1  # the caller has seen the bracket
             continue
-        if char == "," and number:
-            at += 1
+        if char and char == "," * (last == "element"):
+            last, at = ",", at + 1
             continue
+        if (char and char in (",", "]")) or (char and last == "element"):
+            found = f"{show(text[at : at + 40])} behind {'a comma' if last == ',' else 'an element' if number else 'the bracket'}"
+            yield number + 1, RowError("not_json", "", found, "elements with one comma between them"), b""
+            return
         value, stop, failure, wrong = None, -1, "the array is not closed", None
         if char:
             try:
@@ -445,7 +449,7 @@ def elements(stream: Any, digest: "hashlib._Hash") -> Iterator[Row]:
                 # An error well inside the text is real; one near its end may only mean that more is to be read.
                 ended = ended or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated"))
         if stop >= 0:
-            number += 1
+            number, last = number + 1, "element"
             yield number, value, text[at:stop].encode("utf-8", "surrogatepass")
             at, block = stop, BLOCK
             continue

@@ -12,11 +12,16 @@ from typing import Any
 
 from pipeline.data.formats import RowError, Turns, show
 from pipeline.errors import visible
+from pipeline.system import deadline
 
 DATE = (
     "26 Jul 2024"  # Llama 3.1+ templates write today's date into the prompt: a digest would change every day
 )
 BEGUN = 200  # characters of a reply, at most, that the text which asks for it may end on
+SECONDS, LONGEST = (
+    10.0,
+    1 << 26,
+)  # that a template may take for one row, and characters that it may make of it
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # Behind it stands the part of a reply that templates keep once the conversation goes on.
@@ -42,10 +47,20 @@ class ChatTemplate:
                 "a tokenizer without a chat template",
                 "model.chat_template: plain, or a file",
             )
+        late = RowError(
+            "template", "messages", f"a row that renders for {SECONDS:g} seconds", "a chat template that ends"
+        )
         try:
-            return self.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=generation_prompt, date_string=DATE
-            )
+            with deadline.limited(SECONDS, late):
+                text = self.tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=generation_prompt, date_string=DATE
+                )
+            if len(text) > LONGEST:
+                found = f"{len(text):,} characters for one row"
+                raise RowError("template", "messages", found, f"a template that writes at most {LONGEST:,}")
+            return text
+        except RowError:
+            raise
         except Exception as error:  # a template is a program: it raises what it likes, about this row
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
             said = visible(f"{type(error).__name__}: {error}", lines=False)[:300]

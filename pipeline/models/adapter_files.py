@@ -57,8 +57,14 @@ def settings(folder: str | Path) -> dict[str, Any]:
     )
     if type(rank) is not int or not 1 <= rank <= 1 << 16:
         raise InputError(f"{path}: r: found {rank!r:.80}, expected a whole number from 1; {MEND}")
-    if not isinstance(alpha, (int, float)) or not abs(alpha) <= 1e9:
-        raise InputError(f"{path}: lora_alpha: found {alpha!r:.80}, expected a finite number; {MEND}")
+    if not _scales(alpha):
+        raise InputError(f"{path}: lora_alpha: found {alpha!r:.80}, expected a number above 0; {MEND}")
+    for key in ("alpha_pattern", "rank_pattern"):
+        values = said.get(key) or {}
+        if not isinstance(values, dict) or not all(map(_scales, values.values())):
+            raise InputError(
+                f"{path}: {key}: found {values!r:.80}, expected numbers above 0 by module; {MEND}"
+            )
     if dropout is not None and (type(dropout) not in (int, float) or not 0 <= dropout < 1):
         raise InputError(
             f"{path}: lora_dropout: found {dropout!r:.80}, expected 0 <= lora_dropout < 1; {MEND}"
@@ -73,6 +79,10 @@ def settings(folder: str | Path) -> dict[str, Any]:
                 f"{path}: {key}: found {said[key]!r:.80}: such an adapter changes what all roles share; {MEND}"
             )
     return said
+
+
+def _scales(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1e9
 
 
 def tensors(folder: str | Path) -> dict[str, Stored]:

@@ -6,18 +6,16 @@ that lead out, but for as long as it likes: it is tried once in a process that m
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import resource
-import warnings
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
+from pipeline.models.trial import in_child
 
 PLAIN = Path(__file__).with_name("plain.jinja")
 BOS_LINE = "{{- bos_token }}\n"
-SECONDS, BYTES, CHARACTERS = 5.0, 1 << 30, 1 << 20  # what a template may take for, and write of, all PROBES
+CHARACTERS = 1 << 20  # what a template may write of all PROBES
 PROBES = [
     [{"role": role, "content": "Hello." if role != "user" else "Who is there?"} for role in roles]
     for roles in (("user",), ("system", "user"), ("user", "assistant"), ("system", "user", "assistant"))
@@ -108,31 +106,15 @@ def text_as_chat(tokenizer: Any, said: bool | None) -> bool:
 
 def try_out(tokenizer: Any) -> str | None:
     """What is wrong with the tokenizer's template, in words; None: it renders one of the PROBES, or refuses them itself."""
-    fork = multiprocessing.get_context("fork")  # a new interpreter would take a second
-    ours, theirs = fork.Pipe(duplex=False)
-    child = fork.Process(target=_render, args=(tokenizer, theirs), daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of forking beside threads: the child only runs Jinja
-        child.start()
-    theirs.close()
-    try:
-        if not ours.poll(SECONDS):
-            return f": did not render a conversation of three turns within {SECONDS:g} seconds"
-        return ours.recv()
-    except EOFError:
-        return ": rendering a conversation of three turns ended the process that did it"
-    finally:
-        child.kill()
-        child.join()
+    problem = in_child(lambda: _problem(tokenizer))
+    if problem is None or problem[0] == ":":
+        return problem
+    return f": rendering a conversation of three turns {problem}"
 
 
-def _render(tokenizer: Any, pipe: Any) -> None:
-    """In the child: sends the problem, or None."""
+def _problem(tokenizer: Any) -> str | None:
     from jinja2 import TemplateError, TemplateSyntaxError
 
-    _limit_memory()
     problems: list[str | None] = []
     for turns in PROBES:
         asks = turns[-1]["role"] == "user"
@@ -147,11 +129,4 @@ def _render(tokenizer: Any, pipe: Any) -> None:
         else:
             long = len(text) > CHARACTERS
             problems.append(f": writes {len(text)} characters for {len(turns)} short turns" if long else None)
-    pipe.send(problems[0] if all(problems) else None)
-
-
-def _limit_memory() -> None:
-    statm = Path("/proc/self/statm")
-    if statm.exists():  # elsewhere (macOS) time alone is limited
-        now = int(statm.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + BYTES, now + BYTES))
+    return problems[0] if all(problems) else None

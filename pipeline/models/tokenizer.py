@@ -7,6 +7,7 @@ non-pad token" find the real last one. No embedding is ever resized: every id us
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -16,6 +17,7 @@ from pipeline.errors import InputError, about, in_brief
 from pipeline.models.base import base_config, base_file, base_json, source
 from pipeline.models.files import require_file
 from pipeline.models.template import set_template
+from pipeline.models.trial import in_child
 
 # Tokens that end a turn in the chat templates of the day, where tokenizer.eos_token may name another one.
 END_OF_TURN = (
@@ -87,6 +89,11 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
     """
     try:
         tokenizer = _stored(name_or_path, revision, settings, trust_remote_code)
+        if problem := in_child(lambda: _encodes(tokenizer)):
+            raise InputError(
+                f"the tokenizer of {name_or_path!r}: encoding {SOME_TEXT[:14]!r} {problem}; fetch or save it again",
+                key="model.name_or_path",
+            )
         tokenizer(SOME_TEXT)  # some settings are only read here,
         tokenizer.backend_tokenizer.to_str()  # and here, on its way to the workers
     except (InputError, KeyboardInterrupt, MemoryError):
@@ -106,6 +113,11 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
             key="model.name_or_path",
         )
     return tokenizer
+
+
+def _encodes(tokenizer: Any) -> None:
+    with contextlib.suppress(BaseException):  # it will be raised again where it is reported
+        tokenizer(SOME_TEXT)
 
 
 def _stored(

@@ -86,7 +86,7 @@ def _check_kinds(found: dict[str, Any], kinds: dict[str, Any]) -> None:
             raise TypeError(
                 f"{key}: found {found[key]!r:.80}, expected {getattr(kind, '__name__', 'a number')}"
             )
-    for key in ("inputs", "rows"):
+    for key in kinds.keys() & {"inputs", "rows"}:
         if not all(isinstance(value, str) for value in found.get(key, {}).values()):
             raise TypeError(f"{key}: found {found[key]!r:.80}, expected texts")
 

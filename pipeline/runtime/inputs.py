@@ -163,7 +163,7 @@ def check_reward_model(job: Job, where: str) -> None:
         config = base_config(where)
     except InputError as error:
         raise InputError(
-            f"{error}, models:/NAME@ALIAS of a registered one, or python:MODULE:FUNCTION"
+            f"{error.message}, models:/NAME@ALIAS of a registered one, or python:MODULE:FUNCTION"
         ) from error
     kind, labels = str((config.get("architectures") or ["unknown"])[0]), len(config.get("id2label") or "01")
     classifies = kind.endswith("ForSequenceClassification") or job.model.trust_remote_code

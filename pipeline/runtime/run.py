@@ -371,6 +371,12 @@ def check_updates(job: Job, prompts: int) -> None:
             f"never learn; expected less than {updates}, or more trainer.total_episodes",
             key="trainer.critic_warmup_steps",
         )
+    if args.total_episodes and args.total_episodes % args.batch_size:
+        print(
+            f"note: trainer.total_episodes={args.total_episodes} is rounded up to {updates * args.batch_size}, whole updates of "
+            f"trainer.batch_size={args.batch_size}",
+            flush=True,
+        )
     if args.warmup_steps >= updates:
         print(
             f"warning: trainer.warmup_steps={args.warmup_steps}, but {has}: the learning rate never reaches "

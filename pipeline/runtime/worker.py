@@ -347,6 +347,7 @@ SHOWN = {
     "objective/scores": "score",
     "eval_win_rate": "held-out wins",
     "eval_judge_win_rate": "judge's",
+    "eval_kl": "held-out kl",
     "objective/kl": "kl",
     "objective/entropy": "entropy",
     "completions/mean_length": "length",

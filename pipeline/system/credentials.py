@@ -13,7 +13,7 @@ _USERINFO = re.compile(
     r"""(?<=://)
     (?:
         [^/\s"'<>@:]*:          # user:
-        (?!\d+[/?#,;)\]])       # not the port of host:8080/x@y
+        (?!\d{1,5}[/?#,;)\]])  # not the port of host:8080/x@y
         [^\s"'<>@]*@            # password@, with a raw slash too: AWS secrets have them
         (?:[^/\s"'<>@]*@)*      # a raw @ in the password
     |
@@ -26,6 +26,7 @@ _PARAMETER = re.compile(
     [^&;\s"'<>]+""",
     re.VERBOSE | re.IGNORECASE,
 )
+_PORT = re.compile(r"\d{1,5}([/?#,;]|$)")
 # Names of variables that hold a secret; HF_TOKEN_PATH and TOKENIZERS_PARALLELISM do not.
 _SECRET_NAME = re.compile(
     r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY|CONNECTION_STRING)$", re.IGNORECASE
@@ -36,8 +37,8 @@ _SHORTEST = 8
 
 def without_credentials(text: str) -> str:
     """A URI, or any text, without the user and password of its URIs, their tokens, and the secrets of the environment."""
-    for secret in _secrets(tuple(os.environ.items())):
-        text = text.replace(secret, "***")
+    for secret, shown in _secrets(tuple(os.environ.items())):
+        text = text.replace(secret, shown)
     return _PARAMETER.sub(r"\1***", _USERINFO.sub("", text))
 
 
@@ -54,12 +55,22 @@ def user_and_password(uri: str) -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=1)  # it changes rarely, and every line that is printed asks
-def _secrets(environment: tuple[tuple[str, str], ...]) -> list[str]:
-    """The values of secret variables, and passwords (or lone tokens) in URIs of others, the longest first."""
-    found = set()
+def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
+    """(secret, what is shown in its place): values of secret variables, and user, password and token of URIs in others.
+
+    A variable is one URI: what stands before its last @ is no host, whatever characters a password is made of.
+    """
+    found: dict[str, str] = {}
     for name, value in environment:
         if _SECRET_NAME.search(name):
-            found.add(value.strip())
-        elif "://" in value:
-            found.add(user_and_password(value)[1] or user_and_password(value)[0])
-    return sorted((secret for secret in found if len(secret) >= _SHORTEST), key=len, reverse=True)
+            found[value.strip()] = "***"
+        elif re.match(r"[a-z][a-z0-9+.-]*://", value, re.IGNORECASE):
+            rest = value.partition("://")[2]
+            user, colon, password = rest.rpartition("@")[0].partition(":")
+            if colon and "/" not in user and not _PORT.match(password):
+                found[f"{user}:{password}@"] = ""
+                found[password] = found[unquote(password)] = "***"
+            elif lone := user_and_password(value)[0]:
+                found[lone] = "***"
+    long = ((secret, shown) for secret, shown in found.items() if len(secret) >= _SHORTEST or not shown)
+    return sorted(long, key=lambda one: len(one[0]), reverse=True)
