@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -221,3 +222,24 @@ def test_an_array_is_json_to_its_last_comma(text, says):
     assert isinstance(wrong, source.RowError) and says in str(wrong)
     good = source.elements(io.BytesIO(b"[{} ,\n {}, []]"), hashlib.sha256())
     assert [value for _, value, _ in good] == [{}, {}, []]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_file_of_bad_rows_is_not_read_to_its_end(on_error, monkeypatch):
+    monkeypatch.setattr(read, "ENOUGH", 100)
+    options = SimpleNamespace(on_error=on_error)
+    stats = read.Stats()
+    split = stats.split("train")
+    for number in range(101 if on_error == "raise" else 1001):
+        assert not read.hopeless(stats, options)
+        read.bad(stats, split, number, source.RowError("null", "prompt", "null", "a value"))
+    assert read.hopeless(stats, options)
+    split.kept = 1  # some rows are good, and the job says to leave the others out
+    assert read.hopeless(stats, options) == (on_error == "raise")
+
+
+def test_lines_without_end_and_without_rows_are_not_read_to_their_end(monkeypatch):
+    monkeypatch.setattr(source, "EMPTY", 100)
+    found = list(source.lines(iter([b"{}\n", *[b"\n"] * 100, b"{}\n", *[b" \n"] * 5000])))
+    assert [value for _, value, _ in found[:2]] == [{}, {}] and len(found) == 3
+    assert found[2][0] == 203 and "101 empty lines" in str(found[2][1])

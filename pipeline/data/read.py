@@ -30,6 +30,7 @@ from pipeline.system import storage
 
 VERSION = 3  # of the parts: raise it when the same rows would become other tokens
 BATCH = 256  # rows tokenised together
+ENOUGH = 10_000  # bad rows of a file after which the rest is not read
 BATCH_BYTES = 16 << 20  # of them, at most: a row may be a book
 HASHES = (
     1 << 21
@@ -537,6 +538,8 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
         if len(batch) == BATCH or size >= BATCH_BYTES:
             flush(batch, encoder, stats, chunk, options, writers, index, folder)
             batch, size = [], 0
+            if hopeless(stats, options):
+                break
     flush(batch, encoder, stats, chunk, options, writers, index, folder)
     for name, writer in writers.items():
         stats.parts[name] = writer.close()
@@ -544,6 +547,13 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
     stats.digest = digest.hexdigest()
     stats.hashes = bytes(hashes) if len(hashes) <= 8 * HASHES else None
     return stats
+
+
+def hopeless(stats: Stats, options: Options) -> bool:
+    """Whether enough is known of a file to refuse it: not after the minutes that hundreds of thousands of bad rows take."""
+    if options.on_error == "raise":
+        return stats.kinds.total() > ENOUGH
+    return stats.kinds.total() > 10 * ENOUGH and not any(split.kept for split in stats.splits.values())
 
 
 def checked(row: Any, stage: str, shape: str | None, line: int) -> Any:

@@ -29,6 +29,7 @@ from pipeline.system import storage
 CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
 BLOCK = 1 << 20
 ROW = 64 << 20  # bytes of the largest row: what has no end in sight is no row
+EMPTY = 1_000_000  # lines in a row without one: what follows is not read
 BARREN = 2 * ROW  # bytes of a gzip stream, unpacked, without a row: what follows is not read
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 FOREIGN = (".parquet", ".csv", ".tsv", ".zst", ".bz2", ".xz", ".zip", ".arrow")
@@ -384,6 +385,7 @@ def stream_lines(stream: io.BufferedReader, digest: "hashlib._Hash") -> Iterator
 
 
 def lines(source: Iterator[bytes | RowError]) -> Iterator[Row]:
+    empty = 0
     for number, line in enumerate(source, 1):
         if isinstance(line, RowError):
             yield number, line, b""
@@ -393,7 +395,11 @@ def lines(source: Iterator[bytes | RowError]) -> Iterator[Row]:
             continue
         line = line.removeprefix(codecs.BOM_UTF8).strip()
         if line:
+            empty = 0
             yield number, decode(line), line
+        elif (empty := empty + 1) > EMPTY:
+            yield number, RowError("not_json", "", f"{empty:,} empty lines", "rows"), b""
+            return
 
 
 def decode(line: bytes) -> Any:
