@@ -160,7 +160,7 @@ def stopped(how: str, verb: str, status: int) -> int:
         * resumable
     )
     with signals.ignored():
-        print(f"\n{how}{further}", file=sys.stderr)
+        print(f"\n{how}{further if resumable else ''}", file=sys.stderr)
     return status
 
 

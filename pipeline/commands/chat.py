@@ -50,16 +50,16 @@ class Chat:
     """A conversation: the messages so far, and the models that answer and judge them."""
 
     def __init__(self, host: Host):
-        from pipeline.commands.generate import sampling
         from pipeline.data.encode import Encoder
         from pipeline.models.tokenizer import eos_ids
+        from pipeline.ppo.rollout import Sampling
         from pipeline.runtime import roles
 
         self.host = host
         self.shared = roles.shared_base(host)
         self.role = roles.add_frozen(host, self.shared, "policy", "policy")
         self.rewards = roles.add_rewards(host, self.shared)
-        self.sampling = sampling(host, self.shared)
+        self.sampling = Sampling.of(host.job.args, host.tokenizer, self.shared)
         self.room = room_for_prompts(host.job, host.work.base["context_length"]) or sys.maxsize
         ends = eos_ids(host.tokenizer, self.shared.base.generation_config)
         special = host.job.data.special_tokens

@@ -21,7 +21,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def load(host: Host) -> Answer:
     from pipeline.ppo.rewards import Samples, weighted
-    from pipeline.ppo.rollout import TransformersEngine
+    from pipeline.ppo.rollout import Sampling, TransformersEngine
     from pipeline.runtime import roles
 
     shared = roles.shared_base(host)
@@ -29,11 +29,11 @@ def load(host: Host) -> Answer:
     rewards = roles.add_rewards(host, shared)
     size = host.job.args.local_rollout_forward_batch_size
     engine = TransformersEngine(shared, role, rows=size, pad=host.tokenizer.pad_token_id)
-    how = sampling(host, shared)
+    how = Sampling.of(host.job.args, host.tokenizer, shared)
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
         prompts = [row["input_ids"] for row in rows]
-        # A row's number in the file is its stream of random numbers.
+        # A row's index among the kept ones is the key of its stream of random numbers.
         replies = engine.generate(prompts, range(first, first + len(rows)), how)
         given = [json.loads(row["row"]) for row in rows]
         tokens, ended = [reply.tokens for reply in replies], [reply.ended for reply in replies]
@@ -51,21 +51,6 @@ def load(host: Host) -> Answer:
         return records
 
     return answer
-
-
-def sampling(host: Host, shared: Any) -> Any:
-    """How `generate` and `chat` sample, as pipeline.ppo.rollout.Sampling."""
-    from pipeline.models.tokenizer import eos_ids
-    from pipeline.ppo.rollout import Sampling
-
-    said = host.job.args
-    return Sampling(
-        max_new_tokens=said.response_length,
-        eos=tuple(eos_ids(host.tokenizer, shared.base.generation_config)),
-        min_new_tokens=said.min_new_tokens,
-        temperature=said.temperature,
-        seed=said.seed,
-    )
 
 
 def measure(record: Record) -> dict[str, float]:

@@ -5,6 +5,7 @@ Both sample one reply to every prompt with the same random numbers; the prompts 
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Comparison:
         self, worker: Worker, shared: Any, prompts: Any, rewards: list[Any], judge: Any, baseline: str | None
     ) -> None:
         self.worker, self.shared, self.rewards, self.judge = worker, shared, rewards, judge
-        self.baseline, self.sampling = baseline, _sampling(worker, shared)
+        own = Sampling.of(worker.job.args, worker.tokenizer, shared)
+        self.baseline, self.sampling = baseline, replace(own, seed=own.seed + SEED_OFFSET)
         mine = range(worker.rank, len(prompts), worker.world)
         self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
         self.size = worker.job.args.local_rollout_forward_batch_size
@@ -85,20 +87,6 @@ class Comparison:
         for place, nll, tokens in _given(self.worker, self.shared, role, self.rows, self.size):
             found[place] |= {"given_nll": nll, "given_tokens": tokens}
         return found
-
-
-def _sampling(worker: Worker, shared: Any) -> Sampling:
-    """As training does, with other random numbers."""
-    from pipeline.models.tokenizer import eos_ids
-
-    args = worker.job.args
-    return Sampling(
-        max_new_tokens=args.response_length,
-        eos=tuple(eos_ids(worker.tokenizer, shared.base.generation_config)),
-        min_new_tokens=args.min_new_tokens,
-        temperature=args.temperature,
-        seed=args.seed + SEED_OFFSET,
-    )
 
 
 def _prompt(row: dict[str, Any]) -> dict[str, Any]:

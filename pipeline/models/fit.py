@@ -350,14 +350,18 @@ def _matches(key: str, pattern: str, names: list[str], shown: str | None = None)
     Raises:
         InputError: when it is none, or goes on for ever: a repetition inside a repetition tries every way to split a name.
     """
-    late = f"lora.{key}: {shown or pattern!r} was not matched with the names of {len(names)} modules within {SECONDS:g} seconds"
+    late = InputError(
+        f"{shown or pattern!r} was not matched with the names of {len(names)} modules within {SECONDS:g} seconds; take the "
+        "repetition inside a repetition out of it",
+        key=f"lora.{key}",
+    )
     try:
-        with deadline.limited(
-            SECONDS, InputError(f"{late}; take the repetition inside a repetition out of it")
-        ):
+        with deadline.limited(SECONDS, late):
             return any([re.fullmatch(pattern, name) for name in names])
     except (re.error, RecursionError) as error:
-        raise InputError(f"lora.{key}: {shown or pattern!r} is no regular expression ({error})") from error
+        raise InputError(
+            f"{shown or pattern!r} is no regular expression ({error})", key=f"lora.{key}"
+        ) from error
 
 
 def _check_layers(lora: dict[str, Any], count: int) -> None:
@@ -381,4 +385,4 @@ def _adapt(model: Any, lora: dict[str, Any]) -> None:
     except InputError:
         raise
     except Exception as error:  # peft checks some settings, and stumbles over others
-        raise InputError(f"lora: peft refuses these settings ({in_brief(error)}); fix them") from error
+        raise InputError(f"peft refuses these settings ({in_brief(error)}); fix them", key="lora") from error

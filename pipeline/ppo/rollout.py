@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from pipeline.models.adapters import SharedBase, bar
+from pipeline.models.tokenizer import eos_ids
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,18 @@ class Sampling:
     min_new_tokens: int = 0
     temperature: float = 1.0
     seed: int = 0
+
+    @classmethod
+    def of(cls, args: Any, tokenizer: Any, shared: SharedBase, eos: Sequence[int] | None = None) -> Sampling:
+        """As `args` say: a PPOConfig, or other settings with its names.
+
+        Args:
+            eos: ids that end a completion; None: those of the tokenizer and the base's generation config. Ids that the base
+                has no logit for are left out.
+        """
+        ids = eos_ids(tokenizer, shared.base.generation_config) if eos is None else eos
+        ends = tuple(i for i in ids if i < shared.vocab_size)
+        return cls(args.response_length, ends, args.min_new_tokens, args.temperature, args.seed)
 
 
 @dataclass

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from pipeline.models.adapters import SharedBase
-from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
 from pipeline.ppo.batch import Episodes, all_reduce, collate, deal, micro_batches, prompt_order, world
 from pipeline.ppo.checks import check_first_ratio, of_rollout, require
@@ -89,9 +88,7 @@ class PPOTrainer:
         self._check_inputs()
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
         self.reference = "reference" if "reference" in shared.roles else None
-        ids = eos if eos is not None else eos_ids(tokenizer, shared.base.generation_config)
-        ends = tuple(i for i in ids if i < shared.vocab_size)
-        self.sampling = Sampling(args.response_length, ends, args.min_new_tokens, args.temperature, args.seed)
+        self.sampling = Sampling.of(args, tokenizer, shared, eos)
         rows, self.pad = args.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
         self.engine = engine or TransformersEngine(shared, "policy", rows, self.pad)
         if args.bf16:
