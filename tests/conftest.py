@@ -15,7 +15,7 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",  # the tests share two cores; and sums of one thread do not depend on the machine
-    PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",  # workers import the test files that define a reward
+    PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}",  # workers import the rewards that the tests define
 )
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.pop("RAY_ADDRESS", None)

@@ -183,7 +183,7 @@ JOB = [
     case("base that is an adapter", "sft", r"model\.name_or_path: '.*other' is an adapter, not a base: name its base here", overrides=["model.name_or_path={other}"]),
     case("base that is a file", "sft", r"model\.name_or_path: 'pyproject\.toml' is a file; expected the folder", overrides=["model.name_or_path=pyproject.toml"]),
     case("base without a tokenizer", "sft", r"model\.name_or_path: no tokenizer can be read from '.*mute'.*expected tokenizer\.json", overrides=["model.name_or_path={mute}"]),
-    # damaged files of a base, and what does not fit it (in every detail: test_models_fit.py, test_adapter_files.py)
+    # damaged files of a base, and what does not fit it (in every detail: tests/models/test_fit.py, tests/models/test_adapter_files.py)
     case("truncated weights", "sft", r"model\.name_or_path: .*/cut/model\.safetensors: not a whole safetensors file.*; fetch or save", overrides=["model.name_or_path={cut}"]),
     case("weights of another configuration", "rm", r"model\.name_or_path: .*/wider' lack or misshape 38 of its tensors: .*config\.json promises",
          overrides=["model.name_or_path={wider}"]),

@@ -5,17 +5,16 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from running import ROOT
 
 from pipeline import demo
 from pipeline.models.base import base_identity, load_base
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL, DATA = ROOT / "jobs" / "demo" / "model", ROOT / "jobs" / "demo" / "data"
 CHAT = [
     {"role": "user", "content": "What is the capital of France?"},

@@ -1,14 +1,11 @@
 """The notebooks: they run from top to bottom in a kernel of their own, and what is committed is such a run."""
 
 import re
-import sys
 
 import nbformat
 import pytest
-from running import ROOT
-
-sys.path.insert(0, str(ROOT / "notebooks"))
 from execute import NOTEBOOKS, execute
+from running import ROOT
 
 QUICK = ["gate={}", "trainer.max_steps=2", "data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 PAPERS = {"llama3_reward_model.ipynb": "2106.09685", "ppo.ipynb": "1707.06347"}

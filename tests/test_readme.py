@@ -175,7 +175,7 @@ def test_every_command_is_covered():
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
-        *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # test_submit.py, and above
+        *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # tests/cloud/test_submit.py, and above
         "make setup && .venv/bin/python -m pipeline.demo",
     )
     for command in COMMANDS:

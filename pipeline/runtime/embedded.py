@@ -85,7 +85,7 @@ def session_folder() -> str | None:
 def _read_by_ray() -> None:
     """Ray reads these settings when it is imported, which a notebook, say, did long before: it reads them again.
 
-    All of it private (ray 2.60); tests/test_embedded.py lists the sockets of a session that starts in such a process.
+    All of it private (ray 2.60); tests/runtime/test_embedded.py lists the sockets of a session that starts in such a process.
     Remove when ray.init reads them, or takes address and token as arguments.
     """
     from ray._private import ray_constants as ray_settings

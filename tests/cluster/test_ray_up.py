@@ -22,8 +22,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hosts import Hosts, missing
 
 ROOT = Path(__file__).resolve().parents[2]

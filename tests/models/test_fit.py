@@ -7,30 +7,19 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from running import ROOT
 from safetensors.torch import load_file, save_file
+from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
 from pipeline.models import fit, llama
 from pipeline.models.fit import check_base, check_lora
 from pipeline.models.weights import INDEX, SINGLE, stored_in_model
 
-ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "jobs/demo/model"
 UP = "model.layers.2.mlp.up_proj.weight"
-
-
-def settings(folder, **changes) -> SimpleNamespace:
-    values = {
-        "revision": None,
-        "attn_implementation": None,
-        "trust_remote_code": False,
-        "allow_pickle": False,
-    }
-    return SimpleNamespace(name_or_path=str(folder), **{**values, **changes})
 
 
 @pytest.fixture

@@ -5,42 +5,15 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from running import SHARED
+from toy_data import CHATML, tokenizer, trained
 
 from pipeline.data import formats, source
 from pipeline.data.encode import Dropped, Encoder, Example
 from pipeline.data.formats import RowError, parse
+from pipeline.models.template import PLAIN
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-PLAIN = Path(formats.__file__).parents[1] / "models" / "plain.jinja"
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def tokenizer(template: str | None = None, bos: bool = True):
-    """A tokenizer of single bytes with special tokens: each character is a token, so masks are easy to read."""
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    from tokenizers import decoders, processors
-
-    backend.decoder = decoders.ByteLevel()
-    tok = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    tok.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    if bos:
-        tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", tok.bos_token_id)]
-        )
-    tok.chat_template = PLAIN.read_text() if template is None else template
-    tok.text_as_chat = template is not None
-    return tok
 
 
 def encoder(stage, template=None, max_length=500, too_long="error", apply=False, bos=True, ends=None):
@@ -54,23 +27,8 @@ def encoded(stage, row, **options):
     return made.tokenizer, outcomes
 
 
-def trained(tok, example: Example) -> list[str]:
-    """The runs of trained tokens as text."""
-    runs, last = [], -2
-    for at, (token, label) in enumerate(
-        zip(example.columns["input_ids"], example.columns["labels"], strict=True)
-    ):
-        if label == -100:
-            continue
-        assert label == token
-        if at != last + 1:
-            runs.append([])
-        runs[-1].append(token)
-        last = at
-    return [tok.decode(run) for run in runs]
-
-
 # ---- shapes ----------------------------------------------------------------------------------------------------
+
 
 DEMONSTRATIONS = [
     ({"prompt": "a b", "completion": " c"}, "a b", " c"),

@@ -13,7 +13,7 @@ import pytest
 import toy_models
 from running import ROOT
 from safetensors.numpy import load_file, save_file
-from test_models_fit import DEMO, settings
+from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
 from pipeline.models import adapter_files

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from running import ROOT
 
 from pipeline.config import JOBS as KINDS
 from pipeline.config import STAGES, load_job
 
-ROOT = Path(__file__).resolve().parents[1]
 PROFILES = ("demo", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora")
 JOBS = [f"jobs/{profile}/{stage}.yaml" for profile in PROFILES for stage in KINDS]
 

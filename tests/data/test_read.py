@@ -5,35 +5,16 @@ import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from running import ROOT, SHARED
+from toy_data import ROWS, make, rows_of, tokenizer, write
 
 from pipeline.config import Data
 from pipeline.data import read, source
-from pipeline.data.feed import to_hf
 from pipeline.data.read import prepare
 from pipeline.errors import InputError
-from tests.test_data_formats import SHARED, tokenizer
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def write(path: Path, rows: list) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
-
-
-def make(tmp_path, stage="sft", packing=False, context=400, **options):
-    return prepare(stage, Data(**options), tokenizer(), context, str(tmp_path / "cache"), packing)
-
-
-def rows_of(dataset) -> list[dict]:
-    return to_hf(dataset, "x").to_list()
-
-
-ROWS = [{"prompt": f"question {i}", "completion": f" answer {i}"} for i in range(50)]
 
 
 def test_rows_become_tokens_in_order_and_are_reused(tmp_path, embedded_ray, monkeypatch):
@@ -175,7 +156,7 @@ def test_tasks_do_not_import_torch(tmp_path):
     code = f"""
 import sys
 from pipeline.data import read, source
-from tests.test_data_formats import tokenizer
+from toy_data import tokenizer
 options = read.Options("sft", 400, "error", "raise", False, (1,), 0.0, 0, False)
 (chunk,) = source.plan(source.find({path!r}, "data.train"), "train", "sft")
 assert read.tokenise(chunk, 0, tokenizer(), options, {str(tmp_path)!r}).splits["train"].kept == 50

@@ -2,13 +2,10 @@
 
 import collections
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from running import ROOT
 
-sys.path.insert(0, str(ROOT / "tests/chaos"))
 EPOCHS, BATCH = 3, 8
 SMALL = [
     "data.train=jobs/demo/data/demonstrations_eval.jsonl", "data.eval=null", "trainer.eval_strategy=no",

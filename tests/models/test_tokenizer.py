@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import ROOT
+from running import ROOT, SHARED
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import InputError
 from pipeline.models.tokenizer import eos_ids, load_tokenizer, template_digest, tokenizer_digest
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -243,7 +242,7 @@ def test_loads_without_torch(tmp_path):
         "import sys\nfrom pipeline.models.tokenizer import load_tokenizer\n"
         f"load_tokenizer({folder!r})\nassert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_model_without_a_tokenizer(tmp_path):

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from toy_models import DEMO
 
 from pipeline.errors import InputError
 from pipeline.models import trial
 from pipeline.models.tokenizer import load_tokenizer
 
-DEMO = Path(__file__).resolve().parents[1] / "jobs/demo/model"
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 BROKEN = {

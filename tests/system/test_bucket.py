@@ -94,7 +94,7 @@ def test_a_killed_run_goes_on_before_a_spoilt_checkpoint_and_what_it_registers_i
         weights = [read(s3, f"{folder}/adapter_model.safetensors") for folder in folders]
         assert weights[0] == weights[1]
 
-        reward = "reward=python:tests.bad_rewards:length"
+        reward = "reward=python:bad_rewards:length"
         for name in ("first", "second"):
             ppo = run("ppo", name, *SMALL["ppo"], "policy=models:/killed@champion", reward)
             assert ppo.start().ends() == 0, ppo.lines[-20:]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import errors
+from running import ROOT
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import InputError
@@ -17,7 +18,6 @@ from pipeline.models import base as base_module
 from pipeline.models.base import base_identity, load_base, score_head
 from pipeline.models.tokenizer import load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES = {
     "gpt2": lambda rows: transformers.GPT2Config(

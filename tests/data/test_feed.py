@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import ROOT
 
 from pipeline.data.feed import CountedCollator, ExactBatchSampler, to_hf
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def flat(lists):
@@ -116,10 +115,10 @@ def trainer(stage: str, rows: int, size: int, accumulate: int, folder: str, mixe
     import torch
     import trl
     from datasets import Dataset
+    from toy_data import tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     from pipeline.data.feed import ExactBatches
-    from tests.test_data_formats import tokenizer
 
     random.seed(0)
     torch.set_num_threads(1)
@@ -189,23 +188,15 @@ def two_workers(tmp_path_factory):
     """(losses by case, folder of the runs) of two processes; the imports are most of the time, so all in one."""
     folder, procs = tmp_path_factory.mktemp("two"), []
     port = str(random.SystemRandom().randrange(20000, 30000))
-    code = f"from tests.test_data_feed import losses_of_all; losses_of_all({str(folder)!r})"
+    code = f"from tests.data.test_feed import losses_of_all; losses_of_all({str(folder)!r})"
     for rank in range(2):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_PORT": port,
-        }
-        env |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(ROOT),
-        }
+        place = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
         procs.append(
-            subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                [sys.executable, "-c", code], env=os.environ | place, cwd=ROOT, stderr=subprocess.PIPE
+            )
         )
     for proc in procs:
         _, stderr = proc.communicate(timeout=300)

@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from pipeline.__main__ import main
 from pipeline.config import STAGES, gates, load_job
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 NO_EVAL = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=false"]
 

@@ -231,7 +231,7 @@ def test_absurd_sizes_are_planned_or_do_not_fit(override, capsys, in_root):
 def test_the_plan_is_what_a_step_holds(stage, dtype, checkpointing):
     """Measured on the CPU: what the process grows by in a step, with an allocator that gives back what is freed."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    command = [sys.executable, str(ROOT / "tests/peaks.py"), stage, dtype, checkpointing]
+    command = [sys.executable, str(ROOT / "tests/support/peaks.py"), stage, dtype, checkpointing]
     out = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout

@@ -10,7 +10,7 @@ import toy_ppo as toy
 import transformers
 from running import ROOT
 from safetensors.torch import load_file, save_file
-from test_models_fit import settings
+from toy_models import settings
 
 from pipeline.config import Model
 from pipeline.errors import InputError

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from running import ROOT
@@ -13,7 +14,19 @@ from pipeline.models.base import base_identity, load_base
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
 
-BASE = str(ROOT / "jobs/demo/model")
+DEMO = ROOT / "jobs/demo/model"
+BASE = str(DEMO)
+
+
+def settings(folder, **changes) -> SimpleNamespace:
+    """The part of a job's `model` section that the checks of a base read."""
+    values = {
+        "revision": None,
+        "attn_implementation": None,
+        "trust_remote_code": False,
+        "allow_pickle": False,
+    }
+    return SimpleNamespace(name_or_path=str(folder), **{**values, **changes})
 
 
 @cache

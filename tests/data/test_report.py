@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from toy_data import CHATML, ROWS, make, tokenizer, write
 
 from pipeline.__main__ import main
 from pipeline.commands.chat import Writer
@@ -16,8 +17,6 @@ from pipeline.data.report import Report
 from pipeline.errors import InputError, visible
 from pipeline.models.tokenizer import eos_ids
 from pipeline.system import console
-from tests.test_data_formats import CHATML, tokenizer
-from tests.test_data_read import ROWS, make, write
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\x08\u202eolleh\u2066\u200f\ufeff\U000e0041\ud800"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\x08\u202eolleh\u2066\u200f\ufeff\U000e0041\ud800"

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 from running import ROOT
+from toy_data import make as prepared
+from toy_data import write
 from toy_models import BASE, make
 
 from pipeline.config import load_job
@@ -15,8 +17,6 @@ from pipeline.models.template import PLAIN, text_as_chat
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
 from pipeline.runtime.run import models
-from tests.test_data_read import make as prepared
-from tests.test_data_read import write
 
 ROW = {"prompt": "What is it?", "completion": "A cat."}
 
