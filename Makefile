@@ -80,10 +80,10 @@ generate: setup ## completions of a file of prompts: make generate ARGS="data.tr
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
 chat: JOB = jobs/$(PROFILE)/generate.yaml
-chat: setup ## talk with the policy in the terminal, each reply with its reward
+chat: setup ## talk with the policy in the terminal, each completion with its reward
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
-score: setup ## the reward model's scores of a file of pairs or replies
+score: setup ## the reward model's scores of a file of pairs or completions
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
 serve: JOB = jobs/$(PROFILE)/score.yaml

@@ -26,7 +26,7 @@ VERBS = {
     "evaluate": "compare a policy with a baseline on held-out prompts; judge a reward model on held-out pairs",
     "generate": "completions of a file of prompts",
     "chat": "talk with a policy in the terminal",
-    "score": "a reward model's scores of a file of pairs or replies",
+    "score": "a reward model's scores of a file of pairs or completions",
     "serve": "a reward model over HTTP, on this machine",
     "export": "policy and reward as merged models for plain transformers",
     "validate": "read the data of a job and report on it, without training",

@@ -1,10 +1,10 @@
-"""The embedded demo: a small world, its data files, its Llama and tokenizer, and the gold rule that judges replies.
+"""The embedded demo: a small world, its data files, its Llama and tokenizer, and the gold rule that judges completions.
 
     python -m pipeline.demo            # writes jobs/demo/data and jobs/demo/model, two to three minutes, seeded
 
 The world is a table of countries with their capitals and continents. The base model knows the facts and has picked up
 mixed manners: it is courteous, plain, curt or gruff, it rambles, and it is wrong at times. `gold` says what a good
-reply is: right, in a whole sentence, with a courtesy. No model is ever trained on it; the stages have to get there from
+completion is: right, in a whole sentence, with a courtesy. No model is ever trained on it; the stages have to get there from
 the demonstrations, preferences and prompts. Some countries are known to the base, but held out of all training rows:
 they are what the `*_eval` files ask about.
 
@@ -113,31 +113,31 @@ NAME = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
 
 
 def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """How good each reply is, in [0, 1], by rule: 0 unless right, civil and finished, then by its manner.
+    """How good each completion is, in [0, 1], by rule: 0 unless right, civil and finished, then by its manner.
 
-    1.0 a whole sentence with a courtesy, 0.5 a whole sentence, 0.25 the bare answer. A reply is right if it names
+    1.0 a whole sentence with a courtesy, 0.5 a whole sentence, 0.25 the bare answer. A completion is right if it names
     `answer` and no place besides those in the question; finished if it ends in a full stop or exclamation mark.
     """
     return [
-        _gold(str(prompt), reply, right)
-        for prompt, reply, right in zip(prompts, completions, answer, strict=True)
+        _gold(str(prompt), completion, right)
+        for prompt, completion, right in zip(prompts, completions, answer, strict=True)
     ]
 
 
-def _gold(prompt: str, reply: str, answer: str) -> float:
-    reply = reply.strip()
-    asked, named = set(NAME.findall(prompt)), set(NAME.findall(reply))
+def _gold(prompt: str, completion: str, answer: str) -> float:
+    completion = completion.strip()
+    asked, named = set(NAME.findall(prompt)), set(NAME.findall(completion))
     right = answer in named and named <= asked | {answer}
-    civil = not any(phrase in reply for phrase in RUDE)
-    finished = reply.endswith((".", "!"))
+    civil = not any(phrase in completion for phrase in RUDE)
+    finished = completion.endswith((".", "!"))
     if not (right and civil and finished):
         return 0.0
     if not asked & named:  # the answer alone, without what was asked about
         return 0.25
-    return 1.0 if any(phrase in reply for phrase in OPENERS + CLOSERS) else 0.5
+    return 1.0 if any(phrase in completion for phrase in OPENERS + CLOSERS) else 0.5
 
 
-# -------------------------------------------------------------------------------------------- questions, replies
+# -------------------------------------------------------------------------------------------- questions, completions
 
 
 class Question(NamedTuple):
@@ -161,8 +161,8 @@ def questions(held_out: bool | None = None) -> list[Question]:
     ]
 
 
-def reply_to(question: Question, manner: str, right: bool, rng: Random) -> str:
-    """A reply in a manner. A wrong one swaps the answer for another of its kind (of a country not held out)."""
+def completion_to(question: Question, manner: str, right: bool, rng: Random) -> str:
+    """A completion in a manner. A wrong one swaps the answer for another of its kind (of a country not held out)."""
     kind, fact = question.kind, question.fact
     if not right:
         others = {getattr(other, kind) for other in FACTS if other.country not in HELD_OUT} - {
@@ -185,7 +185,7 @@ def reply_to(question: Question, manner: str, right: bool, rng: Random) -> str:
 
 def _draw(question: Question, manners: dict[str, float], wrong: float, rng: Random) -> str:
     manner = rng.choices(list(manners), list(manners.values()))[0]
-    return reply_to(question, manner, rng.random() >= wrong, rng)
+    return completion_to(question, manner, rng.random() >= wrong, rng)
 
 
 # ---------------------------------------------------------------------------------------------------- data files
@@ -205,13 +205,13 @@ def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[
 
 
 def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Pairs of replies to one question; the one that the gold rule puts higher is the chosen one."""
+    """Pairs of completions to one question; the one that the gold rule puts higher is the chosen one."""
     rows = []
     for question in _spread(asked, count, rng):
         scored: dict[float, str] = {}
         while len(scored) < 2:
-            reply = _draw(question, PAIR_MANNERS, PAIR_WRONG, rng)
-            scored.setdefault(_gold(question.text, reply, question.answer), reply)
+            completion = _draw(question, PAIR_MANNERS, PAIR_WRONG, rng)
+            scored.setdefault(_gold(question.text, completion, question.answer), completion)
         rows.append({"prompt": question.text, "chosen": scored[max(scored)], "rejected": scored[min(scored)]})
     return rows
 
@@ -281,7 +281,7 @@ CHAT_TEMPLATE = """\
 
 
 def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
-    """`count` documents of the world as messages: chats, chats with a verdict written under the reply, facts.
+    """`count` documents of the world as messages: chats, chats with a verdict written under the completion, facts.
 
     The verdicts are why the base can tell a right answer from a wrong one, for the held-out countries too.
     """
@@ -298,7 +298,11 @@ def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
             continue
         right, manner = rng.random() < 0.5, rng.choice(("courteous", "plain", "curt"))
         chat.append(
-            {"role": "assistant", "content": reply_to(question, manner, right, rng), "weight": float(right)}
+            {
+                "role": "assistant",
+                "content": completion_to(question, manner, right, rng),
+                "weight": float(right),
+            }
         )
         yield [*chat, {"role": "verdict", "content": "Right." if right else "Wrong."}]
 
@@ -392,14 +396,16 @@ def pretrain(
 
 
 def _encode(tokenizer: Any, document: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """The ids of a document, each with its weight in the loss: questions little, wrong replies none, verdicts much."""
+    """The ids of a document, each with its weight in the loss: questions little, wrong completions none, verdicts much."""
     chat = [message for message in document if message["role"] in ("user", "assistant")]
     row: list[tuple[int, float]] = [] if chat else [(tokenizer.bos_token_id, 0.0)]
     for turn, message in enumerate(chat, start=1):
         text = tokenizer.apply_chat_template(chat[:turn], tokenize=False)
         ids = tokenizer(text, add_special_tokens=False).input_ids
         row += [(index, message.get("weight", WEIGHTS[message["role"]])) for index in ids[len(row) :]]
-    for message in document[len(chat) :]:  # a text, or the verdict that follows the end of the reply at once
+    for message in document[
+        len(chat) :
+    ]:  # a text, or the verdict that follows the end of the completion at once
         ids = tokenizer(message["content"], add_special_tokens=False).input_ids
         row += [(index, WEIGHTS[message["role"]]) for index in ids]
     return row if document == chat else [*row, (tokenizer.convert_tokens_to_ids("<|end_of_text|>"), 1.0)]

@@ -87,7 +87,7 @@ ROWS = [
     case("null", "sft", r"rows\.jsonl:3: `completion`: found null; expected", MEND, rows=[GOOD, GOOD, {**GOOD, "completion": None}]),
     case("number instead of text", "sft", r"rows\.jsonl:2: `completion`: found number 42; expected a text", MEND,
          rows=[GOOD, {**GOOD, "completion": 42}]),
-    case("empty reply", "sft", r'rows\.jsonl:1: `completion`: found "  "; expected a text that is not empty', MEND,
+    case("empty completion", "sft", r'rows\.jsonl:1: `completion`: found "  "; expected a text that is not empty', MEND,
          rows=[{**GOOD, "completion": "  "}]),
     case("empty prompt", "sft", r'rows\.jsonl:1: `prompt`: found ""; expected a text that is not empty', rows=[{**GOOD, "prompt": ""}]),
     case("ends on the wrong role", "sft", r"rows\.jsonl:2: `messages`: found a last turn by `user`; expected .* ends on `assistant`",
@@ -120,13 +120,13 @@ ROWS = [
     case("gzip bomb", "sft", r"rows\.jsonl\.gz:1: found more than 64 MiB without an end of the row", MEND,
          rows=gzip.compress(b" " * (80 << 20)), file="rows.jsonl.gz"),
     case("device", "sft", r"data\.train: '/dev/zero' is neither a file nor a folder; .*write what comes out of a pipe", overrides=["data.train=/dev/zero"]),
-    case("template without the reply", "sft", r"rows\.jsonl:1: found no token of a completion after the chat template", MEND,
+    case("template without the completion", "sft", r"rows\.jsonl:1: found no token of a completion after the chat template", MEND,
          rows=[GOOD], overrides=["model.chat_template={silent}"]),
     case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that cuts or changes the words of", MEND,
          rows=[{**PAIR, "prompt": "a", "chosen": "b", "rejected": "c"}, PAIR], overrides=["model.chat_template={lower}"]),
     case("no pair left that differs", "rm", r"data\.train: no row is left of 1 read \(1 chosen equal to rejected\); first: .*rows\.jsonl:1",
          rows=[{**PAIR, "rejected": PAIR["chosen"]}], overrides=["data.on_error=skip"]),
-    case("prompt that ends on the reply", "ppo", r"rows\.jsonl:1: `prompt`: found a last turn by `assistant`; expected a prompt that ends on a `user`",
+    case("prompt that ends on the completion", "ppo", r"rows\.jsonl:1: `prompt`: found a last turn by `assistant`; expected a prompt that ends on a `user`",
          rows=[{"prompt": chat("user", "assistant")["messages"]}]),
     case("prompt that leaves no room", "ppo", r"rows\.jsonl:1: found \d{3} tokens; expected at most 192", rows=[{**ASK, "prompt": "Peru? " * 150}]),
     case("eval file empty", "sft", r"data\.eval: nothing to read \(1 empty file\)", r"evals\.jsonl.*no rows", key="data.eval", file="evals.jsonl", rows=b""),
@@ -187,7 +187,7 @@ JOB = [
     case("truncated weights", "sft", r"model\.name_or_path: .*/cut/model\.safetensors: not a whole safetensors file.*; fetch or save", overrides=["model.name_or_path={cut}"]),
     case("weights of another configuration", "rm", r"model\.name_or_path: .*/wider' lack or misshape 38 of its tensors: .*config\.json promises",
          overrides=["model.name_or_path={wider}"]),
-    case("end of a reply outside the embedding", "ppo", r"model\.name_or_path: eos_token_id in generation_config\.json of .*found 5000, expected ids from 0 to 826",
+    case("end of a completion outside the embedding", "ppo", r"model\.name_or_path: eos_token_id in generation_config\.json of .*found 5000, expected ids from 0 to 826",
          overrides=["model.name_or_path={endless}"]),
     case("attention that is not there", "dpo", r"model\.attn_implementation: 'nope' cannot be used with llama here", overrides=["model.attn_implementation=nope"]),
     case("modules that are not there", "sft", r"lora\.target_modules: 'q_projj' matches no module of this base; expected all-linear, or some of .*q_proj",
@@ -200,7 +200,7 @@ JOB = [
     case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
     case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*type data\.max_length=256", overrides=["data.max_length=512"]),
     case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; type trainer\.response_length=128", overrides=["trainer.response_length=256"]),
-    case("no room for prompt and reply", "ppo", r"data\.max_length: 192 .*trainer\.response_length=100 .*context of 256; type data\.max_length=156", overrides=["trainer.response_length=100"]),
+    case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*trainer\.response_length=100 .*context of 256; type data\.max_length=156", overrides=["trainer.response_length=100"]),
     # inputs
     case("no such registered model", "ppo", r"policy: models:/nothing-sft@champion: no registered model 'nothing-sft' in sqlite.*registered: held-back-rm.*run `make sft` first",
          overrides=["policy=models:/nothing-sft@champion"]),
@@ -458,8 +458,8 @@ def test_a_reward_that_fails_ends_the_run_with_one_message(
 ):
     before = registry(world["storage"])
     (tmp_path / "rows.jsonl").write_bytes(jsonl([ASK, {**ASK, "prompt": "What is Peru?"}]))
-    (tmp_path / "replies.jsonl").write_bytes(jsonl([GOOD, {**GOOD, "completion": "Quito."}]))
-    key, file = {"score": ("train", "replies"), "evaluate": ("eval", "rows")}.get(verb, ("train", "rows"))
+    (tmp_path / "completions.jsonl").write_bytes(jsonl([GOOD, {**GOOD, "completion": "Quito."}]))
+    key, file = {"score": ("train", "completions"), "evaluate": ("eval", "rows")}.get(verb, ("train", "rows"))
     given = [*TINY.get(verb, []), f"data.{key}={tmp_path}/{file}.jsonl", "gate={}"]
     given += ["policy=base"] if verb == "generate" else []
     name = f"reward-{verb}-{function}"

@@ -40,7 +40,7 @@ def settings() -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("reply", "score"),
+    ("completion", "score"),
     [
         ("Good question! The capital of France is Paris.", 1.0),
         ("The capital of France is Paris. Have a nice day!", 1.0),
@@ -55,15 +55,15 @@ def settings() -> SimpleNamespace:
         ("", 0.0),
     ],
 )
-def test_gold_rule(reply, score):
-    assert demo.gold(["What is the capital of France?"], [reply], answer=["Paris"]) == [score]
+def test_gold_rule(completion, score):
+    assert demo.gold(["What is the capital of France?"], [completion], answer=["Paris"]) == [score]
 
 
 def test_gold_rule_takes_rendered_prompts_and_further_columns():
     tokenizer = load_tokenizer(str(MODEL))
     prompt = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
-    replies = ["The capital of France is Paris.", "Rome."]
-    assert demo.gold([prompt] * 2, replies, answer=["Paris"] * 2, id=[1, 2]) == [0.5, 0.0]
+    completions = ["The capital of France is Paris.", "Rome."]
+    assert demo.gold([prompt] * 2, completions, answer=["Paris"] * 2, id=[1, 2]) == [0.5, 0.0]
 
 
 def test_gold_needs_no_torch():
@@ -112,11 +112,11 @@ def test_hold_out_is_disjoint():
 def test_demonstrations_leave_something_to_learn():
     """Every manner occurs, and the gold mean is middling: PPO and DPO have 0.4 and more to gain."""
     answers = {question.text: question.answer for question in demo.questions()}
-    asked, replies = zip(
+    asked, completions = zip(
         *((m[0]["content"], m[1]["content"]) for m in (r["messages"] for r in rows("demonstrations"))),
         strict=True,
     )
-    scores = demo.gold(asked, replies, answer=[answers[text] for text in asked])
+    scores = demo.gold(asked, completions, answer=[answers[text] for text in asked])
     assert set(Counter(scores)) == {0.0, 0.25, 0.5, 1.0}
     assert 0.2 < sum(scores) / len(scores) < 0.4
 
@@ -173,7 +173,7 @@ def test_model_answers():
     """Greedily it knows nearly every fact, held-out countries too, and stops; its manners are still mixed."""
     model, tokenizer = load_base(settings()), load_tokenizer(str(MODEL))
     asked = [question for question in demo.questions() if question.kind == "capital"][::4]
-    replies = []
+    completions = []
     for question in asked:
         prompt = [{"role": "user", "content": question.text}]
         ids = tokenizer.apply_chat_template(
@@ -182,9 +182,9 @@ def test_model_answers():
         written = model.generate(
             **ids, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id
         )
-        replies.append(written[0, ids["input_ids"].shape[1] :].tolist())
-    assert all(reply[-1] == tokenizer.eos_token_id for reply in replies)
-    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
+        completions.append(written[0, ids["input_ids"].shape[1] :].tolist())
+    assert all(completion[-1] == tokenizer.eos_token_id for completion in completions)
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     right = [question.answer in text for question, text in zip(asked, texts, strict=True)]
     assert sum(right) >= 0.9 * len(asked)
     scores = demo.gold(

@@ -540,7 +540,7 @@ def test_a_chat_template_is_still_compiled_as_it_is_applied():
 
 
 def test_the_spans_of_generation_blocks_are_still_characters_of_the_text():
-    """pipeline/data/encode.py, _spans: render_jinja_template. If this fails, other tokens than the replies are trained."""
+    """pipeline/data/encode.py, _spans: render_jinja_template. If this fails, other tokens than the completions are trained."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = "{% for m in messages %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endfor %}"
@@ -876,7 +876,7 @@ def test_vllm_still_ends_its_process_when_it_is_told_to():
 
 
 def test_vllm_still_takes_the_arguments_of_an_exact_sampler():
-    """pipeline/ppo/vllm_engine.py. If this fails, replies come from another distribution than is learned from."""
+    """pipeline/ppo/vllm_engine.py. If this fails, completions come from another distribution than is learned from."""
     vllm = pytest.importorskip("vllm", reason="needs the extra `vllm`")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.lora.request import LoRARequest

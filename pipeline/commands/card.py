@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
 messages = [{"role": "user", "content": "What is the capital of Peru?"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-reply = model.generate(**inputs, do_sample=False, max_new_tokens=128)
-print(tokenizer.decode(reply[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))""",
+completion = model.generate(**inputs, do_sample=False, max_new_tokens=128)
+print(tokenizer.decode(completion[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))""",
     "reward": """\
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""A conversation with a policy in the terminal: replies appear as they are written, each with its reward.
+"""A conversation with a policy in the terminal: completions appear as they are written, each with its reward.
 
     make chat    or    python -m pipeline chat jobs/demo/generate.yaml [policy=models:/NAME/3] [trainer.temperature=0]
 
@@ -66,7 +66,7 @@ class Chat:
         self.encoder = Encoder(host.tokenizer, "generate", self.room, "error", True, ends, special)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
-        self.replies = 0  # each has its own stream of random numbers
+        self.completions = 0  # each has its own stream of random numbers
 
     def talk(self, lines: Any) -> None:
         """Reads a line, answers it, until /quit or the end of the lines."""
@@ -85,7 +85,7 @@ class Chat:
                 self.answer(line.strip())
 
     def answer(self, text: str) -> None:
-        """Prints the reply to `text` as it is written, and its reward; both turns are remembered."""
+        """Prints the completion to `text` as it is written, and its reward; both turns are remembered."""
         self.turns.append({"role": "user", "content": text})
         prompt = self._prompt()
         if prompt is None:
@@ -94,15 +94,15 @@ class Chat:
         tokens: list[int] = []
         writer = Writer(self.host.tokenizer)
         try:
-            for token in stream(self.shared, self.role, prompt, self.replies, self.sampling):
+            for token in stream(self.shared, self.role, prompt, self.completions, self.sampling):
                 tokens.append(token)
                 writer.show(tokens)
         except KeyboardInterrupt:
             signals.resume()
             print(" (stopped)", end="")
-        self.replies += 1
+        self.completions += 1
         ended = bool(tokens) and tokens[-1] in self.sampling.eos
-        reply = writer.close(tokens)
+        completion = writer.close(tokens)
         notes = (
             []
             if ended or not tokens
@@ -111,7 +111,7 @@ class Chat:
         if self.rewards and tokens:
             notes.insert(0, f"reward {self._reward(prompt, tokens, ended):.2f}")
         print(f"   ({', '.join(notes)})\n" if notes else "", flush=True)
-        self.turns.append({"role": "assistant", "content": reply})
+        self.turns.append({"role": "assistant", "content": completion})
 
     def _prompt(self) -> list[int] | None:
         """Ids of the conversation; its oldest turns are forgotten where it no longer fits. None: it cannot be asked."""
@@ -135,7 +135,7 @@ class Chat:
                 return None
             if len(kept) < 2:
                 print(
-                    f"   (too long: {found.found}, but {self.room} fit beside a reply of "
+                    f"   (too long: {found.found}, but {self.room} fit beside a completion of "
                     f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower that)",
                     flush=True,
                 )
@@ -151,7 +151,7 @@ class Chat:
 
 
 def stream(shared: Any, role: str | None, prompt: list[int], episode: int, how: Any) -> Iterator[int]:
-    """The tokens of one reply as they are sampled: those that TransformersEngine gives for the same episode."""
+    """The tokens of one completion as they are sampled: those that TransformersEngine gives for the same episode."""
     import torch
 
     from pipeline.ppo.rollout import growing_cache, sample, uniforms

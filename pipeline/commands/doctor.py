@@ -15,7 +15,7 @@ from pipeline.runtime.run import begin, checked
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage
 
-REPLIES = 16  # examined, unless a minibatch of the job is larger
+COMPLETIONS = 16  # examined, unless a minibatch of the job is larger
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -54,9 +54,11 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.runtime import roles
 
     asked = worker.job.args
-    replies = min(asked.batch_size, max(REPLIES, asked.per_device_train_batch_size))
-    replies = max(1, replies // asked.num_generations) * asked.num_generations
-    args = replace(asked, batch_size=replies, num_mini_batches=1, num_ppo_epochs=1, total_episodes=replies)
+    completions = min(asked.batch_size, max(COMPLETIONS, asked.per_device_train_batch_size))
+    completions = max(1, completions // asked.num_generations) * asked.num_generations
+    args = replace(
+        asked, batch_size=completions, num_mini_batches=1, num_ppo_epochs=1, total_episodes=completions
+    )
     set_seed(args.seed)
     shared = roles.shared_base(worker)
     roles.add_policy(worker, shared, args)
@@ -70,7 +72,7 @@ def train(worker: Worker) -> dict[str, Any]:
         {},
         samples=[
             {
-                "table": doctor.render(findings, phases, replies, asked),
+                "table": doctor.render(findings, phases, completions, asked),
                 "findings": [asdict(finding) for finding in findings],
                 "phases": phases,
             }

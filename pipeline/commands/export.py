@@ -4,7 +4,7 @@
 
 This is the only place that merges. The base is loaded as it is stored (never from nf4), each layer's sum is made in
 float32 and rounded once to model.dtype, and the folder holds safetensors, tokenizer, chat template, generation config
-(every token that ends a reply) and a model card with the lineage. It appears only after it has been loaded back with
+(every token that ends a completion) and a model card with the lineage. It appears only after it has been loaded back with
 plain transformers and answered like the registered adapter: in float32 the same greedy text and scores to 1e-5, in a
 shorter dtype as near as its rounding allows.
 """
@@ -129,7 +129,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
 
 
 def describe(model: Any, tokenizer: Any) -> None:
-    """What a user of the folder relies on: how to pad, and where a reply ends."""
+    """What a user of the folder relies on: how to pad, and where a completion ends."""
     from transformers import GenerationConfig
 
     from pipeline.models.tokenizer import eos_ids
@@ -176,15 +176,15 @@ def probes(host: Host) -> list[list[int]]:
     ]
 
 
-def reply_length(host: Host, rows: list[list[int]]) -> int:
-    """Tokens of a reply to a probe: the job's, or what the context leaves."""
+def completion_length(host: Host, rows: list[list[int]]) -> int:
+    """Tokens of a completion to a probe: the job's, or what the context leaves."""
     context = host.work.base["context_length"]
     most = host.job.args.response_length
     return min(most, context - max(map(len, rows))) if context else most
 
 
 def expectations(host: Host, name: str) -> list[Any]:
-    """What the adapter on its frozen base says to each probe: a greedy reply, or a score."""
+    """What the adapter on its frozen base says to each probe: a greedy completion, or a score."""
     import torch
 
     from pipeline.models.tokenizer import eos_ids
@@ -200,7 +200,7 @@ def expectations(host: Host, name: str) -> list[Any]:
             batches = [torch.tensor([row], device=shared.device) for row in rows]
             return [shared.scores("exported", ids, torch.ones_like(ids)).item() for ids in batches]
     ends = tuple(eos_ids(host.tokenizer, shared.base.generation_config))
-    greedy = Sampling(reply_length(host, rows), ends, temperature=0.0)
+    greedy = Sampling(completion_length(host, rows), ends, temperature=0.0)
     engine = TransformersEngine(shared, "exported", rows=1, pad=host.tokenizer.pad_token_id)
     return engine.generate(rows, range(len(rows)), greedy)
 
@@ -230,17 +230,17 @@ def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str
             )
         return {"largest_score_difference": worst}
     pairs = list(zip(probes(host), expected, strict=True))
-    same = [_greedy(host, model, row) == reply.tokens for row, reply in pairs]
+    same = [_greedy(host, model, row) == completion.tokens for row, completion in pairs]
     apart = max(
-        abs(_logprob(model, row, reply.tokens) - sum(reply.logprobs)) / len(reply.tokens)
-        for row, reply in pairs
+        abs(_logprob(model, row, completion.tokens) - sum(completion.logprobs)) / len(completion.tokens)
+        for row, completion in pairs
     )
     if not apart <= text_limit or (dtype == "float32" and not all(same)):
         raise Failure(
             f"the exported policy differs from the adapter: {sum(same)} of {len(same)} greedy completions are equal, log-probs "
             f"differ by {apart:.3g} per token (limit {text_limit:g}); nothing was exported"
         )
-    return {"same_greedy_replies": sum(same) / len(same), "largest_logprob_difference": apart}
+    return {"same_greedy_completions": sum(same) / len(same), "largest_logprob_difference": apart}
 
 
 def _score(model: Any, row: list[int]) -> float:
@@ -255,18 +255,18 @@ def _greedy(host: Host, model: Any, row: list[int]) -> list[int]:
     import torch
 
     ids = torch.tensor([row], device=model.device)
-    most = reply_length(host, probes(host))
+    most = completion_length(host, probes(host))
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most
     )
     return out[0, len(row) :].tolist()
 
 
-def _logprob(model: Any, row: list[int], reply: list[int]) -> float:
-    """Of the whole reply: the sum over its tokens, nats."""
+def _logprob(model: Any, row: list[int], completion: list[int]) -> float:
+    """Of the whole completion: the sum over its tokens, nats."""
     import torch
 
-    ids = torch.tensor([row + reply], device=model.device)
+    ids = torch.tensor([row + completion], device=model.device)
     with torch.no_grad():
         logits = model(input_ids=ids).logits.float()[0, len(row) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, ids[0, len(row) :, None]).sum().item()

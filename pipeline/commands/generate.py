@@ -34,16 +34,24 @@ def load(host: Host) -> Answer:
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
         prompts = [row["input_ids"] for row in rows]
         # A row's index among the kept ones is the key of its stream of random numbers.
-        replies = engine.generate(prompts, range(first, first + len(rows)), how)
+        completions = engine.generate(prompts, range(first, first + len(rows)), how)
         given = [json.loads(row["row"]) for row in rows]
-        tokens, ended = [reply.tokens for reply in replies], [reply.ended for reply in replies]
+        tokens, ended = (
+            [completion.tokens for completion in completions],
+            [completion.ended for completion in completions],
+        )
         samples = Samples(prompts, tokens, ended, given, host.tokenizer)
         records = []
-        for row, text, reply in zip(given, samples.completions, replies, strict=True):
+        for row, text, completion in zip(given, samples.completions, completions, strict=True):
             if "completion" in row:
                 row = {**row, "reference_completion": row.pop("completion")}
             records.append(
-                {**row, "completion": text, "completion_tokens": len(reply.tokens), "ended": reply.ended}
+                {
+                    **row,
+                    "completion": text,
+                    "completion_tokens": len(completion.tokens),
+                    "ended": completion.ended,
+                }
             )
         if rewards:
             for record, score in zip(records, weighted(rewards, samples, normalize=False)[0], strict=True):

@@ -1,4 +1,4 @@
-"""A reward model's opinion of a file: on pairs how often it prefers the chosen reply, on single replies their score.
+"""A reward model's opinion of a file: on pairs how often it prefers the chosen completion, on single completions their score.
 
     make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
 
@@ -41,7 +41,7 @@ def load(host: Host) -> Answer:
 
 
 def scorer(host: Host) -> Any:
-    """A function of [(prompt ids, reply ids, row)] that gives the job's weighted reward of each, in raw units."""
+    """A function of [(prompt ids, completion ids, row)] that gives the job's weighted reward of each, in raw units."""
     from pipeline.models.tokenizer import eos_ids
     from pipeline.ppo.rewards import Samples, weighted
     from pipeline.runtime import roles
@@ -50,11 +50,12 @@ def scorer(host: Host) -> Any:
     rewards = roles.add_rewards(host, shared)
     ends = set(eos_ids(host.tokenizer, shared.base.generation_config))
 
-    def score(replies: list[tuple[list[int], list[int], dict[str, Any]]]) -> list[float]:
-        prompts, completions, rows = (list(column) for column in zip(*replies, strict=True))
-        ended = [reply[-1] in ends for reply in completions]
-        samples = Samples(prompts, completions, ended, rows, host.tokenizer)
-        return weighted(rewards, samples, normalize=False)[0]
+    def score(samples: list[tuple[list[int], list[int], dict[str, Any]]]) -> list[float]:
+        prompts, completions, rows = (list(column) for column in zip(*samples, strict=True))
+        ended = [completion[-1] in ends for completion in completions]
+        return weighted(rewards, Samples(prompts, completions, ended, rows, host.tokenizer), normalize=False)[
+            0
+        ]
 
     return score
 

@@ -154,13 +154,13 @@ class Scores:
         """
         if not rows:
             return []
-        replies, sides = [], []
+        completions, sides = [], []
         for number, row in enumerate(rows, 1):
             columns = self._columns(row, number)
             sides.append([side for side in ("chosen_ids", "rejected_ids") if columns[side] is not None])
-            replies += [(columns["prompt_ids"], columns[side], row) for side in sides[-1]]
+            completions += [(columns["prompt_ids"], columns[side], row) for side in sides[-1]]
         answer: Future = Future()
-        self.waiting.put((replies, answer))
+        self.waiting.put((completions, answer))
         found = iter(answer.result())
         results = []
         for names in sides:
@@ -195,25 +195,25 @@ class Scores:
     def _work(self) -> None:
         while True:
             batch = [self.waiting.get()]
-            while sum(len(replies) for replies, _ in batch) < self.rows and not self.waiting.empty():
+            while sum(len(completions) for completions, _ in batch) < self.rows and not self.waiting.empty():
                 batch.append(self.waiting.get())
             if not self._answer(batch) and len(batch) > 1:
                 for one in batch:  # which of them it was that cannot be scored
                     self._answer([one])
 
     def _answer(self, batch: list[tuple[list[Any], Future]]) -> bool:
-        """Scores the replies of several requests in one go; False: that failed, and only a lone request has been told."""
+        """Scores the completions of several requests in one go; False: that failed, and only a lone request has been told."""
         try:
-            found = self.score([reply for replies, _ in batch for reply in replies])
+            found = self.score([completion for completions, _ in batch for completion in completions])
         except (
             BaseException
         ) as error:  # also a reward's sys.exit(): the thread is needed for the next request
             if len(batch) == 1:
                 batch[0][1].set_exception(error)
             return False
-        for replies, answer in batch:
-            answer.set_result(found[: len(replies)])
-            found = found[len(replies) :]
+        for completions, answer in batch:
+            answer.set_result(found[: len(completions)])
+            found = found[len(completions) :]
         return True
 
 

@@ -95,8 +95,8 @@ class Forward:
 class Inference(Forward):
     """The `trainer` section of `evaluate` and `generate`."""
 
-    response_length: int = 256  # most new tokens of a reply, its end included
-    min_new_tokens: int = 0  # before so many tokens a reply does not end
+    response_length: int = 256  # most new tokens of a completion, its end included
+    min_new_tokens: int = 0  # before so many tokens a completion does not end
     temperature: float = 1.0  # divides the logits; 0: greedy
     seed: int = 42  # of sampling, together with a row's number
 
@@ -105,7 +105,7 @@ class Inference(Forward):
 class Export:
     """The `trainer` section of `export`."""
 
-    response_length: int = 256  # most new tokens of the greedy replies that are compared
+    response_length: int = 256  # most new tokens of the greedy completions that are compared
     bf16: bool = (
         False  # the adapter, which the merged model is compared with, multiplies in bfloat16 (autocast)
     )

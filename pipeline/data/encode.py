@@ -2,7 +2,7 @@
 
 Which tokens are trained is found in the rendered *text* (template.py) and carried over to tokens by their character
 offsets, so that each text is tokenised once, whole, as the model sees it. Special tokens in the text of a row stay
-text (models/special.py). What a row teaches is compared as tokens: an empty reply or a pair of equal ones is refused.
+text (models/special.py). What a row teaches is compared as tokens: an empty completion or a pair of equal ones is refused.
 No torch import.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.data.formats import Record, RowError, Text, shared_length
-from pipeline.data.template import ChatTemplate, Span, holds, no_prompt, no_reply
+from pipeline.data.template import ChatTemplate, Span, holds, no_completion, no_prompt
 from pipeline.data.values import show
 from pipeline.errors import InputError, in_brief
 from pipeline.models.special import ControlTokens, Escaping
@@ -35,7 +35,7 @@ class Example:
 
     columns: dict[str, Any]
     prompt_tokens: int
-    reply_tokens: int
+    completion_tokens: int
     truncated: bool = False
     ended: bool = True  # whether an end token is among the trained ones
 
@@ -54,7 +54,7 @@ class Encoder:
     """Turns the records of one stage into token rows, a batch at a time.
 
     `max_length` is in tokens; `too_long` is error | drop | truncate; `apply_template` says whether a text prompt becomes
-    a user message; `ends` are all ids that end a reply, of which `tokenizer.eos_token_id` is added where none is there;
+    a user message; `ends` are all ids that end a completion, of which `tokenizer.eos_token_id` is added where none is there;
     `special_tokens` in the text of a row are text | control.
     """
 
@@ -84,7 +84,7 @@ class Encoder:
         self.backend.no_padding()
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        """For each record its examples (one for each pair of replies), or what is wrong with it."""
+        """For each record its examples (one for each pair of completions), or what is wrong with it."""
         parts = {
             "sft": self._demonstrations,
             "rm": self._pairs,
@@ -98,17 +98,17 @@ class Encoder:
 
     def special_in(self, record: Record) -> list[str]:
         """The special tokens in the text of a row."""
-        texts = contents(record.prompt, *(reply for pair in record.pairs for reply in pair))
+        texts = contents(record.prompt, *(completion for pair in record.pairs for completion in pair))
         return list(dict.fromkeys(name for text in texts for name in self.control.found(text)))
 
     def unlearned_end(self) -> tuple[str, str] | None:
         """What the chat template ends a completion with and what generation stops on, where it does not stop on the first."""
-        asked, reply = (
+        asked, completion = (
             {"role": "user", "content": "Who is there?"},
             {"role": "assistant", "content": "Hello."},
         )
         try:
-            whole = self.render([asked, reply], False)
+            whole = self.render([asked, completion], False)
         except RowError:
             return None
         ids = self._ids([(whole, None)])[0]
@@ -118,7 +118,7 @@ class Encoder:
         stops = ", ".join(
             f"{name} (id {index})" for index, name in zip(sorted(self.ends), names, strict=True)
         )
-        return whole[whole.rfind(reply["content"]) + len(reply["content"]) :], stops
+        return whole[whole.rfind(completion["content"]) + len(completion["content"]) :], stops
 
     def _huge(self, record: Record) -> Outcome | None:
         """What becomes of a row that is too long beyond doubt; to tokenise it would take a second for each megabyte."""
@@ -192,29 +192,33 @@ class Encoder:
     # ---- templates ---------------------------------------------------------------------------------------------
 
     def _turns(
-        self, record: Record, replies: tuple[Text, ...]
+        self, record: Record, completions: tuple[Text, ...]
     ) -> tuple[Text, tuple[Text, ...], Escaping | None]:
-        """Prompt and replies, as messages where the template is to be applied, and the escaping of the special tokens in them."""
+        """Prompt and completions, as messages where the template is to be applied, and the escaping of the special tokens in them."""
         prompt = record.prompt
         if isinstance(prompt, str) and self.apply_template:
             prompt = [{"role": "user", "content": prompt}]
-            replies = tuple(
-                [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
-                for reply in replies
+            completions = tuple(
+                [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+                for completion in completions
             )
         try:
-            escaping = self.control.escaping(contents(prompt, *replies))
+            escaping = self.control.escaping(contents(prompt, *completions))
         except ValueError as error:
             raise RowError("special_tokens", "", str(error), "text without one of the two") from None
         if escaping is None:
-            return prompt, replies, None
-        return escaped(prompt, escaping), tuple(escaped(reply, escaping) for reply in replies), escaping
+            return prompt, completions, None
+        return (
+            escaped(prompt, escaping),
+            tuple(escaped(completion, escaping) for completion in completions),
+            escaping,
+        )
 
-    def _whole(self, prompt: Text, reply: Text) -> tuple[str, str]:
-        """(text of the prompt, text of prompt and reply); the second begins with the first."""
+    def _whole(self, prompt: Text, completion: Text) -> tuple[str, str]:
+        """(text of the prompt, text of prompt and completion); the second begins with the first."""
         if isinstance(prompt, str):
-            return prompt, prompt + str(reply)
-        return self.chat.whole(prompt, list(reply))  # type: ignore[arg-type]
+            return prompt, prompt + str(completion)
+        return self.chat.whole(prompt, list(completion))  # type: ignore[arg-type]
 
     # ---- the stages --------------------------------------------------------------------------------------------
 
@@ -234,11 +238,11 @@ class Encoder:
 
     def _demonstration(self, record: Record) -> tuple[Rendered, list[Span], bool]:
         """The text, the spans in it that are trained, and whether its last turn is one of them."""
-        prompt, (reply,), escaping = self._turns(record, record.pairs[0])
+        prompt, (completion,), escaping = self._turns(record, record.pairs[0])
         if isinstance(prompt, str):
-            whole = prompt + str(reply)
+            whole = prompt + str(completion)
             return (whole, escaping), [(len(prompt), len(whole))], True
-        turns = [*prompt, *reply]
+        turns = [*prompt, *completion]
         whole, spans = self.chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)
         if not holds(whole, prompt[-1]["content"].strip()):
             self.chat.asking(prompt)  # refuses what the template leaves out or changes
@@ -247,7 +251,7 @@ class Encoder:
     def _labelled(self, encoding: Any, whole: str, spans: list[Span], ends: bool) -> Outcome:
         ids, offsets = encoding.ids, encoding.offsets
         starts, trained = [start for start, _ in offsets], [False] * len(ids)
-        for begin, stop in spans:  # a token that spans the border of prompt and reply is not trained
+        for begin, stop in spans:  # a token that spans the border of prompt and completion is not trained
             first, last = bisect_left(starts, begin), bisect_left(starts, stop)
             trained[first:last] = [True] * (last - first)
         self._mend_ends(ids, trained, whole, offsets)
@@ -261,7 +265,7 @@ class Encoder:
         return self._fit_demonstration(fixed, trained)
 
     def _mend_ends(self, ids: list[int], trained: list[bool], whole: str, offsets: list[Span]) -> None:
-        """The end token of each reply is trained; the white space that the template writes behind it is not."""
+        """The end token of each completion is trained; the white space that the template writes behind it is not."""
         at = 0
         while True in trained[at:]:
             at = trained.index(True, at)
@@ -284,12 +288,12 @@ class Encoder:
             ids, trained = ids[: self.max_length], trained[: self.max_length]
         # The first token is never predicted.
         if self._blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
-            return Dropped("too_long") if length > self.max_length else no_reply()
+            return Dropped("too_long") if length > self.max_length else no_completion()
         labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
-        replies = sum(trained)
+        completions = sum(trained)
         ended = not self.ends.isdisjoint(labels)
         columns = {"input_ids": ids, "labels": labels}
-        return Example(columns, len(ids) - replies, replies, length > self.max_length, ended)
+        return Example(columns, len(ids) - completions, completions, length > self.max_length, ended)
 
     def _pairs(self, records: Sequence[Record]) -> list[list[Outcome]]:
         results: list[list[Outcome]] = []
@@ -327,9 +331,11 @@ class Encoder:
         if chosen == rejected:
             return equal_pair()
         for name, text in zip(("chosen", "rejected"), texts[1:], strict=True):
-            reply = reply_of(texts[0], text)
-            if not WORD.search(self.control.pattern.sub("", reply[0])) and self._blank(self._alone(reply)):
-                return no_reply(name)
+            completion = completion_of(texts[0], text)
+            if not WORD.search(self.control.pattern.sub("", completion[0])) and self._blank(
+                self._alone(completion)
+            ):
+                return no_completion(name)
         length, prompt = max(len(chosen), len(rejected)), shared_length(chosen, rejected)
         if length > self.max_length:
             if self.too_long != "truncate":
@@ -341,60 +347,60 @@ class Encoder:
         return Example(columns, prompt, len(chosen) - prompt, length > self.max_length)
 
     def _preferred(self, texts: tuple[Rendered, ...], prompt: list[int], *sides: list[int]) -> Outcome:
-        replies = [
-            # A token that spans the border would be lost in a cut: then the reply is tokenised by itself.
+        completions = [
+            # A token that spans the border would be lost in a cut: then the completion is tokenised by itself.
             self._ended(
                 side[len(prompt) :]
                 if side[: len(prompt)] == prompt
-                else self._alone(reply_of(texts[0], whole))
+                else self._alone(completion_of(texts[0], whole))
             )
             for side, whole in zip(sides, texts[1:], strict=True)
         ]
-        if wrong := self._faulty(replies):
+        if wrong := self._faulty(completions):
             return wrong
         if not prompt:
             return no_prompt()
         room = self.max_length - len(prompt)
-        length = max(map(len, replies))
+        length = max(map(len, completions))
         if length > room:
             if self.too_long != "truncate":
                 return self._too_long(f"{len(prompt) + length} tokens")
             if room < 1:
                 return Dropped("too_long")
-            replies = [reply[:room] for reply in replies]
-            if replies[0] == replies[1]:
+            completions = [completion[:room] for completion in completions]
+            if completions[0] == completions[1]:
                 return Dropped("equal_after_truncation")
-        columns = {"prompt_ids": prompt, "chosen_ids": replies[0], "rejected_ids": replies[1]}
-        ended = replies[0][-1] in self.ends
-        return Example(columns, len(prompt), len(replies[0]), length > room, ended)
+        columns = {"prompt_ids": prompt, "chosen_ids": completions[0], "rejected_ids": completions[1]}
+        ended = completions[0][-1] in self.ends
+        return Example(columns, len(prompt), len(completions[0]), length > room, ended)
 
-    def _faulty(self, replies: Sequence[list[int]]) -> RowError | None:
+    def _faulty(self, completions: Sequence[list[int]]) -> RowError | None:
         """What is wrong with the completions of one prompt, as tokens: one is empty, or both are equal."""
-        for name, reply in zip(("chosen", "rejected"), replies, strict=False):
-            if self._blank(reply):
-                return no_reply(name if len(replies) > 1 else "")
-        return equal_pair() if len(replies) > 1 and replies[0] == replies[1] else None
+        for name, completion in zip(("chosen", "rejected"), completions, strict=False):
+            if self._blank(completion):
+                return no_completion(name if len(completions) > 1 else "")
+        return equal_pair() if len(completions) > 1 and completions[0] == completions[1] else None
 
     def _judged(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        """Rows of `score`: prompt and replies together are the ids that `rm` trains on, to the last one."""
-        return [self._replies(record) for record in records]
+        """Rows of `score`: prompt and completions together are the ids that `rm` trains on, to the last one."""
+        return [self._completions(record) for record in records]
 
-    def _replies(self, record: Record) -> list[Outcome]:
+    def _completions(self, record: Record) -> list[Outcome]:
         try:
-            texts = [self._prompt_and_replies(record, replies) for replies in record.pairs]
+            texts = [self._prompt_and_completions(record, completions) for completions in record.pairs]
         except RowError as error:
             return [error]
         return [self._compared(record, index, pair) for index, pair in enumerate(texts)]
 
-    def _prompt_and_replies(self, record: Record, replies: tuple[Text, ...]) -> list[Rendered]:
-        prompt, replies, escaping = self._turns(record, replies)
-        wholes = [self._whole(prompt, reply) for reply in replies]
+    def _prompt_and_completions(self, record: Record, completions: tuple[Text, ...]) -> list[Rendered]:
+        prompt, completions, escaping = self._turns(record, completions)
+        wholes = [self._whole(prompt, completion) for completion in completions]
         return [(wholes[0][0], escaping), *((whole, escaping) for _, whole in wholes)]
 
     def _compared(self, record: Record, index: int, texts: list[Rendered]) -> Outcome:
         head, *sides = self._ids(texts)
         sides = [self._ended(side) for side in sides]
-        # A token that spans the border belongs to the reply; and the reply is never empty.
+        # A token that spans the border belongs to the completion; and the completion is never empty.
         prompt = min(min(shared_length(head, side), len(side) - 1) for side in sides)
         if wrong := self._faulty([side[prompt:] for side in sides]):
             return wrong
@@ -471,7 +477,7 @@ def escaped(part: Text, escaping: Escaping) -> Text:
     return [{**turn, "content": escaping.escape(turn["content"])} for turn in part]
 
 
-def reply_of(head: Rendered, whole: Rendered) -> Rendered:
+def completion_of(head: Rendered, whole: Rendered) -> Rendered:
     return whole[0][len(head[0]) :], whole[1]
 
 

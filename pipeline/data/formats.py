@@ -8,7 +8,7 @@ Pure Python: no tokenizer, no Ray. What a row may look like, by stage:
                    | prompt+pos_answers+neg_answers        (all with an optional `margin`)
     ppo, evaluate, generate
                    prompt | messages | conversations | instruction[+input] | chosen+rejected (their shared prompt)
-    score          every shape of rm and sft: two replies to be compared, or one
+    score          every shape of rm and sft: two completions to be compared, or one
 
 A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." becomes a list of messages, so that the chat template of
 the tokenizer applies to it.
@@ -84,19 +84,19 @@ _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of 
 class Record:
     """A row in canonical form.
 
-    `pairs` holds the replies: one 1-tuple for a demonstration, (chosen, rejected) for each pair of preferences,
-    nothing for a prompt. Replies are text where `prompt` is text, else messages that begin with an assistant's.
+    `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each pair of preferences,
+    nothing for a prompt. Completions are text where `prompt` is text, else messages that begin with an assistant's.
     """
 
     prompt: Text
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
     all_turns: bool = False  # train on the assistant turns inside `prompt` too
-    untrained: frozenset[int] = frozenset()  # but not on these, counted through prompt and reply
+    untrained: frozenset[int] = frozenset()  # but not on these, counted through prompt and completion
     margin: float | None = None
     row: str = ""  # JSON text: of a prompt and all further columns; of a row to be scored, as it is
 
     def prompt_key(self) -> str:
-        """The same for two rows with the same prompt, whatever their replies; a hold-out goes by it."""
+        """The same for two rows with the same prompt, whatever their completions; a hold-out goes by it."""
         if isinstance(self.prompt, str):
             return self.prompt
         return json.dumps([[m["role"], m["content"]] for m in self.prompt], ensure_ascii=False)
@@ -110,8 +110,8 @@ class Record:
     def digests(self) -> bytes:
         """8 bytes of the prompt and 8 of prompt and completions: the same for a text and for messages of the same content."""
         prompt = self.asked()
-        replies = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
-        return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{replies}").to_bytes(8)
+        completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
+        return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
 
     def preferences(self) -> list[int]:
         """A number for each pair of completions: the same but for its lowest bit where another row prefers the other one."""
@@ -165,7 +165,7 @@ def parse(row: Any, stage: str) -> Record:
         return record
     record = prompt_row(row, shape)
     if stage == "evaluate" and row.get("completion"):
-        reply(row["completion"], "completion", record.prompt)  # its likelihood is measured
+        completion_text(row["completion"], "completion", record.prompt)  # its likelihood is measured
     return record
 
 
@@ -182,10 +182,10 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
         )
     if shape == "instruction+output":
         prompt: Text = instruction(row)
-        return Record(prompt, [(reply(row["output"], "output", prompt),)])
+        return Record(prompt, [(completion_text(row["output"], "output", prompt),)])
     prompt = prompt_text(row["prompt"], system=row.get("system"))
     key = shape.removeprefix("prompt+")
-    completion = reply(row[key], key, prompt)
+    completion = completion_text(row[key], key, prompt)
     ignored: frozenset[int] = frozenset()
     if isinstance(row[key], list | dict):
         items = row[key] if isinstance(row[key], list) else [row[key]]
@@ -223,10 +223,10 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
                 )
             if not item[name]:
                 found.add(index + added)
-    replies = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
-    if found and replies <= found:
+    completions = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
+    if found and completions <= found:
         raise RowError("weight", key, "no assistant turn that is to be trained", "one without `weight: 0`")
-    return frozenset(found & replies)
+    return frozenset(found & completions)
 
 
 def preference(row: dict[str, Any], shape: str) -> Record:
@@ -244,7 +244,12 @@ def preference(row: dict[str, Any], shape: str) -> Record:
         prompt = agreed(prompt, prompt_text(row[key], key, row.get("system")), key)
     else:
         prompt = prompt_text(row[key], key, row.get("system"))
-        pairs = [(reply(row["chosen"], "chosen", prompt), reply(row["rejected"], "rejected", prompt))]
+        pairs = [
+            (
+                completion_text(row["chosen"], "chosen", prompt),
+                completion_text(row["rejected"], "rejected", prompt),
+            )
+        ]
     for index, (chosen, rejected) in enumerate(pairs):
         if plain(chosen) == plain(rejected):
             name = f"pos_answers[{index}]" if shape.endswith("neg_answers") else "chosen"
@@ -252,7 +257,7 @@ def preference(row: dict[str, Any], shape: str) -> Record:
                 "equal_pair",
                 name,
                 f"the same text on both sides: {show(plain(chosen))}",
-                "two different replies",
+                "two different completions",
             )
     return Record(prompt, pairs, margin=margin)
 
@@ -273,7 +278,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
         "prompts_differ",
         key,
         f"{show(stated[-1]['content'])}, but `chosen` and `rejected` begin with {show(turns[-1]['content'])}",
-        f"the same prompt there as in `{key}`, or replies without a prompt",
+        f"the same prompt there as in `{key}`, or completions without a prompt",
     )
 
 
@@ -312,8 +317,8 @@ def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
         if not isinstance(row[key], list):
             raise RowError("wrong_type", key, show(row[key]), "a list of texts")
         if not row[key]:
-            raise RowError("empty_reply", key, "an empty list", "at least one answer")
-        sides.append([reply(value, f"{key}[{i}]", prompt) for i, value in enumerate(row[key])])
+            raise RowError("empty_completion", key, "an empty list", "at least one answer")
+        sides.append([completion_text(value, f"{key}[{i}]", prompt) for i, value in enumerate(row[key])])
     if len(sides[0]) != len(sides[1]):
         found = f"{len(sides[0])} pos_answers and {len(sides[1])} neg_answers"
         raise RowError(
@@ -327,8 +332,8 @@ def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
 
 def prompt_row(row: dict[str, Any], shape: str) -> Record:
     if shape == "chosen+rejected":
-        prompt, replies = split_transcripts(row["chosen"], row["rejected"])
-        prompt, _ = with_system(prompt, replies, row)
+        prompt, completions = split_transcripts(row["chosen"], row["rejected"])
+        prompt, _ = with_system(prompt, completions, row)
     elif shape == "instruction":
         prompt = instruction(row)
     else:
@@ -368,7 +373,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
         return found if not system else with_system(found, (), {"system": system})[0]
     turns = split_turns(found)
     if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
-        turns.pop()  # the open "\n\nAssistant:" that asks for the reply; the template's generation prompt brings it
+        turns.pop()  # the open "\n\nAssistant:" that asks for the completion; the template's generation prompt brings it
     if not turns or turns[-1]["role"] == "assistant":
         raise RowError(
             "wrong_role", key, "a transcript whose last turn is Assistant's", "one that ends on a Human turn"
@@ -378,47 +383,49 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
 
 
 def with_system(
-    prompt: Text, replies: tuple[Text, ...], row: dict[str, Any]
+    prompt: Text, completions: tuple[Text, ...], row: dict[str, Any]
 ) -> tuple[Text, tuple[Text, ...]]:
-    """Prompt and replies of a row with its `system` prompt, if it has one: then they are messages."""
+    """Prompt and completions of a row with its `system` prompt, if it has one: then they are messages."""
     if not row.get("system"):
-        return prompt, replies
+        return prompt, completions
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if turns[0]["role"] != "system":
         turns = [{"role": "system", "content": text(row["system"], "system")}, *turns]
     return turns, tuple(
         [{"role": "assistant", "content": one.removeprefix(" ")}] if isinstance(one, str) else one
-        for one in replies
+        for one in completions
     )
 
 
-def reply(value: Any, key: str, prompt: Text) -> Text:
-    """A reply in the form of its prompt: text beside text, assistant messages beside messages."""
+def completion_text(value: Any, key: str, prompt: Text) -> Text:
+    """A completion in the form of its prompt: text beside text, assistant messages beside messages."""
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
         turns = messages(value, key)
         if turns[0]["role"] != "assistant":
-            raise RowError("wrong_role", key, f"a reply by `{turns[0]['role']}`", "a reply by `assistant`")
+            raise RowError(
+                "wrong_role", key, f"a completion by `{turns[0]['role']}`", "a completion by `assistant`"
+            )
         ends_on(turns, "assistant", key)
         return plain(turns) if isinstance(prompt, str) else turns
     found = text(value, key)
     if not found.strip():
-        raise RowError("empty_reply", key, show(found), "a text that is not empty")
+        raise RowError("empty_completion", key, show(found), "a text that is not empty")
     if isinstance(prompt, str):
         return found
     return [{"role": "assistant", "content": found.removeprefix(" ")}]
 
 
 def split_transcripts(chosen: Any, rejected: Any) -> tuple[Text, tuple[Text, ...]]:
-    """Two whole conversations -> their shared prompt and the two replies."""
+    """Two whole conversations -> their shared prompt and the two completions."""
     if isinstance(chosen, list) or isinstance(rejected, list):
         sides = messages(chosen, "chosen"), messages(rejected, "rejected")
     else:
         texts = text(chosen, "chosen"), text(rejected, "rejected")
         for side, key in zip(texts, ("chosen", "rejected"), strict=True):
             if not side.strip():
-                raise RowError("empty_reply", key, show(side), "a text that is not empty")
+                raise RowError("empty_completion", key, show(side), "a text that is not empty")
         if not all(is_transcript(side) for side in texts):
             return split_texts(*texts)
         sides = split_turns(texts[0]), split_turns(texts[1])
@@ -430,7 +437,7 @@ def split_transcripts(chosen: Any, rejected: Any) -> tuple[Text, tuple[Text, ...
             "prompts_differ",
             "rejected",
             f"another prompt than in `chosen` (from turn {at + 1} on)",
-            "the same turns on both sides up to the last reply",
+            "the same turns on both sides up to the last completion",
         )
     check_prompt(sides[0][:-1], "chosen")
     return sides[0][:-1], (sides[0][-1:], sides[1][-1:])
@@ -459,11 +466,11 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
             "no text that both sides begin with",
             "a shared prompt, or a `prompt` field",
         )
-    replies = chosen[len(head) :], rejected[len(head) :]
-    for value, key in zip(replies, ("chosen", "rejected"), strict=True):
+    completions = chosen[len(head) :], rejected[len(head) :]
+    for value, key in zip(completions, ("chosen", "rejected"), strict=True):
         if not value.strip():
-            raise RowError("empty_reply", key, "nothing after the shared prompt", "a reply")
-    return head, replies
+            raise RowError("empty_completion", key, "nothing after the shared prompt", "a completion")
+    return head, completions
 
 
 def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
@@ -549,18 +556,21 @@ def ends_on(turns: Turns, role: str, key: str) -> None:
             f"a conversation that ends on `{role}`",
         )
     if not turns[-1]["content"].strip():
-        raise RowError("empty_reply", key, show(turns[-1]["content"]), "a last turn that is not empty")
+        raise RowError("empty_completion", key, show(turns[-1]["content"]), "a last turn that is not empty")
 
 
 def check_prompt(turns: Turns, key: str) -> None:
     if not any(turn["role"] == "user" and turn["content"].strip() for turn in turns):
         raise RowError(
-            "empty_prompt", key, "no `user` turn with text before the reply", "a prompt that is not empty"
+            "empty_prompt",
+            key,
+            "no `user` turn with text before the completion",
+            "a prompt that is not empty",
         )
 
 
 def plain(value: Text) -> str:
-    """The words of a reply without its form, to compare two of them."""
+    """The words of a completion without its form, to compare two of them."""
     return value.strip() if isinstance(value, str) else "\n\n".join(turn["content"].strip() for turn in value)
 
 

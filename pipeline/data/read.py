@@ -69,7 +69,7 @@ class Stats:
     """What one task found; small, however long its chunk."""
 
     splits: dict[str, Split] = field(default_factory=dict)
-    # split -> histograms: prompt, reply
+    # split -> histograms: prompt, completion
     lengths: dict[str, tuple[Counter, Counter]] = field(default_factory=dict)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)  # split -> (file, rows)
     kinds: Counter = field(default_factory=Counter)  # of bad rows
@@ -368,7 +368,7 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
         split = Split(dropped=dict(sum((Counter(stat.splits[name].dropped) for stat in mine), Counter())))
         for label in ("read", "kept", "truncated", "tokens", "text_rows", "ended"):
             setattr(split, label, sum(getattr(stat.splits[name], label) for stat in mine))
-        split.prompt_tokens, split.reply_tokens = (
+        split.prompt_tokens, split.completion_tokens = (
             reports.percentiles(sum((stat.lengths[name][side] for stat in mine), Counter()))
             for side in (0, 1)
         )
@@ -632,10 +632,10 @@ def keep(item: Example, name: str, split: Split, stats: Stats, tokenizer: Any) -
     split.kept += 1
     split.truncated += item.truncated
     split.ended += item.ended
-    split.tokens += item.prompt_tokens + item.reply_tokens
-    prompts, replies = stats.lengths[name]
+    split.tokens += item.prompt_tokens + item.completion_tokens
+    prompts, completions = stats.lengths[name]
     prompts[item.prompt_tokens] += 1
-    replies[item.reply_tokens] += 1
+    completions[item.completion_tokens] += 1
     if name == "train" and len(stats.samples) < reports.SAMPLES:
         stats.samples.append(reports.sample(tokenizer, item.columns))
 

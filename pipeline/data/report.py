@@ -27,7 +27,7 @@ KINDS = {
     "null": "null",
     "wrong_type": "wrong type",
     "empty_prompt": "empty prompt",
-    "empty_reply": "empty reply",
+    "empty_completion": "empty completion",
     "equal_pair": "chosen equal to rejected",
     "equal_after_truncation": "equal only after truncation",
     "unequal_answers": "pos_answers and neg_answers of unequal length",
@@ -50,7 +50,7 @@ class Split:
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     tokens: int = 0
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
-    reply_tokens: dict[str, int] = field(default_factory=dict)
+    completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # whose prompt is plain text, not messages
     ended: int = 0  # whose trained tokens include one that generation stops on
     contradictions: int = 0  # pairs of completions that stand in both orders
@@ -170,7 +170,7 @@ class Report:
         ]
         if split.truncated:
             lines.append(f"  truncated   {split.truncated:,}")
-        for label, lengths in (("prompt", split.prompt_tokens), ("reply", split.reply_tokens)):
+        for label, lengths in (("prompt", split.prompt_tokens), ("completion", split.completion_tokens)):
             if lengths.get("max"):
                 values = "   ".join(f"{key} {value}" for key, value in lengths.items())
                 lines.append(f"  {label + ' tokens':<14}{values}")
@@ -197,7 +197,7 @@ def percentiles(histogram: Counter[int]) -> dict[str, int]:
 
 
 def sample(tokenizer: Any, columns: dict[str, Any], limit: int = 1200) -> str:
-    """A token row as text, its trained tokens (for rm and dpo: the two replies) between ⟦ and ⟧."""
+    """A token row as text, its trained tokens (for rm and dpo: the two completions) between ⟦ and ⟧."""
     if "labels" in columns:
         return clip(
             marked(tokenizer, columns["input_ids"], [label != -100 for label in columns["labels"]]), limit

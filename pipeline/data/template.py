@@ -1,8 +1,8 @@
-"""Messages -> the text of a chat template, and where in it the replies stand.
+"""Messages -> the text of a chat template, and where in it the completions stand.
 
-A reply spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`; or it is the template's
-own `{% generation %}` block. Some templates write an earlier reply in another way than the last one (Qwen3 takes its thoughts
-out): then it is what changes in the text when that reply says something else. A template that leaves out a reply, changes
+A completion spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`; or it is the template's
+own `{% generation %}` block. Some templates write an earlier completion in another way than the last one (Qwen3 takes its thoughts
+out): then it is what changes in the text when that completion says something else. A template that leaves out a completion, changes
 its words, or does not write the last one where it asks for one is refused row by row.
 """
 
@@ -17,14 +17,14 @@ from pipeline.system import deadline
 DATE = (
     "26 Jul 2024"  # Llama 3.1+ templates write today's date into the prompt: a digest would change every day
 )
-BEGUN = 200  # characters of a reply, at most, that the text which asks for it may end on
+BEGUN = 200  # characters of a completion, at most, that the text which asks for it may end on
 SECONDS, LONGEST = (
     10.0,
     1 << 26,
 )  # that a template may take for one row, and characters that it may make of it
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# Behind it stands the part of a reply that templates keep once the conversation goes on.
+# Behind it stands the part of a completion that templates keep once the conversation goes on.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 
 Span = tuple[int, int]
@@ -36,7 +36,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.text = tokenizer.get_chat_template() if tokenizer.chat_template else None
-        self.marks_replies = self.text is not None and GENERATION.search(self.text) is not None
+        self.marks_completions = self.text is not None and GENERATION.search(self.text) is not None
 
     def render(self, turns: Turns, generation_prompt: bool) -> str:
         """The chat template's text; raises RowError where the template refuses the messages."""
@@ -68,9 +68,9 @@ class ChatTemplate:
                 "template", "messages", f"roles {roles}", f"what the chat template accepts: {said}"
             ) from None
 
-    def whole(self, prompt: Turns, reply: Turns) -> tuple[str, str]:
-        """(text of the prompt, text of prompt and reply); the second begins with the first."""
-        turns = [*prompt, *reply]
+    def whole(self, prompt: Turns, completion: Turns) -> tuple[str, str]:
+        """(text of the prompt, text of prompt and completion); the second begins with the first."""
+        turns = [*prompt, *completion]
         head, whole = self.asking(prompt), self.render(turns, False)
         if not whole.startswith(head):
             raise unlike_asked(len(prompt), head)
@@ -78,7 +78,7 @@ class ChatTemplate:
         return head, whole
 
     def asking(self, prompt: Turns) -> str:
-        """The text of a prompt, up to where the reply begins."""
+        """The text of a prompt, up to where the completion begins."""
         head = self.render(prompt, True)
         self.check_written(prompt, head)
         return head
@@ -90,21 +90,21 @@ class ChatTemplate:
             return
         other = [*turns[:-1], {"role": role, "content": f"not {content} at all"}]
         if self.render(other, role != "assistant") == text:
-            raise no_reply() if role == "assistant" else no_prompt()
+            raise no_completion() if role == "assistant" else no_prompt()
         if role in ("user", "assistant"):  # what tools say may be written in another form
             raise distorted(len(turns) - 1, content)
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
         """The rendered conversation, and where the assistant turns from message `first` on that are trained stand in it."""
         whole = self.render(turns, False)  # refuses what the template refuses
-        replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]
-        trained = [i for i in replies if i not in untrained]
-        spans = self._marked(turns) if self.marks_replies and first == 0 else []
-        if len(spans) == len(replies):
-            spans = [span for i, span in zip(replies, spans, strict=True) if i not in untrained]
-        elif not spans or len(trained) < len(replies):
+        completions = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]
+        trained = [i for i in completions if i not in untrained]
+        spans = self._marked(turns) if self.marks_completions and first == 0 else []
+        if len(spans) == len(completions):
+            spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
+        elif not spans or len(trained) < len(completions):
             spans = [self._span(whole, turns, i) for i in trained]
-        apart = len(spans) == len(trained)  # else the blocks are not one for each reply
+        apart = len(spans) == len(trained)  # else the blocks are not one for each completion
         for at, i in enumerate(trained):
             if i + 1 < len(turns):
                 check_kept(whole[slice(*spans[at])] if apart else whole, turns, i)
@@ -152,7 +152,7 @@ class ChatTemplate:
 def holds(text: str, content: str, start: int = 0) -> bool:
     """Whether `content` stands in `text` and ends behind `start`, white space aside.
 
-    It may begin before: the text that asks for a reply of some models ends on the "<think>" that the reply begins with.
+    It may begin before: the text that asks for a completion of some models ends on the "<think>" that the completion begins with.
     """
     if text.find(content, max(0, start - len(content) + 1)) >= 0:
         return True
@@ -165,7 +165,7 @@ def squeezed(text: str) -> str:
 
 
 def check_kept(text: str, turns: Turns, i: int) -> None:
-    """Raises RowError where `text` lacks words of a reply that is not the last; its thoughts may be taken out."""
+    """Raises RowError where `text` lacks words of a completion that is not the last; its thoughts may be taken out."""
     content = turns[i]["content"].strip()
     if not holds(text, content) and not holds(text, END_OF_THOUGHTS.split(content)[-1]):
         raise distorted(i, content)
@@ -179,7 +179,7 @@ def inconsistent(index: int) -> RowError:
         "template",
         f"messages[{index}]",
         "a chat template that writes other turns in another way depending on what this one says",
-        "a template with {% generation %} around the replies, or another one (model.chat_template)",
+        "a template with {% generation %} around the completions, or another one (model.chat_template)",
     )
 
 
@@ -201,9 +201,9 @@ def distorted(index: int, content: str) -> RowError:
     )
 
 
-def no_reply(name: str = "") -> RowError:
+def no_completion(name: str = "") -> RowError:
     return RowError(
-        "empty_reply",
+        "empty_completion",
         name,
         "no token of a completion after the chat template",
         "a completion that the template renders and the tokenizer knows",

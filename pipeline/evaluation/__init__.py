@@ -1,6 +1,6 @@
 """A policy against a baseline on held-out prompts: reward, win rates, KL, length, diversity, and samples side by side.
 
-Both sample one reply to every prompt with the same random numbers; the prompts are shared out over the workers.
+Both sample one completion to every prompt with the same random numbers; the prompts are shared out over the workers.
 """
 
 import json
@@ -12,14 +12,14 @@ import torch
 
 from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.ppo.rewards import Samples, weighted
-from pipeline.ppo.rollout import Reply, Sampling, TransformersEngine
+from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
 from pipeline.runtime.worker import Worker
 
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
 
 
 class Comparison:
-    """A policy against a baseline on held-out prompts, as often as it is asked: the baseline's replies are written once.
+    """A policy against a baseline on held-out prompts, as often as it is asked: the baseline's completions are written once.
 
     Args:
         prompts: rows with `input_ids` (prompt token ids) and `row` (JSON text of the row as the data has it).
@@ -44,45 +44,47 @@ class Comparison:
 
         Returns:
             (metrics, samples). eval_reward: weighted reward, raw units. eval_win_rate, eval_judge_win_rate: share of prompts
-            on which the policy's reply scores higher, ties counting half, with *_low and *_high, the ends of the 95 %
-            interval. eval_kl: nats per reply, of the policy's replies, sum over tokens of log policy - log baseline.
-            eval_eos: share of replies that ended by themselves. eval_distinct: share of different replies; _1, _2: of
-            different tokens and bigrams in all replies; eval_repetition: share of a reply's 4-grams that it has said before.
+            on which the policy's completion scores higher, ties counting half, with *_low and *_high, the ends of the 95 %
+            interval. eval_kl: nats per completion, of the policy's completions, sum over tokens of log policy - log baseline.
+            eval_eos: share of completions that ended by themselves. eval_distinct: share of different completions; _1, _2: of
+            different tokens and bigrams in all completions; eval_repetition: share of a completion's 4-grams that it has said before.
             eval_perplexity: per token, of the `completion` that rows bring along.
         """
         if self.before is None:
             self.before = self._answer(self.baseline)
         after = self._answer(policy)
-        texts = [(row["input_ids"], reply["tokens"]) for row, reply in zip(self.rows, after, strict=True)]
+        texts = [
+            (row["input_ids"], completion["tokens"]) for row, completion in zip(self.rows, after, strict=True)
+        ]
         ours, theirs = (
             logprobs(self.shared, role, texts, self.size, self.sampling) for role in (policy, self.baseline)
         )
-        for reply, a, b in zip(after, ours, theirs, strict=True):
-            reply["kl"] = a - b
+        for completion, a, b in zip(after, ours, theirs, strict=True):
+            completion["kl"] = a - b
         mine = [
-            {"index": row["index"], "before": before, "eval": reply}
-            for row, before, reply in zip(self.rows, self.before, after, strict=True)
+            {"index": row["index"], "before": before, "eval": completion}
+            for row, before, completion in zip(self.rows, self.before, after, strict=True)
         ]
         everything = sorted((r for part in self.worker.gather(mine) for r in part), key=lambda r: r["index"])
         return _metrics(everything), [_sample(r) for r in everything[:8]]
 
     def _answer(self, role: str | None) -> list[dict[str, Any]]:
-        """One reply of a role to each of this rank's prompts: its tokens, scores and figures."""
+        """One completion of a role to each of this rank's prompts: its tokens, scores and figures."""
         if not self.rows:
             return []
         engine = TransformersEngine(self.shared, role, rows=self.size, pad=self.worker.tokenizer.pad_token_id)
         ids = [row["input_ids"] for row in self.rows]
-        replies = engine.generate(ids, [row["index"] for row in self.rows], self.sampling)
-        scored = _score(self.worker, self.rows, replies, self.rewards, self.judge)
+        completions = engine.generate(ids, [row["index"] for row in self.rows], self.sampling)
+        scored = _score(self.worker, self.rows, completions, self.rewards, self.judge)
         found = [
             {
-                "length": len(reply.tokens),
-                "eos": float(reply.ended),
-                "repetition": repetition(reply.tokens),
-                "tokens": reply.tokens,
+                "length": len(completion.tokens),
+                "eos": float(completion.ended),
+                "repetition": repetition(completion.tokens),
+                "tokens": completion.tokens,
                 **scores,
             }
-            for reply, scores in zip(replies, scored, strict=True)
+            for completion, scores in zip(completions, scored, strict=True)
         ]
         for place, nll, tokens in _given(self.worker, self.shared, role, self.rows, self.size):
             found[place] |= {"given_nll": nll, "given_tokens": tokens}
@@ -94,12 +96,12 @@ def _prompt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _score(
-    worker: Worker, rows: list[dict[str, Any]], replies: list[Reply], rewards: list[Any], judge: Any
+    worker: Worker, rows: list[dict[str, Any]], completions: list[Completion], rewards: list[Any], judge: Any
 ) -> list[dict[str, Any]]:
     samples = Samples(
         prompt_ids=[r["input_ids"] for r in rows],
-        completion_ids=[r.tokens for r in replies],
-        ended=[r.ended for r in replies],
+        completion_ids=[r.tokens for r in completions],
+        ended=[r.ended for r in completions],
         rows=[r["row"] for r in rows],
         tokenizer=worker.tokenizer,
     )
@@ -139,9 +141,9 @@ def logprobs(
         width, longest = max(len(p) + len(r) for p, r in part), max(len(r) for _, r in part)
         ids = torch.zeros(len(part), width, dtype=torch.long)
         mask = torch.zeros(len(part), longest)
-        for i, (prompt, reply) in enumerate(part):
-            ids[i, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
-            mask[i, : len(reply)] = 1
+        for i, (prompt, completion) in enumerate(part):
+            ids[i, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
+            mask[i, : len(completion)] = 1
         starts = torch.tensor([len(prompt) for prompt, _ in part])
         batch = [tensor.to(shared.device) for tensor in (ids, starts, mask)]
         found += shared.logprobs(role, *batch, temperature, barred, early)[0].sum(-1).tolist()
@@ -172,7 +174,9 @@ def _given(
             places.append(place)
             texts.append((found.columns["prompt_ids"], found.columns["chosen_ids"]))
     sums = logprobs(shared, role, texts, size)
-    return [(at, -total, len(reply)) for at, total, (_, reply) in zip(places, sums, texts, strict=True)]
+    return [
+        (at, -total, len(completion)) for at, total, (_, completion) in zip(places, sums, texts, strict=True)
+    ]
 
 
 def _metrics(results: list[dict[str, Any]]) -> dict[str, float]:

@@ -23,7 +23,7 @@ def judge_rewards(
     """(metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
 
     eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_length_correlation: of the score with
-    the length of the reply in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same reply.
+    the length of the completion in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same completion.
     """
     mine = [dict(row) for row in rows.select(range(worker.rank, len(rows), worker.world))]
     given = [json.loads(row["row"]) for row in mine]
@@ -103,22 +103,22 @@ def table(found: dict[str, Any]) -> str:
 def _scores(
     worker: Worker, rewards: list[Any], rows: list[Any], given: list[Any]
 ) -> list[tuple[float, float]]:
-    """The weighted score of both replies of each row, raw units."""
+    """The weighted score of both completions of each row, raw units."""
     from pipeline.ppo.rewards import Samples, weighted
 
     if not rows:
         return []
     sides = []
     for side in SIDES:
-        replies = [row[side] for row in rows]
+        completions = [row[side] for row in rows]
         prompts = [row["prompt_ids"] for row in rows]
-        samples = Samples(prompts, replies, [True] * len(rows), given, worker.tokenizer)
+        samples = Samples(prompts, completions, [True] * len(rows), given, worker.tokenizer)
         sides.append(weighted(rewards, samples, normalize=False)[0])
     return list(zip(*sides, strict=True))
 
 
 def _has_columns(worker: Worker, given: list[dict[str, Any]]) -> bool:
-    """A rule for replies to prompts may need columns that pairs do not have; a reward model needs none."""
+    """A rule for completions to prompts may need columns that pairs do not have; a reward model needs none."""
     judge = str(worker.job.judge)
     if not judge.startswith("python:"):
         return True

@@ -232,7 +232,7 @@ def _merged(merge: Any) -> set[str]:
 def _controls(token: Any, ends: list[str], template: str) -> bool:
     """Whether an added token is a control token: marked as special, or, though unmarked, one that begins or ends a turn.
 
-    DeepSeek's `<｜User｜>` is unmarked. `<think>` and `<tool_call>`, which a reply may contain, are no control tokens.
+    DeepSeek's `<｜User｜>` is unmarked. `<think>` and `<tool_call>`, which a completion may contain, are no control tokens.
     """
     name = token.content
     marks_turns = TURN.search(name) is not None and name in template

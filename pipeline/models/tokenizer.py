@@ -1,7 +1,7 @@
 """The tokenizer of a base: its chat template, and which tokens pad and end (no torch import).
 
 Two rules hold for every tokenizer that `load_tokenizer` returns. It has an end-of-sequence token. And its pad token
-is never one that ends a reply, so that the end is learned, and so that libraries which look for the "rightmost
+is never one that ends a completion, so that the end is learned, and so that libraries which look for the "rightmost
 non-pad token" find the real last one. No embedding is ever resized: every id used has a row in the base already.
 """
 
@@ -143,7 +143,7 @@ def _stored(
 
 
 def _check_said_ids(config: dict[str, Any], rows: int | None, where: str) -> None:
-    """Refuses token ids in a configuration that are none, and ends of a reply that this base cannot write."""
+    """Refuses token ids in a configuration that are none, and ends of a completion that this base cannot write."""
     for key in ("bos_token_id", "pad_token_id"):
         if type(config.get(key)) not in (int, type(None)):
             raise InputError(
@@ -210,7 +210,7 @@ def _set_eos(tokenizer: Any, where: str, configs: list[dict[str, Any] | None]) -
 
 
 def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
-    """All ids that end a reply, sorted: the tokenizer's eos, the generation config's, the chat template's end of turn.
+    """All ids that end a completion, sorted: the tokenizer's eos, the generation config's, the chat template's end of turn.
 
     `generation_config` is a transformers GenerationConfig, its dict, or None: the one that the tokenizer was loaded beside.
     """
@@ -229,7 +229,7 @@ def _as_list(value: int | list[int] | None) -> list[int]:
 
 
 def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> str:
-    """The token to pad with: never one that ends a reply, always one that the base has an embedding row for.
+    """The token to pad with: never one that ends a completion, always one that the base has an embedding row for.
 
     In this order: the tokenizer's own; Llama 3.1's; another token made for padding; a reserved one; unk; any other
     special token that the template does not use; a byte that UTF-8 never contains.
@@ -252,7 +252,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
         if index is not None and index not in ends and (rows is None or index < rows):
             return token
     raise InputError(
-        f"the tokenizer of {where!r} has no token to pad with that does not also end a reply; name a "
+        f"the tokenizer of {where!r} has no token to pad with that does not also end a completion; name a "
         "token that no text produces as pad_token in its tokenizer_config.json (its id must be below "
         f"{rows}, the rows of the embedding)",
         key="model.name_or_path",

@@ -68,7 +68,7 @@ class Plan:
     items: list[Item]
     device: str  # cpu, cuda
     layers: int
-    tokens: tuple[int, int]  # longest prompt and reply; of sft, rm, dpo: longest row and 0
+    tokens: tuple[int, int]  # longest prompt and completion; of sft, rm, dpo: longest row and 0
 
     @property
     def peak(self) -> float:
@@ -96,7 +96,7 @@ class Settings:
     sequences: int  # in a row of the batch: a pair is two
     rollout_rows: int = 0
     prompt: int = 0
-    reply: int = 0
+    completion: int = 0
 
 
 def settings(job: Job, context: int) -> Settings:
@@ -199,7 +199,7 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
                 "rollout",
             ),
         ]
-    lengths = (asked.prompt, asked.reply) if asked.rollout_rows else (asked.width, 0)
+    lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
     return Plan(job, shape.parameters, int(trainable / 4), items, device, shape.layers, lengths)
 
 
@@ -321,18 +321,18 @@ def cost(plan: Plan, name: str, rows: int) -> Cost:
     gpu, workers = GPUS[name], plan.job.workers[1]
     flops = gpu.tflops * 1e12 * UTILISATION
     forward = 2.0 * plan.parameters
-    prompt, reply = plan.tokens
+    prompt, completion = plan.tokens
     if plan.job.stage == "ppo":
         args = plan.job.args
         episodes = args.total_updates(rows) * args.batch_size
         passes = 2 + args.uses_critic  # old, reference, values; the reward is one more
         learn = args.num_ppo_epochs * (1 + args.uses_critic) * (3 if args.gradient_checkpointing else 2)
-        seconds = episodes * (prompt + reply) * forward * (passes + 1 + learn) / flops
+        seconds = episodes * (prompt + completion) * forward * (passes + 1 + learn) / flops
         batches = math.ceil(episodes / args.local_rollout_forward_batch_size)
         weights = next(item.size for item in plan.items if item.what.startswith("base"))
         launch = 0.0 if args.use_vllm else plan.layers * LAUNCH  # vLLM replays CUDA graphs
         step = max(weights / (gpu.bandwidth * 1e9), launch)
-        seconds += batches * reply * step
+        seconds += batches * completion * step
     else:
         given = plan.job.trainer
         learn = 3 if given.get("gradient_checkpointing", True) else 2

@@ -21,8 +21,8 @@ def estimate_advantages(
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns), both (B, R), from token rewards (B, R).
 
-    The `num_generations` replies to a prompt are neighbours in the batch. `greedy_scores` (B,) are those of the greedy
-    reply to each row's prompt, for `remax`. Advantages are whitened last, over the actions that are learned from, the
+    The `num_generations` completions to a prompt are neighbours in the batch. `greedy_scores` (B,) are those of the greedy
+    completion to each row's prompt, for `remax`. Advantages are whitened last, over the actions that are learned from, the
     whole batch and all workers; returns never are.
     """
     mask = mask.bool()
@@ -34,7 +34,7 @@ def estimate_advantages(
         assert greedy_scores is not None
         returns = rewards_to_go(rewards, mask, args.gamma)
         advantages = returns - greedy_scores.unsqueeze(-1)
-    else:  # rloo and grpo: the reply as a whole is one action
+    else:  # rloo and grpo: the completion as a whole is one action
         total = rewards.where(mask, 0.0).sum(-1)
         group = total.view(-1, args.num_generations)
         if args.advantage_estimator == "rloo":

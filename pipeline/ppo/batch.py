@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ppo.rollout import Reply
+from pipeline.ppo.rollout import Completion
 
 BUSY = 256  # tokens in one forward that keep the hardware busy: from there on, padding costs more than a further batch
 
@@ -75,13 +75,13 @@ class Episodes:
     """Episodes of this worker, padded on the right. B rows, T tokens, R actions; action t is token starts + t."""
 
     places: Tensor  # (B,) in the global batch of the update
-    input_ids: Tensor  # (B, T) prompt and reply
+    input_ids: Tensor  # (B, T) prompt and completion
     starts: Tensor  # (B,) length of the prompt
-    counts: Tensor  # (B,) length of the reply, its end-of-sequence token included
+    counts: Tensor  # (B,) length of the completion, its end-of-sequence token included
     ended: Tensor  # (B,) bool; False: cut off by the length limit
     mask: Tensor  # (B, R) bool, on the actions: made from lengths, never from token ids
     sampler_logprobs: Tensor  # (B, R)
-    scores: Tensor  # (B,) normalised, weighted, clipped; the penalty for a cut-off reply included
+    scores: Tensor  # (B,) normalised, weighted, clipped; the penalty for a cut-off completion included
     old_logprobs: Tensor  # (B, R)
     ref_logprobs: Tensor  # (B, R)
     values: Tensor  # (B, R) the critic's, before each action
@@ -112,25 +112,25 @@ class Episodes:
 
 def collate(
     prompts: Sequence[Sequence[int]],
-    replies: Sequence[Reply],
+    completions: Sequence[Completion],
     places: Sequence[int],
     pad: int,
     device: torch.device,
 ) -> Episodes:
-    """Episodes from prompts and replies; what is computed later is 0."""
-    width = max(len(p) + len(r.tokens) for p, r in zip(prompts, replies, strict=True))
-    actions = max(len(r.tokens) for r in replies)
-    texts = [[*p, *r.tokens] for p, r in zip(prompts, replies, strict=True)]
-    counts = torch.tensor([len(r.tokens) for r in replies], device=device)
+    """Episodes from prompts and completions; what is computed later is 0."""
+    width = max(len(p) + len(r.tokens) for p, r in zip(prompts, completions, strict=True))
+    actions = max(len(r.tokens) for r in completions)
+    texts = [[*p, *r.tokens] for p, r in zip(prompts, completions, strict=True)]
+    counts = torch.tensor([len(r.tokens) for r in completions], device=device)
     mask = torch.arange(actions, device=device) < counts.unsqueeze(-1)
-    zeros, rows = torch.zeros(mask.shape, device=device), torch.zeros(len(replies), device=device)
-    sampled = [r.logprobs + [0.0] * (actions - len(r.tokens)) for r in replies]
+    zeros, rows = torch.zeros(mask.shape, device=device), torch.zeros(len(completions), device=device)
+    sampled = [r.logprobs + [0.0] * (actions - len(r.tokens)) for r in completions]
     return Episodes(
         places=torch.tensor(places, device=device),
         input_ids=torch.tensor([t + [pad] * (width - len(t)) for t in texts], device=device),
         starts=torch.tensor([len(p) for p in prompts], device=device),
         counts=counts,
-        ended=torch.tensor([r.ended for r in replies], device=device),
+        ended=torch.tensor([r.ended for r in completions], device=device),
         mask=mask,
         sampler_logprobs=torch.tensor(sampled, device=device),
         scores=rows.clone(),

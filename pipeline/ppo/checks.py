@@ -96,7 +96,7 @@ def sampler_agrees(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> 
 
 
 def ends_inside(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """The end-of-sequence token is the last action of a reply that ended, and no other action is one."""
+    """The end-of-sequence token is the last action of a completion that ended, and no other action is one."""
     ends = torch.tensor(trainer.sampling.eos, device=episodes.mask.device)
     is_end = torch.isin(_actions(episodes), ends) & episodes.mask
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
@@ -104,7 +104,9 @@ def ends_inside(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Fin
     right = (is_end == (last & episodes.ended.unsqueeze(-1))).all(-1)
     right &= episodes.mask.sum(-1) == episodes.counts
     right &= episodes.ended | (episodes.counts == trainer.sampling.max_new_tokens)
-    found = f"in {int(right.sum())} of {len(episodes)} replies; {int(episodes.ended.sum())} end by themselves"
+    found = (
+        f"in {int(right.sum())} of {len(episodes)} completions; {int(episodes.ended.sum())} end by themselves"
+    )
     return Finding("the end token is inside the mask, as the last action", found, bool(right.all()))
 
 
@@ -121,11 +123,11 @@ def score_on_last_action(trainer: PPOTrainer, episodes: Episodes, rewards: Tenso
     scores = episodes.scores.where(episodes.ended, 0.0) if args.bootstrap_truncated else episodes.scores
     due.scatter_(1, (episodes.counts - 1).clamp(min=0).unsqueeze(-1), scores.unsqueeze(-1))
     right = torch.isclose(paid, due, rtol=1e-4, atol=1e-5).all(-1)
-    return Finding(name, f"in {int(right.sum())} of {len(episodes)} replies", bool(right.all()))
+    return Finding(name, f"in {int(right.sum())} of {len(episodes)} completions", bool(right.all()))
 
 
 def nothing_after_the_end(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """The value after an end is 0: there, the return is the reward. (Cut-off replies may go on: `bootstrap_truncated`.)"""
+    """The value after an end is 0: there, the return is the reward. (Cut-off completions may go on: `bootstrap_truncated`.)"""
     name, args = "the value after the end is 0", trainer.args
     if not args.uses_critic:
         return Finding(name, f"no critic ({args.advantage_estimator})", None)
@@ -134,7 +136,7 @@ def nothing_after_the_end(trainer: PPOTrainer, episodes: Episodes, rewards: Tens
     expected = rewards.gather(1, last).squeeze(-1) + args.gamma * after
     right = torch.isclose(episodes.returns.gather(1, last).squeeze(-1), expected, rtol=1e-4, atol=1e-4)
     right &= ~episodes.ended | (episodes.bootstrap == 0)
-    return Finding(name, f"in {int(right.sum())} of {len(episodes)} replies", bool(right.all()))
+    return Finding(name, f"in {int(right.sum())} of {len(episodes)} completions", bool(right.all()))
 
 
 def frozen(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:

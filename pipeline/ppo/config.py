@@ -223,7 +223,7 @@ class PPOConfig:
         self._require(
             "batch_size",
             self.batch_size % self.num_generations == 0,
-            f"a multiple of num_generations ({self.num_generations}), so that a prompt's replies stay together",
+            f"a multiple of num_generations ({self.num_generations}), so that a prompt's completions stay together",
         )
         self._require(
             "num_mini_batches",
@@ -234,7 +234,7 @@ class PPOConfig:
             self._require(
                 "num_generations",
                 self.num_generations > 1,
-                f"2 or more: {estimator} compares replies to one prompt",
+                f"2 or more: {estimator} compares completions to one prompt",
             )
         if self.lr_scheduler_type == "polynomial":  # transformers lets it fall to 1e-7
             for key in ("learning_rate", "critic_learning_rate"):

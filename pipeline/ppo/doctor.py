@@ -131,19 +131,19 @@ def checkpointing_agrees(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     )
 
 
-def render(findings: list[Finding], phases: Mapping[str, float], replies: int, asked: PPOConfig) -> str:
-    """The findings as a table, and what an update of the job as `asked` for would take at the speed of these `replies`."""
+def render(findings: list[Finding], phases: Mapping[str, float], completions: int, asked: PPOConfig) -> str:
+    """The findings as a table, and what an update of the job as `asked` for would take at the speed of these `completions`."""
     words = {True: "ok", False: "WRONG", None: "-"}
     width = max(len(finding.check) for finding in findings)
     lines = [f"   {words[f.holds]:<6} {f.check:<{width}}  {f.found}" for f in findings]
     seconds = {k.removeprefix("time/"): v for k, v in phases.items() if k.startswith("time/")}
     once = sum(v for k, v in seconds.items() if k != "update")
-    update = (once + asked.num_ppo_epochs * seconds["update"]) * asked.batch_size / replies
+    update = (once + asked.num_ppo_epochs * seconds["update"]) * asked.batch_size / completions
     took = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
     lines += [
         "",
-        f"   {replies} replies took {took}; peak memory {phases['memory/peak']:.2f} GiB",
-        f"   on one such worker an update of {asked.batch_size} replies, {asked.num_ppo_epochs} epochs, would take {update:.0f} s",
+        f"   {completions} completions took {took}; peak memory {phases['memory/peak']:.2f} GiB",
+        f"   on one such worker an update of {asked.batch_size} completions, {asked.num_ppo_epochs} epochs, would take {update:.0f} s",
     ]
     return "\n".join(lines)
 

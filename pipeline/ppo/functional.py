@@ -2,7 +2,7 @@
 
 Conventions, the same everywhere:
 
-* A tensor is (batch, time); time runs over the *actions* of a reply. Action t is a token of the reply; its log-prob
+* A tensor is (batch, time); time runs over the *actions* of a completion. Action t is a token of the completion; its log-prob
   comes from the logits one place earlier, and its value is read at that same earlier place (the state *before* the
   action). Whoever makes the tensors does that shift once, for all of them together.
 * A mask is 1 (or True) on action tokens, the end-of-sequence token included, and 0 on padding. Masked places may hold
@@ -108,7 +108,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation. Returns (advantages, returns = advantages + values), both not whitened.
 
-    The value after the last action of a row is 0 (the reply is over), or `bootstrap` (batch,) for rows cut off by the
+    The value after the last action of a row is 0 (the completion is over), or `bootstrap` (batch,) for rows cut off by the
     length limit. Masked places do not exist: the recursion carries the next *action's* value and advantage over them,
     so gaps inside a row and padding behind it change nothing.
     """
@@ -215,9 +215,9 @@ def value_loss(
 class AdaptiveKLController:
     """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2).
 
-    `target` is in nats per *reply* (a sum over its tokens: OpenAI's 6), and so must be the `current` that is given to
+    `target` is in nats per *completion* (a sum over its tokens: OpenAI's 6), and so must be the `current` that is given to
     `update`; a per-token mean here would be tens of times too small and drive the coefficient to 0. Above the target
-    the coefficient grows. `horizon` is in replies: with the error at its clip of 0.2, `horizon` replies change the
+    the coefficient grows. `horizon` is in completions: with the error at its clip of 0.2, `horizon` completions change the
     coefficient by about 20 %.
     """
 
@@ -225,7 +225,7 @@ class AdaptiveKLController:
         self.coef, self.target, self.horizon = float(init), float(target), float(horizon)
 
     def update(self, current: float, n_steps: int) -> float:
-        """Move towards the target after `n_steps` replies (over all workers) with mean KL `current`."""
+        """Move towards the target after `n_steps` completions (over all workers) with mean KL `current`."""
         error = min(max(float(current) / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * n_steps / self.horizon
         return self.coef

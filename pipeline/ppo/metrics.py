@@ -16,7 +16,7 @@ def episode_metrics(
 ) -> dict[str, float]:
     """Metrics of rollout, scores and values; `rewards` (B, R) are the token rewards, `raw` each reward's own scores.
 
-    KL (k1, whatever estimator is trained with: it is the unbiased one) and entropy are in nats a *reply*.
+    KL (k1, whatever estimator is trained with: it is the unbiased one) and entropy are in nats a *completion*.
     """
     mask, device = episodes.mask, episodes.mask.device
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, "k1").where(mask, 0.0).sum(-1)

@@ -1,4 +1,4 @@
-"""Scores of replies: a reward adapter on the shared base, another sequence-classification model, a Python function.
+"""Scores of completions: a reward adapter on the shared base, another sequence-classification model, a Python function.
 
 Each is a `Reward` with a name, a weight and the constants that make its scores comparable (mean and standard deviation
 on reference samples, stored with the reward model's version). The trainer sums them, weighted.
@@ -31,7 +31,7 @@ from pipeline.ppo.batch import micro_batches
 
 @dataclass
 class Samples:
-    """Replies to be scored. `rows` are the prompts' rows as they came from the data: `prompt` and all further columns."""
+    """Completions to be scored. `rows` are the prompts' rows as they came from the data: `prompt` and all further columns."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
@@ -131,7 +131,7 @@ def _number(score: Any) -> float:
 
 
 class AdapterReward(Reward):
-    """A reward adapter and head on the shared base: the score is the head's at the last token of prompt and reply."""
+    """A reward adapter and head on the shared base: the score is the head's at the last token of prompt and completion."""
 
     def __init__(self, shared: SharedBase, role: str = "reward", rows: int = 64, **settings: Any) -> None:
         super().__init__(**{"name": role, **settings})

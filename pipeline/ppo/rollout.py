@@ -1,9 +1,9 @@
-"""Rollouts: prompts in, sampled replies out, through one small interface (`Engine`).
+"""Rollouts: prompts in, sampled completions out, through one small interface (`Engine`).
 
 Sampling is pure: softmax(logits / temperature), no top-k, no top-p, no repetition penalty. Anything else samples from
 a distribution other than the one whose log-probs are learned from, and the KL to the reference goes negative.
 
-A reply depends on seed, episode number, prompt and policy, and on nothing else: each episode has its own stream of
+A completion depends on seed, episode number, prompt and policy, and on nothing else: each episode has its own stream of
 random numbers (a counter-based generator keyed by seed and episode), so that batches, their order, ended neighbours
 and the number of workers change no sample.
 """
@@ -26,7 +26,7 @@ from pipeline.models.tokenizer import eos_ids
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `temperature` 0 is greedy. `eos`: every id that ends a reply."""
+    """How to sample. `temperature` 0 is greedy. `eos`: every id that ends a completion."""
 
     max_new_tokens: int
     eos: tuple[int, ...]
@@ -48,8 +48,8 @@ class Sampling:
 
 
 @dataclass
-class Reply:
-    """Sampled tokens, the end-of-sequence token included; `ended` is False if the length limit cut the reply off.
+class Completion:
+    """Sampled tokens, the end-of-sequence token included; `ended` is False if the length limit cut the completion off.
 
     `logprobs` are the sampler's own. They are compared with the trainer's, never trained on: a sampler computes in
     another order or precision, and the first ratio must be 1.
@@ -62,15 +62,15 @@ class Reply:
 
 class Engine(Protocol):
     """What the trainer needs of a sampler. One that holds its own copy of the model (vllm_engine.py) takes the policy's
-    adapter in `sync`, and must keep the promise above: a reply is a function of seed, episode and prompt."""
+    adapter in `sync`, and must keep the promise above: a completion is a function of seed, episode and prompt."""
 
     def sync(self) -> None:
         """The policy has changed: from the next `generate` on, sample from the new one."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], episodes: Sequence[int], sampling: Sampling
-    ) -> list[Reply]:
-        """One reply to each prompt (token ids), in the order given; `episodes` are their numbers in the run."""
+    ) -> list[Completion]:
+        """One completion to each prompt (token ids), in the order given; `episodes` are their numbers in the run."""
 
 
 class TransformersEngine:
@@ -90,17 +90,19 @@ class TransformersEngine:
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], episodes: Sequence[int], sampling: Sampling
-    ) -> list[Reply]:
+    ) -> list[Completion]:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        replies: dict[int, Reply] = {}
+        completions: dict[int, Completion] = {}
         with self.shared.use(self.role):
             for at in range(0, len(order), self.rows):
                 some = order[at : at + self.rows]
                 answers = self._decode([prompts[i] for i in some], [episodes[i] for i in some], sampling)
-                replies.update(zip(some, answers, strict=True))
-        return [replies[i] for i in range(len(prompts))]
+                completions.update(zip(some, answers, strict=True))
+        return [completions[i] for i in range(len(prompts))]
 
-    def _decode(self, prompts: list[Sequence[int]], episodes: list[int], sampling: Sampling) -> list[Reply]:
+    def _decode(
+        self, prompts: list[Sequence[int]], episodes: list[int], sampling: Sampling
+    ) -> list[Completion]:
         device, limit = self.shared.device, sampling.max_new_tokens
         ids, mask = pad_left(prompts, self.pad, room=limit, device=device)
         width = ids.shape[1]
@@ -139,7 +141,7 @@ class TransformersEngine:
             ids, positions = token.unsqueeze(-1), positions[:, -1:] + 1
         ended = torch.isin(tokens[torch.arange(len(prompts), device=device), lengths - 1], eos)
         return [
-            Reply(tokens=t[:n], ended=e, logprobs=p[:n])
+            Completion(tokens=t[:n], ended=e, logprobs=p[:n])
             for t, n, e, p in zip(
                 tokens.tolist(), lengths.tolist(), ended.tolist(), logprobs.tolist(), strict=True
             )

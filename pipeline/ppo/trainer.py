@@ -38,7 +38,7 @@ from pipeline.ppo.functional import (
 from pipeline.ppo.metrics import episode_metrics
 from pipeline.ppo.phases import Phases
 from pipeline.ppo.rewards import Reward, Samples, weighted
-from pipeline.ppo.rollout import Engine, Reply, Sampling, TransformersEngine
+from pipeline.ppo.rollout import Completion, Engine, Sampling, TransformersEngine
 from pipeline.ppo.state import kept_rng_state, restore_state, save_state
 
 POLICY_STATS = (
@@ -59,12 +59,12 @@ class PPOTrainer:
 
     Args:
         shared: with roles `policy`; `critic` with a head (for `gae`); `reference`, or none: the bare base is it.
-        tokenizer: decodes replies for Python rewards and for show; its pad id fills batches up.
+        tokenizer: decodes completions for Python rewards and for show; its pad id fills batches up.
         prompts: rows with `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and further columns).
         rewards: their weighted sum is the score.
         evaluate: figures of the policy on held-out prompts, asked for on every rank after each `eval_steps` updates.
-        eos: ids that end a reply; None: those of the tokenizer and the base's generation config.
-        engine: samples the replies; None: the base itself.
+        eos: ids that end a completion; None: those of the tokenizer and the base's generation config.
+        engine: samples the completions; None: the base itself.
         on_step: called after each update with its metrics, its number (from 1) and the number of updates.
     """
 
@@ -169,7 +169,7 @@ class PPOTrainer:
 
         self.scheduler.step()
         if args.kl_controller == "adaptive":
-            # nats per reply against a target per reply; the coefficient goes into the checkpoint
+            # nats per completion against a target per completion; the coefficient goes into the checkpoint
             controller = AdaptiveKLController(self.kl_coef, args.kl_target, args.kl_horizon)
             self.kl_coef = controller.update(metrics["objective/kl"], args.batch_size)
         if args.normalize_values:
@@ -192,7 +192,7 @@ class PPOTrainer:
     # --------------------------------------------------------------------------------- rollout and scores
 
     def rollout(self) -> tuple[Episodes, Samples, Samples | None]:
-        """This worker's share of the next prompts, `num_generations` replies to each, and for remax a greedy one."""
+        """This worker's share of the next prompts, `num_generations` completions to each, and for remax a greedy one."""
         n = self.args.num_generations
         numbers = prompt_order(
             self.update * self.prompts_per_update, self.prompts_per_update, len(self.prompts), self.args.seed
@@ -205,12 +205,12 @@ class PPOTrainer:
         prompts = [p for p in ids for _ in range(n)]
         self.engine.sync()
         first = self.update * self.args.batch_size
-        replies = self.engine.generate(prompts, [first + place for place in places], self.sampling)
-        samples = self._samples([row for row in rows for _ in range(n)], prompts, replies)
+        completions = self.engine.generate(prompts, [first + place for place in places], self.sampling)
+        samples = self._samples([row for row in rows for _ in range(n)], prompts, completions)
         greedy = None
         if self.args.advantage_estimator == "remax":
             greedy = self._samples(rows, ids, self.engine.generate(ids, range(len(ids)), self._greedy()))
-        return collate(prompts, replies, places, self.pad, self.device), samples, greedy
+        return collate(prompts, completions, places, self.pad, self.device), samples, greedy
 
     def score(self, episodes: Episodes, samples: Samples) -> dict[str, list[float]]:
         """Fill `scores`; returns each reward's raw scores."""
@@ -221,7 +221,7 @@ class PPOTrainer:
         return raw
 
     def greedy_scores(self, greedy: Samples | None) -> Tensor | None:
-        """remax's baseline, one for each episode: the score of the greedy reply to its prompt."""
+        """remax's baseline, one for each episode: the score of the greedy completion to its prompt."""
         if greedy is None:
             return None
         total, _ = weighted(self.rewards, greedy, self.args.normalize_rewards)
@@ -229,7 +229,7 @@ class PPOTrainer:
         return baseline.repeat_interleave(self.args.num_generations)
 
     def _bounded(self, scores: list[float], ended: list[bool]) -> list[float]:
-        """Clip, then take the penalty off replies that were cut off (so that no clip hides it)."""
+        """Clip, then take the penalty off completions that were cut off (so that no clip hides it)."""
         limit, penalty = self.args.reward_clip, self.args.missing_eos_penalty or 0.0
         clipped = scores if limit is None else [min(max(s, -limit), limit) for s in scores]
         return [s if e else s - penalty for s, e in zip(clipped, ended, strict=True)]
@@ -248,7 +248,7 @@ class PPOTrainer:
                 values, after = self.values(part)
                 values, after = (v * self.moments.std + self.moments.mean for v in (values, after))
                 episodes.values[rows, :width] = values.where(part.mask, 0.0)
-                # After the end there is no value (0); a reply that was cut off would have gone on.
+                # After the end there is no value (0); a completion that was cut off would have gone on.
                 episodes.bootstrap[rows] = after.where(~part.ended, 0.0)
 
     def logprobs(
@@ -276,7 +276,7 @@ class PPOTrainer:
         args = self.args
         scores, bootstrap = episodes.scores, torch.zeros_like(episodes.bootstrap)
         if args.bootstrap_truncated:
-            # the value takes the score's place: with both, the reply's worth would count twice
+            # the value takes the score's place: with both, the completion's worth would count twice
             scores, bootstrap = scores.where(episodes.ended, 0.0), episodes.bootstrap
         kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
         coefficient = self.kl_coef if args.kl_in == "reward" else 0.0
@@ -411,8 +411,8 @@ class PPOTrainer:
 
     # -------------------------------------------------------------------------------------------- small
 
-    def _samples(self, rows: Rows, prompts: list[list[int]], replies: list[Reply]) -> Samples:
-        tokens, ended = [r.tokens for r in replies], [r.ended for r in replies]
+    def _samples(self, rows: Rows, prompts: list[list[int]], completions: list[Completion]) -> Samples:
+        tokens, ended = [r.tokens for r in completions], [r.ended for r in completions]
         return Samples(prompts, tokens, ended, [json.loads(row["row"]) for row in rows], self.tokenizer)
 
     def _prompt_ids(self, row: dict[str, Any]) -> list[int]:

@@ -1,10 +1,10 @@
 """Rollouts by vLLM, beside the trainer on the same device: `trainer.use_vllm`. The extra `vllm` brings it.
 
 It is the one thing that costs a second copy of the base, and pays where decoding is most of an update: large models, long
-replies. Only the policy's adapter travels to it, after each update; the base does not change.
+completions. Only the policy's adapter travels to it, after each update; the base does not change.
 
 vLLM computes by other kernels than the trainer, so its log-probs are a little off. Old log-probs are the trainer's all the
-same (the first ratio stays 1), and what is left is weighed (functional.importance_weights). A reply is a function of
+same (the first ratio stays 1), and what is left is weighed (functional.importance_weights). A completion is a function of
 seed, episode and prompt here too, but for rounding: vLLM's sums depend on the batch that a row is in.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.rollout import Reply, Sampling
+from pipeline.ppo.rollout import Completion, Sampling
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -33,7 +33,7 @@ class VllmEngine:
         shared: holds the role that samples.
         model: folder or hub id of the base, as vLLM is to load it.
         folder: where adapters lie on their way to it.
-        longest: tokens of the longest prompt and its reply together.
+        longest: tokens of the longest prompt and its completion together.
         role: whose adapter samples.
         options: further arguments of vllm.LLM: revision, dtype, quantization, gpu_memory_utilization, ...
     """
@@ -81,7 +81,7 @@ class VllmEngine:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], episodes: Sequence[int], sampling: Sampling
-    ) -> list[Reply]:
+    ) -> list[Completion]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -101,7 +101,7 @@ class VllmEngine:
         ]
         texts = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(texts, asked, lora_request=adapter, use_tqdm=False)
-        return [reply_of(output.outputs[0]) for output in outputs]
+        return [completion_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:
         """Ends vLLM's process, which gives its memory back.
@@ -112,11 +112,11 @@ class VllmEngine:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def reply_of(output: Any) -> Reply:
+def completion_of(output: Any) -> Completion:
     """From vLLM's CompletionOutput: it holds the end token, as ours does."""
     tokens = list(output.token_ids)
     logprobs = [float(at[token].logprob) for at, token in zip(output.logprobs, tokens, strict=True)]
-    return Reply(tokens=tokens, ended=output.finish_reason == "stop", logprobs=logprobs)
+    return Completion(tokens=tokens, ended=output.finish_reason == "stop", logprobs=logprobs)
 
 
 def seed_of(seed: int, episode: int) -> int:

@@ -129,12 +129,12 @@ def check_head(folder: str, scores: bool, reference: str) -> None:
     head = adapter_config(folder).get("task_type") == "SEQ_CLS"
     if scores and not head:
         raise InputError(
-            f"{reference} is an adapter without a scalar head, so it cannot score a reply; expected one that `rm` "
+            f"{reference} is an adapter without a scalar head, so it cannot score a completion; expected one that `rm` "
             "trained, e.g. models:/rlhf-rm@champion"
         )
     if head and not scores:
         raise InputError(
-            f"{reference} is a reward adapter (it has a scalar head), so it cannot write replies; expected one that "
+            f"{reference} is a reward adapter (it has a scalar head), so it cannot write completions; expected one that "
             "`sft`, `dpo` or `ppo` trained, e.g. models:/rlhf-sft@champion"
         )
 

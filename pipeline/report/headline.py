@@ -25,15 +25,15 @@ HEADLINES = {
     "ppo": (
         ("judge", "before_judge", "eval_judge", ""),
         ("reward", "before_reward", "eval_reward", ""),
-        ("replies preferred to before", "", "eval_win_rate", "%"),
-        ("KL", "", "eval_kl", "nats a reply"),
+        ("completions preferred to before", "", "eval_win_rate", "%"),
+        ("KL", "", "eval_kl", "nats a completion"),
         ("length", "before_length", "eval_length", "tokens"),
     ),
     "evaluate": (
         ("preferred by the judge", "", "eval_judge_win_rate", "%"),
         ("preferred by the reward", "", "eval_win_rate", "%"),
         ("reward", "before_reward", "eval_reward", ""),
-        ("KL", "", "eval_kl", "nats a reply"),
+        ("KL", "", "eval_kl", "nats a completion"),
         ("reward model, pairs right", "", "eval_rm_accuracy", "%"),
     ),
 }

@@ -168,7 +168,7 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
     for name, split in report.get("splits", {}).items():
         dropped = [(KINDS.get(why, why), count) for why, count in sorted(split["dropped"].items())]
         lengths = {
-            label: split[key] for label, key in (("prompt", "prompt_tokens"), ("reply", "reply_tokens"))
+            label: split[key] for label, key in (("prompt", "prompt_tokens"), ("completion", "completion_tokens"))
             if split[key].get("max")
         }  # fmt: skip
         source = run.job.get("data", {}).get(name) or run.job.get("data", {}).get("train")

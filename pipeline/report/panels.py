@@ -55,13 +55,13 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "Next token predicted",
                 "share of tokens",
                 {"mean_token_accuracy": "training", "eval_mean_token_accuracy": "held-out"},
-                "Share of the reply's tokens to which the model gives the highest probability.",
+                "Share of the completion's tokens to which the model gives the highest probability.",
             ),
             Panel(
                 "Pairs ranked right",
                 "share of pairs",
                 {"accuracy": "training", "eval_accuracy": "held-out"},
-                "The chosen reply scores above the rejected one. A coin gets one half.",
+                "The chosen completion scores above the rejected one. A coin gets one half.",
                 level=0.5,
             ),
             Panel(
@@ -81,7 +81,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "Pairs ranked right",
                 "share of pairs",
                 {"rewards/accuracies": "training", "eval_rewards/accuracies": "held-out"},
-                "The chosen reply gained more probability over the reference than the rejected one.",
+                "The chosen completion gained more probability over the reference than the rejected one.",
                 level=0.5,
             ),
             Panel(
@@ -97,10 +97,10 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "Implicit reward of chosen minus rejected.",
             ),
             Panel(
-                "Reward of the replies",
+                "Reward of the completions",
                 "score",
                 {"rewards/*/mean": ""},
-                "Mean score of the replies of an update, as each reward gives it.",
+                "Mean score of the completions of an update, as each reward gives it.",
             ),
             Panel(
                 "What PPO maximises",
@@ -112,7 +112,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "Better than before, on held-out prompts",
                 "share of prompts",
                 {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
-                "Share of replies that score higher than the policy's first ones. If only the reward agrees, it is outwitted.",
+                "Share of completions that score higher than the policy's first ones. If only the reward agrees, it is outwitted.",
                 level=0.5,
                 when=varies,
             ),
@@ -123,16 +123,16 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         (
             Panel(
                 "KL from the reference",
-                "nats a reply",
+                "nats a completion",
                 {"objective/kl": ""},
                 "How far the policy has moved. It starts at 0; reward that needs more and more KL is suspect.",
                 level=0.0,
             ),
             Panel(
-                "Entropy of a reply",
+                "Entropy of a completion",
                 "nats",
                 {"objective/entropy": ""},
-                "Mean -log p of a reply. Near 0 the policy always says the same, and has stopped exploring.",
+                "Mean -log p of a completion. Near 0 the policy always says the same, and has stopped exploring.",
             ),
             Panel(
                 "Entropy",
@@ -141,24 +141,24 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "How undecided the model is about the next token.",
             ),
             Panel(
-                "Length of the replies",
+                "Length of the completions",
                 "tokens",
                 {"completions/mean_length": ""},
                 "Length that climbs with reward is the most common way to please a reward model.",
                 zero=True,
             ),
             Panel(
-                "Replies cut off",
-                "share of replies",
+                "Completions cut off",
+                "share of completions",
                 {"completions/clipped_ratio": ""},
-                "Replies that reached the longest length allowed without an end of their own.",
+                "Completions that reached the longest length allowed without an end of their own.",
                 zero=True,
             ),
             Panel(
                 "Log-probability",
-                "nats a reply",
+                "nats a completion",
                 {"logps/chosen": "chosen", "logps/rejected": "rejected"},
-                "What the policy gives the replies of the pairs.",
+                "What the policy gives the completions of the pairs.",
             ),
             Panel(
                 "Price of KL",
@@ -203,7 +203,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "KL of one update",
                 "nats a token",
                 {"policy/approxkl_avg": ""},
-                "From the policy that wrote the replies to the one that learned from them.",
+                "From the policy that wrote the completions to the one that learned from them.",
                 zero=True,
             ),
             Panel(

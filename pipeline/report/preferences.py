@@ -19,7 +19,7 @@ def margins(pairs: list[Pair]) -> list[float]:
 
 
 def longer(pairs: list[Pair]) -> list[float]:
-    """By how many tokens the chosen reply is the longer one."""
+    """By how many tokens the chosen completion is the longer one."""
     return [pair["chosen_tokens"] - pair["rejected_tokens"] for pair in pairs]
 
 
@@ -33,8 +33,8 @@ def summary(pairs: list[Pair]) -> dict[str, float | None]:
         "margin": mean(found),
         "calibration error": calibration(found)[0],
         "margin to length, correlation": correlation(found, longer(pairs)),
-        "accuracy where the chosen reply is shorter": mean(shorter_won) if shorter_won else None,
-        "accuracy where the chosen reply is longer": mean(longer_won) if longer_won else None,
+        "accuracy where the chosen completion is shorter": mean(shorter_won) if shorter_won else None,
+        "accuracy where the chosen completion is longer": mean(longer_won) if longer_won else None,
     }
 
 
@@ -43,7 +43,7 @@ def drawings(pairs: list[Pair]) -> dict[str, tuple[Draw, str]]:
     return {
         "Margins of the held-out pairs": (
             lambda axes: draw_margins(axes, pairs),
-            "Chosen minus rejected score of each pair. Left of 0 the model prefers the wrong reply.",
+            "Chosen minus rejected score of each pair. Left of 0 the model prefers the wrong completion.",
         ),
         "Calibration": (
             lambda axes: draw_calibration(axes, pairs),
@@ -52,7 +52,7 @@ def drawings(pairs: list[Pair]) -> dict[str, tuple[Draw, str]]:
         ),
         "Length bias": (
             lambda axes: draw_lengths(axes, pairs),
-            "Each dot a pair: how much longer the chosen reply is, and its margin. A slope: length itself is rewarded.",
+            "Each dot a pair: how much longer the chosen completion is, and its margin. A slope: length itself is rewarded.",
         ),
     }
 

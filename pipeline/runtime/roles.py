@@ -30,7 +30,7 @@ def add_rewards(worker: Host, shared: Any) -> list[Any]:
 
 
 def _scorer(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0) -> Any:
-    """What scores replies for an input of the job: an adapter on the base, another model, or a Python function."""
+    """What scores completions for an input of the job: an adapter on the base, another model, or a Python function."""
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
     source = worker.work.inputs[name]
@@ -123,7 +123,7 @@ def _reward_role(index: int) -> str:
 
 @contextmanager
 def sampler(worker: Worker, shared: Any, args: Any) -> Iterator[Any]:
-    """What writes the policy's replies: vLLM where the job asks for it, as long as the block lasts; else None, the base itself."""
+    """What writes the policy's completions: vLLM where the job asks for it, as long as the block lasts; else None, the base itself."""
     if not args.use_vllm:
         yield None
         return

@@ -340,20 +340,20 @@ def check_experts(job: Job) -> None:
 
 
 def room_for_prompts(job: Job, context: int | None) -> int | None:
-    """The longest row: the context, less the reply that is still to be written into it."""
+    """The longest row: the context, less the completion that is still to be written into it."""
     if context is None or not STAGE[job.stage].writes:
         return context
-    reply = job.args.response_length
-    if reply > context - 2:
+    completion = job.args.response_length
+    if completion > context - 2:
         raise InputError(
-            f"{reply} tokens leave no room for a prompt in the model's context of {context}; "
+            f"{completion} tokens leave no room for a prompt in the model's context of {context}; "
             f"type trainer.response_length={context // 2}",
             key="trainer.response_length",
         )
-    room, longest = context - reply, job.data.max_length
+    room, longest = context - completion, job.data.max_length
     if longest is not None and longest > room:
         raise InputError(
-            f"{longest} tokens of a prompt and the trainer.response_length={reply} of its reply exceed "
+            f"{longest} tokens of a prompt and the trainer.response_length={completion} of its completion exceed "
             f"the model's context of {context}; type data.max_length={room}, or a smaller trainer.response_length",
             key="data.max_length",
         )

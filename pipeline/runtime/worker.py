@@ -283,7 +283,7 @@ class Worker(Host):
             save: writes adapter and head into a folder (on rank 0). None: nothing was trained.
             verify: raises if the adapter in that folder does not behave like the one in memory (on rank 0).
             facts: further entries of lineage.json, e.g. the reward's mean and standard deviation.
-            samples: prompts with replies before and after, for result.json.
+            samples: prompts with completions before and after, for result.json.
             tables: further rows for the report, each kept as NAME.json beside the adapter.
         """
         # PPO resets the system's own peak figure at each of its phases and keeps the highest itself (GiB).

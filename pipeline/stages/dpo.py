@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the sft adapter moved towards the chosen replies, without a reward model.
+"""Direct preference optimisation: the sft adapter moved towards the chosen completions, without a reward model.
 
     make dpo    or    python -m pipeline dpo jobs/demo/dpo.yaml [section.key=value ...]
 

@@ -1,4 +1,4 @@
-"""PPO: the sft adapter writes replies, rewards score them, and what scores well becomes more likely.
+"""PPO: the sft adapter writes completions, rewards score them, and what scores well becomes more likely.
 
     make ppo    or    python -m pipeline ppo jobs/demo/ppo.yaml [section.key=value ...]
 

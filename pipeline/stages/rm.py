@@ -1,9 +1,9 @@
-"""Reward model: an adapter and a scalar head that score the chosen reply of a pair above the rejected one.
+"""Reward model: an adapter and a scalar head that score the chosen completion of a pair above the rejected one.
 
     make rm    or    python -m pipeline rm jobs/demo/rm.yaml [section.key=value ...]
 
 TRL's RewardTrainer (Bradley-Terry loss, optional margin and centering). The version carries the mean and standard
-deviation of its scores on the held-out replies: PPO normalises its reward with them.
+deviation of its scores on the held-out completions: PPO normalises its reward with them.
 """
 
 from typing import Any
@@ -82,7 +82,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
     """The scores of all pairs, in their order, shared out over the workers.
 
     Returns:
-        {"chosen", "rejected"}: the scores; {"chosen_tokens", "rejected_tokens"}: lengths, of prompt and reply.
+        {"chosen", "rejected"}: the scores; {"chosen_tokens", "rejected_tokens"}: lengths, of prompt and completion.
     """
     import torch
 
@@ -113,8 +113,10 @@ def doubtful(
     """The pairs with the lowest margins as text: what the model gets wrong, or what is wrong in the data."""
     found = []
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[:count]:
-        prompt, *replies = as_text(worker.tokenizer, rows[index]["chosen_ids"], rows[index]["rejected_ids"])
-        sides = zip(("chosen", "rejected"), replies, strict=True)
+        prompt, *completions = as_text(
+            worker.tokenizer, rows[index]["chosen_ids"], rows[index]["rejected_ids"]
+        )
+        sides = zip(("chosen", "rejected"), completions, strict=True)
         found.append(
             {"prompt": prompt} | {side: {"text": t, "score": pairs[index][side]} for side, t in sides}
         )
@@ -122,7 +124,7 @@ def doubtful(
 
 
 def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:
-    """Prompt and both replies of a token pair; a reply begins behind the template's last call for one."""
+    """Prompt and both completions of a token pair; a completion begins behind the template's last call for one."""
     from pipeline.data.formats import shared_length
 
     question = [{"role": "user", "content": "?"}]
@@ -137,7 +139,7 @@ def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str
         )
         return parts[0], parts[1], parts[2]
     prompt, _, _ = texts[0].rpartition(call)
-    replies = [text.rpartition(call)[2] for text in texts]
+    completions = [text.rpartition(call)[2] for text in texts]
     for token in tokenizer.all_special_tokens:
-        replies = [reply.replace(token, "") for reply in replies]
-    return prompt, replies[0], replies[1]
+        completions = [completion.replace(token, "") for completion in completions]
+    return prompt, completions[0], completions[1]

@@ -154,7 +154,7 @@ def for_notebook() -> None:
 
 
 def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
-    """Prompts with the replies before and after, and their scores, as aligned text."""
+    """Prompts with the completions before and after, and their scores, as aligned text."""
     lines = []
     for sample in samples:
         lines.append(f"   {_cut(sample['prompt'], 2 * width)}")

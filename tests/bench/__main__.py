@@ -24,7 +24,7 @@ from typing import Any
 from sizes import ROOT, SIZES, TRL_PPO, WORK, prepare
 
 PARTS = ("ppo", "sft", "rm", "dpo")
-CASES = {"full": "full length", "own": "own length"}  # of PPO's replies
+CASES = {"full": "full length", "own": "own length"}  # of PPO's completions
 GIB = 2**30
 
 
@@ -137,7 +137,7 @@ def middle(found: list[dict[str, Any]], key: str) -> float:
 
 
 def samples_of(part: str, size: str) -> int:
-    """Replies of a PPO update; rows of a step of sft, pairs of rm and dpo."""
+    """Completions of a PPO update; rows of a step of sft, pairs of rm and dpo."""
     here = SIZES[size]
     return {"ppo": here.prompts, "sft": here.rows}.get(part, here.rows // 2)
 
@@ -166,11 +166,11 @@ def render(results: list[dict[str, Any]]) -> str:
     stages = [r for r in results if r["part"] != "ppo"]
     lines = ["# Measured beside TRL", "", *machines(results)]
     if ppo:
-        head = "model | replies | samples/s | TRL 1.12 | ratio | peak GiB | TRL 1.12 | ratio | first update s | TRL 1.12"
+        head = "model | completions | samples/s | TRL 1.12 | ratio | peak GiB | TRL 1.12 | ratio | first update s | TRL 1.12"
         lines += ["", "## PPO", "", *table(head, map(ppo_row, ppo))]
         lines += ["", "Seconds of each phase of our update:", ""]
         lines += table(
-            "model | replies | mean length | rollout | score | values | update", map(phase_row, ppo)
+            "model | completions | mean length | rollout | score | values | update", map(phase_row, ppo)
         )
     if stages:
         head = "stage | model | s/step | bare TRL 1.16 | ratio | peak GiB | bare | ratio | first step s | bare | later by"

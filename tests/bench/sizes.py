@@ -20,7 +20,7 @@ WORK = ROOT / "runs/bench"  # random models, rows, and what each measurement lef
 TRL_PPO = ROOT / ".bench/trl"
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 LEARNING_RATE = 1e-5
-SEED = 6  # of our sampling: at size `large` the replies of both updates take about 39 % of the limit
+SEED = 6  # of our sampling: at size `large` the completions of both updates take about 39 % of the limit
 NEVER = -1e4  # added to a logit
 
 SPECIAL = {
@@ -38,8 +38,8 @@ class Size:
     prompts: int  # of one PPO update
     together: int  # rows of one forward and backward of ours; TRL's minibatch cannot be cut
     prompt_tokens: int | None  # of each prompt; None: the demo's own
-    new_tokens: int  # most in a reply
-    eos_bias: float  # on the end's logit where replies end by themselves, after 40 % of the limit
+    new_tokens: int  # most in a completion
+    eos_bias: float  # on the end's logit where completions end by themselves, after 40 % of the limit
     updates: int  # of PPO, the first of them a warm-up
     rows: int  # of one step of sft; a step of rm and dpo has half as many pairs, which are two rows each
     words: int | None  # of each row of sft, rm and dpo; None: the demo's rows
@@ -145,9 +145,9 @@ def prompts(size: str, tokens: Any) -> list[list[int]]:
 
 
 def with_ends(model: Any, size: str, case: str) -> Any:
-    """The model with replies that end by themselves (`own`) or never (`full`): a bias on its lm head says which.
+    """The model with completions that end by themselves (`own`) or never (`full`): a bias on its lm head says which.
 
-    One id alone ends a reply, the tokenizer's: TRL's PPO knows no more than one.
+    One id alone ends a completion, the tokenizer's: TRL's PPO knows no more than one.
     """
     import torch
 

@@ -39,17 +39,17 @@ def ask(*turns: str) -> list[int]:
 def engine(shared, prompt, temperature, episode=0):
     ends = tuple(eos_ids(tokenizer(), shared.base.generation_config))
     how = Sampling(20, ends, temperature=temperature, seed=3)
-    [reply] = TransformersEngine(shared, "policy", pad=tokenizer().pad_token_id).generate(
+    [completion] = TransformersEngine(shared, "policy", pad=tokenizer().pad_token_id).generate(
         [prompt], [episode], how
     )
-    return how, reply
+    return how, completion
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_stream_is_what_the_engine_says(shared, temperature):
     prompt = ask("What is the capital of Peru?")
-    how, reply = engine(shared, prompt, temperature, episode=7)
-    assert list(stream(shared, "policy", prompt, 7, how)) == reply.tokens
+    how, completion = engine(shared, prompt, temperature, episode=7)
+    assert list(stream(shared, "policy", prompt, 7, how)) == completion.tokens
 
 
 def test_half_a_character_waits_for_the_rest():
@@ -116,7 +116,9 @@ def test_a_full_context_is_said(models, storage):
     said = talk(storage, lines, "reward=null")
     assert re.search(r"the model's context is full: the oldest 2 messages are forgotten", said)
     assert said.rindex("the oldest 2 messages") > said.index("too long: "), "what was refused costs no memory"
-    assert re.search(r"too long: \d+ tokens, but 236 fit beside a reply of trainer\.response_length=20", said)
+    assert re.search(
+        r"too long: \d+ tokens, but 236 fit beside a completion of trainer\.response_length=20", said
+    )
 
 
 @pytest.mark.parametrize(

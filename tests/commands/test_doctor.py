@@ -53,7 +53,7 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
     assert phases["time/update"] > 0
     phases |= {"time/rollout": 1.0, "time/score": 1.0, "time/values": 1.0, "time/update": 2.0}
     table = doctor.render(findings, phases, 16, PPOConfig(batch_size=64, num_ppo_epochs=3))
-    assert "WRONG" not in table and "64 replies, 3 epochs, would take 36 s" in table
+    assert "WRONG" not in table and "64 completions, 3 epochs, would take 36 s" in table
 
 
 def test_the_start_of_a_run_raises_what_the_checks_find(monkeypatch):

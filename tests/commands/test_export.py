@@ -32,10 +32,13 @@ def exported(models, storage):
     return stage("export", storage, "exported", *MODELS)["exported"]
 
 
-def asked(text: str, *reply: str) -> torch.Tensor:
-    turns = [{"role": "user", "content": text}, *({"role": "assistant", "content": one} for one in reply)]
+def asked(text: str, *completion: str) -> torch.Tensor:
+    turns = [
+        {"role": "user", "content": text},
+        *({"role": "assistant", "content": one} for one in completion),
+    ]
     return torch.tensor(
-        [tokenizer().apply_chat_template(turns, add_generation_prompt=not reply, return_dict=False)]
+        [tokenizer().apply_chat_template(turns, add_generation_prompt=not completion, return_dict=False)]
     )
 
 
@@ -57,12 +60,12 @@ def test_the_policy_writes_the_same_text_in_plain_transformers(exported, models)
         )
         assert torch.equal(inputs["input_ids"], asked(text))
         out = plain.generate(**inputs, do_sample=False, max_new_tokens=30)
-        [reply] = engine.generate(inputs["input_ids"].tolist(), [0], how)
-        assert out[0, inputs["input_ids"].shape[1] :].tolist() == reply.tokens
+        [completion] = engine.generate(inputs["input_ids"].tolist(), [0], how)
+        assert out[0, inputs["input_ids"].shape[1] :].tolist() == completion.tokens
         with torch.no_grad():
             moved = max(moved, (plain(**inputs).logits - bare(**inputs).logits).abs().max().item())
     assert moved > 0.1, "the adapter changes nothing: nothing was compared"
-    assert exported["policy"]["same_greedy_replies"] == 1.0
+    assert exported["policy"]["same_greedy_completions"] == 1.0
 
 
 def test_the_reward_gives_the_same_scores_in_plain_transformers(exported, models):
@@ -72,7 +75,9 @@ def test_the_reward_gives_the_same_scores_in_plain_transformers(exported, models
     assert plain.config.num_labels == 1 and plain.config.pad_token_id == tokenizer().pad_token_id
     shared = shared_base()
     shared.add("reward", folder=models["toy-rm"], head=True)
-    rows = [asked(text, reply)[0] for text in TEXTS for reply in ("Yes.", "I do not know. Who cares?")]
+    rows = [
+        asked(text, completion)[0] for text in TEXTS for completion in ("Yes.", "I do not know. Who cares?")
+    ]
     batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer().pad_token_id)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     with torch.no_grad():
@@ -183,5 +188,5 @@ def test_a_probe_leaves_room_in_a_short_context(models):
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
     host = Host(Work(job, tokenizer(), {"context_length": 256}, {}, {}, ""))
     rows = exporting.probes(host)
-    assert exporting.reply_length(host, rows) == 256 - max(map(len, rows))
-    assert exporting.reply_length(Host(replace(host.work, base={"context_length": None})), rows) == 250
+    assert exporting.completion_length(host, rows) == 256 - max(map(len, rows))
+    assert exporting.completion_length(Host(replace(host.work, base={"context_length": None})), rows) == 250

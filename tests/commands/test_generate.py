@@ -42,7 +42,7 @@ def generate(storage: Path, name: str, *overrides: str, status: int = 0) -> tupl
 
 
 def by_the_engine(models, rows: list[dict], temperature: float) -> tuple[list, list[float]]:
-    """The replies that the policy's engine gives to all rows in one batch, and their rewards."""
+    """The completions that the policy's engine gives to all rows in one batch, and their rewards."""
     from pipeline.models.tokenizer import eos_ids
     from pipeline.ppo.rewards import AdapterReward, Samples
     from pipeline.ppo.rollout import Sampling, TransformersEngine
@@ -59,29 +59,29 @@ def by_the_engine(models, rows: list[dict], temperature: float) -> tuple[list, l
     ends = tuple(eos_ids(tokenizer(), shared.base.generation_config))
     how = Sampling(40, ends, temperature=temperature, seed=5)
     engine = TransformersEngine(shared, "policy", rows=len(rows), pad=tokenizer().pad_token_id)
-    replies = engine.generate(ids, range(len(rows)), how)
-    samples = Samples(ids, [r.tokens for r in replies], [r.ended for r in replies], rows, tokenizer())
-    return replies, AdapterReward(shared).score(samples)
+    completions = engine.generate(ids, range(len(rows)), how)
+    samples = Samples(ids, [r.tokens for r in completions], [r.ended for r in completions], rows, tokenizer())
+    return completions, AdapterReward(shared).score(samples)
 
 
-def text(reply) -> str:
-    return tokenizer().decode(reply.tokens, skip_special_tokens=True)
+def text(completion) -> str:
+    return tokenizer().decode(completion.tokens, skip_special_tokens=True)
 
 
-def test_a_line_is_the_row_and_the_engines_reply_whatever_the_batch(models, storage, tmp_path, capsys):
+def test_a_line_is_the_row_and_the_engines_completion_whatever_the_batch(models, storage, tmp_path, capsys):
     rows = [
         {"prompt": f"What is the capital of {place}?", "completion": place} for place in PLACES + PLACES[:3]
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = ["trainer.temperature=0", "trainer.local_rollout_forward_batch_size=2"]
     result, lines = generate(storage, "plain", f"data.train={tmp_path}/rows.jsonl", *settings)
-    replies, rewards = by_the_engine(models, rows, 0.0)
+    completions, rewards = by_the_engine(models, rows, 0.0)
     assert [line["prompt"] for line in lines] == [row["prompt"] for row in rows]
     assert [line["reference_completion"] for line in lines] == [row["completion"] for row in rows]
-    assert [line["completion"] for line in lines] == [text(reply) for reply in replies]
+    assert [line["completion"] for line in lines] == [text(completion) for completion in completions]
     assert len({line["completion"] for line in lines}) > 1
     assert [(line["completion_tokens"], line["ended"]) for line in lines] == [
-        (len(r.tokens), r.ended) for r in replies
+        (len(r.tokens), r.ended) for r in completions
     ]
     assert [line["reward"] for line in lines] == pytest.approx(rewards, abs=1e-4)
     assert result["rows"] == 11 and result["inputs"]["policy"] == "models:/toy-policy/1"

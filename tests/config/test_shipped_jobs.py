@@ -112,7 +112,7 @@ def test_the_qlora_profile_differs_only_where_it_means_to(stage):
     )
     meant = {"source", "policy", "reward", "baseline", "mlflow.experiment", "mlflow.registered_model"}
     meant |= {"model.load_in_4bit", "scaling.num_workers"}
-    meant |= {"gate.eval_kl"}  # shorter replies
+    meant |= {"gate.eval_kl"}  # shorter completions
     sizes = (
         "per_device_train_batch_size",
         "per_device_eval_batch_size",

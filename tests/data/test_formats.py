@@ -63,10 +63,10 @@ PREFERENCES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row,prompt,reply", DEMONSTRATIONS)
-def test_demonstrations(row, prompt, reply):
+@pytest.mark.parametrize("row,prompt,completion", DEMONSTRATIONS)
+def test_demonstrations(row, prompt, completion):
     record = parse(row, "sft")
-    assert (record.prompt, record.pairs) == (prompt, [(reply,)])
+    assert (record.prompt, record.pairs) == (prompt, [(completion,)])
 
 
 @pytest.mark.parametrize("row", PREFERENCES)
@@ -137,7 +137,7 @@ def test_the_system_prompt_of_a_row_is_part_of_it(row):
     stage = "sft" if {"completion", "output"} & row.keys() else "rm" if len(row) > 1 else "ppo"
     record = parse({**row, "system": "s"}, stage)
     assert record.prompt == [SYSTEM, USER]
-    assert all(reply[0]["content"] in ("yo", "no") for pair in record.pairs for reply in pair)
+    assert all(completion[0]["content"] in ("yo", "no") for pair in record.pairs for completion in pair)
 
 
 def test_prompts_carry_their_further_columns():
@@ -176,7 +176,7 @@ ERRORS = [
     ("sft", {"prompt": 7, "completion": "b"}, "wrong_type", "prompt"),
     ("sft", {"prompt": "a", "completion": 3.5}, "wrong_type", "completion"),
     ("sft", {"prompt": " ", "completion": "b"}, "empty_prompt", "prompt"),
-    ("sft", {"prompt": "a", "completion": " "}, "empty_reply", "completion"),
+    ("sft", {"prompt": "a", "completion": " "}, "empty_completion", "completion"),
     ("sft", {"messages": []}, "empty_prompt", "messages"),
     ("sft", {"messages": [BOT]}, "empty_prompt", "messages"),
     ("sft", {"messages": "hi"}, "wrong_type", "messages"),
@@ -184,7 +184,7 @@ ERRORS = [
     ("sft", {"messages": [{"role": "user", "content": None}, BOT]}, "null", "messages[0].content"),
     ("sft", {"messages": [{"role": "robot", "content": "x"}]}, "wrong_role", "messages[0].role"),
     ("sft", {"messages": [USER]}, "wrong_role", "messages"),
-    ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_reply", "messages"),
+    ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_completion", "messages"),
     ("sft", {"prompt": "a", "completion": "\ud800"}, "not_utf8", "completion"),
     ("sft", {"prompt": "a", "completion": "b", "x": {"y": ["\udfff"]}}, "not_utf8", "x.y[0]"),
     ("sft", {"prompt": "a", "completion": "b", "x": float("nan")}, "not_finite", "x"),
@@ -198,7 +198,7 @@ ERRORS = [
     ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -0.5}, "margin", "margin"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, "wrong_type", "margin"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": " b "}, "equal_pair", "chosen"),
-    ("rm", {"prompt": "a", "chosen": "b", "rejected": ""}, "empty_reply", "rejected"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": ""}, "empty_completion", "rejected"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "wrong_type", "margin"),
     ("rm", {"chosen": "x y", "rejected": "z y"}, "empty_prompt", "chosen"),
     (
@@ -285,7 +285,7 @@ def test_the_end_is_added_where_the_template_has_none():
 
 
 def test_a_template_that_rewrites_earlier_turns():
-    """Like Qwen3's: the last reply begins with empty thoughts, earlier ones do not."""
+    """Like Qwen3's: the last completion begins with empty thoughts, earlier ones do not."""
     thoughts = CHATML.replace(
         "{{ m.content | trim }}",
         "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content | trim }}",
@@ -307,7 +307,7 @@ REASONED = {
         {"role": "assistant", "content": "<think>\ntwo\n</think>\n\nbye"},
     ]
 }
-LAST = {  # what is trained of the last reply, without and with thoughts
+LAST = {  # what is trained of the last completion, without and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
     "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # the prompt ends on <think>
     "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
@@ -317,7 +317,7 @@ LAST = {  # what is trained of the last reply, without and with thoughts
 @pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("row", [CONVERSATION, REASONED], ids=["plain", "reasoned"])
 def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
-    """The real ones of Qwen3, on several turns: each reply is trained as it is written, and nothing beside it."""
+    """The real ones of Qwen3, on several turns: each completion is trained as it is written, and nothing beside it."""
     import trl
 
     template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
@@ -335,7 +335,7 @@ def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
 
 
 def test_a_template_that_asks_in_another_way_than_it_writes():
-    """DeepSeek R1's: the prompt ends on <think>, the reply is written without it."""
+    """DeepSeek R1's: the prompt ends on <think>, the completion is written without it."""
     asks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     for stage, row in (("sft", CONVERSATION), ("dpo", {"prompt": [USER], "chosen": "a", "rejected": "b"})):
         _, (error,) = encoded(stage, row, template=asks)
@@ -363,7 +363,7 @@ def test_turns_that_are_not_to_be_trained(mark, template):
         tok, (example,) = encoded("sft", {"messages": turns, **system}, template=template, ends=ends)
         assert trained(tok, example) == [" yo</s>" if template is None else "yo<|im_end|>"]
     tok, (example,) = encoded("sft", {"messages": turns}, template=CHATML)
-    assert "</s>" not in "".join(trained(tok, example)), "the end that is added to an untrained reply"
+    assert "</s>" not in "".join(trained(tok, example)), "the end that is added to an untrained completion"
     rows = {"prompt": [USER], "completion": [{**first, **mark}, question, last]}
     tok, (example,) = encoded("sft", rows, template=template, ends=ends)
     assert trained(tok, example) == [" bye</s>" if template is None else "bye<|im_end|>"]
@@ -447,7 +447,7 @@ def test_a_template_that_leaves_a_turn_out_is_refused(stage, template):
     tok = tokenizer(template)
     ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
     _, (found,) = encoded(stage, ROWS[stage], template=template, ends=ends)
-    kind = "empty_prompt" if template is FORGETS_THE_PROMPT else "empty_reply"
+    kind = "empty_prompt" if template is FORGETS_THE_PROMPT else "empty_completion"
     assert isinstance(found, RowError) and found.kind == kind, found
 
 
@@ -504,7 +504,7 @@ def test_words_that_the_tokenizer_does_not_see_are_none(stage):
     row |= {"chosen": "yo", "rejected": "\u200b"} if stage in ("rm", "dpo") else {}
     (found,) = Encoder(tok, stage, 99, "error", False, [tok.eos_token_id]).encode([parse(row, stage)])[0]
     assert isinstance(found, RowError), found
-    assert found.kind == ("empty_prompt" if stage == "ppo" else "empty_reply")
+    assert found.kind == ("empty_prompt" if stage == "ppo" else "empty_completion")
 
 
 def test_a_template_may_raise_anything():
@@ -755,6 +755,6 @@ def test_real_preferences():
                 parse(json.loads(line), "rm")
             except RowError as error:
                 bad[error.kind] = bad.get(error.kind, 0) + 1
-    assert bad == {"empty_reply": 4, "prompts_differ": 5}
+    assert bad == {"empty_completion": 4, "prompts_differ": 5}
     for row in json.loads((SHARED / "data" / "lf_dpo_en_demo.json").read_text()):
         assert parse(row, "dpo").prompt[-1]["role"] == "user"

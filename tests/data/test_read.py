@@ -90,7 +90,7 @@ def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, embedded_ray, monkey
     made = make(tmp_path, train=path, on_error="skip")
     split = made.report.splits["train"]
     assert (split.read, split.kept) == (50, 47)
-    assert split.dropped == {"empty_reply": 1, "not_json": 1, "mixed_shapes": 1}
+    assert split.dropped == {"empty_completion": 1, "not_json": 1, "mixed_shapes": 1}
     assert made.report.skipped[0].startswith(f"{path}:18")
 
 
@@ -180,7 +180,7 @@ def test_real_files(tmp_path, embedded_ray):
     made = prepare("rm", data, tok, 512, str(tmp_path))
     split = made.report.splits["train"]
     assert (split.read, split.kept) == (2312, 1601)
-    assert split.dropped == {"too_long": 702, "empty_reply": 4, "prompts_differ": 5}
+    assert split.dropped == {"too_long": 702, "empty_completion": 4, "prompts_differ": 5}
     with pytest.raises(InputError, match=r"hh_harmless_test.jsonl.gz:87: `chosen`"):
         prepare("rm", Data(train=preferences), tok, 512, str(tmp_path))
     messages = Data(train=str(SHARED / "data" / "tinker_conversations.jsonl"))

@@ -56,12 +56,12 @@ def encoded(tok, stage, row, **options) -> Example:
 def rows(words: str) -> dict[str, dict]:
     """A row of each stage with `words` in every text that a row has."""
     turns = [{"role": "system", "content": words}, {"role": "user", "content": words}]
-    reply = {"role": "assistant", "content": words}
+    completion = {"role": "assistant", "content": words}
     return {
-        "sft": {"messages": [*turns, reply, turns[1], {**reply, "content": f"{words}!"}]},
+        "sft": {"messages": [*turns, completion, turns[1], {**completion, "content": f"{words}!"}]},
         "rm": {"prompt": turns, "chosen": words, "rejected": f"{words} no"},
         "dpo": {"prompt": words, "chosen": words, "rejected": f"{words} no"},
-        "ppo": {"messages": [*turns, reply, turns[1]]},
+        "ppo": {"messages": [*turns, completion, turns[1]]},
         "generate": {"prompt": f"\n\nHuman: {words}\n\nAssistant:"},
         "evaluate": {"prompt": words},
         "score": {"prompt": words, "completion": words},
@@ -85,7 +85,7 @@ def test_no_row_forges_a_token(stage, make, apply):
             assert FORGED in tok.decode(ids)
 
 
-def test_a_reply_does_not_learn_to_end_early():
+def test_a_completion_does_not_learn_to_end_early():
     tok = tokenizer(CHATML)
     row = {"prompt": "hi", "completion": "one</s>two<|im_end|>\nthree"}
     ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
@@ -234,7 +234,7 @@ def test_the_renamed_tokenizer_encodes_as_the_tokenizer_does(name, monkeypatch):
 
 
 def test_turn_markers_are_control_tokens_without_being_marked_so():
-    """DeepSeek's are not `special`; what a reply may hold is not one for standing in the template."""
+    """DeepSeek's are not `special`; what a completion may hold is not one for standing in the template."""
     template = "{% for m in messages %}<|{{ m.role }}|><think></think>{{ m.content }}<|over|>{% endfor %}{# <|user|> #}"
     tok = tokenizer(template)
     tok.add_tokens(

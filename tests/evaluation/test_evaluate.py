@@ -78,12 +78,14 @@ def test_diversity_and_repetition():
 def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(temperature, like, fewest):
     shared = toy_ppo.shared_base(spread=0.1)
     how = Sampling(8, tuple(toy_ppo.EOS), min_new_tokens=fewest, temperature=temperature)
-    reply = TransformersEngine(shared, "policy", rows=1, pad=0).generate([[5, 6, 7]], [0], how)[0]
-    [found] = evaluation.logprobs(shared, "policy", [([5, 6, 7], reply.tokens)], 1, how)
-    logits = shared.logits(shared.hidden("policy", torch.tensor([[5, 6, 7, *reply.tokens]])))[0, 2:-1] / like
-    for step in range(min(fewest, len(reply.tokens))):
+    completion = TransformersEngine(shared, "policy", rows=1, pad=0).generate([[5, 6, 7]], [0], how)[0]
+    [found] = evaluation.logprobs(shared, "policy", [([5, 6, 7], completion.tokens)], 1, how)
+    logits = (
+        shared.logits(shared.hidden("policy", torch.tensor([[5, 6, 7, *completion.tokens]])))[0, 2:-1] / like
+    )
+    for step in range(min(fewest, len(completion.tokens))):
         logits[step, toy_ppo.EOS] = float("-inf")
-    own = logits.log_softmax(-1).gather(-1, torch.tensor(reply.tokens)[:, None]).sum().item()
+    own = logits.log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None]).sum().item()
     assert found == pytest.approx(own, abs=1e-4)
 
 
@@ -263,9 +265,9 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
     nats = tokens = 0.0
     for row in policy[1]:
         user = {"role": "user", "content": row["prompt"]}
-        reply = {"role": "assistant", "content": f"It is {row['answer']}."}
+        completion = {"role": "assistant", "content": f"It is {row['answer']}."}
         head = tokenizer().apply_chat_template([user], add_generation_prompt=True, return_dict=False)
-        whole = tokenizer().apply_chat_template([user, reply], return_dict=False)
+        whole = tokenizer().apply_chat_template([user, completion], return_dict=False)
         while whole[-1] not in (817, 825):
             whole.pop()
         with torch.no_grad():

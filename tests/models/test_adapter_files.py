@@ -253,7 +253,7 @@ def test_an_adapter_that_is_new_has_learned_nothing(tmp_path):
     shared.save("policy", tmp_path / "new")
     assert not adapter_files.learned(tmp_path / "new", None)
     assert not adapter_files.learned(changed(tmp_path / "new", A, tmp_path / "a"), None), (
-        "A alone changes no reply"
+        "A alone changes no completion"
     )
     assert adapter_files.learned(changed(tmp_path / "new", B, tmp_path / "b"), None)
 

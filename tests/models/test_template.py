@@ -21,7 +21,7 @@ BROKEN = {
     "a syntax error": ("one\n{% if %}", r":2: Expected an expression"),
     "no loop that long": ("{% for i in range(10**9) %}{% endfor %}", r"cannot be rendered \(OverflowError: Range too big"),
     "no end": (LOOP, r"rendering a conversation of three turns did not end within 0\.5 seconds"),
-    "no end for replies": ("{% if messages[-1].role == 'assistant' %}" + LOOP + "{% endif %}", r"rendering .* did not end within"),
+    "no end for completions": ("{% if messages[-1].role == 'assistant' %}" + LOOP + "{% endif %}", r"rendering .* did not end within"),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"cannot be rendered \(RecursionError"),
     "nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"cannot be rendered \(RecursionError"),
     "ten gigabytes": ("{{ 'x' * 10**10 }}", r"cannot be rendered \(MemoryError"),

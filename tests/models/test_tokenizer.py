@@ -312,7 +312,7 @@ def test_a_vocabulary_without_words(chatty):
 
 
 def test_special_tokens_beyond_the_embedding_may_not_be_written(chatty):
-    """Those of a larger model do no harm as long as neither the template nor the end of a reply uses them."""
+    """Those of a larger model do no harm as long as neither the template nor the end of a completion uses them."""
     rows = json.loads((chatty / "config.json").read_text())["vocab_size"]
     folder = changed(chatty, "config.json", lambda content: content.update(vocab_size=rows - 1))
     with pytest.raises(InputError, match=r"1 tokens beyond the .*'<\|eot_id\|>' with id"):

@@ -1,7 +1,7 @@
 """Our PPO's formulas against the lines of TRL 1.12's PPOTrainer, which are run as they stand in its source.
 
-Where every reply is of full length the conventions agree: on the score's place, on what the mask covers, on the end of
-GAE. (Shorter replies: TRL pays the score one place past the end and lets GAE run over padding.) `make test-all` fetches
+Where every completion is of full length the conventions agree: on the score's place, on what the mask covers, on the end of
+GAE. (Shorter completions: TRL pays the score one place past the end and lets GAE run over padding.) `make test-all` fetches
 TRL 1.12 into a folder of its own, as `make bench` does.
 """
 
@@ -40,7 +40,7 @@ def trl_functions():
 
 @pytest.fixture(params=[0, 1, 2])
 def world(request):
-    """A rollout of full-length replies, in the names of TRL's loop."""
+    """A rollout of full-length completions, in the names of TRL's loop."""
     draw = torch.Generator().manual_seed(request.param)
     rand = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
     nothing = torch.zeros(ROWS, ACTIONS, dtype=torch.bool)

@@ -10,7 +10,7 @@ from pipeline.ppo import advantages as advantages_module
 from pipeline.ppo.batch import collate
 from pipeline.ppo.functional import gae, whiten
 from pipeline.ppo.rewards import AdapterReward, FunctionReward
-from pipeline.ppo.rollout import Reply, Sampling, TransformersEngine
+from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
 
 
 def half_way(trainer, spread=0.0):
@@ -33,8 +33,8 @@ def test_01_sampling_is_pure_with_one_temperature():
     shared = toy.shared_base(critic=False, spread=0.3)
     prompt, count = [5, 6, 7], 20_000
     sampling = Sampling(max_new_tokens=1, eos=(2, 3), temperature=0.7, seed=1)
-    replies = TransformersEngine(shared, rows=count).generate([prompt] * count, range(count), sampling)
-    seen = torch.bincount(torch.tensor([r.tokens[0] for r in replies]), minlength=toy.VOCAB) / count
+    completions = TransformersEngine(shared, rows=count).generate([prompt] * count, range(count), sampling)
+    seen = torch.bincount(torch.tensor([r.tokens[0] for r in completions]), minlength=toy.VOCAB) / count
     with torch.no_grad(), shared.use("policy"):
         true = (shared.base(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.7).softmax(-1)
     assert (seen - true).abs().sum() / 2 < 0.03  # top-k, top-p or another temperature: more than 0.1
@@ -71,11 +71,11 @@ def test_02_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
 
 
 def test_03_log_probs_and_values_are_shifted_together():
-    """The last token of a reply is seen by no log-prob but its own, and by no value: all are read one place earlier."""
+    """The last token of a completion is seen by no log-prob but its own, and by no value: all are read one place earlier."""
     trainer = toy.trainer(shared=toy.shared_base(spread=0.3))
-    reply = [Reply([9, 8, 7, 6], True, [0.0] * 4)]
-    part = collate([[5, 6, 7]], reply, [0], 0, torch.device("cpu"))
-    other = collate([[5, 6, 7]], [Reply([9, 8, 7, 50], True, [0.0] * 4)], [0], 0, torch.device("cpu"))
+    completion = [Completion([9, 8, 7, 6], True, [0.0] * 4)]
+    part = collate([[5, 6, 7]], completion, [0], 0, torch.device("cpu"))
+    other = collate([[5, 6, 7]], [Completion([9, 8, 7, 50], True, [0.0] * 4)], [0], 0, torch.device("cpu"))
     with torch.no_grad():
         a, b = trainer.logprobs("policy", part)[0][0], trainer.logprobs("policy", other)[0][0]
         assert torch.equal(a[:3], b[:3]) and a[3] != b[3]
@@ -91,8 +91,12 @@ def test_03_log_probs_and_values_are_shifted_together():
 
 
 def test_04_eos_is_an_action_and_padding_is_never_found_by_id():
-    replies = [Reply([9, 0, 0, 2], True, [0.0] * 4), Reply([2], True, [0.0]), Reply([0, 0], False, [0.0] * 2)]
-    episodes = collate([[5], [5, 0], [6, 7, 8]], replies, [0, 1, 2], 0, torch.device("cpu"))
+    completions = [
+        Completion([9, 0, 0, 2], True, [0.0] * 4),
+        Completion([2], True, [0.0]),
+        Completion([0, 0], False, [0.0] * 2),
+    ]
+    episodes = collate([[5], [5, 0], [6, 7, 8]], completions, [0, 1, 2], 0, torch.device("cpu"))
     assert episodes.mask.tolist() == [[True] * 4, [True] + [False] * 3, [True, True, False, False]]
     assert episodes.input_ids.tolist() == [[5, 9, 0, 0, 2], [5, 0, 2, 0, 0], [6, 7, 8, 0, 0]]
     assert episodes.starts.tolist() == [1, 2, 3] and episodes.ended.tolist() == [True, True, False]
@@ -133,7 +137,7 @@ def test_06_no_value_after_eos():
     ).all()
 
 
-def test_06_cut_off_replies_by_one_explicit_flag():
+def test_06_cut_off_completions_by_one_explicit_flag():
     episodes, target = first_and_last_advantage(bootstrap_truncated=True, gamma=0.5)
     expected = torch.where(episodes.ended, episodes.scores, 0.5 * episodes.bootstrap)
     torch.testing.assert_close(target, expected)
@@ -241,7 +245,7 @@ def test_14_rewards_are_normalised_by_the_constants_of_their_version():
         assert episodes.scores.tolist() == pytest.approx([expected(s) for s in raw], abs=1e-6)
 
 
-def test_15_kl_controller_counts_nats_a_reply_and_is_in_the_checkpoint(tmp_path):
+def test_15_kl_controller_counts_nats_a_completion_and_is_in_the_checkpoint(tmp_path):
     changes = dict(
         kl_controller="adaptive", kl_target=0.1, kl_horizon=100, kl_coef=0.1, check_reference=False
     )

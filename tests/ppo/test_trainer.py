@@ -18,7 +18,7 @@ from pipeline.ppo import checks
 from pipeline.ppo.batch import micro_batches, prompt_order
 from pipeline.ppo.config import PPOConfig, SettingError
 from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward, Samples
-from pipeline.ppo.rollout import Reply, Sampling, TransformersEngine
+from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
 
 KINDS = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2"]
 MEASURED = re.compile("time/|memory/|per_second")  # what a clock or the machine decides
@@ -191,14 +191,16 @@ def some_prompts():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reply_hangs_on_seed_episode_and_prompt_alone(kind):
+def test_a_completion_hangs_on_seed_episode_and_prompt_alone(kind):
     shared = toy.shared_base(kind, critic=False, spread=0.1)
     prompts, sampling = some_prompts(), Sampling(12, (2, 3, 4, 5, 6, 7), seed=7)
     together = TransformersEngine(shared).generate(prompts, range(12), sampling)
     order = [3, 0, 11, 7, 5]
     apart = TransformersEngine(shared, rows=2).generate([prompts[i] for i in order], order, sampling)
-    assert [together[i].tokens for i in order] == [reply.tokens for reply in apart]
-    assert 1 < len({len(reply.tokens) for reply in together}), "no reply ended early: nothing was compacted"
+    assert [together[i].tokens for i in order] == [completion.tokens for completion in apart]
+    assert 1 < len({len(completion.tokens) for completion in together}), (
+        "no completion ended early: nothing was compacted"
+    )
     other = TransformersEngine(shared).generate(prompts, range(12), Sampling(12, (2, 3, 4, 5, 6, 7), seed=8))
     assert [r.tokens for r in together] != [r.tokens for r in other]
     assert (
@@ -213,12 +215,12 @@ def test_a_reply_hangs_on_seed_episode_and_prompt_alone(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_replies_are_transformers_own(kind):
+def test_greedy_completions_are_transformers_own(kind):
     shared = toy.shared_base(kind, critic=False, spread=0.1)
-    replies = TransformersEngine(shared).generate(
+    completions = TransformersEngine(shared).generate(
         some_prompts(), range(12), Sampling(10, (2, 3), temperature=0.0)
     )
-    for prompt, reply in zip(some_prompts()[:4], replies, strict=False):
+    for prompt, completion in zip(some_prompts()[:4], completions, strict=False):
         with shared.use("policy"):
             own = shared.base.generate(
                 torch.tensor([prompt]),
@@ -227,20 +229,24 @@ def test_greedy_replies_are_transformers_own(kind):
                 eos_token_id=[2, 3],
                 pad_token_id=0,
             )
-        assert reply.tokens == own[0, len(prompt) :].tolist()
+        assert completion.tokens == own[0, len(prompt) :].tolist()
 
 
-def test_replies_end_at_eos_or_at_the_limit():
+def test_completions_end_at_eos_or_at_the_limit():
     shared = toy.shared_base(critic=False)
     eos = (2, 3, 10, 11, 12, 13)
-    for reply in TransformersEngine(shared).generate(some_prompts(), range(12), Sampling(9, eos, seed=1)):
-        assert not set(reply.tokens[:-1]) & set(eos)
-        assert reply.ended == (reply.tokens[-1] in eos) and (reply.ended or len(reply.tokens) == 9)
-        assert len(reply.logprobs) == len(reply.tokens)
+    for completion in TransformersEngine(shared).generate(
+        some_prompts(), range(12), Sampling(9, eos, seed=1)
+    ):
+        assert not set(completion.tokens[:-1]) & set(eos)
+        assert completion.ended == (completion.tokens[-1] in eos) and (
+            completion.ended or len(completion.tokens) == 9
+        )
+        assert len(completion.logprobs) == len(completion.tokens)
     late = TransformersEngine(shared).generate(
         some_prompts(), range(12), Sampling(9, eos, min_new_tokens=5, seed=1)
     )
-    assert min(len(reply.tokens) for reply in late) >= 6
+    assert min(len(completion.tokens) for completion in late) >= 6
 
 
 @pytest.fixture
@@ -257,7 +263,7 @@ def test_another_engine_fits_in(made_up_logprobs):
             self.synced += 1
 
         def generate(self, prompts, episodes, sampling):
-            return [Reply([10, 11, 2], True, [-1.0] * 3) for _ in prompts]
+            return [Completion([10, 11, 2], True, [-1.0] * 3) for _ in prompts]
 
     engine = Canned()
     metrics = toy.trainer(engine=engine).train()[-1]
@@ -270,7 +276,9 @@ def test_another_engine_fits_in(made_up_logprobs):
 def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
     class Off(TransformersEngine):
         def generate(self, *args):
-            return [Reply(r.tokens, r.ended, [p - 0.5 for p in r.logprobs]) for r in super().generate(*args)]
+            return [
+                Completion(r.tokens, r.ended, [p - 0.5 for p in r.logprobs]) for r in super().generate(*args)
+            ]
 
     def advantages(**changes):
         shared = toy.shared_base()
@@ -534,13 +542,13 @@ def test_a_batch_of_one(changes):
     assert len(metrics) == 3 and all(math.isfinite(v) for m in metrics for v in m.values())
 
 
-def test_empty_replies_are_an_end_and_nothing_else(made_up_logprobs):
+def test_empty_completions_are_an_end_and_nothing_else(made_up_logprobs):
     class Silent:
         def sync(self):
             pass
 
         def generate(self, prompts, episodes, sampling):
-            return [Reply([2], True, [0.0]) for _ in prompts]
+            return [Completion([2], True, [0.0]) for _ in prompts]
 
     seen = []
     trainer = toy.trainer(
@@ -557,7 +565,7 @@ def test_empty_replies_are_an_end_and_nothing_else(made_up_logprobs):
 @pytest.mark.parametrize(
     "key", ["missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions", None]
 )
-def test_all_replies_cut_off(key):
+def test_all_completions_cut_off(key):
     trainer = toy.trainer(**({key: 1.0 if key == "missing_eos_penalty" else True} if key else {}))
     trainer.sampling = Sampling(4, eos=(), seed=1)
     metrics = trainer.train()

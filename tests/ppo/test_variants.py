@@ -42,7 +42,7 @@ VARIANTS = {
     },
     "rewards as they are": {"normalize_rewards": False, "reward_clip": None},
     "rewards whitened": {"whiten_rewards": True},
-    "bootstrap of cut-off replies": {"missing_eos_penalty": None, "bootstrap_truncated": True},
+    "bootstrap of cut-off completions": {"missing_eos_penalty": None, "bootstrap_truncated": True},
     "overlong filter": {"missing_eos_penalty": None, "mask_truncated_completions": True},
     "at least 4 new tokens": {"min_new_tokens": 4},
     "critic warm-up": {"critic_warmup_steps": 3},
@@ -75,7 +75,11 @@ def trained(embedded_ray, tmp_path_factory, request):
     gains = []
     yield found, gains
     terminal = request.config.pluginmanager.getplugin("terminalreporter")  # print would be captured
-    head = ["", "| variant | gold reward before | after | KL, nats a reply |", "| --- | --- | --- | --- |"]
+    head = [
+        "",
+        "| variant | gold reward before | after | KL, nats a completion |",
+        "| --- | --- | --- | --- |",
+    ]
     terminal.write_line("\n".join([*head, *gains]))
 
 
@@ -87,7 +91,7 @@ def rows(name, tokenizer):
 
 
 def learn(trained, name, changes, reward=None, least=0.1):
-    """A run of EPISODES; the gold reward of greedy replies to held-out prompts, before and after, and the KL."""
+    """A run of EPISODES; the gold reward of greedy completions to held-out prompts, before and after, and the KL."""
     folders, gains = trained
     job = load_job(ROOT / "jobs/demo/ppo.yaml", [f"model.name_or_path={ROOT}/jobs/demo/model"], "ppo")
     args = PPOConfig(**{**job.trainer, "total_episodes": EPISODES, **changes})

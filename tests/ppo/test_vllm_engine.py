@@ -1,4 +1,4 @@
-"""Rollouts by a real vLLM (its CPU build will do): the replies of the adapter that learns, and nothing else's."""
+"""Rollouts by a real vLLM (its CPU build will do): the completions of the adapter that learns, and nothing else's."""
 
 import contextlib
 import os
@@ -52,7 +52,7 @@ def disturb(shared, seed):
         parameter.data += 0.1 * torch.randn_like(parameter)
 
 
-def test_greedy_replies_are_those_of_the_adapter_as_it_is_now(shared, engine):
+def test_greedy_completions_are_those_of_the_adapter_as_it_is_now(shared, engine):
     greedy, seen = Sampling(16, EOS, temperature=0.0), []
     for seed in range(3):
         disturb(shared, seed)
@@ -81,7 +81,7 @@ def test_samples_hang_on_seed_and_episode(engine):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])
 def test_its_log_probs_are_the_trainers(shared, engine, settings):
-    """With the temperature and the barred ends, over several ids that end a reply; and what was sampled is learned from."""
+    """With the temperature and the barred ends, over several ids that end a completion; and what was sampled is learned from."""
     rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
     args = PPOConfig(
         total_episodes=24, batch_size=12, response_length=12, use_vllm=True, advantage_estimator="reinforce_plus_plus",

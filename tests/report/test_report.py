@@ -38,7 +38,7 @@ LINEAGE = {
 }
 SPLIT = {
     "read": 12, "kept": 9, "truncated": 1, "dropped": {"equal_pair": 2}, "tokens": 321,
-    "prompt_tokens": {"p5": 1, "p50": 2, "p95": 3, "max": 4}, "reply_tokens": {},
+    "prompt_tokens": {"p5": 1, "p50": 2, "p95": 3, "max": 4}, "completion_tokens": {},
 }  # fmt: skip
 
 
@@ -479,13 +479,13 @@ def test_the_figures_of_pairs():
     found = preferences.summary(sure)
     assert (found["accuracy"], found["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
     assert found["margin to length, correlation"] is None  # all are longer by two tokens
-    assert found["accuracy where the chosen reply is longer"] == 0.9
-    assert found["accuracy where the chosen reply is shorter"] is None
+    assert found["accuracy where the chosen completion is longer"] == 0.9
+    assert found["accuracy where the chosen completion is shorter"] is None
     boasting = [pair(math.log(9) * (-1) ** i, longer=(-1) ** i) for i in range(10)]
     found = preferences.summary(boasting)
     assert found["calibration error"] == pytest.approx(0.4)
     assert found["margin to length, correlation"] == pytest.approx(1.0)
-    assert found["accuracy where the chosen reply is shorter"] == 0.0
+    assert found["accuracy where the chosen completion is shorter"] == 0.0
 
 
 def test_a_token_pair_as_text():
@@ -500,7 +500,7 @@ def test_a_token_pair_as_text():
         for text in texts
     ]
     assert as_text(tokenizer, *sides) == (asked["content"], *texts), (
-        "whole replies, although they begin alike"
+        "whole completions, although they begin alike"
     )
     assert as_text(tokenizer, *[tokenizer.encode(text) for text in texts])[1:] == (" Lima.", " Oslo.")
 

@@ -185,8 +185,10 @@ def test_registered_adapters_load_in_plain_peft_with_the_same_score_and_text(run
     ids = torch.tensor([row])
     assert shared.scores("reward", ids, torch.ones_like(ids)).item() == pytest.approx(score, abs=1e-5)
     greedy = Sampling(12, tuple(eos_ids(tokenizer, shared.base.generation_config)), temperature=0)
-    [reply] = TransformersEngine(shared, "policy", pad=tokenizer.pad_token_id).generate([row], [0], greedy)
-    assert reply.tokens == text[: len(reply.tokens)]
+    [completion] = TransformersEngine(shared, "policy", pad=tokenizer.pad_token_id).generate(
+        [row], [0], greedy
+    )
+    assert completion.tokens == text[: len(completion.tokens)]
 
 
 def test_evaluate_compares_and_registers_nothing(runs, storage):

@@ -87,7 +87,7 @@ def prompts(count=32, seed=1):
 
 
 def low(completion_ids, **columns):
-    """The share of tokens below 20 in the reply: what the toy runs learn."""
+    """The share of tokens below 20 in the completion: what the toy runs learn."""
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
@@ -110,12 +110,14 @@ def weights(trainer_or_shared, roles=("policy", "critic")):
 
 
 def greedy_score(trainer, prompts, rewards=None):
-    """Mean score of greedy replies to `prompts`, by the trainer's rewards or by others."""
+    """Mean score of greedy completions to `prompts`, by the trainer's rewards or by others."""
     ids = [trainer._prompt_ids(row) for row in prompts]
     trainer.engine.sync()
-    replies = trainer.engine.generate(ids, range(len(ids)), trainer._greedy())
+    completions = trainer.engine.generate(ids, range(len(ids)), trainer._greedy())
     total, _ = weighted(
-        rewards or trainer.rewards, trainer._samples(prompts, ids, replies), trainer.args.normalize_rewards
+        rewards or trainer.rewards,
+        trainer._samples(prompts, ids, completions),
+        trainer.args.normalize_rewards,
     )
     return sum(total) / len(total)
 

@@ -179,7 +179,7 @@ def test_a_signal_long_after_the_first_ends_the_process_at_once():
 
 
 def test_a_signal_that_was_obeyed_is_no_end():
-    """Ctrl-C ends a reply of `chat`; the next one ends the next reply."""
+    """Ctrl-C ends a completion of `chat`; the next one ends the next completion."""
     text = """
     import os, signal, time
     from pipeline.system import signals
