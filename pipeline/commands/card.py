@@ -4,7 +4,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.registry import lineage
-from pipeline.runtime.worker import Host
+from pipeline.runtime.host import Host
 
 USE = {
     "policy": """\

@@ -14,17 +14,16 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.errors import InputError, visible
 from pipeline.models.template import text_as_chat
-from pipeline.runtime.inference import here
-from pipeline.runtime.inputs import functions, unfilled
-from pipeline.runtime.run import room_for_prompts
-from pipeline.runtime.worker import Host
+from pipeline.runtime.host import Host
+from pipeline.runtime.inputs import functions, room_for_prompts, unfilled
+from pipeline.runtime.preparation import load_host
 from pipeline.system import signals
 
 HELP = "/reset forgets the conversation, /system TEXT sets the instructions (nothing: none), /quit ends"
 
 
 def run(job: Job) -> None:
-    host = here(job)
+    host = load_host(job)
     for key, source in functions(job).items():
         if wanted := unfilled(source, {"messages"}):
             raise InputError(

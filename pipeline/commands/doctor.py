@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.runtime import driver
-from pipeline.runtime.run import begin, checked
+from pipeline.runtime.preparation import announce, prepared
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage
 
@@ -33,10 +33,10 @@ def run(job: Job) -> dict[str, Any]:
         scaling={**job.scaling, "num_workers": 1},
     )
     storage.require_writable(job.run.storage_path)
-    begin(job)
+    announce(job)
     try:
-        with checked(job) as run:
-            outcome = driver.fit(replace(run.work, run_id=str(job.run.name)), run.rows, train)
+        with prepared(job) as run:
+            outcome = driver.fit(run.work, run.rows, train)
     finally:
         storage.remove(job.folder)
     found = outcome.samples[0]

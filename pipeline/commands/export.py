@@ -20,10 +20,9 @@ from pipeline.commands.card import card
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.registry import lineage
-from pipeline.runtime.inference import here
-from pipeline.runtime.run import once
-from pipeline.runtime.worker import Host
-from pipeline.system import storage
+from pipeline.runtime.host import Host
+from pipeline.runtime.run import open_run, unless_finished
+from pipeline.system import console, storage
 
 # What the loaded model is compared on. Any text would do: it goes through the chat template of the adapter.
 PROBES = (
@@ -45,34 +44,34 @@ def run(job: Job) -> dict[str, Any]:
             "run.storage_path=./exports, and copy it",
             key="run.storage_path",
         )
-    return once(job, export)
+    return unless_finished(job, export)
 
 
 def export(job: Job) -> dict[str, Any]:
     """Merges what the job names, in this process; the content of result.json."""
-    started = time.monotonic()
-    host = here(job)
-    if "reward.0" in host.work.inputs and not lineage.is_adapter(host.input("reward.0")):
-        raise InputError(
-            f"{job.reward} is a model of its own already: there is nothing to merge; type reward=null",
-            key="reward",
-        )
-    print(f"\n== export  run {job.run.name}  {job.source}", flush=True)
-    exported = {}
-    with storage.claim(job.folder):
+    with open_run(job) as run:
+        print(f"loading {run.job.model.name_or_path}", flush=True)
+        console.silence_libraries()
+        host = Host(run.work)
+        if "reward.0" in run.work.inputs and not lineage.is_adapter(host.input("reward.0")):
+            raise InputError(
+                f"{job.reward} is a model of its own already: there is nothing to merge; type reward=null",
+                key="reward",
+            )
+        exported = {}
         for name in ("policy", "reward.0"):
-            if name in host.work.inputs:
-                folder = storage.join(job.folder, name.removesuffix(".0"))
+            if name in run.work.inputs:
+                folder = storage.join(run.folder, name.removesuffix(".0"))
                 exported[name.removesuffix(".0")] = {"folder": folder, **write(host, name, folder)}
         result = {
             "stage": "export",
-            "name": job.run.name,
+            "name": run.job.run.name,
             "exported": exported,
-            "inputs": host.work.inputs,
-            "seconds": round(time.monotonic() - started, 2),
-            "job": job.to_dict(),
+            "inputs": run.work.inputs,
+            "seconds": round(time.monotonic() - run.started, 2),
+            "job": run.job.to_dict(),
         }
-        storage.write_json(storage.join(job.folder, "result.json"), result)
+        storage.write_json(storage.join(run.folder, "result.json"), result)
     return result
 
 

@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from pipeline.config import Job
+from pipeline.runtime.host import Host
 from pipeline.runtime.inference import Answer, Record, launch
-from pipeline.runtime.worker import Host
 
 
 def run(job: Job) -> dict[str, Any]:

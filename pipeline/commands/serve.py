@@ -32,9 +32,9 @@ from pipeline.data.formats import RowError, parse
 from pipeline.data.values import mapping
 from pipeline.errors import InputError
 from pipeline.registry import first_line
-from pipeline.runtime.inference import here
+from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import functions, unfilled
-from pipeline.runtime.worker import Host
+from pipeline.runtime.preparation import load_host
 from pipeline.system.credentials import without_credentials
 
 LARGEST = 8 << 20  # bytes of a request
@@ -49,7 +49,7 @@ SECONDS = 30.0  # for a client to send a request, and for a connection to be idl
 
 
 def run(job: Job) -> None:
-    host = here(job)
+    host = load_host(job)
     with server(host) as http:
         named = ", ".join(host.work.inputs.values())
         print(f"scoring with {named} at http://127.0.0.1:{http.server_port}/score", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config import Job
 from pipeline.runtime import driver
-from pipeline.runtime.run import begin, checked
+from pipeline.runtime.preparation import announce, prepared
 from pipeline.system import storage
 
 
@@ -18,8 +18,8 @@ def run(job: Job) -> dict[str, Any]:
     # Without the name: it looks at rows, whatever was begun or has ended under it.
     job = driver.name_run(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
-    begin(job)
+    announce(job)
     # A job for GPUs may be looked at where not all of its packages are.
-    with checked(job, ask_libraries=not job.scaling.get("use_gpu")) as run:
+    with prepared(job, ask_libraries=not job.scaling.get("use_gpu")) as run:
         print(run.report.render(), flush=True)
     return run.report.to_dict()

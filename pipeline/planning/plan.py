@@ -205,7 +205,7 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
 
 def _check_lengths(job: Job, context: int) -> None:
     """Refuses rows that the model cannot read, in the words of the run."""
-    from pipeline.runtime.run import room_for_prompts
+    from pipeline.runtime.inputs import room_for_prompts
 
     room_for_prompts(job, context)
     if (job.data.max_length or 0) > context:

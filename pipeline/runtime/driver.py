@@ -17,8 +17,9 @@ from pipeline import registry
 from pipeline.config import JOBS, Job
 from pipeline.errors import Failure, InputError, in_brief
 from pipeline.runtime import checkpoints, embedded, placement
+from pipeline.runtime.host import Work
 from pipeline.runtime.placement import check_scaling
-from pipeline.runtime.worker import Work, Worker, main
+from pipeline.runtime.worker import Worker, main
 from pipeline.system import console, signals, storage
 
 # Set before Ray starts, so that every process of it inherits them.
@@ -169,6 +170,33 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
             an InputError.
         Failure: when no place for the workers was found within run.placement_timeout_s.
     """
+    job = work.job
+    trainer = _torch_trainer(work, rows, train)
+    # Ray Train's handler of Ctrl-C would end this process with status 1, without a word (ray 2.60, private): here it is a
+    # KeyboardInterrupt like anywhere else. Remove when https://docs.ray.io has a public way to keep one's own.
+    controllers: list[Any] = []
+    trainer._register_sigint_handler = controllers.append
+    if job.run.num_to_keep == 1:
+        print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to, should the newest be damaged")
+    low, high = job.workers
+    count = f"{low}" if low == high else f"{low} to {high}"
+    print(f"starting {count} worker{'s' * (high > 1)}", flush=True)
+    started = time.monotonic()
+    try:
+        result = trainer.fit()
+    except Exception as error:
+        _print_what_is_left(job)
+        if deleted := checkpoints.lost(job.folder, error):
+            raise deleted from error
+        raise
+    except BaseException:
+        with signals.ignored():
+            _end_workers(controllers)
+        raise
+    return _outcome(job, result, time.monotonic() - started)
+
+
+def _torch_trainer(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]]) -> Any:
     from ray.train import (
         CheckpointConfig,
         DataConfig,
@@ -181,11 +209,10 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
 
     from pipeline.runtime.rendezvous import FileRendezvous
 
-    job = work.job
-    scaling = dict(job.scaling)
+    run, scaling = work.job.run, dict(work.job.scaling)
     if isinstance(scaling.get("num_workers"), list):
         scaling["num_workers"] = tuple(scaling["num_workers"])
-    trainer = TorchTrainer(
+    return TorchTrainer(
         main,
         train_loop_config={"train": train, "work": work},
         torch_config=FileRendezvous(folder=folder) if (folder := embedded.session_folder()) else None,
@@ -194,35 +221,22 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         dataset_config=DataConfig(datasets_to_split=[]),
         scaling_config=ScalingConfig(**scaling),
         run_config=RunConfig(
-            name=job.run.name,
-            storage_path=job.run.storage_path,
-            failure_config=FailureConfig(max_failures=job.run.max_failures),
-            checkpoint_config=CheckpointConfig(num_to_keep=job.run.num_to_keep),
+            name=run.name,
+            storage_path=run.storage_path,
+            failure_config=FailureConfig(max_failures=run.max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=run.num_to_keep),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[placement.callback(job)],
+            callbacks=[placement.callback(work.job)],
         ),
     )
-    started = time.monotonic()
-    if job.run.num_to_keep == 1:
-        print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to, should the newest be damaged")
-    # Ray Train's handler of Ctrl-C would end this process with status 1, without a word (ray 2.60, private): here it is a
-    # KeyboardInterrupt like anywhere else. Remove when https://docs.ray.io has a public way to keep one's own.
-    controllers: list[Any] = []
-    trainer._register_sigint_handler = controllers.append
-    low, high = job.workers
-    count = f"{low}" if low == high else f"{low} to {high}"
-    print(f"starting {count} worker{'s' * (high > 1)}", flush=True)
-    try:
-        result = trainer.fit()
-    except Exception as error:
-        _say_what_is_left(job)
-        if deleted := checkpoints.lost(job.folder, error):
-            raise deleted from error
-        raise
-    except BaseException:
-        with signals.ignored():
-            _end_workers(controllers)
-        raise
+
+
+def _outcome(job: Job, result: Any, seconds: float) -> Outcome:
+    """What a run left, from Ray Train's Result; its last checkpoint is as it was sealed.
+
+    Raises:
+        Failure: when it was changed while the run ended.
+    """
     assert result.checkpoint is not None and result.return_value is not None
     checkpoint = _uri(job, result.checkpoint.path)
     if problem := checkpoints.damage(checkpoint):
@@ -236,7 +250,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         samples=result.return_value["samples"],
         adapter=adapter if storage.exists(adapter) else None,
         checkpoint=checkpoint,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
         peak_memory=result.return_value["peak_memory"],
     )
 
@@ -251,7 +265,7 @@ def _end_workers(controllers: list[Any]) -> None:
             ray.get(controller.abort.remote(), timeout=5)
 
 
-def _say_what_is_left(job: Job) -> None:
+def _print_what_is_left(job: Job) -> None:
     """After a failure: where the same command will continue. What failed may be the disk itself: then only that is said."""
     try:
         newest = checkpoints.newest(job.folder)

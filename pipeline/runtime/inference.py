@@ -18,18 +18,19 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.data.feed import to_hf
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.runtime import begun, driver, placement
-from pipeline.runtime.inputs import pin_inputs
-from pipeline.runtime.run import Run, models, once, open_run
-from pipeline.runtime.worker import Host, Work, name_output
-from pipeline.system import console, storage
+from pipeline.runtime import earlier, placement
+from pipeline.runtime.claim import announce_worker
+from pipeline.runtime.host import Host, Work
+from pipeline.runtime.preparation import Run
+from pipeline.runtime.run import open_run, unless_finished
+from pipeline.runtime.worker import name_output
+from pipeline.system import storage
 
 BATCHES = 4  # forwards of a part: enough to sort its rows by length, little enough to lose in a crash
 
 Record = dict[str, Any]  # one line of the output: the row and what was found
-Answer = Callable[
-    [list[dict[str, Any]], int], list[Record]
-]  # (token rows, number of the first one) -> records
+# (token rows, number of the first one) -> records
+Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[Host], Answer]  # runs once in each actor
 Measure = Callable[[Record], dict[str, float]]  # figures of a record, whose means end up in result.json
 
@@ -45,7 +46,7 @@ def launch(job: Job, load: Load, measure: Measure, output: str) -> dict[str, Any
         with open_run(job) as run:
             return answer_rows(run, load, measure, output)
 
-    return once(job, execute)
+    return unless_finished(job, execute)
 
 
 def answer_rows(run: Run, load: Load, measure: Measure, output: str) -> dict[str, Any]:
@@ -74,26 +75,11 @@ def answer_rows(run: Run, load: Load, measure: Measure, output: str) -> dict[str
     return result
 
 
-def here(job: Job) -> Host:
-    """The models of a job in this process, without Ray, for one user at a time; its inputs are pinned and checked.
-
-    Raises:
-        InputError: when one of them is not there or does not fit.
-    """
-    driver.set_environment()
-    driver.check_scaling(job)
-    print(f"loading {job.model.name_or_path}", flush=True)
-    job, inputs = pin_inputs(job)
-    work = models(job, inputs)
-    console.silence_libraries()
-    return Host(work)
-
-
 # ------------------------------------------------------------------------------------------------------ parts
 
 
 def parts_folder(job: Job) -> str:
-    return storage.join(job.folder, begun.PARTS)
+    return storage.join(job.folder, earlier.PARTS)
 
 
 def part_file(job: Job, part: int) -> str:
@@ -127,14 +113,14 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
         compute=ray.data.ActorPoolStrategy(min_size=low, max_size=high),
         **_resources(job),
     )
-    begun, now = time.monotonic(), 0
+    started, now = time.monotonic(), 0
     batches: Any = iter(done.iter_batches(batch_size=None, batch_format="numpy"))
     with contextlib.closing(batches):  # after an error too: the actors end before the run's folder is let go
         for batch in batches:
             if problem := next(filter(None, batch["problem"]), None):
                 raise pickle.loads(problem)
             now += int(batch["rows"].sum())
-            rate = now / (time.monotonic() - begun)
+            rate = now / (time.monotonic() - started)
             print(f"{job.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
     return now
 
@@ -158,7 +144,7 @@ class Parts:
 
     def __init__(self, load: Load, work: Work, rows: Any):
         name_output(work.job.stage)
-        storage.attend(work.job.folder)  # one that outlives its driver still writes there
+        announce_worker(work.job.folder)  # one that outlives its driver still writes there
         self.load, self.work = load, work
         self.rows = to_hf(rows, work.fingerprints["train"])
         self.answer: Answer | None = None

@@ -273,3 +273,64 @@ def unfilled(source: str, columns: set[str]) -> str | None:
         if parameter.name not in {*columns, *GIVEN}:
             return parameter.name
     return None
+
+
+def check_experts(job: Job) -> None:
+    """Refuses a loss that balances experts, of a base that has none: TRL says so when it has loaded the model."""
+    from pipeline.models.base import base_config
+
+    if not job.trainer.get("router_aux_loss_coef"):
+        return
+    config = base_config(job.model.name_or_path, job.model.revision)
+    if not any("expert" in key for key in [*config, *(config.get("text_config") or {})]):
+        raise InputError(
+            f"found {job.trainer['router_aux_loss_coef']}, but {job.model.name_or_path} has no "
+            "experts to balance; take it out",
+            key="trainer.router_aux_loss_coef",
+        )
+
+
+def room_for_prompts(job: Job, context: int | None) -> int | None:
+    """The longest row: the context, less the completion that is still to be written into it."""
+    if context is None or not STAGE[job.stage].writes:
+        return context
+    completion = job.args.response_length
+    if completion > context - 2:
+        raise InputError(
+            f"{completion} tokens leave no room for a prompt in the model's context of {context}; "
+            f"type trainer.response_length={context // 2}",
+            key="trainer.response_length",
+        )
+    room, longest = context - completion, job.data.max_length
+    if longest is not None and longest > room:
+        raise InputError(
+            f"{longest} tokens of a prompt and the trainer.response_length={completion} of its completion exceed "
+            f"the model's context of {context}; type data.max_length={room}, or a smaller trainer.response_length",
+            key="data.max_length",
+        )
+    return room
+
+
+def check_updates(job: Job, prompts: int) -> None:
+    """Refuses a ppo run that trains the critic alone, and warns of one that ends within its warm-up."""
+    args = job.args
+    updates = args.total_updates(prompts)
+    has = f"the run has {updates} update{'s' * (updates > 1)}"
+    if args.critic_warmup_steps >= updates:
+        raise InputError(
+            f"found {args.critic_warmup_steps}, but {has} ({prompts} prompts): the policy would "
+            f"never learn; expected less than {updates}, or more trainer.total_episodes",
+            key="trainer.critic_warmup_steps",
+        )
+    if args.total_episodes and args.total_episodes % args.batch_size:
+        print(
+            f"note: trainer.total_episodes={args.total_episodes} is rounded up to {updates * args.batch_size}, whole updates of "
+            f"trainer.batch_size={args.batch_size}",
+            flush=True,
+        )
+    if args.warmup_steps >= updates:
+        print(
+            f"warning: trainer.warmup_steps={args.warmup_steps}, but {has}: the learning rate never reaches "
+            f"trainer.learning_rate={args.learning_rate:g}",
+            flush=True,
+        )

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipeline.registry import lineage
+from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import check_function
-from pipeline.runtime.worker import Host, Worker
+from pipeline.runtime.worker import Worker
 
 
 def shared_base(worker: Host) -> Any:

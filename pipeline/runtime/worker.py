@@ -15,31 +15,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints
+from pipeline.runtime.claim import announce_worker
+from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preemption import Notice, listen
-from pipeline.system import console, storage
+from pipeline.system import console
 
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the driver hands to the workers; everything in it is small, pinned and picklable."""
-
-    job: Job
-    tokenizer: Any
-    base: dict[str, Any]  # models.base.base_identity of the job's base
-    digests: dict[str, str]  # of each set of rows, by content
-    fingerprints: dict[str, str]  # of each tokenised set
-    run_id: str  # of MLflow
-    inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
 
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +36,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
     work: Work = config["work"]
     name_output(work.job.stage)
     leave_group_of_one(ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu")))
-    storage.attend(work.job.folder)
+    announce_worker(work.job.folder)
     with contextlib.ExitStack() as stack:
         resume = newest_whole(stack)
         if resume and os.path.exists(os.path.join(resume, OUTCOME)):
@@ -122,22 +109,6 @@ def name_output(stage: str) -> None:
     console.silence_libraries()
 
 
-class Host:
-    """A process that holds the models of a job: a worker of a stage, an actor of Ray Data, or the driver itself."""
-
-    def __init__(self, work: Work):
-        self.work, self.job, self.tokenizer = work, work.job, work.tokenizer
-
-    @property
-    def device(self) -> str:
-        """The GPU that this process sees, if the job asks for one, else the CPU."""
-        return "cuda" if self.job.scaling.get("use_gpu") else "cpu"
-
-    def input(self, name: str) -> str:
-        """The local folder of an input (`policy`, `reward.0`, ...), fetched on this node if it is a registered one."""
-        return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job), patient=True)
-
-
 class Worker(Host):
     """One worker of a stage: who it is, what it reads, and the four things that it says while it trains."""
 
@@ -150,11 +121,15 @@ class Worker(Host):
         self.local_rank = context.get_local_rank()
         self.resume = resume  # the folder of the checkpoint to continue from, or None
         # The same folder for all workers of a node: transformers lets each rank add its random state to it.
-        self.scratch = os.path.join(tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id)
+        self.scratch = os.path.join(
+            tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id or str(self.job.run.name)
+        )
         self.started: tuple[float, int] | None = None  # (time, step) of the first line: for the time left
         self.step = 0
         self.metrics = (
-            registry.MetricLog(registry.tracking_uri(self.job), work.run_id) if self.rank == 0 else None
+            registry.MetricLog(registry.tracking_uri(self.job), work.run_id)
+            if self.rank == 0 and work.run_id
+            else None
         )
         self.notice, self.saved_for_notice = Notice(self.world), False
         # Signals are for a process's main thread, which is Ray's; training runs in another. `execute` is a method of Ray
@@ -293,7 +268,8 @@ class Worker(Host):
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             os.makedirs(final)
-            if save and verify:
+            if save:
+                assert verify, "an adapter counts once it has been proved to reload"
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 save(adapter)

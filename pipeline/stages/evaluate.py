@@ -14,9 +14,10 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.runtime import begun
+from pipeline.runtime import earlier
 from pipeline.runtime.driver import Outcome
-from pipeline.runtime.run import Run, launch
+from pipeline.runtime.preparation import Run
+from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage
 
@@ -24,7 +25,7 @@ from pipeline.system import storage
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
     path = storage.join(result["folder"], "evaluation.json")
-    found = begun.read_left(path, {"pairs": dict, "metrics": dict})
+    found = earlier.read_object(path, {"pairs": dict, "metrics": dict})
     if found["pairs"]:
         from pipeline.evaluation.pairs import table
 

@@ -99,12 +99,8 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
         for row, chosen, rejected in zip(part, *[side.tolist() for side in scores.chunk(2)], strict=True):
             lengths = {f"{side}_tokens": len(row[f"{side}_ids"]) for side in ("chosen", "rejected")}
             scored.append({"chosen": chosen, "rejected": rejected, **lengths})
-    gathered: list[Any] = [scored]
-    if worker.world > 1:
-        gathered = [None] * worker.world
-        torch.distributed.all_gather_object(gathered, scored)
-    # Rank r has the pairs r, r + world, ...
-    return [part[i] for i in range(len(gathered[0])) for part in gathered if i < len(part)]
+    by_rank = worker.gather(scored)  # rank r has the pairs r, r + world, ...
+    return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 
 
 def doubtful(

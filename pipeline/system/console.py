@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from pipeline.errors import visible
 from pipeline.system.credentials import without_credentials
 
 NOISE = (
@@ -151,20 +150,3 @@ def for_notebook() -> None:
     os.environ.update(QUIET)
     silence_libraries()
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # asks for ipywidgets
-
-
-def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
-    """Prompts with the completions before and after, and their scores, as aligned text."""
-    lines = []
-    for sample in samples:
-        lines.append(f"   {_cut(sample['prompt'], 2 * width)}")
-        for key in ("before", "after"):
-            side = sample[key]
-            scores = "  ".join(f"{name} {side[name]:.2f}" for name in ("reward", "judge") if name in side)
-            lines.append(f"     {key:<6}  {_cut(side['completion'], width):<{width}}  {scores}")
-    return "\n".join(lines)
-
-
-def _cut(text: str, width: int) -> str:
-    text = visible(" ".join(text.split()))
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -162,13 +162,6 @@ def remove_file(path: str) -> None:
         fs.delete_file(inner)
 
 
-def empty(path: str) -> None:
-    """Deletes what is in the folder of a run that its user asked to start over; the folder itself may be claimed."""
-    if exists(path):
-        fs, inner = filesystem(path)
-        fs.delete_dir_contents(inner)
-
-
 def folders(path: str) -> list[str]:
     """Names of the folders directly in `path`; none where it does not exist."""
     import pyarrow.fs as pafs
@@ -200,7 +193,7 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
         TimeoutError: when another process stays in it for `seconds`.
     """
     started, told = time.monotonic(), False
-    with open(path, "r+b", buffering=0, opener=_lockable) as file:
+    with open(path, "r+b", buffering=0, opener=lockable) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,81 +209,9 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
         yield
 
 
-def _lockable(path: str, _: int) -> int:
+def lockable(path: str, _: int) -> int:
     """Opens a file to be locked; of a pipe too this does not wait for somebody at its other end."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
-
-
-@contextlib.contextmanager
-def claim(path: str) -> Iterator[None]:
-    """Keeps a run folder to this process while it writes there; the system lets go of it when the process dies.
-
-    A bucket knows no locks: there, two processes with the same name are not found out.
-
-    Raises:
-        InputError: when another process has it.
-    """
-    if is_remote(path):
-        yield
-        return
-    try:
-        os.makedirs(path, exist_ok=True)
-        handle = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise InputError(
-            f"the folder {path} cannot be used ({error.strerror}); choose another run.name", key="run.name"
-        ) from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise InputError(
-            f"another process is running {path} right now; wait for it, end it, or choose another run.name",
-            key="run.name",
-        ) from error
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
-PRESENT = ".workers"  # a file of the run folder that every worker holds on to
-
-
-def attend(run_folder: str) -> None:
-    """In a worker: lets `wait_for_leavers` see it until the process ends."""
-    if not is_remote(run_folder):
-        os.makedirs(run_folder, exist_ok=True)
-        handle = os.open(os.path.join(run_folder, PRESENT), os.O_RDWR | os.O_CREAT)
-        fcntl.flock(handle, fcntl.LOCK_SH)
-
-
-def wait_for_leavers(run_folder: str, seconds: float = 60.0) -> None:
-    """Returns when no worker of an earlier driver is left: those of one that was killed live some seconds longer.
-
-    Raises:
-        InputError: when they are still there after `seconds`.
-    """
-    path = os.path.join(run_folder, PRESENT)
-    if is_remote(run_folder) or not os.path.exists(path):
-        return
-    give_up, told = time.monotonic() + seconds, False
-    with open(path, "r+b", buffering=0, opener=_lockable) as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() > give_up:
-                    raise InputError(
-                        f"workers of an earlier process still run in {run_folder}; end them (ps lists "
-                        "them as ray::RayTrainWorker), or choose another run.name",
-                        key="run.name",
-                    ) from error
-            if not told:
-                print("waiting for the workers of a killed process to exit", flush=True)
-            told = True
-            time.sleep(0.2)
 
 
 def require_writable(path: str, key: str = "run.storage_path", example: str = "./runs") -> None:

@@ -136,7 +136,10 @@ def test_a_merge_that_went_wrong_is_not_exported(models, storage, capsys, monkey
     monkeypatch.setattr(exporting, "merge", wrong)
     assert stage("export", storage, "wrong-merge", *MODELS, "reward=null", status=1) == {}
     assert "the exported policy differs from the adapter" in capsys.readouterr().err
-    assert list((storage / "wrong-merge").glob("*")) == []
+    left = {path.name for path in (storage / "wrong-merge").iterdir()}
+    assert left == {"job.json", "failed.json"}  # no model
+    failed = json.loads((storage / "wrong-merge/failed.json").read_text())
+    assert "the exported policy differs from the adapter" in failed["error"]
 
 
 def test_a_file_that_is_not_what_was_merged_is_not_exported(models, storage, capsys, monkeypatch):
@@ -155,7 +158,7 @@ def test_a_file_that_is_not_what_was_merged_is_not_exported(models, storage, cap
     monkeypatch.setattr(exporting, "describe", later)
     assert stage("export", storage, "spoiled", *MODELS, "policy=null", status=1) == {}
     assert "score.weight is not what was merged" in capsys.readouterr().err
-    assert list((storage / "spoiled").glob("*")) == []
+    assert not list((storage / "spoiled").glob("reward*"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_wrong_input_is_answered(overrides, says, models, storage, capsys, in_ro
 
 def test_a_probe_leaves_room_in_a_short_context(models):
     from pipeline.config import load_job
-    from pipeline.runtime.worker import Host, Work
+    from pipeline.runtime.host import Host, Work
 
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")

@@ -16,6 +16,7 @@ from pipeline.data.read import overlap, prepare
 from pipeline.data.report import Report
 from pipeline.errors import InputError, visible
 from pipeline.models.tokenizer import eos_ids
+from pipeline.runtime.summary import sample_table
 from pipeline.system import console
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\x08\u202eolleh\u2066\u200f\ufeff\U000e0041\ud800"
@@ -45,7 +46,7 @@ def test_whatever_shows_text_of_rows_shows_it_so(capsys):
         "a file keeps what was"
     )
     side = {"completion": EVIL, "reward": 1.0}
-    table = console.sample_table([{"prompt": EVIL, "before": side, "after": side}], width=200)
+    table = sample_table([{"prompt": EVIL, "before": side, "after": side}], width=200)
     assert r"\x1b]0;owned" in table and not commands(table)
 
     class Tokenizer:

@@ -21,8 +21,8 @@ from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.runtime.driver import Outcome
+from pipeline.runtime.host import Work
 from pipeline.runtime.run import Run, publish
-from pipeline.runtime.worker import Work
 from pipeline.system import deadline, storage
 
 LINEAGE = {

@@ -4,16 +4,10 @@ import asyncio
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-import textwrap
 
 import pytest
-from running import ROOT
 
 from pipeline.errors import InputError
-from pipeline.registry import database
 from pipeline.registry.lineage import folder_digests
 from pipeline.runtime import checkpoints
 from pipeline.system import storage
@@ -244,67 +238,3 @@ def test_the_same_in_a_bucket(tmp_path, monkeypatch):
     with storage.local_copy(str(folder)) as local:
         assert local == str(folder)
     bucket.rm("/runs", recursive=True)
-
-
-# ------------------------------------------------------------------------------------------------ two at a time
-
-
-def test_two_processes_cannot_run_the_same_name(run):
-    with storage.claim(str(run)):
-        with (
-            pytest.raises(InputError, match=r"run\.name: another process is running .*another run\.name"),
-            storage.claim(str(run)),
-        ):
-            pass
-    with storage.claim(str(run)):
-        pass
-
-
-def test_a_killed_process_lets_go(run):
-    program = f"""
-        import os, signal
-        from pipeline.system import storage
-        with storage.claim({str(run)!r}):
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    assert (
-        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=False).returncode
-        == -9
-    )
-    with storage.claim(str(run)):
-        shutil.rmtree(run)
-
-
-def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):
-    program = f"""
-        import time
-        from pipeline.system import storage
-        storage.attend({str(run)!r})
-        print("there", flush=True)
-        time.sleep(1.0)
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, stdout=subprocess.PIPE
-    ) as worker:
-        assert worker.stdout is not None and worker.stdout.readline() == b"there\n"
-        with pytest.raises(InputError, match=r"run\.name: workers of an earlier process still run in"):
-            storage.wait_for_leavers(str(run), seconds=0)
-        storage.wait_for_leavers(str(run))
-        assert worker.poll() is not None or worker.wait(5) == 0
-    assert "waiting for the workers of a killed process to exit" in capsys.readouterr().out
-
-
-def test_a_pipe_in_a_run_folder_is_not_waited_for(run):
-    os.makedirs(run, exist_ok=True)
-    for name in ("job.json", storage.PRESENT, "mlflow.db", "mlflow.db.lock"):
-        (run / name).unlink(missing_ok=True)
-        os.mkfifo(run / name)
-    for read in (storage.read_json, lambda path: list(storage.read_lines(path))):
-        with pytest.raises(OSError, match=r"job\.json is not a regular file"):
-            read(str(run / "job.json"))
-    storage.wait_for_leavers(str(run))
-    with (
-        pytest.raises(OSError, match=r"mlflow\.db is not a regular file"),
-        database.prepared(str(run / "mlflow.db")),
-    ):
-        pass

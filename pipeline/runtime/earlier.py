@@ -1,4 +1,4 @@
-"""A run that was begun before: what its folder says, and which keys of the job may differ when it goes on.
+"""What an earlier process left in the folder of a run, and which keys of the job may differ when the run goes on.
 
 `job.json` is written before the work begins: the resolved job, and what its inputs were at that moment (versions behind
 aliases, digests of base and rows). What a run left, checkpoints or parts of its output, is continued only by a job that
@@ -34,31 +34,31 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 
-def note(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
+def record(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
     """Writes job.json: from here on the run is begun."""
     facts = {"inputs": inputs, "base": base, "rows": rows}
     storage.write_json(storage.join(job.folder, FILE), job.to_dict() | {"begun_with": facts})
 
 
-def read_left(path: str, kinds: dict[str, Any]) -> dict[str, Any]:
+def read_object(path: str, kinds: dict[str, Any]) -> dict[str, Any]:
     """A JSON object that a run left in its folder; `kinds` are the types of its entries, of which the first must be there.
 
     Raises:
         InputError: when it cannot be read, or holds other things than a run writes.
     """
     try:
-        found = storage.read_json(path)
-        found[next(iter(kinds))]
-        _check_kinds(found, kinds)
-        _check_kinds(found.get("begun_with", {}), BEGUN_WITH)
-        _flat(found)  # or its nesting is deeper than any walk over it
+        left = storage.read_json(path)
+        left[next(iter(kinds))]
+        _check_kinds(left, kinds)
+        _check_kinds(left.get("begun_with", {}), BEGUN_WITH)
+        _flat(left)  # or its nesting is deeper than any walk over it
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise InputError(
             f"{path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or "
             "type run.fresh=true to start the run over",
             key="run.name",
         ) from error
-    return found
+    return left
 
 
 def read(job: Job, path: str) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def read(job: Job, path: str) -> dict[str, Any]:
     Raises:
         InputError: when it cannot be read, or belongs to another stage.
     """
-    found = read_left(path, KINDS)
-    stage = found.get("stage")
+    left = read_object(path, KINDS)
+    stage = left.get("stage")
     if stage != job.stage:
         state = "an unfinished" if path.endswith(FILE) else "a finished"
         raise InputError(
@@ -76,22 +76,22 @@ def read(job: Job, path: str) -> dict[str, Any]:
             f"choose another name, e.g. run.name={job.stage}-{job.run.name}",
             key="run.name",
         )
-    return found
+    return left
 
 
-def _check_kinds(found: dict[str, Any], kinds: dict[str, Any]) -> None:
+def _check_kinds(left: dict[str, Any], kinds: dict[str, Any]) -> None:
     """Raises TypeError for an entry that is of another kind than a run writes; older versions lack some."""
     for key, kind in kinds.items():
-        if key in found and not isinstance(found[key], kind):
+        if key in left and not isinstance(left[key], kind):
             raise TypeError(
-                f"{key}: found {found[key]!r:.80}, expected {getattr(kind, '__name__', 'a number')}"
+                f"{key}: left {left[key]!r:.80}, expected {getattr(kind, '__name__', 'a number')}"
             )
     for key in kinds.keys() & {"inputs", "rows"}:
-        if not all(isinstance(value, str) for value in found.get(key, {}).values()):
-            raise TypeError(f"{key}: found {found[key]!r:.80}, expected texts")
+        if not all(isinstance(value, str) for value in left.get(key, {}).values()):
+            raise TypeError(f"{key}: left {left[key]!r:.80}, expected texts")
 
 
-def before(job: Job) -> dict[str, Any] | None:
+def unfinished(job: Job) -> dict[str, Any] | None:
     """job.json of the run that this job continues; None for one to be started, or started over.
 
     Without a checkpoint or a part there is nothing to continue: there the job may be mended, and is then another run.
@@ -102,9 +102,9 @@ def before(job: Job) -> dict[str, Any] | None:
     path = storage.join(job.folder, FILE)
     if job.run.fresh or not storage.exists(path):
         return None
-    found = read(job, path)
+    left = read(job, path)
     free = _free(job)
-    changed = differences(found, job, (*free, *_resolved(job), "begun_with"))
+    changed = differences(left, job, (*free, *_resolved(job), "begun_with"))
     different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
     if different and not _has_progress(job):
         return None
@@ -114,30 +114,30 @@ def before(job: Job) -> dict[str, Any] | None:
             f"the same end. Restore those values, or type another run.name or run.fresh=true. These may change: {', '.join(free)}",
             key="run.name",
         )
-    then, now = differences(found, job, ()).get("scaling.num_workers", (None, None))
+    then, now = differences(left, job, ()).get("scaling.num_workers", (None, None))
     if then != now and STAGE[job.stage].runs_in == "train":
         print(
             f"run {job.run.name} continues with scaling.num_workers={now} instead of {then}: the same batches, but sums in "
             "another order",
             flush=True,
         )
-    return found
+    return left
 
 
-def versions(found: dict[str, Any], job: Job) -> dict[str, str]:
+def pinned_inputs(left: dict[str, Any], job: Job) -> dict[str, str]:
     """{input: version} that the run was begun with, of the inputs that this job names as it did: aliases may have moved."""
     names = {"policy": job.policy, "baseline": job.baseline, "judge": job.judge, "reward": job.reward}
-    inputs = found.get("begun_with", {}).get("inputs", {})
+    inputs = left.get("begun_with", {}).get("inputs", {})
     return {
         key: version
         for key, version in inputs.items()
-        if found.get(name := key.partition(".")[0]) == names.get(name)
+        if left.get(name := key.partition(".")[0]) == names.get(name)
     }
 
 
-def differences(found: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
+def differences(left: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
     """{section.key: (the value of a job that was run, this job's value)} where they differ, `but` some keys or sections."""
-    then, now = (_flat(tree) for tree in (found, json.loads(json.dumps(job.to_dict(), default=str))))
+    then, now = (_flat(tree) for tree in (left, json.loads(json.dumps(job.to_dict(), default=str))))
     return {
         key: (then.get(key), now.get(key))
         for key in sorted(then.keys() | now.keys())
@@ -145,9 +145,9 @@ def differences(found: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[s
     }
 
 
-def say_what_differs(found: dict[str, Any], job: Job, most: int = 5) -> None:
+def print_differences(left: dict[str, Any], job: Job, most: int = 5) -> None:
     """Of a run that is finished: the settings of this command that it was not run with."""
-    changed = differences(found, job, ("run", "source", *_resolved(job)))
+    changed = differences(left, job, ("run", "source", *_resolved(job)))
     if changed:
         print("it ran with other settings; those of this command were not used:")
     for key, (then, now) in list(changed.items())[:most]:
@@ -162,13 +162,13 @@ def _resolved(job: Job) -> tuple[str, ...]:
     return ("model.name_or_path", "model.revision") if named else ()
 
 
-def same_content(found: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
+def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
     """Whether base and rows are still those that the run was begun with; if not, and it left nothing, it starts anew.
 
     Raises:
         InputError: naming what changed since the run began, when it left checkpoints or parts.
     """
-    was = found.get("begun_with", {})
+    was = left.get("begun_with", {})
     changed = [f"model.name_or_path ({job.model.name_or_path})"] if was.get("base", base) != base else []
     changed += [
         f"data.{name}" for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest

@@ -10,7 +10,7 @@ from running import ROOT
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.runtime import begun, checkpoints, driver
+from pipeline.runtime import checkpoints, driver, earlier
 
 BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 
@@ -28,7 +28,7 @@ def halfway(tmp_path_factory):
         job = load_job(
             f"jobs/demo/{verb}.yaml", [f"run.storage_path={folder}", f"run.name={verb}", *more], verb
         )
-        begun.note(driver.name_run(job), {}, "sha256:base", {"train": "sha256:rows"})
+        earlier.record(driver.name_run(job), {}, "sha256:base", {"train": "sha256:rows"})
         checkpoint = folder / verb / "checkpoint_00000010"
         checkpoint.mkdir()
         (checkpoint / "state.json").write_text("{}")
@@ -94,7 +94,7 @@ def test_a_changed_job_does_not_continue_a_checkpoint(verb, overrides, says, hal
     ids=str,
 )  # fmt: skip
 def test_what_does_not_change_the_numbers_may_change(overrides, halfway, in_root):
-    assert begun.before(job_of(halfway, *BATCH, *overrides)) is not None
+    assert earlier.unfinished(job_of(halfway, *BATCH, *overrides)) is not None
 
 
 def job_of(folder, *overrides):
@@ -104,20 +104,20 @@ def job_of(folder, *overrides):
 
 def test_rows_in_memory_decide_the_batch_where_no_batch_size_is_given(halfway, tmp_path, in_root):
     folder = shutil.copytree(halfway, tmp_path / "copy")
-    begun.note(job_of(folder, "data.batch_size=null"), {}, "b", {})
+    earlier.record(job_of(folder, "data.batch_size=null"), {}, "b", {})
     with pytest.raises(InputError, match=r"begun with trainer\.per_device_train_batch_size=16 \(now 8\)"):
-        begun.before(job_of(folder, "data.batch_size=null", "trainer.per_device_train_batch_size=8"))
+        earlier.unfinished(job_of(folder, "data.batch_size=null", "trainer.per_device_train_batch_size=8"))
 
 
 def test_without_a_checkpoint_the_job_may_still_be_mended(halfway, tmp_path, in_root):
     folder = shutil.copytree(halfway, tmp_path / "copy")
     shutil.rmtree(folder / "sft/checkpoint_00000010")
-    assert begun.before(job_of(folder, *BATCH, "trainer.learning_rate=0.5")) is None
+    assert earlier.unfinished(job_of(folder, *BATCH, "trainer.learning_rate=0.5")) is None
     job = job_of(folder, *BATCH)
-    found = begun.before(job)
+    found = earlier.unfinished(job)
     assert found is not None, "the same job goes on with its MLflow run"
-    assert begun.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
-    assert not begun.same_content(found, job, "sha256:base", {"train": "sha256:edited"})
+    assert earlier.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
+    assert not earlier.same_content(found, job, "sha256:base", {"train": "sha256:edited"})
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_without_a_checkpoint_the_job_may_still_be_mended(halfway, tmp_path, in_
 )  # fmt: skip
 def test_content_that_changed_under_the_same_path_is_found_out(base, rows, says, halfway, in_root):
     job = job_of(halfway, *BATCH)
-    found = begun.before(job)
-    assert begun.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
+    found = earlier.unfinished(job)
+    assert earlier.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
     with pytest.raises(InputError, match=says):
-        begun.same_content(found, job, base, rows)
+        earlier.same_content(found, job, base, rows)
 
 
 BROKEN = {
@@ -219,7 +219,10 @@ def test_a_job_file_is_data_and_runs_nothing(tmp_path, capsys):
 
 def test_a_base_named_by_a_version_may_be_named_so_again(halfway, in_root):
     """A run records the base that models:/name@alias stood for; whether that is still the same one, its content tells."""
-    assert begun.before(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion")) is not None
+    assert (
+        earlier.unfinished(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion"))
+        is not None
+    )
 
 
 def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_root):
@@ -233,8 +236,8 @@ def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_
         return load_job("jobs/demo/ppo.yaml", [*named, *overrides], "ppo")
 
     pinned = {"policy": "models:/a/1", "judge": "models:/b/2", "reward.0": "models:/rlhf-rm/3"}
-    begun.note(ppo(), pinned, "b", {})
-    found = begun.before(ppo())
-    assert found is not None and begun.versions(found, ppo()) == pinned
+    earlier.record(ppo(), pinned, "b", {})
+    found = earlier.unfinished(ppo())
+    assert found is not None and earlier.pinned_inputs(found, ppo()) == pinned
     del pinned["judge"]  # another one: it is looked up and checked anew
-    assert begun.versions(found, ppo("judge=models:/c@champion")) == pinned
+    assert earlier.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned

@@ -1,0 +1,36 @@
+"""A process that holds the models of a job: what it starts from (Work), and how it finds its inputs (Host)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline import registry
+from pipeline.config import Job
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the driver hands to the workers; everything in it is small, pinned and picklable."""
+
+    job: Job
+    tokenizer: Any
+    base: dict[str, Any]  # models.base.base_identity of the job's base
+    digests: dict[str, str]  # of each set of rows, by content
+    fingerprints: dict[str, str]  # of each tokenised set
+    run_id: str | None  # of MLflow; None: nothing is logged
+    inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
+
+
+class Host:
+    """A process that holds the models of a job: a worker of a stage, an actor of Ray Data, or the driver itself."""
+
+    def __init__(self, work: Work):
+        self.work, self.job, self.tokenizer = work, work.job, work.tokenizer
+
+    @property
+    def device(self) -> str:
+        """The GPU that this process sees, if the job asks for one, else the CPU."""
+        return "cuda" if self.job.scaling.get("use_gpu") else "cpu"
+
+    def input(self, name: str) -> str:
+        """The local folder of an input (`policy`, `reward.0`, ...), fetched on this node if it is a registered one."""
+        return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job), patient=True)

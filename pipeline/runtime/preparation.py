@@ -1,0 +1,173 @@
+"""From a job to a run that can start: everything that it names is checked, and its rows are tokenised.
+
+    with prepared(job) as run:      # nothing has been written but the cache of tokenised rows
+
+A run, `validate` and `doctor` begin like this; what they do inside is theirs.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.config import Job, libraries
+from pipeline.config.stages import STAGE
+from pipeline.errors import InputError
+from pipeline.registry import lineage
+from pipeline.runtime import driver
+from pipeline.runtime.host import Host, Work
+from pipeline.runtime.inputs import (
+    check_adapters,
+    check_columns,
+    check_experts,
+    check_paths,
+    check_sampler,
+    check_updates,
+    makes_adapter,
+    pin_inputs,
+    room_for_prompts,
+)
+from pipeline.system import console, storage
+
+
+@dataclass
+class Run:
+    """A job that can run: all of it has been checked, its rows are tokenised, and Ray is there."""
+
+    work: Work
+    rows: dict[str, Any]  # tokenised, by name: train, eval, pairs
+    report: Any  # what became of the rows; None for a job that reads none
+    started: float  # time.monotonic() of the command
+    continues: bool = False  # an attempt that was cut short, from its last checkpoint or part
+    mlflow_run_id: str | None = None  # once there is one
+
+    @property
+    def job(self) -> Job:
+        """Named, and with every version that it names pinned."""
+        return self.work.job
+
+    @property
+    def folder(self) -> str:
+        return self.work.job.folder
+
+
+def announce(job: Job) -> None:
+    """The first second of a command: the paths of the job lead somewhere, and its name is on the screen.
+
+    Raises:
+        InputError: when one of them does not.
+    """
+    check_paths(job)
+    print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
+
+
+@contextlib.contextmanager
+def prepared(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool = True) -> Iterator[Run]:
+    """A run whose job has been checked (its paths already, by `announce`) and whose rows are tokenised, with Ray for the block.
+
+    A job that runs in this process reads no rows and needs no Ray.
+
+    Args:
+        pinned: versions of inputs that the run was begun with: they count, whatever the job's aliases mean by now.
+        ask_libraries: whether TRL and peft are to take their sections of the job.
+    """
+    started = time.monotonic()
+    job, inputs = pin_inputs(job)
+    inputs |= pinned or {}
+    driver.set_environment()
+    with libraries.asked(*([job] if ask_libraries else [])) as check_libraries:
+        with console.waiting("checking the model"):
+            work = check_models(job, inputs)  # a damaged one is not worth starting Ray for
+        if STAGE[job.stage].runs_in == "here":
+            driver.check_scaling(job)
+            yield Run(work, {}, None, started)
+            return
+        with driver.session(job):
+            with console.waiting("tokenising the rows"):
+                work, rows, report = tokenise(work)
+            check_libraries()
+            yield Run(work, rows, report, started)
+
+
+def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
+    """The work with the digests of its rows; the tokenised rows by name; the report on them.
+
+    Raises:
+        InputError: when rows are wrong, or do not fit what the job makes of them.
+    """
+    from pipeline.data.read import prepare as prepare_data
+
+    job = work.job
+    cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
+    rows: dict[str, Any] = {}
+    digests, fingerprints = {}, {}
+    if job.data.train or job.data.eval:
+        room, packing = room_for_prompts(job, work.base["context_length"]), bool(job.trainer.get("packing"))
+        data = prepare_data(job.stage, job.data, work.tokenizer, room, cache, packing=packing)
+        rows = {name: found for name in ("train", "eval") if (found := getattr(data, name)) is not None}
+        digests, fingerprints, report = dict(data.digests), dict(data.fingerprints), data.report
+    if job.data.pairs:
+        held_out = replace(job.data, eval=job.data.pairs, max_length=None)
+        try:
+            pairs = prepare_data("pairs", held_out, work.tokenizer, work.base["context_length"], cache)
+        except InputError as error:  # it was given them as rows to evaluate on
+            key = "data.pairs" if error.key == "data.eval" else error.key
+            raise InputError(error.message, key) from error
+        rows["pairs"], digests["pairs"] = pairs.eval, pairs.digests["eval"]
+        fingerprints["pairs"] = pairs.fingerprints["eval"]
+        if not job.data.eval:
+            report = pairs.report
+        else:
+            report.splits["pairs"] = pairs.report.splits["eval"]
+    if STAGE[job.stage].scores:
+        check_columns(job, rows)
+    if job.stage == "ppo":
+        check_updates(job, report.splits["train"].kept)
+    return replace(work, digests=digests, fingerprints=fingerprints), rows, report
+
+
+def check_models(job: Job, inputs: dict[str, str]) -> Work:
+    """The base, its tokenizer, and inputs that fit to it: all that can be checked before any row is read."""
+    from pipeline.models.base import base_identity
+    from pipeline.models.fit import check_base, check_lora
+    from pipeline.models.template import is_plain
+    from pipeline.models.tokenizer import load_tokenizer
+
+    check_sampler(job)
+    check_experts(job)
+    model = job.model
+    files = check_base(model, gpu=bool(job.scaling.get("use_gpu")))
+    base = base_identity(model.name_or_path, model.revision)
+    adapters = check_adapters(job, inputs, base, files)
+    if makes_adapter(job, adapters):
+        check_lora(files, job.lora, scorer=STAGE[job.stage].learns == "reward")
+    learned = adapters.get("policy") or (adapters.get("reward.0") if not job.policy else None)
+    template = model.chat_template
+    if (
+        template is None
+        and learned
+        and os.path.lexists(saved := os.path.join(learned, "chat_template.jinja"))
+    ):
+        template = saved  # the one that it was trained with
+    tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
+    if learned and model.chat_template is None:  # text prompts become what they were in training
+        trained = lineage.read(learned, "policy")
+        tokenizer.text_as_chat = bool(trained.get("text_as_chat", not is_plain(tokenizer)))
+    return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id=None, inputs=inputs)
+
+
+def load_host(job: Job) -> Host:
+    """The models of a job in this process, without Ray, for one user at a time; its inputs are pinned and checked.
+
+    Raises:
+        InputError: when one of them is not there or does not fit.
+    """
+    driver.set_environment()
+    driver.check_scaling(job)
+    print(f"loading {job.model.name_or_path}", flush=True)
+    job, inputs = pin_inputs(job)
+    work = check_models(job, inputs)
+    console.silence_libraries()
+    return Host(work)

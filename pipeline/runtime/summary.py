@@ -1,0 +1,47 @@
+"""The end of a run, on the terminal."""
+
+from typing import Any
+
+from pipeline import registry
+from pipeline.errors import visible
+
+OMITTED = ("runtime", "per_second", "num_tokens")  # held-out figures that say nothing about the model
+
+
+def print_summary(result: dict[str, Any], drawn: str | None) -> None:
+    """The end of a run: samples side by side, held-out figures before and after, the version, where it lies.
+
+    Args:
+        drawn: where its report was drawn, or None.
+    """
+    if result["samples"]:
+        print("\n" + sample_table(result["samples"]) + "\n")
+    metrics = result["metrics"]
+    for name in sorted(n.removeprefix("eval_") for n in metrics if n.startswith("eval_")):
+        if not name.endswith(OMITTED):
+            before = metrics.get(f"before_{name}")
+            was = f"{before:>10.4g} -> " if before is not None else " " * 14
+            print(f"   {name:<28}{was}{metrics[f'eval_{name}']:.4g}")
+    if result["version"]:
+        version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
+        gate = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
+        print(f"   {'registered ' if result['adapter'] else ''}{version}  ({gate})")
+    where = result["folder"]
+    print(f"   {result['seconds']:.0f} s  {where}/{'report.html' if drawn else 'result.json'}", flush=True)
+
+
+def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
+    """Prompts with the completions before and after, and their scores, as aligned text."""
+    lines = []
+    for sample in samples:
+        lines.append(f"   {_cut(sample['prompt'], 2 * width)}")
+        for key in ("before", "after"):
+            side = sample[key]
+            scores = "  ".join(f"{name} {side[name]:.2f}" for name in ("reward", "judge") if name in side)
+            lines.append(f"     {key:<6}  {_cut(side['completion'], width):<{width}}  {scores}")
+    return "\n".join(lines)
+
+
+def _cut(text: str, width: int) -> str:
+    text = visible(" ".join(text.split()))
+    return text if len(text) <= width else text[: width - 1] + "…"
