@@ -1,4 +1,4 @@
-"""Policy and reward as models for everybody else: the adapter merged into its base, in a folder for plain transformers.
+"""Policy and reward as merged models: the adapter in the weights of its base, in a folder for plain transformers.
 
     make export    or    python -m pipeline export jobs/demo/export.yaml [reward=null] [model.dtype=float32]
 
@@ -95,19 +95,20 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
         check_files(merged, partial)
         del base, merged
         gc.collect()  # a large model is not to be there twice
-        found = compare(host, name, partial, expected)
+        differences = compare(host, name, partial, expected)
         with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as file:
-            file.write(card(host, name, found))
+            file.write(card(host, name, differences))
         if os.path.isdir(folder):  # of a run of this name that was cut short
             shutil.rmtree(folder)
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(
-        f"   {name.removesuffix('.0')}  {folder}  " + "  ".join(f"{k} {v:.3g}" for k, v in found.items()),
+        f"   {name.removesuffix('.0')}  {folder}  "
+        + "  ".join(f"{k} {v:.3g}" for k, v in differences.items()),
         flush=True,
     )
-    return found
+    return differences
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:

@@ -36,22 +36,14 @@ def load(host: Host) -> Answer:
         # A row's index among the kept ones is the key of its stream of random numbers.
         completions = engine.generate(prompts, range(first, first + len(rows)), how)
         given = [json.loads(row["row"]) for row in rows]
-        tokens, ended = (
-            [completion.tokens for completion in completions],
-            [completion.ended for completion in completions],
-        )
+        tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
         samples = Samples(prompts, tokens, ended, given, host.tokenizer)
         records = []
-        for row, text, completion in zip(given, samples.completions, completions, strict=True):
+        for row, text, one in zip(given, samples.completions, completions, strict=True):
             if "completion" in row:
                 row = {**row, "reference_completion": row.pop("completion")}
             records.append(
-                {
-                    **row,
-                    "completion": text,
-                    "completion_tokens": len(completion.tokens),
-                    "ended": completion.ended,
-                }
+                {**row, "completion": text, "completion_tokens": len(one.tokens), "ended": one.ended}
             )
         if rewards:
             for record, score in zip(records, weighted(rewards, samples, normalize=False)[0], strict=True):

@@ -1,4 +1,4 @@
-"""A reward model's opinion of a file: on pairs how often it prefers the chosen completion, on single completions their score.
+"""A reward model's scores of a file: of pairs, with how often it prefers the chosen completion, or of single completions.
 
     make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
 
@@ -22,19 +22,26 @@ def load(host: Host) -> Answer:
     score = scorer(host)
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        sides = [
-            (row, side) for row in rows for side in ("chosen_ids", "rejected_ids") if row[side] is not None
+        samples = [
+            (row["prompt_ids"], row[side], json.loads(row["row"]))
+            for row in rows
+            for side in ("chosen_ids", "rejected_ids")
+            if row[side] is not None
         ]
-        found = iter(score([(row["prompt_ids"], row[side], json.loads(row["row"])) for row, side in sides]))
+        scores = iter(score(samples))
         records = []
         for row in rows:
-            record, one = json.loads(row["row"]), next(found)
+            record = json.loads(row["row"])
             if row["rejected_ids"] is None:
-                records.append({**record, "score": one})
+                record["score"] = next(scores)
             else:
-                two = next(found)
-                scores = {"score_chosen": one, "score_rejected": two, "score_margin": one - two}
-                records.append({**record, **scores})
+                chosen, rejected = next(scores), next(scores)
+                record |= {
+                    "score_chosen": chosen,
+                    "score_rejected": rejected,
+                    "score_margin": chosen - rejected,
+                }
+            records.append(record)
         return records
 
     return answer

@@ -6,7 +6,7 @@ Both sample one completion to every prompt with the same random numbers; the pro
 import json
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
 from pipeline.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from pipeline.models.adapters import SharedBase
 
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
 
@@ -28,11 +31,17 @@ class Comparison:
     """
 
     def __init__(
-        self, worker: Worker, shared: Any, prompts: Any, rewards: list[Any], judge: Any, baseline: str | None
+        self,
+        worker: Worker,
+        shared: "SharedBase",
+        prompts: Any,
+        rewards: list[Any],
+        judge: Any,
+        baseline: str | None,
     ) -> None:
         self.worker, self.shared, self.rewards, self.judge = worker, shared, rewards, judge
-        own = Sampling.of(worker.job.args, worker.tokenizer, shared)
-        self.baseline, self.sampling = baseline, replace(own, seed=own.seed + SEED_OFFSET)
+        sampling = Sampling.of(worker.job.args, worker.tokenizer, shared)
+        self.baseline, self.sampling = baseline, replace(sampling, seed=sampling.seed + SEED_OFFSET)
         mine = range(worker.rank, len(prompts), worker.world)
         self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
         self.size = worker.job.args.local_rollout_forward_batch_size
@@ -46,27 +55,29 @@ class Comparison:
             (metrics, samples). eval_reward: weighted reward, raw units. eval_win_rate, eval_judge_win_rate: share of prompts
             on which the policy's completion scores higher, ties counting half, with *_low and *_high, the ends of the 95 %
             interval. eval_kl: nats per completion, of the policy's completions, sum over tokens of log policy - log baseline.
-            eval_eos: share of completions that ended by themselves. eval_distinct: share of different completions; _1, _2: of
-            different tokens and bigrams in all completions; eval_repetition: share of a completion's 4-grams that it has said before.
+            eval_eos: share of completions that ended by themselves. eval_distinct: share of distinct completions; _1, _2: of
+            distinct tokens and bigrams in all completions; eval_repetition: share of a completion's 4-grams that repeat an
+            earlier one.
             eval_perplexity: per token, of the `completion` that rows bring along.
         """
         if self.before is None:
             self.before = self._answer(self.baseline)
         after = self._answer(policy)
-        texts = [
+        token_ids = [
             (row["input_ids"], completion["tokens"]) for row, completion in zip(self.rows, after, strict=True)
         ]
-        ours, theirs = (
-            logprobs(self.shared, role, texts, self.size, self.sampling) for role in (policy, self.baseline)
+        policy_logprobs, baseline_logprobs = (
+            logprobs(self.shared, role, token_ids, self.size, self.sampling)
+            for role in (policy, self.baseline)
         )
-        for completion, a, b in zip(after, ours, theirs, strict=True):
-            completion["kl"] = a - b
+        for completion, ours, theirs in zip(after, policy_logprobs, baseline_logprobs, strict=True):
+            completion["kl"] = ours - theirs
         mine = [
             {"index": row["index"], "before": before, "eval": completion}
             for row, before, completion in zip(self.rows, self.before, after, strict=True)
         ]
-        everything = sorted((r for part in self.worker.gather(mine) for r in part), key=lambda r: r["index"])
-        return _metrics(everything), [_sample(r) for r in everything[:8]]
+        results = sorted((r for part in self.worker.gather(mine) for r in part), key=lambda r: r["index"])
+        return _metrics(results), [_sample(result) for result in results[:8]]
 
     def _answer(self, role: str | None) -> list[dict[str, Any]]:
         """One completion of a role to each of this rank's prompts: its tokens, scores and figures."""
@@ -76,7 +87,7 @@ class Comparison:
         ids = [row["input_ids"] for row in self.rows]
         completions = engine.generate(ids, [row["index"] for row in self.rows], self.sampling)
         scored = _score(self.worker, self.rows, completions, self.rewards, self.judge)
-        found = [
+        records = [
             {
                 "length": len(completion.tokens),
                 "eos": float(completion.ended),
@@ -86,9 +97,9 @@ class Comparison:
             }
             for completion, scores in zip(completions, scored, strict=True)
         ]
-        for place, nll, tokens in _given(self.worker, self.shared, role, self.rows, self.size):
-            found[place] |= {"given_nll": nll, "given_tokens": tokens}
-        return found
+        for index, nll, tokens in _reference_nll(self.worker, self.shared, role, self.rows, self.size):
+            records[index] |= {"reference_nll": nll, "reference_tokens": tokens}
+        return records
 
 
 def _prompt(row: dict[str, Any]) -> dict[str, Any]:
@@ -120,9 +131,9 @@ def _score(
 
 @torch.no_grad()
 def logprobs(
-    shared: Any,
+    shared: "SharedBase",
     role: str | None,
-    texts: list[tuple[list[int], list[int]]],
+    token_ids: list[tuple[list[int], list[int]]],
     size: int,
     sampling: Sampling | None = None,
 ) -> list[float]:
@@ -135,9 +146,9 @@ def logprobs(
     temperature = (sampling.temperature if sampling else 0.0) or 1.0
     early = sampling.min_new_tokens if sampling else 0
     barred = sampling.eos if sampling and early else ()
-    found: list[float] = []
-    for start in range(0, len(texts), size):
-        part = texts[start : start + size]
+    sums: list[float] = []
+    for start in range(0, len(token_ids), size):
+        part = token_ids[start : start + size]
         width, longest = max(len(p) + len(r) for p, r in part), max(len(r) for _, r in part)
         ids = torch.zeros(len(part), width, dtype=torch.long)
         mask = torch.zeros(len(part), longest)
@@ -145,15 +156,16 @@ def logprobs(
             ids[i, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
             mask[i, : len(completion)] = 1
         starts = torch.tensor([len(prompt) for prompt, _ in part])
-        batch = [tensor.to(shared.device) for tensor in (ids, starts, mask)]
-        found += shared.logprobs(role, *batch, temperature, barred, early)[0].sum(-1).tolist()
-    return found
+        ids, starts, mask = (tensor.to(shared.device) for tensor in (ids, starts, mask))
+        values, _ = shared.logprobs(role, ids, starts, mask, temperature, barred, early)
+        sums += values.sum(-1).tolist()
+    return sums
 
 
-def _given(
-    worker: Worker, shared: Any, role: str | None, rows: list[dict[str, Any]], size: int
+def _reference_nll(
+    worker: Worker, shared: "SharedBase", role: str | None, rows: list[dict[str, Any]], size: int
 ) -> list[tuple[int, float, int]]:
-    """(place in `rows`, -log-probability, tokens) of the completions that rows of the data bring along."""
+    """(index into `rows`, -log-probability in nats, tokens) of the completions that rows of the data bring along."""
     from pipeline.data.encode import Encoder, Example
     from pipeline.data.formats import parse
     from pipeline.models.template import text_as_chat
@@ -164,18 +176,19 @@ def _given(
     special = worker.job.data.special_tokens
     apply = text_as_chat(worker.tokenizer, worker.job.data.apply_chat_template)
     encoder = Encoder(worker.tokenizer, "score", room, "truncate", apply, ends, special)
-    places, texts = [], []
-    for place, row in enumerate(rows):
+    indices, token_ids = [], []
+    for index, row in enumerate(rows):
         if not row["row"].get("completion"):
             continue
-        given = {"prompt": row["row"]["prompt"], "completion": row["row"]["completion"]}
-        [[found]] = encoder.encode([parse(given, "score")])
-        if isinstance(found, Example):
-            places.append(place)
-            texts.append((found.columns["prompt_ids"], found.columns["chosen_ids"]))
-    sums = logprobs(shared, role, texts, size)
+        reference = {"prompt": row["row"]["prompt"], "completion": row["row"]["completion"]}
+        [[example]] = encoder.encode([parse(reference, "score")])
+        if isinstance(example, Example):
+            indices.append(index)
+            token_ids.append((example.columns["prompt_ids"], example.columns["chosen_ids"]))
+    sums = logprobs(shared, role, token_ids, size)
     return [
-        (at, -total, len(completion)) for at, total, (_, completion) in zip(places, sums, texts, strict=True)
+        (index, -total, len(completion))
+        for index, total, (_, completion) in zip(indices, sums, token_ids, strict=True)
     ]
 
 
@@ -190,9 +203,11 @@ def _metrics(results: list[dict[str, Any]]) -> dict[str, float]:
         for n in (1, 2):
             if (share := distinct(tokens, n)) is not None:
                 metrics[f"{key}_distinct_{n}"] = share
-        if counted := [r[key] for r in results if "given_tokens" in r[key]]:
-            nats, places = (sum(one[name] for one in counted) for name in ("given_nll", "given_tokens"))
-            metrics[f"{key}_perplexity"] = math.exp(nats / places)
+        if counted := [r[key] for r in results if "reference_tokens" in r[key]]:
+            nats, tokens_in_all = (
+                sum(one[name] for one in counted) for name in ("reference_nll", "reference_tokens")
+            )
+            metrics[f"{key}_perplexity"] = math.exp(nats / tokens_in_all)
     for name, key in (("reward", "eval_win_rate"), ("judge", "eval_judge_win_rate")):
         if all(name in r["eval"] for r in results):
             wins = [_win(r["eval"][name], r["before"][name]) for r in results]
@@ -206,9 +221,9 @@ def _win(ours: float, theirs: float) -> float:
 
 
 def _sample(result: dict[str, Any]) -> dict[str, Any]:
-    keep = ("completion", "reward", "judge")
+    keys = ("completion", "reward", "judge")
     return {
         "prompt": result["eval"]["prompt"],
-        "before": {k: result["before"][k] for k in keep if k in result["before"]},
-        "after": {k: result["eval"][k] for k in keep if k in result["eval"]},
+        "before": {k: result["before"][k] for k in keys if k in result["before"]},
+        "after": {k: result["eval"][k] for k in keys if k in result["eval"]},
     }

@@ -1,4 +1,4 @@
-"""A reward model judged on held-out preference pairs: accuracy, margin, calibration, by subset, length bias, agreement.
+"""A reward model on held-out preference pairs: accuracy, margin, calibration, accuracy by subset, length bias, agreement.
 
 It reads a pair exactly as `rm` trained on it, so that the accuracy is TRL's; every pair counts once, whatever the batches
 and workers. A second opinion (the job's `judge`) is asked about the same pairs where they have the columns it needs.
@@ -17,13 +17,14 @@ from pipeline.runtime.worker import Worker
 SIDES = ("chosen_ids", "rejected_ids")
 
 
-def judge_rewards(
+def measure(
     worker: Worker, rewards: list[Any], judge: Any, rows: Any
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """(metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
 
     eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_length_correlation: of the score with
-    the length of the completion in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same completion.
+    the length of the completion in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same
+    side.
     """
     mine = [dict(row) for row in rows.select(range(worker.rank, len(rows), worker.world))]
     given = [json.loads(row["row"]) for row in mine]
@@ -63,7 +64,7 @@ def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, An
             m > 0 for m, p in zip(margins, pairs, strict=True) if p["lengths"][0] > p["lengths"][1]
         ],
     }
-    metrics |= {f"eval_rm_accuracy_{name}": mean(found) for name, found in by_length.items() if found}
+    metrics |= {f"eval_rm_accuracy_{name}": mean(hits) for name, hits in by_length.items() if hits}
     scores, lengths = ([value for pair in pairs for value in pair[key]] for key in ("scores", "lengths"))
     if (bias := correlation(scores, lengths)) is not None:
         metrics["eval_rm_length_correlation"] = bias
@@ -85,16 +86,16 @@ def metric_name(subset: str) -> str:
     return re.sub(r"[^\w.: -]", "_", subset).strip(" .") or "_"
 
 
-def table(found: dict[str, Any]) -> str:
+def table(evaluation: dict[str, Any]) -> str:
     """The tables of `figures` as aligned text."""
     lines = ["   confidence     pairs   said   right"]
-    for one in found["reliability"]:
+    for one in evaluation["reliability"]:
         shown = f"{one['low']:.2f} to {one['high']:.2f}"
         lines.append(f"   {shown:<13}{one['pairs']:>7}{one['confidence']:>7.2f}{one['accuracy']:>8.2f}")
-    if found["subsets"]:
-        width = max(len(name) for name in found["subsets"])
+    if evaluation["subsets"]:
+        width = max(len(name) for name in evaluation["subsets"])
         lines += ["", f"   {'subset':<{width}}  pairs  accuracy (95 %)"]
-        for name, one in found["subsets"].items():
+        for name, one in evaluation["subsets"].items():
             interval = f"{one['low']:.3f} to {one['high']:.3f}"
             lines.append(f"   {name:<{width}}{one['pairs']:>7}  {one['accuracy']:.3f}  ({interval})")
     return "\n".join(lines)

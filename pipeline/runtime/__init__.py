@@ -1,1 +1,1 @@
-"""One run's life: opened, prepared, executed on Ray, continued where it stopped; seen from the driver and from a worker."""
+"""The life of a run: checked, prepared, executed on Ray, resumed where it stopped; on the driver's side and on a worker's."""

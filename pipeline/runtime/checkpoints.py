@@ -1,4 +1,4 @@
-"""Checkpoints that can be trusted: each holds the digests of its files, and one that is damaged is never resumed from.
+"""Checkpoints with digests: each lists the SHA-256 of its files, and a damaged one is never resumed from.
 
     seal(folder, digests(folder))      # in a worker, when everything else is in the folder
     damage(folder)                     # None, or what is wrong with it
@@ -31,11 +31,11 @@ def name_of(step: int) -> str:
 
 def unused(run_folder: str, name: str) -> str:
     """`name`, or `name-2`, ...: one that no checkpoint has, not even one that a kill left half written."""
-    found, number = name, 1
-    while storage.exists(storage.join(run_folder, found)):
+    free, number = name, 1
+    while storage.exists(storage.join(run_folder, free)):
         number += 1
-        found = f"{name}-{number}"
-    return found
+        free = f"{name}-{number}"
+    return free
 
 
 # ------------------------------------------------------------------------------------------- one checkpoint
@@ -43,15 +43,15 @@ def unused(run_folder: str, name: str) -> str:
 
 def digests(folder: str) -> dict[str, dict[str, Any]]:
     """{relative path: {sha256, bytes}} of the files in a local folder."""
-    found = {}
+    digests = {}
     for root, _, files in os.walk(folder):
         for name in files:
             path = os.path.join(root, name)
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[os.path.relpath(path, folder)] = {"sha256": digest, "bytes": os.path.getsize(path)}
-    found.pop(DIGESTS, None)
-    return found
+            digests[os.path.relpath(path, folder)] = {"sha256": digest, "bytes": os.path.getsize(path)}
+    digests.pop(DIGESTS, None)
+    return digests
 
 
 def seal(folder: str, files: dict[str, dict[str, Any]]) -> None:
@@ -60,7 +60,7 @@ def seal(folder: str, files: dict[str, dict[str, Any]]) -> None:
 
 
 def damage(path: str) -> str | None:
-    """What is wrong with a checkpoint (a local folder, or one in a bucket), in words; None if it is whole."""
+    """What is wrong with a checkpoint (a local folder, or one in a bucket), as text; None if it is whole."""
     fs, folder = storage.filesystem(path)
     if (kind := fs.get_file_info(f"{folder}/{DIGESTS}").type.name) != "File":
         lacks = f"{DIGESTS} is missing, so it was not written to its end"

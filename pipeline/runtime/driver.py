@@ -1,4 +1,4 @@
-"""Ray Train, seen from the driver: a session, a TorchTrainer, failures, resume. (`worker.py` is the other side.)
+"""Ray Train on the driver's side: a session, a TorchTrainer, failures, resume. (`worker.py` is the other side.)
 
     with driver.session(job):                 # an embedded Ray, or the cluster that this driver runs on
         outcome = driver.fit(work, rows, train)     # `train(worker)` runs once in every worker

@@ -1,4 +1,4 @@
-"""An embedded Ray: it listens on loopback only, wants a token that is made anew for it, and leaves nothing behind.
+"""An embedded Ray: it listens on loopback only, requires a token of its own, and leaves nothing behind.
 
     with embedded.ray_session(logging_level="warning"):
         ...
@@ -27,9 +27,9 @@ from pipeline.system import signals
 # Set before Ray starts, so that every process of it inherits them; what the user has set stays.
 DEFAULTS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also what a checkpoint report waits for (2 s by default)
-    "RAY_prestart_worker_first_driver": "0",  # a process for each CPU, more than are used: they slow the start
+    "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few are used
     "RAY_worker_niceness": "0",  # Ray's default is 15: its own idle processes would push the training aside
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one more process; nobody gives this machine notice
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less: no cloud reclaims this machine
 }
 
 
@@ -148,7 +148,7 @@ def _last_words(root: Path) -> str:
     sessions = sorted(root.glob(f"session_*_{os.getpid()}"))
     if not sessions:
         return ""
-    logs, found = sessions[-1] / "logs", ""
+    logs, last_error = sessions[-1] / "logs", ""
     for name in (
         "gcs_server.out",
         "raylet.out",
@@ -158,9 +158,11 @@ def _last_words(root: Path) -> str:
         with contextlib.suppress(OSError):
             lines = (logs / name).read_text(encoding="utf-8", errors="replace").splitlines()
             errors = [match for line in lines if (match := ERROR_LINE.fullmatch(line))]
-            if errors and not found:
-                found = f", and the last error in {name} is: {(errors[-1][1] or errors[-1][0]).strip()[:300]}"
-    return f"Its logs lie in {logs}{found}. "
+            if errors and not last_error:
+                last_error = (
+                    f", and the last error in {name} is: {(errors[-1][1] or errors[-1][0]).strip()[:300]}"
+                )
+    return f"Its logs lie in {logs}{last_error}. "
 
 
 # --------------------------------------------------------------------------------------------- what stays behind

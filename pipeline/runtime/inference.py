@@ -131,10 +131,10 @@ def _resources(job: Job) -> dict[str, Any]:
     if job.scaling.get("use_gpu"):
         each.setdefault("GPU", 1)
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    found: dict[str, Any] = {named[key]: value for key, value in each.items() if key in named}
+    options: dict[str, Any] = {named[key]: value for key, value in each.items() if key in named}
     if further := {key: value for key, value in each.items() if key not in named}:
-        found["resources"] = further
-    return found | {
+        options["resources"] = further
+    return options | {
         key: job.scaling[key] for key in ("accelerator_type", "label_selector") if job.scaling.get(key)
     }
 

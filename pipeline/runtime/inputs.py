@@ -1,4 +1,4 @@
-"""What a job names from outside: adapters, reward models and Python functions. Pinned to versions, and checked before training."""
+"""The inputs of a job (adapters, reward models, Python functions): pinned to versions, and checked before anything starts."""
 
 import importlib
 import importlib.util
@@ -132,8 +132,8 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
             if scores and not lineage.is_adapter(folder):
                 check_reward_model(job, folder)
                 continue
-            found = lineage.read(folder, reference)
-        lineage.check_base(found, base, key, reference)
+            facts = lineage.read(folder, reference)
+        lineage.check_base(facts, base, key, reference)
         with about(key):
             lineage.check_head(folder, scores, reference)
             adapter_files.check(files, folder, scores)
@@ -188,18 +188,18 @@ def check_function(source: str) -> Any:
     """
     module_name, _, function = source.removeprefix("python:").partition(":")
     module = _imported(source, module_name)
-    found = getattr(module, function, None)
-    if not callable(found):
+    reward = getattr(module, function, None)
+    if not callable(reward):
         there = (
             ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
         )
         raise InputError(f"{source}: {module_name} has no function {function!r} (functions there: {there})")
-    if inspect.isclass(found):
+    if inspect.isclass(reward):
         raise InputError(f"{source}: is a class, expected a function that returns a list of numbers")
-    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+    if inspect.isgeneratorfunction(reward) or inspect.isasyncgenfunction(reward):
         raise InputError(f"{source}: yields its scores, expected a function that returns a list of numbers")
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(reward).parameters.values()
     except (ValueError, TypeError) as error:
         raise InputError(
             f"{source}: its parameters cannot be read ({error}); wrap it in a Python function of prompts and completions"
@@ -212,7 +212,7 @@ def check_function(source: str) -> Any:
         raise InputError(
             f"{source}: takes nothing by name; expected parameters such as prompts, completions and **columns"
         )
-    return found
+    return reward
 
 
 def _imported(source: str, module_name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A process that outlives the driver of an embedded Ray, however that ends, and then ends what Ray leaves of the session.
+"""A process that outlives the driver of an embedded Ray, however it ends, and then kills what Ray leaves running.
 
 Ray's agents outlive a killed driver by a minute, while they try to report that to a server which is gone, and its workers
 by some seconds. (https://github.com/ray-project/ray, _private/process_watcher.py: report_raylet_error_logs waits 60 s.

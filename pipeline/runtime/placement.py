@@ -1,7 +1,6 @@
-"""Will there ever be a place for the workers of a job? Said at once where that is known; on a cluster waited for, aloud, and not for ever.
+"""Can the workers of a job be placed at all? Refused at once where they cannot; on a cluster, a wait that is reported and limited.
 
-Ray waits for resources without end and without a word, for memory, a GPU type or a label that no node has as well as for
-nodes that are on their way.
+Ray by itself waits silently and forever, for resources that no node will ever have as well as for nodes that are starting.
 """
 
 import logging
@@ -17,10 +16,10 @@ EVERY = 30.0  # seconds between two lines about what is waited for
 
 
 def check_scaling(job: Job) -> None:
-    """Refuses workers that this machine, or all nodes that a cluster may start, can never hold.
+    """Refuses workers that neither this machine nor any cluster of the allowed size can hold.
 
-    Called before Ray starts, and again when it has: only then it is known how much memory Ray gives away, and what an
-    autoscaler may add.
+    Called before Ray starts, and again afterwards: only then are the memory that Ray hands out and the autoscaler's limits
+    known.
 
     Raises:
         InputError: with what is there and what was asked for.
@@ -33,7 +32,7 @@ def check_scaling(job: Job) -> None:
 
 
 def asked(job: Job) -> dict[str, float]:
-    """What one worker asks Ray for."""
+    """The resources that one worker requests from Ray."""
     given = job.scaling.get("resources_per_worker")
     use_gpu = job.scaling.get("use_gpu")
     each = dict(given) if given is not None else {"GPU": 1} if use_gpu else {"CPU": 1}
@@ -41,7 +40,7 @@ def asked(job: Job) -> dict[str, float]:
 
 
 def _check_kinds(job: Job) -> None:
-    """What a machine has or has not, whatever the amount."""
+    """Kinds of resources that this machine does not have, whatever the amount."""
     each, scaling = asked(job), job.scaling
     if strange := sorted(set(each) - {"CPU", "GPU", "memory"}):
         raise InputError(
@@ -151,7 +150,7 @@ def _local_gpu_type() -> str | None:
 
 
 class Wait:
-    """How long workers have been waited for: says what for every EVERY seconds, and ends it after `limit`."""
+    """A wait for workers: prints what is missing every EVERY seconds, and gives up after `limit` seconds."""
 
     def __init__(self, job: Job) -> None:
         self.limit: float = job.run.placement_timeout_s
@@ -163,7 +162,7 @@ class Wait:
         self.since = None
 
     def waiting(self) -> str | None:
-        """Called again and again while there is no place; why it is over, once it is."""
+        """Called repeatedly while the workers cannot be placed; the error that ends the wait, once it is over."""
         now = time.monotonic()
         if self.since is None:
             self.since = self.said = now
@@ -188,7 +187,7 @@ def _need(job: Job) -> str:
 
 
 def _there() -> str:
-    """What the cluster has, what of that is free, and what it may become."""
+    """The cluster's resources: in all, free, and at its largest size."""
     import ray
 
     most = _autoscaler_limits()

@@ -1,4 +1,4 @@
-"""Is a node of this run about to go? Ray's drain notice (a spot node, a drained or terminated one), and SIGTERM of a worker.
+"""Notices that a node is about to be taken away: Ray's drain notice (a spot reclaim, a drained node) and SIGTERM to a worker.
 
 Asking is a barrier of a few milliseconds, and all ranks have to ask at the same step: they agree on the next one when
 they ask, so that it comes about every EVERY seconds, whatever a step takes.
@@ -25,7 +25,7 @@ def listen() -> None:
 
 
 class Notice:
-    """What this worker knows of nodes about to go. The same on all ranks after each time of asking."""
+    """What this worker knows of nodes that are about to go; all ranks agree after each check."""
 
     def __init__(self, world: int):
         self.world = world
@@ -34,7 +34,7 @@ class Notice:
         self.given = self.terminated = False
 
     def arrived(self, step: int) -> bool:
-        """Asks, if it is time; whether a notice has been given. Every rank calls it after every step."""
+        """Whether a notice has been given, checked every EVERY seconds. Every rank calls this after every step."""
         if (
             step >= self.next and not self.terminated
         ):  # SIGTERM may follow the notice of a node that is drained

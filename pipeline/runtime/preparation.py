@@ -106,7 +106,7 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     if job.data.train or job.data.eval:
         room, packing = room_for_prompts(job, work.base["context_length"]), bool(job.trainer.get("packing"))
         data = prepare_data(job.stage, job.data, work.tokenizer, room, cache, packing=packing)
-        rows = {name: found for name in ("train", "eval") if (found := getattr(data, name)) is not None}
+        rows = {name: split for name in ("train", "eval") if (split := getattr(data, name)) is not None}
         digests, fingerprints, report = dict(data.digests), dict(data.fingerprints), data.report
     if job.data.pairs:
         held_out = replace(job.data, eval=job.data.pairs, max_length=None)

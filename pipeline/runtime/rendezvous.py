@@ -1,4 +1,4 @@
-"""How the workers of one machine find each other for torch.distributed: through a file that only their user can read.
+"""The rendezvous of torch.distributed on one machine: a file that only its user can read.
 
 torch's own way, a TCPStore, listens on every interface of the machine, asks nobody for a password and cannot be told
 otherwise (torch 2.13: `master_listen_fd` is not offered by `init_process_group`;

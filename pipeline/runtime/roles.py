@@ -25,13 +25,13 @@ def shared_base(worker: Host) -> Any:
 def add_rewards(worker: Host, shared: Any) -> list[Any]:
     """The job's rewards, in order; a reward adapter becomes the role `reward` (`reward_1`, ... if there are several)."""
     return [
-        _scorer(worker, shared, f"reward.{index}", _reward_role(index), weight)
+        _reward(worker, shared, f"reward.{index}", _reward_role(index), weight)
         for index, (_, weight) in enumerate(worker.job.rewards)
     ]
 
 
-def _scorer(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0) -> Any:
-    """What scores completions for an input of the job: an adapter on the base, another model, or a Python function."""
+def _reward(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0) -> Any:
+    """The reward of one input of the job: an adapter on the base, another model, or a Python function."""
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
     source = worker.work.inputs[name]
@@ -51,7 +51,7 @@ def _scorer(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0
 
 
 def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
-    """A reward model that is not an adapter on this base, with a tokenizer of its own. Held in memory in full, beside the base."""
+    """A reward model that is no adapter on this base, and its tokenizer: it is held in memory in full, beside the base."""
     from dataclasses import replace
 
     from pipeline.models.base import load_base
@@ -64,12 +64,12 @@ def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
 
 
 def judge(worker: Host, shared: Any) -> Any:
-    """The job's judge, a Python rule or a second reward model, that nothing is trained on; None if it has none."""
-    return _scorer(worker, shared, "judge", "judge") if worker.job.judge else None
+    """The job's judge (a Python function or a second reward model, never trained on); None if it names none."""
+    return _reward(worker, shared, "judge", "judge") if worker.job.judge else None
 
 
 def add_frozen(worker: Host, shared: Any, name: str, role: str) -> str | None:
-    """A role that only answers, from the input `name` of the job; None, the bare base, where that is no adapter."""
+    """A frozen role from the input `name` of the job; None, the bare base, where the job names no adapter."""
     if name not in worker.work.inputs:
         return None
     shared.add(role, folder=worker.input(name))
@@ -90,7 +90,7 @@ def add_policy(worker: Host, shared: Any, args: Any) -> str | None:
         return None
     folder = worker.input("policy")
     shared.add("policy", folder=folder, trainable=True)
-    if args.sync_ref_model:  # it moves: not the adapter that a frozen role of the same folder is served by
+    if args.sync_ref_model:  # it moves, so it cannot share the adapter of a frozen role with the same folder
         shared.add("reference", copy_of="policy")
     else:
         shared.add("reference", folder=folder)
@@ -124,7 +124,7 @@ def _reward_role(index: int) -> str:
 
 @contextmanager
 def sampler(worker: Worker, shared: Any, args: Any) -> Iterator[Any]:
-    """What writes the policy's completions: vLLM where the job asks for it, as long as the block lasts; else None, the base itself."""
+    """The engine of the policy's rollouts for the block: vLLM where the job asks for it; None: the trainer's own, on the base."""
     if not args.use_vllm:
         yield None
         return
@@ -152,13 +152,13 @@ def sampler(worker: Worker, shared: Any, args: Any) -> Iterator[Any]:
 
 def folders(worker: Host, shared: Any) -> dict[str, str]:
     """role -> the folder of the adapter that it started as."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     if "policy" in worker.work.inputs:
-        found |= dict.fromkeys(("policy", "reference"), worker.input("policy"))
+        sources |= dict.fromkeys(("policy", "reference"), worker.input("policy"))
     for role, name in _reward_adapters(worker, shared).items():
-        found[role] = worker.input(name)
-        found.setdefault("critic", found[role])
-    return {role: folder for role, folder in found.items() if role in shared.roles}
+        sources[role] = worker.input(name)
+        sources.setdefault("critic", sources[role])
+    return {role: folder for role, folder in sources.items() if role in shared.roles}
 
 
 def verify_reload(shared: Any, folder: str, rows: list[list[int]]) -> None:

@@ -1,10 +1,10 @@
-"""The life of a run, seen from the driver: check everything, prepare the rows, do the work, register, print what came out.
+"""The life of a run on the driver: check everything, prepare the rows, do the work, register, print the outcome.
 
     launch(job, train) -> the content of result.json        for a stage that runs in Ray Train's workers
     with open_run(job) as run: ...                          what every run has in common, whatever it does inside
 
-Whatever can be wrong is found before the first worker starts, and nothing is written to the registry until an
-adapter exists, reloads as it was saved, and has been compared with what the store gives back.
+Mistakes are found before the first worker starts, and nothing is registered until an adapter exists, reloads as it was
+saved, and has been compared with what the artifact store gives back.
 """
 
 import contextlib

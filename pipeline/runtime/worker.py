@@ -1,4 +1,4 @@
-"""Ray Train, seen from a worker: who it is, what it reads, and what it says while it trains.
+"""Ray Train on the worker's side: its rank and device, the rows it reads, and the progress and checkpoints it reports.
 
 A stage's `train(worker)` runs once in every worker of the group. Its verbs: `rows` and `input` to read, `log` a step,
 commit a `checkpoint` (also when `leaving`: the node is about to go), `finish` with an adapter that has been proved to
@@ -103,14 +103,14 @@ def newest_whole(stack: contextlib.ExitStack) -> str | None:
 
 
 def name_output(stage: str) -> None:
-    """One name for a stage's lines in the driver's log, and none of the libraries' advice to developers."""
+    """Names this process's lines in the driver's log after the stage, and silences the libraries' advice to developers."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
     print(f":actor_name:{stage}", file=sys.stderr, flush=True)
     console.silence_libraries()
 
 
 class Worker(Host):
-    """One worker of a stage: who it is, what it reads, and the four things that it says while it trains."""
+    """One worker of a stage: its rank and device, the rows it reads, its log, its checkpoints and its outcome."""
 
     def __init__(self, work: Work, resume: str | None):
         import ray.train.collective
@@ -167,7 +167,7 @@ class Worker(Host):
         return parts
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
-        """One readable line with the time left, and the numbers to MLflow; rank 0 speaks for all."""
+        """Prints one line with the time left and sends the numbers to MLflow, on rank 0."""
         self.step = step
         if self.metrics is None:
             return
@@ -306,7 +306,7 @@ class Worker(Host):
             shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-# The few numbers that a line shows, what matters most first, and their words; everything else is in MLflow.
+# The few numbers that a line of progress shows, the most important first, and their labels; MLflow has the rest.
 SHOWN = {
     "loss": "loss",
     "eval_loss": "held-out loss",

@@ -1,1 +1,1 @@
-"""One flat file a stage. `run(job)` is the driver's side, `train(worker)` runs in every Ray Train worker."""
+"""One flat file per stage: `run(job)` on the driver, `train(worker)` in every Ray Train worker."""

@@ -1,4 +1,4 @@
-"""What did it bring? A policy and a baseline answer the same held-out prompts, side by side; a reward model is judged on pairs.
+"""Evaluation: a policy beside a baseline on the same held-out prompts, and a reward model on held-out pairs.
 
     make evaluate    or    python -m pipeline evaluate jobs/demo/evaluate.yaml [section.key=value ...]
     make evaluate ARGS="policy=null baseline=null judge=null data.eval=null"      the reward model alone, on data.pairs
@@ -25,11 +25,11 @@ from pipeline.system import storage
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
     path = storage.join(result["folder"], "evaluation.json")
-    found = earlier.read_object(path, {"pairs": dict, "metrics": dict})
-    if found["pairs"]:
+    evaluation = earlier.read_object(path, {"pairs": dict, "metrics": dict})
+    if evaluation["pairs"]:
         from pipeline.evaluation.pairs import table
 
-        print("\n" + table(found["pairs"]), flush=True)
+        print("\n" + table(evaluation["pairs"]), flush=True)
     return result
 
 
@@ -56,8 +56,8 @@ def train(worker: Worker) -> dict[str, Any]:
         comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline)
         metrics, samples = comparison.of(policy)
     if preferences is not None:
-        found, tables = pairs.judge_rewards(worker, rewards, judge, preferences)
-        metrics |= found
+        figures, tables = pairs.measure(worker, rewards, judge, preferences)
+        metrics |= figures
     if worker.rank == 0:
         written = {"metrics": metrics, "inputs": worker.work.inputs, "samples": samples, "pairs": tables}
         storage.write_json(storage.join(worker.job.folder, "evaluation.json"), written)

@@ -107,16 +107,16 @@ def doubtful(
     worker: Worker, rows: Any, pairs: list[dict[str, float]], count: int = 8
 ) -> list[dict[str, Any]]:
     """The pairs with the lowest margins as text: what the model gets wrong, or what is wrong in the data."""
-    found = []
+    worst = []
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[:count]:
         prompt, *completions = as_text(
             worker.tokenizer, rows[index]["chosen_ids"], rows[index]["rejected_ids"]
         )
         sides = zip(("chosen", "rejected"), completions, strict=True)
-        found.append(
+        worst.append(
             {"prompt": prompt} | {side: {"text": t, "score": pairs[index][side]} for side, t in sides}
         )
-    return found
+    return worst
 
 
 def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""What reaches the terminal: the stages' own lines as they are, other processes' under their name, and tables.
+"""The terminal: a stage's own lines as they are, and those of other processes under their name.
 
 Ray prefixes every line of a worker with `(name pid=1234)`, and two of its actors complain every second about things
 that mean nothing here. Uses the dispatcher that ray.init() itself uses (ray 2.60, private; pinned in pyproject.toml).
@@ -99,7 +99,7 @@ class Output:
 
 @contextlib.contextmanager
 def waiting(for_what: str, seconds: float = 2.0) -> Iterator[None]:
-    """Prints one line if the block takes longer than a user waits without wondering."""
+    """Prints `what` if the block takes more than a moment."""
     timer = threading.Timer(seconds, print, [for_what], {"flush": True})
     timer.daemon = True
     timer.start()
@@ -139,14 +139,14 @@ def show(data: dict[str, Any], own: Collection[str] = ()) -> None:
 
 
 def silence_libraries() -> None:
-    """None of the libraries' advice to developers, in a process that holds models; errors and a user's own warnings stay."""
+    """Silences the libraries' advice to developers in a process that holds models; errors and a user's own warnings stay."""
     warnings.filterwarnings("ignore", module=rf"({'|'.join(BLAMED)})(\.|$)")
     for name in (*LIBRARIES, "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def for_notebook() -> None:
-    """Before a notebook imports anything heavy: neither progress bars nor the libraries' advice to developers."""
+    """For a notebook, before heavy imports: no progress bars, no advice to developers."""
     os.environ.update(QUIET)
     silence_libraries()
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # asks for ipywidgets

@@ -49,8 +49,8 @@ def has_credentials(text: str) -> bool:
 
 def user_and_password(uri: str) -> tuple[str, str]:
     """Those of `scheme://user:password@host`, decoded; empty where the URI has none."""
-    found = _USERINFO.search(uri)
-    user, _, password = found[0][:-1].partition(":") if found else ("", "", "")
+    match = _USERINFO.search(uri)
+    user, _, password = match[0][:-1].partition(":") if match else ("", "", "")
     return unquote(user), unquote(password)
 
 
@@ -60,17 +60,19 @@ def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
 
     A variable is one URI: what stands before its last @ is no host, whatever characters a password is made of.
     """
-    found: dict[str, str] = {}
+    replacements: dict[str, str] = {}
     for name, value in environment:
         if _SECRET_NAME.search(name):
-            found[value.strip()] = "***"
+            replacements[value.strip()] = "***"
         elif re.match(r"[a-z][a-z0-9+.-]*://", value, re.IGNORECASE):
             rest = value.partition("://")[2]
             user, colon, password = rest.rpartition("@")[0].partition(":")
             if colon and "/" not in user and not _PORT.match(password):
-                found[f"{user}:{password}@"] = ""
-                found[password] = found[unquote(password)] = "***"
+                replacements[f"{user}:{password}@"] = ""
+                replacements[password] = replacements[unquote(password)] = "***"
             elif lone := user_and_password(value)[0]:
-                found[lone] = "***"
-    long = ((secret, shown) for secret, shown in found.items() if len(secret) >= _SHORTEST or not shown)
+                replacements[lone] = "***"
+    long = (
+        (secret, shown) for secret, shown in replacements.items() if len(secret) >= _SHORTEST or not shown
+    )
     return sorted(long, key=lambda one: len(one[0]), reverse=True)

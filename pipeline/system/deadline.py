@@ -1,4 +1,4 @@
-"""What may never end has a deadline: the first contact with a bucket, a hub or a server, and code that a job names."""
+"""Deadlines for what might never end: the first contact with a bucket, a hub or a server, and code that a job names."""
 
 import signal
 import threading
@@ -18,20 +18,20 @@ def answer(call: Callable[..., Any], *arguments: Any) -> Any:
     Raises:
         TimeoutError: when there is no answer within SECONDS.
     """
-    found: Future[Any] = Future()
+    future: Future[Any] = Future()
 
     def work() -> None:
         try:
-            found.set_result(call(*arguments))
+            future.set_result(call(*arguments))
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=work, daemon=True, name="first contact")
     thread.start()
     try:
-        return found.result(timeout=SECONDS)
+        return future.result(timeout=SECONDS)
     except TimeoutError:
-        if found.done():
+        if future.done():
             raise  # the call's own
         left_behind.append(thread)
         raise TimeoutError(f"no answer within {SECONDS:.0f} seconds") from None

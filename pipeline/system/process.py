@@ -1,4 +1,4 @@
-"""A command line as a process of its own: its terminal, its signals, its exit status.
+"""The process of a command: its terminal, its signals, its exit status.
 
 sys.exit(process.run(main))
 """

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run in order: workers gone, MLflow told, and an exit status that says so.
+"""Ctrl-C and SIGTERM end a run in order: workers stopped, the MLflow run closed, and an exit status of 128 + the signal.
 
 Ctrl-C is a KeyboardInterrupt, as always in Python; SIGTERM and SIGHUP are a SystemExit. The exit status is 128 + the
 signal's number, as in a shell. Ray replaces the handlers by its own: `listen` puts these back.

@@ -14,7 +14,7 @@ from running import ROOT, stage
 from toy_models import registered, shared_base, tokenizer
 
 from pipeline.__main__ import main
-from pipeline.system.storage import claim
+from pipeline.runtime.claim import claim
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
