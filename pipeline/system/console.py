@@ -53,7 +53,7 @@ DELETED = re.compile(
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
 
 
-def own() -> None:
+def wrap_streams() -> None:
     """For a process with a command line: from here on stdout and stderr are an `Output`, whatever they are connected to."""
     for number in range(3):
         try:

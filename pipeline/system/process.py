@@ -12,8 +12,8 @@ from pipeline.system import console, deadline, signals
 
 def run(main: Callable[[], int]) -> int:
     """The exit status of `main`; with a call that was left behind unanswered, the process ends here."""
-    console.own()
-    signals.own()
+    console.wrap_streams()
+    signals.take_over()
     sys.unraisablehook = signals.deliver_again
     status = main()
     signals.exit_with(status)

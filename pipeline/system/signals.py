@@ -3,7 +3,7 @@
 Ctrl-C is a KeyboardInterrupt, as always in Python; SIGTERM and SIGHUP are a SystemExit. The exit status is 128 + the
 signal's number, as in a shell. Ray replaces the handlers by its own: `listen` puts these back.
 
-Of a process with a command line (`own`) the first signal counts. While it is obeyed further ones change nothing, up to
+Of a process with a command line (`take_over`) the first signal counts. While it is obeyed further ones change nothing, up to
 PATIENCE; the next one then ends the process at once.
 """
 
@@ -25,7 +25,7 @@ _owned = False
 _since: float | None = None  # time.monotonic() of the signal that is being obeyed
 
 
-def own() -> None:
+def take_over() -> None:
     """For a process with a command line, once, before anything heavy is imported."""
     global _owned
     _owned = True

@@ -62,7 +62,7 @@ def test_a_terminal_without_the_characters(monkeypatch):
     sink = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", sink)
     monkeypatch.setattr(sys, "stderr", sys.stderr)  # restored after the test
-    console.own()
+    console.wrap_streams()
     assert main(["sft", "nowhere.yaml"]) == 2
     print(Report("sft", 9, samples=["é"]).render(), flush=True)
     assert rb"between \u27e6 and \u27e7" in sink.buffer.getvalue()
