@@ -14,27 +14,22 @@ import sys
 import traceback
 from typing import Any
 
+from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes
 from pipeline.system import process, signals
 from pipeline.system.credentials import without_credentials
 
-VERBS = {
-    "sft": "supervised fine-tuning on demonstrations",
-    "rm": "a reward model from preference pairs",
-    "dpo": "direct preference optimisation, from the sft adapter",
-    "ppo": "PPO against the reward model, from the sft adapter",
-    "evaluate": "compare a policy with a baseline on held-out prompts; judge a reward model on held-out pairs",
-    "generate": "completions of a file of prompts",
+# Verbs that are no stages.
+COMMANDS = {
     "chat": "talk with a policy in the terminal",
-    "score": "a reward model's scores of a file of pairs or completions",
     "serve": "a reward model over HTTP, on this machine",
-    "export": "policy and reward as merged models for plain transformers",
     "validate": "read the data of a job and report on it, without training",
     "plan": "memory, time and money that a job will need, from shapes alone",
     "doctor": "one rollout and one minibatch of a ppo job, examined from all sides",
     "rlhf": "sft, rm, ppo and evaluate of a folder of jobs, on one Ray",
     "report": "a page about a run, or several: curves, samples, lineage, data, job",
 }
+VERBS = {name: stage.summary for name, stage in STAGE.items()} | COMMANDS
 
 # Verbs that take another verb's job; None: they look at any.
 JOBS_OF = {"validate": None, "plan": None, "doctor": None, "chat": "generate", "serve": "score"}
@@ -154,11 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def stopped(how: str, verb: str, status: int) -> int:
     """Says what became of a run that a signal ended."""
-    resumable = verb not in ("chat", "serve", "validate", "plan", "doctor", "report")
-    further = (
-        "; the same command with the same run.name continues from the last checkpoint, if there is one"
-        * resumable
-    )
+    resumable = verb in STAGE or verb == "rlhf"
+    further = "; the same command with the same run.name continues from the last checkpoint, if there is one"
     with signals.ignored():
         print(f"\n{how}{further if resumable else ''}", file=sys.stderr)
     return status

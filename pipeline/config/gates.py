@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.fields import short, show
 from pipeline.config.jobfile import Tree
+from pipeline.config.stages import STAGE
 
 if TYPE_CHECKING:
     from pipeline.config import Job
@@ -63,7 +64,7 @@ def parse_gate(rule: Any) -> tuple[str, float]:
 
 def metrics(job: Job) -> dict[str, str]:
     """{metric: what the job lacks for it, in words; empty where it lacks nothing} of all that the stage can measure."""
-    if job.stage in HELD_OUT:
+    if STAGE[job.stage].trl:
         rows = (
             ""
             if job.data.eval or job.data.eval_fraction
@@ -111,7 +112,7 @@ def check(tree: Tree, job: Job) -> None:
             hint = f"did you mean {near[0]}?" if near else f"expected one of {some}, ..."
             raise tree.error(f"gate.{short(metric)}", f"`{job.stage}` has no such metric; {hint}")
     judged = job.policy or job.reward
-    if job.stage == "evaluate" and job.gate and not str(judged).startswith("models:/"):
+    if job.gate and not STAGE[job.stage].learns and not str(judged).startswith("models:/"):
         raise tree.error(
             "gate",
             f"found one, but {show(judged)} is no registered version that it could let pass; take it out",

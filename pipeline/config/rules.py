@@ -91,24 +91,15 @@ def _check_lora(tree: Tree, job: Job) -> None:
 
 def _check_data(tree: Tree, job: Job) -> None:
     data = job.data
-    if job.stage not in ("evaluate", "export") and not data.train:
-        what = "to learn from" if STAGE[job.stage].learns else "to work on"
+    facts = STAGE[job.stage]
+    if facts.reads_train and not data.train:
+        what = "to learn from" if facts.learns else "to work on"
         raise tree.error(
             "data.train",
             f"missing; `{job.stage}` needs rows {what}, for example data.train=jobs/demo/data/*.jsonl",
         )
-    if job.stage == "evaluate" and not data.eval and not (data.pairs and not job.policy):
-        raise tree.error(
-            "data.eval",
-            "missing; `evaluate` needs prompts, for example data.eval=jobs/demo/data/prompts_eval.jsonl (or, for a reward "
-            "model alone, data.pairs and policy=null)",
-        )
-    if job.stage == "evaluate" and data.eval and not job.policy:
-        raise tree.error(
-            "policy",
-            "missing; `evaluate` needs it to answer data.eval: models:/rlhf-ppo@champion (or `base`: no adapter); for a "
-            "reward model alone type data.eval=null",
-        )
+    if job.stage == "evaluate":
+        _check_evaluate(tree, job)
     if data.subset and not data.pairs:
         raise tree.error("data.subset", "names a column of data.pairs, and there are none")
     if data.pairs and not job.reward:
@@ -120,8 +111,8 @@ def _check_data(tree: Tree, job: Job) -> None:
             "data.eval_fraction",
             "given together with data.eval; keep one: a file of its own, or a share of data.train",
         )
-    # `ppo` names its steps, and has no strategy to name.
-    key, off = ("eval_steps", 0) if job.stage == "ppo" else ("eval_strategy", "no")
+    # PPOConfig has no strategy: its steps say whether it evaluates.
+    key, off = ("eval_strategy", "no") if facts.trl else ("eval_steps", 0)
     if job.trainer.get(key, off) != off and not (data.eval or data.eval_fraction):
         raise tree.error(
             f"trainer.{key}",
@@ -131,6 +122,22 @@ def _check_data(tree: Tree, job: Job) -> None:
         raise tree.error(
             "trainer.eval_on_start",
             "there is nothing to evaluate on: give data.eval or data.eval_fraction, or eval_on_start=false",
+        )
+
+
+def _check_evaluate(tree: Tree, job: Job) -> None:
+    data = job.data
+    if not data.eval and not (data.pairs and not job.policy):
+        raise tree.error(
+            "data.eval",
+            "missing; `evaluate` needs prompts, for example data.eval=jobs/demo/data/prompts_eval.jsonl (or, for a reward "
+            "model alone, data.pairs and policy=null)",
+        )
+    if data.eval and not job.policy:
+        raise tree.error(
+            "policy",
+            "missing; `evaluate` needs it to answer data.eval: models:/rlhf-ppo@champion (or `base`: no adapter); for a "
+            "reward model alone type data.eval=null",
         )
 
 
@@ -185,7 +192,7 @@ def _check_trainer(tree: Tree, job: Job) -> None:
         )
     if trainer.get("use_cpu") and job.scaling.get("use_gpu"):
         raise tree.error("trainer.use_cpu", "given together with scaling.use_gpu=true; keep one")
-    if job.stage == "ppo":
+    if job.stage == "ppo":  # its arguments are a PPOConfig
         _check_ppo(tree, job)
     elif STAGE[job.stage].trl:
         _check_trl(tree, job)

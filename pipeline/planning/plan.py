@@ -80,8 +80,9 @@ class Plan:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes on disk: what learns, and Adam's two moments of it, in fp32; of dpo the reference too. No base is in it."""
-        reference = self.job.stage == "dpo" and self.job.policy not in (None, "base")
+        """Bytes on disk: what learns and Adam's two moments of it, in fp32. The base is not in it."""
+        # TRL's trainer also saves the reference's adapter; ours does not.
+        reference = STAGE[self.job.stage].trl and _has_reference(self.job)
         return (12.0 + 4.0 * reference) * self.trainable
 
 
@@ -101,7 +102,7 @@ class Settings:
 
 def settings(job: Job, context: int) -> Settings:
     """Rows at their longest, as the job allows them to be."""
-    if job.stage == "ppo":
+    if job.stage == "ppo":  # its arguments are a PPOConfig
         args = job.args
         prompt = job.data.max_length or context - args.response_length
         width = prompt + args.response_length
@@ -124,7 +125,7 @@ def settings(job: Job, context: int) -> Settings:
         min(job.data.max_length or context, context),
         given.get("bf16", True),
         given.get("gradient_checkpointing", True),
-        1 if job.stage == "sft" else 2,
+        STAGE[job.stage].sequences,
     )
 
 
@@ -218,22 +219,26 @@ def _check_lengths(job: Job, context: int) -> None:
 
 def _roles(job: Job) -> tuple[list[str], list[str]]:
     """(adapters in memory, those of them that learn)."""
-    if job.stage in ("sft", "rm"):
-        only = ["policy" if job.stage == "sft" else "reward"]
-        return only, only
-    roles = ["policy"] + ["reference"] * (job.policy not in (None, "base"))
-    if job.stage == "dpo":
-        return roles, ["policy"]
+    facts = STAGE[job.stage]
+    learning = [str(facts.learns)]
+    roles = learning + ["reference"] * _has_reference(job)
+    if facts.trl:
+        return roles, learning
     rewards = [source for source, _ in job.rewards if not source.startswith("python:")]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
     critic = job.trainer.get("advantage_estimator", "gae") == "gae"
-    return roles + ["critic"] * critic, ["policy"] + ["critic"] * critic
+    return roles + ["critic"] * critic, learning + ["critic"] * critic
+
+
+def _has_reference(job: Job) -> bool:
+    """Whether the reference is an adapter; without one it is the base itself, which costs nothing."""
+    return STAGE[job.stage].keeps_reference and job.policy not in (None, "base")
 
 
 def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
-    if stage == "rm":
+    if STAGE[stage].learns == "reward":  # a scalar head
         return 0.0
-    if stage == "ppo":
+    if not STAGE[stage].trl:
         from pipeline.models.adapters import LOGIT_CHUNK
 
         return 4.0 * 4 * LOGIT_CHUNK[device]  # a chunk's logits, their soft-max, and the gradients of both
@@ -269,7 +274,7 @@ def _changes(job: Job) -> list[tuple[str, Any]]:
     rows = settings(job, 1 << 20).rows
     fewer = [n for n in range(rows - 1, 0, -1) if rows % n == 0]  # divisors: the batch still comes out even
     found: list[tuple[str, Any]] = []
-    if job.stage == "ppo":
+    if job.stage == "ppo":  # a PPOConfig
         decoded = job.args.local_rollout_forward_batch_size
         found += [
             ("trainer.local_rollout_forward_batch_size", decoded >> i) for i in (1, 2, 3, 4) if decoded >> i
@@ -322,7 +327,7 @@ def cost(plan: Plan, name: str, rows: int) -> Cost:
     flops = gpu.tflops * 1e12 * UTILISATION
     forward = 2.0 * plan.parameters
     prompt, completion = plan.tokens
-    if plan.job.stage == "ppo":
+    if plan.job.stage == "ppo":  # a PPOConfig
         args = plan.job.args
         episodes = args.total_updates(rows) * args.batch_size
         passes = 2 + args.uses_critic  # old, reference, values; the reward is one more
@@ -334,13 +339,12 @@ def cost(plan: Plan, name: str, rows: int) -> Cost:
         step = max(weights / (gpu.bandwidth * 1e9), launch)
         seconds += batches * completion * step
     else:
-        given = plan.job.trainer
+        given, facts = plan.job.trainer, STAGE[plan.job.stage]
         learn = 3 if given.get("gradient_checkpointing", True) else 2
-        pairs = 1 if plan.job.stage == "sft" else 2
-        sides = {"sft": 1, "rm": 1, "dpo": 1 + 1 / learn}[plan.job.stage]
+        models = 1 + facts.keeps_reference / learn  # the reference costs a forward, one of `learn` passes
         steps, batch = given.get("max_steps", 0), plan.job.data.batch_size or 8 * workers
         seen = steps * batch if steps and steps > 0 else rows * given.get("num_train_epochs", 3.0)
-        seconds = seen * pairs * prompt * forward * learn * sides / flops
+        seconds = seen * facts.sequences * prompt * forward * learn * models / flops
     hours = seconds / workers / 3600
     nodes = math.ceil(workers / gpu.per_node)
     return Cost(hours, nodes, hours * nodes * gpu.dollars)

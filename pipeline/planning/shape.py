@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
+from pipeline.config.stages import STAGE
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +146,9 @@ class _Fake:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             shared = SharedBase(model, autocast=torch.bfloat16 if self.low else None)
-            head = self.shape.job.stage in ("rm", "ppo")
+            # A reward's head, or that of the critic, which starts as the reward.
+            facts = STAGE[self.shape.job.stage]
+            head = "reward" in (facts.learns, *facts.inputs)
             shared.add("policy", lora=self.lora, head=head, trainable=True)
         self.mode = FakeTensorMode()
         self.mode.__enter__()

@@ -3,46 +3,21 @@
 from typing import Any
 
 from pipeline.config import OPERATORS, parse_gate
+from pipeline.config.stages import STAGE
 from pipeline.report import preferences
 from pipeline.report.gather import Run
 from pipeline.report.plots import number
 
-# What a reader looks at first: (what it is, metric before, metric after, unit).
-HEADLINES = {
-    "sft": (
-        ("held-out loss", "before_loss", "eval_loss", ""),
-        ("tokens predicted", "before_mean_token_accuracy", "eval_mean_token_accuracy", "%"),
-    ),
-    "rm": (
-        ("held-out pairs right", "before_accuracy", "eval_accuracy", "%"),
-        ("margin", "before_margin", "eval_margin", ""),
-    ),
-    "dpo": (
-        ("held-out pairs right", "", "eval_rewards/accuracies", "%"),
-        ("held-out loss", "before_loss", "eval_loss", ""),
-        ("margin", "", "eval_rewards/margins", ""),
-    ),
-    "ppo": (
-        ("judge", "before_judge", "eval_judge", ""),
-        ("reward", "before_reward", "eval_reward", ""),
-        ("completions preferred to before", "", "eval_win_rate", "%"),
-        ("KL", "", "eval_kl", "nats a completion"),
-        ("length", "before_length", "eval_length", "tokens"),
-    ),
-    "evaluate": (
-        ("preferred by the judge", "", "eval_judge_win_rate", "%"),
-        ("preferred by the reward", "", "eval_win_rate", "%"),
-        ("reward", "before_reward", "eval_reward", ""),
-        ("KL", "", "eval_kl", "nats a completion"),
-        ("reward model, pairs right", "", "eval_rm_accuracy", "%"),
-    ),
-}
+# Of several runs: (stage, index of the figure in its headline).
 OVERVIEW = (("rm", 0), ("dpo", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
 
 
 def cards(run: Run) -> list[dict[str, str]]:
     """The headline of a run: at most five figures and what it took."""
-    found = [card for entry in HEADLINES.get(run.stage, ()) if (card := _card(run, *entry))]
+    figures = (
+        STAGE[run.stage].headline if run.stage in STAGE else ()
+    )  # MLflow may hold runs of other programs
+    found = [card for figure in figures if (card := _card(run, *figure))]
     if run.pairs:
         held_out = preferences.summary(run.pairs)
         for label, unit in (("calibration error", "%"), ("margin to length, correlation", "")):
@@ -58,7 +33,7 @@ def overview(runs: list[Run]) -> list[dict[str, str]]:
     newest = {run.stage: run for run in runs}
     found = []
     for stage, index in OVERVIEW:
-        if stage in newest and (card := _card(newest[stage], *HEADLINES[stage][index])):
+        if stage in newest and (card := _card(newest[stage], *STAGE[stage].headline[index])):
             found.append({**card, "label": f"{stage}: {card['label']}"})
     seconds = sum(run.result.get("seconds", 0.0) for run in runs)
     return [*found[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]

@@ -4,19 +4,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from pipeline.config.stages import STAGE
 from pipeline.data.report import KINDS
 from pipeline.report import headline, plots, preferences
 from pipeline.report.gather import Node, Run, lineage
 from pipeline.report.panels import GROUPS, Panel
 from pipeline.report.plots import Draw
 
-STAGES = {
-    "sft": "Supervised fine-tuning",
-    "rm": "Reward model",
-    "dpo": "Direct preference optimisation",
-    "ppo": "PPO",
-    "evaluate": "Evaluation",
-}
 FEW = 8  # panels that need no headings between them
 BOX, GAP, ROW = 178, 74, 104  # of the lineage graph: width of a box, between columns, height of a row
 
@@ -45,12 +39,17 @@ def title(runs: list[Run]) -> str:
     return runs[0].name if len(runs) == 1 else " → ".join(dict.fromkeys(run.stage for run in runs))
 
 
+def stage_title(stage: str) -> str:
+    """`Reward model` of `rm`; the name itself of a stage without a title."""
+    return (STAGE[stage].title if stage in STAGE else "") or stage
+
+
 def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
     """Everything that the page says about one run, as plain data for the template."""
     return {
         "run": run,
         "anchor": anchor,
-        "stage": STAGES.get(run.stage, run.stage),
+        "stage": stage_title(run.stage),
         "cards": headline.cards(run),
         "facts": headline.facts(run),
         "gate": headline.gate(run),
@@ -70,7 +69,7 @@ def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
 def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[tuple[Panel, Draw]]]]:
     """{group: (its question, its panels that have something to show)} of one run, or of runs of one stage compared."""
     stage = next(iter(runs.values())).stage
-    axis = "update" if stage == "ppo" else "step"
+    axis = "update" if stage == "ppo" else "step"  # PPO logs once an update
     histories = {name: run.history for name, run in runs.items()}
     found = {}
     for name, (question, panels) in GROUPS.items():
@@ -134,7 +133,7 @@ def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
         for i, (label, run) in enumerate(zip(labels, runs, strict=True))
     ]
     return {
-        "stage": STAGES.get(runs[0].stage, runs[0].stage),
+        "stage": stage_title(runs[0].stage),
         "panels": _panels(named, f"c-{runs[0].stage}", safe),
         "rows": rows,
         "columns": list(dict.fromkeys(label for row in rows for label in row["cards"])),
