@@ -22,6 +22,7 @@ import torch
 import toy_ppo as toy
 from toy_models import tokenizer
 
+from pipeline.config import gates
 from pipeline.errors import InputError
 from pipeline.runtime import driver, embedded, placement
 from pipeline.system import console
@@ -502,6 +503,44 @@ def test_the_reward_trainer_still_takes_tokenised_pairs_and_puts_the_chosen_firs
     assert trainer.train_dataset[:] == rows[:]
     ids = trainer.data_collator(list(rows))["input_ids"].tolist()
     assert ids == [*rows["chosen_ids"][:], *rows["rejected_ids"][:]]
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])
+def test_the_trainers_still_log_the_metrics_that_a_gate_may_name(stage, tmp_path):
+    """pipeline/config/gates.py: HELD_OUT and TRAINED. If this fails, a gate on a metric that exists is refused, or never holds."""
+    import transformers
+    import trl
+    from peft import LoraConfig
+
+    config, kind, rows = {
+        "sft": (trl.SFTConfig, trl.SFTTrainer, ROWS),
+        "rm": (trl.RewardConfig, trl.RewardTrainer, [{k: row[k] for k in ("chosen_ids", "rejected_ids")} for row in PAIRS]),
+        "dpo": (trl.DPOConfig, trl.DPOTrainer, PAIRS),
+    }[stage]  # fmt: skip
+    own = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
+    head = {"num_labels": 1} if stage == "rm" else {}
+
+    class Trainer(kind):
+        def _prepare_dataset(self, dataset, *_):
+            return dataset
+
+    trainer = Trainer(
+        tiny("AutoModelForSequenceClassification" if head else "AutoModelForCausalLM", **head),
+        args=settings(config, tmp_path, max_steps=2, logging_steps=1, **own),
+        train_dataset=rows_of(rows),
+        eval_dataset=rows_of(rows),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(task_type="SEQ_CLS" if head else "CAUSAL_LM", **LORA),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)  # it takes total_flos out
+    if_counted = {"train_tokens_per_second"}  # with include_num_input_tokens_seen
+    trained = set(gates.TRAINED.split()) - if_counted
+    assert {
+        name for name in trainer.train().metrics if name.startswith("train_") or name in trained
+    } == trained
+    of_experts = {"eval_aux_loss"}
+    held_out = {f"eval_{name}" for name in gates.HELD_OUT[stage].split()}
+    assert set(trainer.evaluate()) == held_out - of_experts | {"epoch"}
 
 
 @pytest.mark.parametrize("name", ["SFTTrainer", "RewardTrainer", "DPOTrainer"])

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.config import OPERATORS, load_job, parse_gate
+from pipeline.config import load_job
 from pipeline.config.fields import fields_of
 from pipeline.errors import InputError
 
@@ -421,18 +421,6 @@ def test_a_job_is_plain_data(job):
     assert made.to_dict()["data"]["on_error"] == "raise"
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.stage = "sft"
-
-
-def test_gate_rules():
-    assert (
-        parse_gate(">= 0.95") == (">=", 0.95)
-        and parse_gate("<1e-3") == ("<", 1e-3)
-        and parse_gate("> -2") == (">", -2.0)
-    )
-    assert OPERATORS[">="](1.0, 1.0) and not OPERATORS[">"](1.0, 1.0)
-    for wrong in ("0.95", "== 1", ">= ", ">= nan", ">= inf", ">= 1e400", 0.95, None, True, [">= 1"], {}):
-        with pytest.raises(ValueError, match="expected a comparison"):
-            parse_gate(wrong)
 
 
 def test_library_fields_are_those_of_the_library():
