@@ -8,7 +8,7 @@ The tokenised rows stay in the cache: the run that follows does not make them ag
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config import Job
+from pipeline.config import Job, rules
 from pipeline.runtime import driver
 from pipeline.runtime.run import begin, checked
 from pipeline.system import storage
@@ -19,6 +19,8 @@ def run(job: Job) -> dict[str, Any]:
     job = driver.name_run(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     begin(job)
+    for warning in rules.warnings(job):
+        print(f"warning: {warning}", flush=True)
     # A job for GPUs may be looked at where not all of its packages are.
     with checked(job, ask_libraries=not job.scaling.get("use_gpu")) as run:
         print(run.report.render(), flush=True)

@@ -127,6 +127,7 @@ class Job:
     baseline: str | None = None
     judge: str | None = None  # a rule or a second reward model: reported, never trained on
     source: str = ""  # the job file
+    overridden: tuple[str, ...] = ()  # keys that the command line set; no part of the resolved job
 
     @property
     def folder(self) -> str:
@@ -156,7 +157,7 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved job as plain JSON-able data."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "overridden"}
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:
@@ -184,6 +185,7 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
         mlflow=MLflow(**_own(tree, "mlflow")),
         gate={name: rule for name, rule in _section(tree, "gate").items() if rule is not None},
         source=str(path),
+        overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
         **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
     )
     for check in CHECKS:
@@ -194,7 +196,7 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
 # ---------------------------------------------------------------- keys and types
 def _check_top(tree: Tree, stage: str) -> None:
     fields = fields_of("pipeline.config.Job")
-    sections = [name for name in fields if name != "source"]
+    sections = [name for name in fields if name not in ("source", "overridden")]
     for key, value in tree.data.items():
         if key not in sections:
             raise _unknown(tree, stage, "", key, sections)

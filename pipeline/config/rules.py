@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,10 @@ def _check_evaluate(tree: Tree, job: Job) -> None:
             "policy",
             "missing; `evaluate` needs it to answer data.eval: models:/rlhf-ppo@champion (or `base`: no adapter); for a "
             "reward model alone type data.eval=null",
+        )
+    if job.baseline and not data.eval:
+        raise tree.error(
+            "baseline", "there are no prompts to compare it on: give data.eval, or type baseline=null"
         )
 
 
@@ -400,6 +405,16 @@ def _check_export(tree: Tree, job: Job) -> None:
         raise tree.error(
             "reward",
             f"found {show(job.reward)}, expected one reward adapter: models:/rlhf-rm@champion, or its folder",
+        )
+
+
+def warnings(job: Job) -> Iterator[str]:
+    """What may be meant, but often is not: a line each, for the run to print before it starts."""
+    yield from gates.unmeasured(job)
+    if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
+        yield (
+            f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: those rows "
+            "judge the run. To hold out a tenth of your own, type data.eval=null data.eval_fraction=0.1"
         )
 
 

@@ -10,7 +10,17 @@ from pipeline.registry.database import file_of_uri
 from pipeline.registry.metrics import MetricLog
 from pipeline.registry.runs import find_run, history, log_files, recorded, run
 from pipeline.registry.server import check, client, first_line, look, tracking_uri, uri_of, wait_for_server
-from pipeline.registry.versions import Version, fetch, passes, pin, promote, publish, tags, version
+from pipeline.registry.versions import (
+    Version,
+    fetch,
+    other_base,
+    passes,
+    pin,
+    promote,
+    publish,
+    tags,
+    version,
+)
 
 __all__ = [
     "MetricLog",
@@ -24,6 +34,7 @@ __all__ = [
     "history",
     "log_files",
     "look",
+    "other_base",
     "passes",
     "pin",
     "promote",

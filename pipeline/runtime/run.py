@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job, gates, libraries
+from pipeline.config import Job, libraries, rules
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, summary
 from pipeline.registry import lineage
@@ -115,10 +115,12 @@ def open_run(job: Job) -> Iterator[Run]:
         registry.check(job)
     earlier = begun.before(job)
     pinned = begun.versions(earlier, job) if earlier else {}
-    for warning in gates.unmeasured(job):
+    for warning in rules.warnings(job):
         print(f"warning: {warning}", flush=True)
     with checked(job, pinned) as run:
         print(run.report.render(samples=not run.report.reused), flush=True)
+        if STAGE[job.stage].learns and (other_base := registry.other_base(run.job, run.work.base)):
+            print(f"warning: {other_base}", flush=True)
         if earlier:
             run.continues = begun.same_content(earlier, run.job, run.work.base["digest"], run.work.digests)
         with storage.claim(run.folder):
@@ -309,6 +311,12 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
     adapters = check_adapters(job, inputs, base, files)
     if makes_adapter(job, adapters):
         check_lora(files, job.lora, scorer=STAGE[job.stage].learns == "reward")
+    elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
+        print(
+            f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of those it starts from; "
+            "policy=base starts a new one",
+            flush=True,
+        )
     learned = adapters.get("policy") or (adapters.get("reward.0") if not job.policy else None)
     template = model.chat_template
     if (

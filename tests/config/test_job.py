@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.config import load_job
+from pipeline.config import load_job, rules
 from pipeline.config.fields import fields_of
 from pipeline.errors import InputError
 
@@ -454,6 +454,27 @@ def test_refused_keys_exist():
     assert set(REFUSED["trainer"]) <= known
     assert set(REFUSED["lora"]) <= set(fields_of("peft.tuners.lora.config.LoraConfig"))
     assert set(REFUSED["scaling"]) <= set(fields_of("ray.train.v2.api.config.ScalingConfig"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "judged"),
+    [
+        ([], False),
+        (["data.train=mine.jsonl"], True),
+        (["data.train=[mine.jsonl]", "trainer.seed=2"], True),
+        (["data.train=mine.jsonl", "data.eval=my_eval.jsonl"], False),
+        (["data.train=mine.jsonl", "data.eval=null", "data.eval_fraction=0.1"], False),
+        (["data.eval=my_eval.jsonl"], False),
+    ],
+)
+def test_rows_of_the_command_line_that_the_job_files_rows_will_judge(overrides, judged, in_root):
+    made = load_job("jobs/demo/sft.yaml", ["gate={}", *overrides], "sft")
+    said = list(rules.warnings(made))
+    assert len(said) == judged
+    for line in said:
+        assert "'jobs/demo/data/demonstrations_eval.jsonl'" in line
+        assert line.endswith("type data.eval=null data.eval_fraction=0.1")
+    assert "overridden" not in made.to_dict()
 
 
 # ---------------------------------------------------------------- the command line

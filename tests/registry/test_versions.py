@@ -102,6 +102,27 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
         assert ("nothing was learned" in version.gate) == (alias is None)
 
 
+@pytest.mark.parametrize(
+    ("base", "warned"),
+    [
+        ({"name_or_path": "b", "digest": "sha256:1"}, False),
+        ({"name_or_path": "moved/b", "digest": "sha256:1"}, False),
+        ({"name_or_path": "org/other base", "digest": "sha256:2"}, True),
+    ],
+)
+def test_a_name_whose_newest_version_has_another_base(base, warned, job, adapter):
+    assert registry.other_base(job, base) is None, "nothing is registered yet"
+    with registry.run(job, {}) as run_id:
+        registry.publish(job, run_id, adapter, {}, LINEAGE)
+    warning = registry.other_base(job, base)
+    assert (warning is not None) == warned
+    if warning:
+        assert "'rlhf-sft', v1, was trained on base b (sha256:1)" in warning
+        assert warning.endswith("Type mlflow.registered_model=rlhf-sft-other-base")
+    nameless = replace(job, mlflow=replace(job.mlflow, registered_model=None))
+    assert registry.other_base(nameless, base) is None
+
+
 def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter, tmp_path, monkeypatch):
     from pipeline.registry import versions
 
