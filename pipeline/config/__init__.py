@@ -253,6 +253,8 @@ def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -
     """The error for an unknown key: the nearest in its section, else in another one, else what there is."""
     name = f"{section}.{key}" if section else key
     message = f"unknown {'key' if section else 'section'}"
+    if name == "trainer.max_steps" and "total_episodes" in valid:
+        return tree.error(name, f"{message}; {_in_episodes(tree)}")
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.7)
     if near:
         return tree.error(name, f"{message}; did you mean {f'{section}.' if section else ''}{near[0]}?")
@@ -266,6 +268,17 @@ def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -
     if len(valid) <= 16:
         return tree.error(name, f"{message}; expected one of {', '.join(valid)}")
     return tree.error(name, f"{message}; the keys of `{section}` are those of {_owner(stage, section)}")
+
+
+def _in_episodes(tree: Tree) -> str:
+    """What to type for a number of updates, with the arithmetic."""
+    trainer = tree.data["trainer"]
+    size = trainer.get("batch_size") or fields_of("pipeline.ppo.config.PPOConfig")["batch_size"].default
+    updates = trainer["max_steps"] if type(trainer["max_steps"]) is int and trainer["max_steps"] > 0 else 100
+    rule = "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
+    if type(size) is not int:
+        return rule
+    return f"{rule}: {updates} updates of {size} episodes are trainer.total_episodes={updates * size}"
 
 
 def _owner(stage: str, section: str) -> str:

@@ -384,6 +384,10 @@ def _check_inputs(tree: Tree, job: Job) -> None:
                 key,
                 f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.demo:gold",
             )
+        if key not in ("policy", "baseline") and re.fullmatch(
+            r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_]\w*", name
+        ):
+            raise tree.error(key, f"found {show(name)}; for a Python function type python:{name}")
         if name.startswith("python:") and key in ("policy", "baseline"):
             raise tree.error(
                 key, f"found {show(name)}, expected an adapter: models:/NAME@ALIAS, a folder, or base"

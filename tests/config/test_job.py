@@ -117,6 +117,36 @@ BAD = [
         r"reward\.0: found .*expected \{reward: NAME, weight: NUMBER\}",
     ),
     ("ppo", ["reward=[models:/a@b, {reward: a, weight: high}]"], r"reward\.1: found .*expected"),
+    (
+        "ppo",
+        ["reward=my_rewards:polite"],
+        r"reward: found 'my_rewards:polite'; for a Python function type python:my_rewards:polite",
+    ),
+    (
+        "ppo",
+        ["reward=[{reward: a.b:c, weight: 2}]"],
+        r"reward\.0: found 'a\.b:c'; for a Python function type python:a\.b:c",
+    ),
+    (
+        "ppo",
+        ["judge=my_rewards:polite"],
+        r"judge: found 'my_rewards:polite'; for a Python function type python:my_rewards:polite",
+    ),
+    (
+        "ppo",
+        ["trainer.max_steps=30"],
+        r"max_steps: unknown key; .*30 updates of 64 episodes are trainer\.total_episodes=1920",
+    ),
+    (
+        "ppo",
+        ["trainer.max_steps=3", "trainer.batch_size=8"],
+        r"3 updates of 8 episodes are trainer\.total_episodes=24",
+    ),
+    (
+        "ppo",
+        ["trainer.max_steps=many", "trainer.batch_size=many"],
+        r"max_steps: unknown key; .*total_episodes = updates \* trainer\.batch_size",
+    ),
     ("ppo", ["policy=python:a:b"], r"policy: found 'python:a:b', expected an adapter"),
     # combinations
     ("sft", ["data.train=null"], r"data\.train: missing; `sft` needs rows"),
