@@ -895,6 +895,27 @@ def test_mlflows_client_still_registers_an_adapter_folder():
     assert mlflow_tags.MLFLOW_LOGGED_ARTIFACTS == "mlflow.loggedArtifacts"
 
 
+def test_mlflows_own_asynchronous_log_still_drops_a_batch_that_failed():
+    """pipeline/registry/metrics.py. If this fails, MLflow sends again what a server missed: MetricLog may not be needed."""
+    from mlflow.entities import Metric
+    from mlflow.utils.async_logging.async_logging_queue import AsyncLoggingQueue
+
+    calls = []
+
+    def away(**batch):
+        calls.append(batch)
+        raise ConnectionError("refused")
+
+    log = AsyncLoggingQueue(away)
+    log.activate()
+    sent = log.log_batch_async("run", params=[], tags=[], metrics=[Metric("loss", 1.0, 0, 1)])
+    log.flush()
+    log.shut_down_async_logging()
+    with pytest.raises(Exception, match="refused"):
+        sent.wait()
+    assert len(calls) == 1
+
+
 def test_vllm_still_lists_the_ranks_that_it_makes_room_for():
     """pipeline/ppo/vllm_engine.py, accepted_rank: MaxLoRARanks."""
     pytest.importorskip("vllm", reason="needs the extra `vllm`")

@@ -36,6 +36,8 @@ CHARACTERS = 4096  # of a text: the longest path of Linux
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars: true/false, decimal integers, floats with or without a point, null, text; within NODES and DEPTH."""
 
+    # Not ruamel.yaml, which speaks 1.2: it reads 2026-11-20 as a date all the same (0.18), and limits neither aliases nor
+    # depth, so this class would stay; and PyYAML is here anyway, as Ray's.
     def __init__(self, text: str):
         super().__init__(text)
         self.around = 0  # nodes around the one that is composed
