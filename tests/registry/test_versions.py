@@ -1,57 +1,23 @@
-"""Registration: nothing half done, the gate, references that exist, a server that is away. Real MLflow on SQLite."""
+"""Versions: registered once and whole, the gate and its alias, references that exist, another base. Real MLflow on SQLite."""
 
-import contextlib
 import os
 import shutil
-import sqlite3
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import toy_models
 from mlflow import MlflowClient
-from running import ROOT
+from registered import LINEAGE, Killed, killed, mlflow
 
 from pipeline import registry
-from pipeline.config import MLflow, load_job
 from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.runtime.driver import Outcome
 from pipeline.runtime.run import Run, publish
 from pipeline.runtime.worker import Work
-from pipeline.system import deadline, storage
-
-LINEAGE = {
-    "stage": "sft",
-    "base": {"name_or_path": "b", "digest": "sha256:1"},
-    "parents": {},
-    "data": {},
-    "versions": {},
-}
-
-
-@pytest.fixture
-def job(migrated, tmp_path, in_root):
-    shutil.copy(migrated, tmp_path / "mlflow.db")
-    made = load_job("jobs/demo/sft.yaml", ["gate={}", f"run.storage_path={tmp_path}", "run.name=one"], "sft")
-    return made
-
-
-@pytest.fixture
-def adapter(tmp_path):
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(b"weights")
-    (folder / "adapter_config.json").write_text("{}")
-    return str(folder)
-
-
-def mlflow(job) -> MlflowClient:
-    return registry.client(registry.tracking_uri(job))
+from pipeline.system import storage
 
 
 def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
@@ -227,16 +193,6 @@ def test_a_reference_to_nothing_says_what_to_do(reference, message, job):
         registry.pin(reference, registry.tracking_uri(job))
 
 
-def test_a_server_that_does_not_answer_is_found_before_work(job):
-    away = replace(job, mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
-    with pytest.raises(InputError, match=r"mlflow.tracking_uri: 'http://127.0.0.1:9' does not answer"):
-        registry.check(away)
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing in the process gets to run after it."""
-
-
 @pytest.mark.parametrize(
     "before",
     ["log_model_artifacts", "finalize_logged_model", "create_registered_model", "create_model_version", "set_registered_model_alias"],
@@ -259,186 +215,3 @@ def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before
         registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job)), registry.tracking_uri(job)
     )
     assert folder_digests(folder) == folder_digests(adapter)
-
-
-def killed(*_, **__):
-    raise Killed
-
-
-def test_a_run_that_was_left_running_is_ended_when_its_name_starts_over(job):
-    with pytest.raises(Killed), registry.run(job, {}) as dead:
-        raise Killed
-    mlflow(job).update_run(dead, status="RUNNING")  # a driver that was killed writes nothing
-    with registry.run(job, {}, anew=True) as fresh:
-        assert fresh != dead and mlflow(job).get_run(dead).info.status == "KILLED"
-    assert mlflow(job).get_run(fresh).info.status == "FINISHED"
-
-
-def test_starting_over_after_a_failure_is_another_run(job):
-    with pytest.raises(KeyError), registry.run(job, {}) as first:
-        raise KeyError
-    with registry.run(job, {}, anew=True) as second:
-        pass
-    assert second != first and mlflow(job).get_run(first).info.status == "FAILED"
-
-
-def test_the_same_name_continues_its_run_unless_it_is_finished(job):
-    with pytest.raises(KeyError), registry.run(job, {}) as first:
-        raise KeyError
-    assert mlflow(job).get_run(first).info.status == "FAILED"
-    with registry.run(job, {}) as second:
-        assert mlflow(job).get_run(second).info.status == "RUNNING"
-    assert second == first
-    with registry.run(job, {}) as third:
-        pass
-    assert third != first
-
-
-def test_shipped_jobs_use_a_store_beside_the_runs(in_root, monkeypatch):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert (
-        registry.tracking_uri(load_job("jobs/demo/sft.yaml", [], "sft")) == f"sqlite:///{ROOT}/runs/mlflow.db"
-    )
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://head:5000")
-    assert registry.tracking_uri(load_job("jobs/demo/sft.yaml", [], "sft")) == "http://head:5000"
-
-
-# ------------------------------------------------------------------------------------------- the store and its folder
-
-
-def damaged(path, how):
-    whole = Path(path).read_bytes()
-    if how == "a folder":
-        os.remove(path)
-        os.mkdir(path)
-        return
-    if how in STATEMENTS:
-        if how == "of another application":
-            os.remove(path)
-        with contextlib.closing(sqlite3.connect(path)) as database:
-            database.execute(STATEMENTS[how])
-            database.commit()
-        return
-    middle = len(whole) // 2
-    contents = {
-        "no database": b"<html>" * 500,
-        "cut off": whole[:middle],
-        "spoilt": whole[:middle] + os.urandom(8192) + whole[middle + 8192 :],
-    }
-    Path(path).write_bytes(contents[how])
-
-
-STATEMENTS = {
-    "of another application": "CREATE TABLE users (name)",
-    "of a newer MLflow": "UPDATE alembic_version SET version_num = 'ffffffffffff'",
-    "of an older MLflow": "UPDATE alembic_version SET version_num = '0a8213491aaa'",
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("a folder", "is a folder"),
-        ("no database", "not a database"),
-        ("cut off", "malformed"),
-        ("spoilt", "the file is damaged|malformed"),
-        ("of another application", "belongs to another application: its tables are users"),
-        ("of a newer MLflow", "schema ffffffffffff is unknown .*a newer one"),
-        ("of an older MLflow", "out-of-date"),
-    ],
-)
-def test_a_file_that_is_no_store_is_named_at_once(how, says, job, tmp_path):
-    """MLflow would try again for more than a minute, or make its tables in it."""
-    damaged(tmp_path / "mlflow.db", how)
-    started = time.monotonic()
-    with pytest.raises(
-        InputError, match=rf"mlflow\.tracking_uri: 'sqlite:.*mlflow\.db' does not answer \(.*{says}"
-    ):
-        registry.check(job)
-    assert time.monotonic() - started < 60
-
-
-def test_a_store_that_another_process_holds(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(deadline, "SECONDS", 0.5)
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(InputError, match="database is locked"):
-            registry.check(job)
-
-
-@pytest.mark.parametrize(
-    "name", ["plain", "a%20b", "a%", "a?b=c", "a#b", "it's", 'it\'s "both"', "back\\slash", " ü😀 ", "a;b&c", "[a]*", "$HOME"]
-)  # fmt: skip
-def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_root):
-    """Paths reach MLflow as filters and URIs, whose quotes and percents mean something."""
-    home = tmp_path / "home" / name
-    home.mkdir(parents=True)
-    plain = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one"], "sft")
-    named = replace(plain.mlflow, registered_model="it's")
-    job = replace(plain, run=replace(plain.run, storage_path=str(home)), mlflow=named)
-    shutil.copy(migrated, home / "mlflow.db")
-    registry.check(job)
-    uri = registry.tracking_uri(job)
-    with pytest.raises(KeyError), registry.run(job, {}) as cut_short:
-        raise KeyError
-    with registry.run(job, {}) as run_id:
-        registry.publish(job, run_id, adapter, {}, LINEAGE)
-    assert run_id == cut_short == registry.find_run(uri, job.folder)
-    with pytest.raises(InputError, match="newest is models:/it's/1"):
-        registry.pin("models:/it's@nobody", uri)
-    folder = registry.fetch(registry.pin("models:/it's@champion", uri), uri)
-    assert folder_digests(folder) == folder_digests(adapter)
-    assert folder.startswith(str(home)) and os.listdir(tmp_path / "home") == [name]
-
-
-FIRST = """
-import sys, time
-from pipeline import registry
-from pipeline.system import storage
-from pipeline.config import load_job
-job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={sys.argv[1]}", f"run.name=one-{sys.argv[2]}"], "sft")
-import mlflow
-sys.stdin.readline()
-storage.require_writable(job.run.storage_path)
-registry.check(job)
-with registry.run(job, {}):
-    pass
-"""
-
-
-def test_four_first_runs_at_once_make_one_store(tmp_path):
-    """Of two that create MLflow's tables at the same time, one fails in the other's migration."""
-    others = [
-        subprocess.Popen(
-            [sys.executable, "-c", FIRST, str(tmp_path / "new"), str(i)], cwd=ROOT, text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for i in range(4)
-    ]  # fmt: skip
-    for one in others:
-        one.stdin.write("go\n")
-    said = [one.communicate(timeout=120)[0] for one in others]
-    assert [one.returncode for one in others] == [0] * 4, said
-    assert "Traceback" not in "".join(said)
-    store = registry.client(f"sqlite:///{tmp_path}/new/mlflow.db")
-    (experiment,) = [e for e in store.search_experiments() if e.name == "rlhf"]
-    statuses = [run.info.status for run in store.search_runs([experiment.experiment_id])]
-    assert statuses == ["FINISHED"] * 4
-    assert sorted(os.listdir(tmp_path / "new")) == ["artifacts", "mlflow.db", "mlflow.db.lock"]
-
-
-def test_whoever_waits_for_a_lock_says_so_and_not_for_ever(tmp_path, capsys):
-    path = str(tmp_path / "lock")
-    with storage.locked(path, "nobody"), pytest.raises(TimeoutError, match="waited 1 s for another process"):
-        with storage.locked(path, "another process", seconds=1.2):
-            raise AssertionError("two at once")
-    assert capsys.readouterr().out == "waiting for another process\n"
-    with storage.locked(path, "nobody"):
-        pass
-
-
-def test_an_interrupted_run_is_killed_and_not_failed(job):
-    for ending in (KeyboardInterrupt, SystemExit):
-        with pytest.raises(ending), registry.run(job, {}) as run_id:
-            raise ending
-        assert mlflow(job).get_run(run_id).info.status == "KILLED"
