@@ -87,7 +87,7 @@ def metrics(job: Job) -> dict[str, str]:
     lacks |= dict.fromkeys(("before_reward", "eval_reward", *_interval("eval_win_rate")), reward)
     lacks |= dict.fromkeys(("before_judge", "eval_judge", *_interval("eval_judge_win_rate")), judge)
     if job.stage == "evaluate":
-        pairs = "" if job.data.pairs else "pairs to judge the reward on (data.pairs)"
+        pairs = "" if job.data.pairs else "pairs to evaluate the reward on (data.pairs)"
         agreed = pairs or ("" if job.judge else "a judge")
         lacks |= {f"eval_rm_{name}": pairs for name in _PAIRS.split()}
         lacks |= dict.fromkeys(("eval_rm_agreement", "eval_rm_judge_accuracy"), agreed)
@@ -99,7 +99,7 @@ def _interval(name: str) -> tuple[str, str, str]:
 
 
 def check(tree: Tree, job: Job) -> None:
-    """Refuses conditions that are none, and those on a metric that the stage never has."""
+    """Refuses what is no condition, and conditions on a metric that the stage never has."""
     known = metrics(job) if job.gate else {}
     for metric, rule in job.gate.items():
         try:
@@ -108,8 +108,8 @@ def check(tree: Tree, job: Job) -> None:
             raise tree.error(f"gate.{short(metric)}", str(error)) from None
         if metric not in known and not _of_a_subset(job, metric):
             near = difflib.get_close_matches(metric, known, n=1)
-            some = ", ".join([name for name in known if name.startswith("eval_")][:6])
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {some}, ..."
+            examples = ", ".join([name for name in known if name.startswith("eval_")][:6])
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {examples}, ..."
             raise tree.error(f"gate.{short(metric)}", f"`{job.stage}` has no such metric; {hint}")
     judged = job.policy or job.reward
     if job.gate and not STAGE[job.stage].learns and not str(judged).startswith("models:/"):
