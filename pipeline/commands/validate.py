@@ -1,4 +1,4 @@
-"""Look at the data of a job before anything is trained: what was read, kept, dropped, truncated, and three rows as the model sees them.
+"""Checks the data of a job without training: rows read, kept, dropped and truncated, and three as the model sees them.
 
     python -m pipeline validate jobs/demo/sft.yaml [section.key=value ...]
 

@@ -1,8 +1,8 @@
 """What a job needs before it is started: memory of one worker, item by item, and on a GPU the time and the money.
 
-Sizes are not guessed from formulas of one architecture: they are counted on the job's own model (models/shape.py). Where
-a library's inside decides (the vocabulary-wide tensors of TRL's losses), a factor is used that was fitted to measured
-peaks; tests compare the whole with peaks of real runs.
+Sizes are not derived from the formulas of one architecture: they are counted on the job's own model (shape.py). Where a
+library's internals decide (the vocabulary-wide tensors of TRL's losses), a factor fitted to measured peaks is used; tests
+compare the sum with peaks of real runs.
 """
 
 import math
@@ -41,11 +41,11 @@ GPUS = {
 }
 # Of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it.
 UTILISATION = 0.35
-LAUNCH = 0.8e-3  # seconds a layer and token that decoding with transformers costs, whatever the GPU: as well
+# Seconds per layer and token of decoding with transformers, whatever the GPU: an assumption too.
+LAUNCH = 0.8e-3
 RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
-# What the allocator loses between blocks. glibc's finds no room for an aligned block in a hole of just its size, and
-# comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 gives each block back and
-# costs a quarter more time.
+# Fragmentation: memory held over memory in use. glibc's allocator cannot place an aligned block into a hole of just its
+# size, and comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 returns each block and costs a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # For each entry of (tokens, vocabulary), at the peak of TRL's losses of sft and dpo; measured.
 LOGIT_BYTES = 32
@@ -53,7 +53,7 @@ LOGIT_BYTES = 32
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that a worker holds; `phase` is when: always, or in rollout or update, of which the larger counts."""
+    """One item in a worker's memory. `phase` is when: always, or in rollout or update, of which the larger counts."""
 
     what: str
     size: float  # bytes
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """Bytes of one worker at its highest."""
+        """Peak bytes of one worker."""
         phases = {"rollout": 0.0, "update": 0.0, "always": 0.0}
         for item in self.items:
             phases[item.phase] += item.size
@@ -88,20 +88,24 @@ class Plan:
 
 @dataclass(frozen=True)
 class Settings:
-    """What of a job decides its memory, with the defaults of its stage."""
+    """The settings that decide a job's memory, with the defaults of its stage."""
 
     rows: int  # of one forward and backward
     width: int  # tokens of a row
-    low: bool  # matrix products in bf16
+    bf16: bool  # matrix products in bf16
     checkpointing: bool
-    sequences: int  # in a row of the batch: a pair is two
+    sequences: int  # per row of the batch: a pair has two
     rollout_rows: int = 0
     prompt: int = 0
     completion: int = 0
 
 
 def settings(job: Job, context: int) -> Settings:
-    """Rows at their longest, as the job allows them to be."""
+    """The settings for rows of the maximum length.
+
+    Args:
+        context: of the model, in tokens.
+    """
     if job.stage == "ppo":  # its arguments are a PPOConfig
         args = job.args
         prompt = job.data.max_length or context - args.response_length
@@ -170,7 +174,7 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     items.append(
         Item(
             f"activations for backward: {tokens:,} tokens, {kind}",
-            shape.activations(asked.rows * asked.sequences, asked.width, asked.low, asked.checkpointing),
+            shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing),
             "update",
         )
     )
@@ -179,14 +183,14 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
         rows, width = asked.rollout_rows, asked.width
         items += [
             Item("vLLM: a base of its own", shape.weights),
-            Item(f"vLLM: KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.low)),
+            Item(f"vLLM: KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)),
         ]
     elif asked.rollout_rows:
         width = asked.width + 128  # the cache grows 128 places at a time
         items += [
             Item(
                 f"KV cache: {asked.rollout_rows} rows of {asked.width} tokens",
-                asked.rollout_rows * width * shape.cache(asked.low),
+                asked.rollout_rows * width * shape.cache(asked.bf16),
                 "rollout",
             ),
             Item(
@@ -196,7 +200,7 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
             ),
             Item(
                 "activations of the prompts' forward",
-                asked.rollout_rows * asked.prompt * shape.forward(asked.low),
+                asked.rollout_rows * asked.prompt * shape.forward(asked.bf16),
                 "rollout",
             ),
         ]
@@ -205,7 +209,7 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
 
 
 def _check_lengths(job: Job, context: int) -> None:
-    """Refuses rows that the model cannot read, in the words of the run."""
+    """Refuses rows that exceed the model's context, with the messages of a run."""
     from pipeline.runtime.run import room_for_prompts
 
     room_for_prompts(job, context)
@@ -253,8 +257,8 @@ def fitting(plan: Plan) -> list[str]:
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
 
-def mend(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan] | None:
-    """(overrides, plan) of the mildest changes after which a worker fits into so many bytes; None if none do."""
+def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan] | None:
+    """(overrides, plan) of the mildest changes after which a worker fits into `memory` bytes; None if none are enough."""
     made: dict[str, Any] = {}
     for key, value in _changes(job):
         made[key] = value
@@ -270,22 +274,22 @@ def mend(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str]
 
 
 def _changes(job: Job) -> list[tuple[str, Any]]:
-    """What makes a job smaller, mildest first: none of it changes what is learned, but nf4, which comes last."""
+    """Overrides that make a job smaller, mildest first. Only nf4, the last, changes what is learned."""
     rows = settings(job, 1 << 20).rows
     fewer = [n for n in range(rows - 1, 0, -1) if rows % n == 0]  # divisors: the batch still comes out even
-    found: list[tuple[str, Any]] = []
+    changes: list[tuple[str, Any]] = []
     if job.stage == "ppo":  # a PPOConfig
         decoded = job.args.local_rollout_forward_batch_size
-        found += [
+        changes += [
             ("trainer.local_rollout_forward_batch_size", decoded >> i) for i in (1, 2, 3, 4) if decoded >> i
         ]
-    found += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
-    found.append(("trainer.gradient_checkpointing", True))
-    found += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
+    changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
+    changes.append(("trainer.gradient_checkpointing", True))
+    changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
     if job.scaling.get("use_gpu"):
-        found += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
-    found.append(("model.load_in_4bit", True))
-    return [(key, value) for key, value in found if _value(job, key) != value]
+        changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
+    changes.append(("model.load_in_4bit", True))
+    return [(key, value) for key, value in changes if _value(job, key) != value]
 
 
 def _value(job: Job, key: str) -> Any:
@@ -318,7 +322,7 @@ class Cost:
 
 
 def cost(plan: Plan, name: str, rows: int) -> Cost:
-    """From matrix products at UTILISATION of the peak, and decoding at the larger of bandwidth and launch time.
+    """The cost of a run: matrix products at UTILISATION of the peak, decoding at the larger of bandwidth and launch time.
 
     Args:
         rows: training rows of an epoch, as far as they are known.

@@ -113,5 +113,5 @@ class MetricLog:
             self.client.log_batch(self.run_id, metrics=new)
 
     def _recorded(self, point: Point) -> bool:
-        before = self.known[point.key]
-        return point.step in before and (not point.final or before[point.step] == point.value)
+        recorded = self.known[point.key]
+        return point.step in recorded and (not point.final or recorded[point.step] == point.value)

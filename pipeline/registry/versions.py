@@ -242,11 +242,16 @@ def version(reference: str, uri: str) -> dict[str, Any]:
     """What is known about `models:/name/3`: name, version, aliases, and its tags with parents, data and versions parsed."""
     mlflow = client(uri)
     name, number = reference.removeprefix("models:/").split("/")
-    found = mlflow.get_model_version(name, number)
-    tags: dict[str, Any] = dict(found.tags)
+    registered = mlflow.get_model_version(name, number)
+    tags: dict[str, Any] = dict(registered.tags)
     for key in ("parents", "data", "versions"):
         tags[key] = json.loads(tags.get(key, "{}"))
-    return {"name": name, "version": str(found.version), "aliases": sorted(found.aliases), "tags": tags}
+    return {
+        "name": name,
+        "version": str(registered.version),
+        "aliases": sorted(registered.aliases),
+        "tags": tags,
+    }
 
 
 def fetch(reference: str, uri: str, patient: bool = False) -> str:

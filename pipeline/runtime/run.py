@@ -175,7 +175,7 @@ def _train_and_register(
 ) -> dict[str, Any]:
     """From a run that is open to its result.json."""
     job = run.job
-    with registry.run(job, run.work.digests, anew=not run.continues) as run_id:
+    with registry.mlflow_run(job, run.work.digests, anew=not run.continues) as run_id:
         run.mlflow_run_id = run_id
         outcome = driver.fit(replace(run.work, run_id=run_id), run.rows, train)
         version = register(run, outcome)

@@ -487,7 +487,7 @@ def test_refused_keys_exist():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "judged"),
+    ("overrides", "warned"),
     [
         ([], False),
         (["data.train=mine.jsonl"], True),
@@ -497,10 +497,10 @@ def test_refused_keys_exist():
         (["data.eval=my_eval.jsonl"], False),
     ],
 )
-def test_rows_of_the_command_line_that_the_job_files_rows_will_judge(overrides, judged, in_root):
+def test_rows_of_the_command_line_that_are_evaluated_on_the_job_files_rows(overrides, warned, in_root):
     made = load_job("jobs/demo/sft.yaml", ["gate={}", *overrides], "sft")
     said = list(rules.warnings(made))
-    assert len(said) == judged
+    assert len(said) == warned
     for line in said:
         assert "'jobs/demo/data/demonstrations_eval.jsonl'" in line
         assert line.endswith("type data.eval=null data.eval_fraction=0.1")
@@ -553,7 +553,7 @@ def test_exit_statuses(job, capsys, monkeypatch):
                 raise error
             return 0
 
-        monkeypatch.setattr(__main__, "run", run)
+        monkeypatch.setattr(__main__, "dispatch", run)
         return main(["sft", "x.yaml"]), capsys.readouterr().err
 
     assert outcome(None) == (0, "")

@@ -95,9 +95,9 @@ def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_ro
     shutil.copy(migrated, home / "mlflow.db")
     registry.check(job)
     uri = registry.tracking_uri(job)
-    with pytest.raises(KeyError), registry.run(job, {}) as cut_short:
+    with pytest.raises(KeyError), registry.mlflow_run(job, {}) as cut_short:
         raise KeyError
-    with registry.run(job, {}) as run_id:
+    with registry.mlflow_run(job, {}) as run_id:
         registry.publish(job, run_id, adapter, {}, LINEAGE)
     assert run_id == cut_short == registry.find_run(uri, job.folder)
     with pytest.raises(InputError, match="newest is models:/it's/1"):
@@ -117,7 +117,7 @@ import mlflow
 sys.stdin.readline()
 storage.require_writable(job.run.storage_path)
 registry.check(job)
-with registry.run(job, {}):
+with registry.mlflow_run(job, {}):
     pass
 """
 

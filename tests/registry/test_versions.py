@@ -9,6 +9,7 @@ import pytest
 import toy_models
 from mlflow import MlflowClient
 from registered import LINEAGE, Killed, killed, mlflow
+from running import stage
 
 from pipeline import registry
 from pipeline.errors import InputError
@@ -21,7 +22,7 @@ from pipeline.system import storage
 
 
 def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
-    with registry.run(job, {"train": "d" * 64}) as run_id:
+    with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
         version = registry.publish(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert str(version) == "rlhf-sft v1 @champion"
     pinned = registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job))
@@ -33,7 +34,7 @@ def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
 def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_name(job, adapter):
     """`mlflow` may change when a run goes on: the alias of the new name is never set to the old name's number."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
-    with registry.run(job, {}, anew=True) as run_id:
+    with registry.mlflow_run(job, {}, anew=True) as run_id:
         registry.publish(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
         held_back = registry.publish(
             replace(other, gate=job.gate), run_id, adapter, {"eval_loss": 1.0}, LINEAGE
@@ -58,7 +59,7 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
     for name, alias in (("unchanged", None), ("other", "champion")):
         work = Work(job, None, {}, {}, {}, "", {"policy": str(tmp_path / "policy")} if start else {})
         outcome = Outcome({"eval_loss": 0.0}, [], str(tmp_path / name), "", 0.0, 0)
-        with registry.run(job, {}, anew=True) as run_id:
+        with registry.mlflow_run(job, {}, anew=True) as run_id:
             run = Run(work, {}, None, 0.0, mlflow_run_id=run_id)
             lineage.write(str(tmp_path / name), LINEAGE)
             version = publish(run, outcome)
@@ -78,7 +79,7 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
 )
 def test_a_name_whose_newest_version_has_another_base(base, warned, job, adapter):
     assert registry.other_base(job, base) is None, "nothing is registered yet"
-    with registry.run(job, {}) as run_id:
+    with registry.mlflow_run(job, {}) as run_id:
         registry.publish(job, run_id, adapter, {}, LINEAGE)
     warning = registry.other_base(job, base)
     assert (warning is not None) == warned
@@ -89,13 +90,32 @@ def test_a_name_whose_newest_version_has_another_base(base, warned, job, adapter
     assert registry.other_base(nameless, base) is None
 
 
+def test_a_run_warns_of_the_other_base_before_it_trains(job, adapter, tmp_path, capsys, embedded_ray):
+    """And of its own rows that the job file's rows evaluate."""
+    with registry.mlflow_run(job, {}) as run_id:
+        registry.publish(job, run_id, adapter, {}, LINEAGE)
+    few = [
+        "trainer.max_steps=1",
+        "trainer.eval_strategy=no",
+        "trainer.eval_on_start=false",
+        "trainer.save_strategy=no",
+    ]
+    stage("sft", tmp_path, "next", *few, "data.train=jobs/demo/data/demonstrations_eval.jsonl")
+    out = capsys.readouterr().out
+    other_base = out.index(
+        "warning: mlflow.registered_model: the newest version of 'rlhf-sft', v1, was trained on base b"
+    )
+    rows = out.index("warning: data.train comes from the command line, but data.eval is still the job file's")
+    assert rows < other_base < out.index("step")
+
+
 def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter, tmp_path, monkeypatch):
     from pipeline.registry import versions
 
     monkeypatch.setattr(versions, "_is_here", lambda location: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     uri = registry.tracking_uri(job)
-    with registry.run(job, {}) as run_id:
+    with registry.mlflow_run(job, {}) as run_id:
         registry.publish(job, run_id, adapter, {}, LINEAGE)
     stored = mlflow(job).get_model_version_download_uri("rlhf-sft", "1")
 
@@ -122,10 +142,10 @@ def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter
 
 
 def test_a_run_registered_just_before_a_crash_is_not_registered_twice(job, adapter):
-    with pytest.raises(KeyboardInterrupt), registry.run(job, {}) as first:
+    with pytest.raises(KeyboardInterrupt), registry.mlflow_run(job, {}) as first:
         registry.publish(job, first, adapter, {}, LINEAGE)
         raise KeyboardInterrupt  # after the version, before result.json
-    with registry.run(job, {}) as second:
+    with registry.mlflow_run(job, {}) as second:
         version = registry.publish(job, second, adapter, {}, LINEAGE)
     assert second == first
     assert version.version == "1"
@@ -145,7 +165,7 @@ def test_files_that_come_back_changed_are_not_registered(job, adapter, monkeypat
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", spoiled)
     with (
         pytest.raises(RuntimeError, match=r"other files than were saved: adapter_model.safetensors"),
-        registry.run(job, {}) as run_id,
+        registry.mlflow_run(job, {}) as run_id,
     ):
         registry.publish(job, run_id, adapter, {}, LINEAGE)
     store = registry.client(registry.tracking_uri(job))
@@ -172,7 +192,7 @@ def test_the_gate(gate, metrics, ok):
 
 def test_a_version_that_fails_its_gate_stays_without_alias(job, adapter):
     closed = replace(job, gate={"eval_loss": "<= 0.1"})
-    with registry.run(closed, {}) as run_id:
+    with registry.mlflow_run(closed, {}) as run_id:
         version = registry.publish(closed, run_id, adapter, {"eval_loss": 0.5}, LINEAGE)
     assert version.alias is None and version.gate == "failed: eval_loss = 0.5, required <= 0.1"
     with pytest.raises(
@@ -200,14 +220,14 @@ def test_a_reference_to_nothing_says_what_to_do(reference, message, job):
 def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before, job, adapter, monkeypatch):
     """Just before each of its writes: no version without its files, no alias on it, and the second try mends everything."""
     store = mlflow(job)
-    with pytest.raises(Killed), registry.run(job, {}) as first, monkeypatch.context() as patch:
+    with pytest.raises(Killed), registry.mlflow_run(job, {}) as first, monkeypatch.context() as patch:
         patch.setattr(MlflowClient, before, killed)
         registry.publish(job, first, adapter, {"eval_loss": 1.0}, LINEAGE)
     for version in store.search_model_versions("name = 'rlhf-sft'"):
         assert version.aliases == []
         folder = registry.fetch(f"models:/rlhf-sft/{version.version}", registry.tracking_uri(job))
         assert folder_digests(folder) == folder_digests(adapter)
-    with registry.run(job, {}) as second:
+    with registry.mlflow_run(job, {}) as second:
         registry.publish(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert second == first and store.get_run(second).info.status == "FINISHED"
     assert [str(v.version) for v in store.search_model_versions("name = 'rlhf-sft'")] == ["1"]
