@@ -59,10 +59,10 @@ class Cluster:
     @property
     def is_here(self) -> bool:
         """Whether all its nodes are this very machine, whose paths it then knows."""
-        return not self.several and all(_own_address(node["node_ip"]) for node in self.nodes)
+        return not self.several and all(_is_this_machine(node["node_ip"]) for node in self.nodes)
 
 
-def _own_address(ip: str) -> bool:
+def _is_this_machine(ip: str) -> bool:
     with socket.socket() as probe:
         try:
             probe.bind((ip, 0))
@@ -133,7 +133,7 @@ def check_storage(job: Job, cluster: Cluster) -> None:
             "it; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
             key="run.storage_path",
         )
-    if cluster.several and _on_own_disk(path):
+    if cluster.several and _on_local_disk(path):
         raise InputError(
             f"{path!r} is on this machine's own disk, but the cluster has or may get several nodes; use "
             "a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
@@ -141,7 +141,7 @@ def check_storage(job: Job, cluster: Cluster) -> None:
         )
 
 
-def _on_own_disk(path: str) -> bool:
+def _on_local_disk(path: str) -> bool:
     """Whether a path exists here, on the disk that also holds the working directory: nodes do not share that."""
     return os.path.exists(path) and os.stat(path).st_dev == os.stat(".").st_dev
 
@@ -258,7 +258,7 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
         if cluster.is_here and os.path.isabs(path):
             continue
         if os.path.isabs(path) and not _inside(path):
-            if _on_own_disk(path):
+            if _on_local_disk(path):
                 raise InputError(
                     f"{path!r} is on this machine's own disk, which the nodes do not have; move it below "
                     f"{os.getcwd()}, or into a bucket, e.g. s3://BUCKET/data",

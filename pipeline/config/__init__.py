@@ -180,13 +180,13 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
     _check_top(tree, file_stage)
     job = Job(
         stage=file_stage,
-        model=Model(**_own(tree, "model")),
-        lora=_library(tree, "lora"),
-        data=Data(**_own(tree, "data")),
-        trainer=_library(tree, "trainer"),
-        scaling=_library(tree, "scaling"),
-        run=Run(**_own(tree, "run")),
-        mlflow=MLflow(**_own(tree, "mlflow")),
+        model=Model(**_our_section(tree, "model")),
+        lora=_library_section(tree, "lora"),
+        data=Data(**_our_section(tree, "data")),
+        trainer=_library_section(tree, "trainer"),
+        scaling=_library_section(tree, "scaling"),
+        run=Run(**_our_section(tree, "run")),
+        mlflow=MLflow(**_our_section(tree, "mlflow")),
         gate={name: rule for name, rule in _section(tree, "gate").items() if rule is not None},
         source=str(path),
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
@@ -225,12 +225,12 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _own(tree: Tree, section: str) -> dict[str, Any]:
+def _our_section(tree: Tree, section: str) -> dict[str, Any]:
     """The values of a section with a dataclass of this file."""
     return _checked(tree, section, fields_of(class_of(section, tree.data["stage"])))
 
 
-def _library(tree: Tree, section: str) -> dict[str, Any]:
+def _library_section(tree: Tree, section: str) -> dict[str, Any]:
     """The values of a section that goes to a library verbatim."""
     dotted = class_of(section, tree.data["stage"])
     refused = {} if dotted.startswith("pipeline.") else REFUSED[section]
@@ -263,7 +263,7 @@ def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -
     if near:
         return tree.error(name, f"{message}; did you mean {f'{section}.' if section else ''}{near[0]}?")
     sections = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling")
-    keys = {f"{own}.{k}": k for own in sections for k in fields_of(class_of(own, stage))}
+    keys = {f"{one}.{k}": k for one in sections for k in fields_of(class_of(one, stage))}
     for cutoff in (1.0, 0.7):
         elsewhere = difflib.get_close_matches(key, keys.values(), n=1, cutoff=cutoff)
         if elsewhere:

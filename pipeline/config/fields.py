@@ -90,11 +90,11 @@ def fields_of(dotted: str) -> dict[str, Field]:
         if parent is not None:
             fields |= fields_of(f"{parent[0]}.{parent[1].name}")
     if any(_last_name(d.func if isinstance(d, ast.Call) else d) == "dataclass" for d in node.decorator_list):
-        fields |= _own_fields(node, module)
+        fields |= _declared_fields(node, module)
     return fields
 
 
-def _own_fields(node: ast.ClassDef, module: str) -> dict[str, Field]:
+def _declared_fields(node: ast.ClassDef, module: str) -> dict[str, Field]:
     fields = {}
     for item in node.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):

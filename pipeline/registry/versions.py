@@ -113,13 +113,13 @@ def other_base(job: Job, base: dict[str, Any]) -> str | None:
     digest = newest.tags.get("base_digest")
     if digest == base["digest"] or (digest is None and trained_on in ("?", base["name_or_path"])):
         return None
-    own_name = (
+    suggested = (
         f"{name}-{re.sub(r'[^A-Za-z0-9._-]+', '-', os.path.basename(base['name_or_path'].rstrip('/')))}"
     )
     return (
         f"mlflow.registered_model: the newest version of {name!r}, v{newest.version}, was trained on base {trained_on} "
         f"({str(digest)[:19]}), this run trains on {base['name_or_path']} ({base['digest'][:19]}); models:/{name}@"
-        f"{job.mlflow.alias} would then be an adapter of another base. Type mlflow.registered_model={own_name}"
+        f"{job.mlflow.alias} would then be an adapter of another base. Type mlflow.registered_model={suggested}"
     )
 
 
