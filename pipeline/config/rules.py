@@ -250,6 +250,8 @@ def _check_export(tree: Tree, job: Job) -> None:
 def warnings(job: Job) -> Iterator[str]:
     """Lines to print before a run starts, on settings that are valid but often unintended."""
     yield from gates.unmeasured(job)
+    if job.gate and STAGE[job.stage].learns and not job.mlflow.registered_model:
+        yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
             f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: the run "

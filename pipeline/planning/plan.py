@@ -179,33 +179,28 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
         )
     )
     items.append(Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"))
-    if asked.rollout_rows and job.trainer.get("use_vllm"):
-        rows, width = asked.rollout_rows, asked.width
-        items += [
+    if asked.rollout_rows:
+        items += _rollout_items(shape, asked, bool(job.trainer.get("use_vllm")))
+    lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
+    return Plan(job, shape.parameters, int(trainable / 4), items, device, shape.layers, lengths)
+
+
+def _rollout_items(shape: Shape, asked: Settings, vllm: bool) -> list[Item]:
+    """What sampling holds beside the base: a second base and its cache (vLLM), or the cache and its decoding steps."""
+    rows, width = asked.rollout_rows, asked.width
+    if vllm:
+        return [
             Item("vLLM: a base of its own", shape.weights),
             Item(f"vLLM: KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)),
         ]
-    elif asked.rollout_rows:
-        width = asked.width + 128  # the cache grows 128 places at a time
-        items += [
-            Item(
-                f"KV cache: {asked.rollout_rows} rows of {asked.width} tokens",
-                asked.rollout_rows * width * shape.cache(asked.bf16),
-                "rollout",
-            ),
-            Item(
-                "logits and probabilities of the next token",
-                asked.rollout_rows * shape.vocabulary * 20.0,
-                "rollout",
-            ),
-            Item(
-                "activations of the prompts' forward",
-                asked.rollout_rows * asked.prompt * shape.forward(asked.bf16),
-                "rollout",
-            ),
-        ]
-    lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
-    return Plan(job, shape.parameters, int(trainable / 4), items, device, shape.layers, lengths)
+    grown = width + 128  # the cache grows 128 positions at a time
+    return [
+        Item(f"KV cache: {rows} rows of {width} tokens", rows * grown * shape.cache(asked.bf16), "rollout"),
+        Item("logits and probabilities of the next token", rows * shape.vocabulary * 20.0, "rollout"),
+        Item(
+            "activations of the prompts' forward", rows * asked.prompt * shape.forward(asked.bf16), "rollout"
+        ),
+    ]
 
 
 def _check_lengths(job: Job, context: int) -> None:

@@ -507,6 +507,13 @@ def test_rows_of_the_command_line_that_are_evaluated_on_the_job_files_rows(overr
     assert "overridden" not in made.to_dict()
 
 
+def test_a_gate_that_holds_nothing_back(in_root):
+    held = load_job("jobs/demo/sft.yaml", ["mlflow.registered_model=null"], "sft")
+    assert [line.partition(":")[0] for line in rules.warnings(held)] == ["gate"]
+    open_gate = load_job("jobs/demo/sft.yaml", ["mlflow.registered_model=null", "gate={}"], "sft")
+    assert not list(rules.warnings(open_gate))
+
+
 # ---------------------------------------------------------------- the command line
 PROBE = """
 import sys
