@@ -4,7 +4,8 @@
     python -m pipeline rlhf jobs/demo [section.key=value ...]
 
 Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the job file or the data is wrong
-(`error: ...`), 130 interrupted, 143 terminated. With RAY_ADDRESS=http://HEAD:8265 the stages run as jobs on that cluster (submit.py).
+(`error: ...`), 130 interrupted, 143 terminated. With RAY_ADDRESS=http://HEAD:8265 the stages run as jobs on that cluster
+(pipeline/cloud/submit.py).
 """
 
 import argparse
@@ -14,29 +15,24 @@ import sys
 import traceback
 from typing import Any
 
+from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes
 from pipeline.system import process, signals
 from pipeline.system.credentials import without_credentials
 
-VERBS = {
-    "sft": "supervised fine-tuning on demonstrations",
-    "rm": "a reward model from preference pairs",
-    "dpo": "direct preference optimisation, from the sft adapter",
-    "ppo": "PPO against the reward model, from the sft adapter",
-    "evaluate": "compare a policy with a baseline on held-out prompts; judge a reward model on held-out pairs",
-    "generate": "completions of a file of prompts",
+# Verbs that are no stages.
+COMMANDS = {
     "chat": "talk with a policy in the terminal",
-    "score": "a reward model's scores of a file of pairs or completions",
     "serve": "a reward model over HTTP, on this machine",
-    "export": "policy and reward as merged models for plain transformers",
     "validate": "read the data of a job and report on it, without training",
     "plan": "memory, time and money that a job will need, from shapes alone",
     "doctor": "one rollout and one minibatch of a ppo job, examined from all sides",
     "rlhf": "sft, rm, ppo and evaluate of a folder of jobs, on one Ray",
     "report": "a page about a run, or several: curves, samples, lineage, data, job",
 }
+VERBS = {name: stage.summary for name, stage in STAGE.items()} | COMMANDS
 
-# Verbs that take another verb's job; None: they look at any.
+# Verbs that take the job file of a stage with another name; None: of any stage.
 JOBS_OF = {"validate": None, "plan": None, "doctor": None, "chat": "generate", "serve": "score"}
 
 EXAMPLES = """\
@@ -53,15 +49,15 @@ The same run.name again continues that run; run.fresh=true starts it over.
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    top = argparse.ArgumentParser(
         prog="python -m pipeline",
         description="RLHF on Ray: train, compare and register LoRA adapters. One job file is one run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, summary in VERBS.items():
-        one = verbs.add_parser(
+        sub = verbs.add_parser(
             verb,
             help=summary,
             description=summary,
@@ -69,33 +65,33 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if verb == "report":
-            one.add_argument(
+            sub.add_argument(
                 "job", metavar="RUN", help="a run's folder, its name under runs/, or its MLflow id"
             )
-            one.add_argument(
+            sub.add_argument(
                 "overrides", nargs="*", default=[], metavar="RUN", help="further runs, on the same page"
             )
             continue
         if verb == "rlhf":
-            one.add_argument(
+            sub.add_argument(
                 "job", metavar="FOLDER", help="a folder with sft.yaml, rm.yaml, ppo.yaml and evaluate.yaml"
             )
         else:
-            one.add_argument("job", metavar="JOB.yaml", help="a job file, for example jobs/demo/sft.yaml")
-        one.add_argument(
+            sub.add_argument("job", metavar="JOB.yaml", help="a job file, for example jobs/demo/sft.yaml")
+        sub.add_argument(
             "overrides",
             nargs="*",
             default=[],
             metavar="section.key=value",
             help="replaces that value of the job",
         )
-    return made
+    return top
 
 
-def run(verb: str, path: str, overrides: list[str]) -> int:
-    """Check the job, then import the stage and run it, here or on a cluster; the exit status.
+def dispatch(verb: str, path: str, overrides: list[str]) -> int:
+    """Checks the job, then imports the stage and runs it, here or on a cluster; returns the exit status.
 
-    The job comes first: its mistakes are answered at once.
+    The job is checked first, so that its mistakes are reported at once.
     """
     try:
         os.getcwd()
@@ -106,7 +102,7 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
         from pipeline.cloud import submit
 
         if verb in submit.VERBS and addresses.is_dashboard(address):
-            return submit.run(verb, path, overrides)
+            return submit.submit_and_follow(verb, path, overrides)
         if verb in submit.VERBS:
             addresses.check(address)
     if verb == "rlhf":
@@ -123,7 +119,7 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
 
 
 def input_error(error: BaseException, kind: Any = InputError) -> Any:
-    """The InputError (or another `kind`) inside what Ray wrapped around it on its way from a worker to the driver, or None."""
+    """The InputError (or another `kind`) inside what Ray wrapped around it between worker and driver; None if there is none."""
     for one in causes(error):
         # A RayTaskError may itself pass for an InputError, with a traceback as its text.
         if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):
@@ -133,14 +129,14 @@ def input_error(error: BaseException, kind: Any = InputError) -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; the exit status."""
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        return run(given.verb, given.job, given.overrides)
+        return dispatch(options.verb, options.job, options.overrides)
     except KeyboardInterrupt:
-        return stopped("interrupted", given.verb, 130)
+        return stopped("interrupted", options.verb, 130)
     except SystemExit as error:
         if signal := signals.received or signals.of_ray():
-            return stopped(f"terminated by {signal.name}", given.verb, 128 + signal)
+            return stopped(f"terminated by {signal.name}", options.verb, 128 + signal)
         return failed(f"{caller(error)} called sys.exit({error.code!r}), which no run may do")
     except Exception as error:
         if wrong := input_error(error):
@@ -153,12 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def stopped(how: str, verb: str, status: int) -> int:
-    """Says what became of a run that a signal ended."""
-    resumable = verb not in ("chat", "serve", "validate", "plan", "doctor", "report")
-    further = (
-        "; the same command with the same run.name continues from the last checkpoint, if there is one"
-        * resumable
-    )
+    """Prints how a signal ended the run, and how to continue it; returns `status`."""
+    resumable = verb in STAGE or verb == "rlhf"
+    further = "; the same command with the same run.name continues from the last checkpoint, if there is one"
     with signals.ignored():
         print(f"\n{how}{further if resumable else ''}", file=sys.stderr)
     return status

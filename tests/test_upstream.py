@@ -22,6 +22,7 @@ import torch
 import toy_ppo as toy
 from toy_models import tokenizer
 
+from pipeline.config import gates
 from pipeline.errors import InputError
 from pipeline.runtime import driver, embedded, placement
 from pipeline.system import console
@@ -504,6 +505,44 @@ def test_the_reward_trainer_still_takes_tokenised_pairs_and_puts_the_chosen_firs
     assert ids == [*rows["chosen_ids"][:], *rows["rejected_ids"][:]]
 
 
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])
+def test_the_trainers_still_log_the_metrics_that_a_gate_may_name(stage, tmp_path):
+    """pipeline/config/gates.py: HELD_OUT and TRAINED. If this fails, a gate on a metric that exists is refused, or never holds."""
+    import transformers
+    import trl
+    from peft import LoraConfig
+
+    config, kind, rows = {
+        "sft": (trl.SFTConfig, trl.SFTTrainer, ROWS),
+        "rm": (trl.RewardConfig, trl.RewardTrainer, [{k: row[k] for k in ("chosen_ids", "rejected_ids")} for row in PAIRS]),
+        "dpo": (trl.DPOConfig, trl.DPOTrainer, PAIRS),
+    }[stage]  # fmt: skip
+    own = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
+    head = {"num_labels": 1} if stage == "rm" else {}
+
+    class Trainer(kind):
+        def _prepare_dataset(self, dataset, *_):
+            return dataset
+
+    trainer = Trainer(
+        tiny("AutoModelForSequenceClassification" if head else "AutoModelForCausalLM", **head),
+        args=settings(config, tmp_path, max_steps=2, logging_steps=1, **own),
+        train_dataset=rows_of(rows),
+        eval_dataset=rows_of(rows),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(task_type="SEQ_CLS" if head else "CAUSAL_LM", **LORA),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)  # it takes total_flos out
+    if_counted = {"train_tokens_per_second"}  # with include_num_input_tokens_seen
+    trained = set(gates.TRAINED.split()) - if_counted
+    assert {
+        name for name in trainer.train().metrics if name.startswith("train_") or name in trained
+    } == trained
+    of_experts = {"eval_aux_loss"}
+    held_out = {f"eval_{name}" for name in gates.HELD_OUT[stage].split()}
+    assert set(trainer.evaluate()) == held_out - of_experts | {"epoch"}
+
+
 @pytest.mark.parametrize("name", ["SFTTrainer", "RewardTrainer", "DPOTrainer"])
 def test_the_trainers_still_have_the_methods_that_are_overridden(name):
     """pipeline/data/feed.py, ExactBatches. If this fails, rows are seen twice or not at all with several workers."""
@@ -854,6 +893,27 @@ def test_mlflows_client_still_registers_an_adapter_folder():
     assert takes(MlflowClient.create_model_version, None, "a", source="s", run_id="r", model_id="m", tags={})
     assert takes(artifacts.download_artifacts, "location", dst_path=None, tracking_uri="sqlite://")
     assert mlflow_tags.MLFLOW_LOGGED_ARTIFACTS == "mlflow.loggedArtifacts"
+
+
+def test_mlflows_own_asynchronous_log_still_drops_a_batch_that_failed():
+    """pipeline/registry/metrics.py. If this fails, MLflow sends again what a server missed: MetricLog may not be needed."""
+    from mlflow.entities import Metric
+    from mlflow.utils.async_logging.async_logging_queue import AsyncLoggingQueue
+
+    calls = []
+
+    def away(**batch):
+        calls.append(batch)
+        raise ConnectionError("refused")
+
+    log = AsyncLoggingQueue(away)
+    log.activate()
+    sent = log.log_batch_async("run", params=[], tags=[], metrics=[Metric("loss", 1.0, 0, 1)])
+    log.flush()
+    log.shut_down_async_logging()
+    with pytest.raises(Exception, match="refused"):
+        sent.wait()
+    assert len(calls) == 1
 
 
 def test_vllm_still_lists_the_ranks_that_it_makes_room_for():

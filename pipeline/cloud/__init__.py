@@ -1,1 +1,1 @@
-"""A cluster from outside: cluster.yaml, what is checked before money is spent, submitted jobs, spot notices, KubeRay."""
+"""Ray clusters, seen from outside: cluster.yaml, checks before money is spent, job submission, spot notices, KubeRay."""

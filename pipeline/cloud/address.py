@@ -1,4 +1,4 @@
-"""RAY_ADDRESS of a driver that joins a cluster: Ray itself would wait for minutes where there is none."""
+"""Checks RAY_ADDRESS of a driver that joins a cluster: where there is none, Ray itself would wait for minutes."""
 
 import os
 import re
@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 from pipeline.errors import InputError
 
 SECONDS = 5.0
-CHECK = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # ray 2.60, private; any answer but a gRPC error says that Ray is there
+# Private (ray 2.60); any answer but a gRPC error means that Ray is there.
+CHECK = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 EXPECTED = (
     "expected http://HEAD:8265 to submit jobs to a cluster, auto or HOST:6379 on one of its nodes, or nothing: "
     "unset RAY_ADDRESS"
@@ -27,23 +28,23 @@ def check(address: str) -> None:
     """Proves that the head of a Ray cluster answers at `auto` or HOST:PORT.
 
     Raises:
-        InputError: saying what was found there instead.
+        InputError: if none does.
     """
     import grpc
 
-    found = _of_this_machine() if address == "auto" else address
-    port = re.fullmatch(r"[^/\s]+:(\d{1,5})", found)
+    target = _of_this_machine() if address == "auto" else address
+    port = re.fullmatch(r"[^/\s]+:(\d{1,5})", target)
     if not port or int(port[1]) > 65535:
         raise InputError(f"found {address!r}; {EXPECTED}", key="RAY_ADDRESS")
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return  # ray.init() knows the certificates
     try:
-        with grpc.insecure_channel(found, [("grpc.enable_http_proxy", 0)]) as channel:
+        with grpc.insecure_channel(target, [("grpc.enable_http_proxy", 0)]) as channel:
             channel.unary_unary(CHECK)(b"", timeout=SECONDS)
     except grpc.RpcError as error:
         if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             raise InputError(
-                f"no Ray answers at {found} ({error.code().name}: {error.details()}); {EXPECTED}",
+                f"no Ray answers at {target} ({error.code().name}: {error.details()}); {EXPECTED}",
                 key="RAY_ADDRESS",
             ) from error
 

@@ -73,9 +73,9 @@ def types_of(name: str) -> tuple[dict[str, NodeType], int]:
 def room(
     need: dict[str, float], nodes: list[dict[str, float]], types: dict[str, NodeType], max_workers: int
 ) -> int:
-    """How many workers that need `need` each fit onto the nodes there are, and those that may be started.
+    """How many workers that need `need` each fit onto the live nodes, or onto all nodes that may be started.
 
-    Nodes there are count among the types' `max_workers` too; so the larger of the two answers is given.
+    Live nodes count towards the types' `max_workers` too, so the larger of the two numbers is returned.
     """
 
     def fit(resources: dict[str, float]) -> int:
@@ -122,7 +122,8 @@ def _to_edit(line: str) -> bool:
 
 
 def _check_schema(file: Path, config: dict[str, Any]) -> None:
-    """Ray's own check, the one `ray up` begins with (private in ray 2.60; the wheel is pinned). Remove when it is public."""
+    """Runs Ray's own check, with which `ray up` begins. Private in ray 2.60, whose wheel is pinned: import the public one
+    once there is one."""
     from jsonschema import ValidationError
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -134,7 +135,7 @@ def _check_schema(file: Path, config: dict[str, Any]) -> None:
 
 
 def summary(file: Path, config: dict[str, Any]) -> str:
-    """What will be started, by name, and what it means to forget it."""
+    """What `ray up` will start, and for how long it is paid for."""
     provider, types = config["provider"], worker_types(config)
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
     lines = [f"{file}: cluster {config['cluster_name']!r} on {provider['type']} {where}"]

@@ -1,4 +1,4 @@
-"""Keeps the database of a cluster's MLflow in a bucket, so that runs and versions outlive the head that they were made on.
+"""Keeps the database of a cluster's MLflow in a bucket, so that runs and versions outlive the head.
 
     python keep.py restore mlflow.db s3://BUCKET/mlflow/mlflow.db      # before the server: fetch it, if there is none here
     python keep.py watch   mlflow.db s3://BUCKET/mlflow/mlflow.db      # beside the server: copy it there when it changed

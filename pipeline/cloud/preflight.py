@@ -59,10 +59,10 @@ class Cluster:
     @property
     def is_here(self) -> bool:
         """Whether all its nodes are this very machine, whose paths it then knows."""
-        return not self.several and all(_own_address(node["node_ip"]) for node in self.nodes)
+        return not self.several and all(_is_this_machine(node["node_ip"]) for node in self.nodes)
 
 
-def _own_address(ip: str) -> bool:
+def _is_this_machine(ip: str) -> bool:
     with socket.socket() as probe:
         try:
             probe.bind((ip, 0))
@@ -133,7 +133,7 @@ def check_storage(job: Job, cluster: Cluster) -> None:
             "it; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
             key="run.storage_path",
         )
-    if cluster.several and _on_own_disk(path):
+    if cluster.several and _on_local_disk(path):
         raise InputError(
             f"{path!r} is on this machine's own disk, but the cluster has or may get several nodes; use "
             "a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
@@ -141,7 +141,7 @@ def check_storage(job: Job, cluster: Cluster) -> None:
         )
 
 
-def _on_own_disk(path: str) -> bool:
+def _on_local_disk(path: str) -> bool:
     """Whether a path exists here, on the disk that also holds the working directory: nodes do not share that."""
     return os.path.exists(path) and os.stat(path).st_dev == os.stat(".").st_dev
 
@@ -228,22 +228,22 @@ def upload_files(folder: str = ".") -> dict[str, int]:
     # What the upload itself walks with (ray 2.60, private). Remove when Ray lists what it would upload.
     from ray._private.runtime_env.packaging import _dir_travel
 
-    root, found = Path(folder).absolute(), {}
+    root, sizes = Path(folder).absolute(), {}
 
     def note(path: Path) -> None:
         if path.is_file():
-            found[path.relative_to(root).as_posix()] = path.stat().st_size
+            sizes[path.relative_to(root).as_posix()] = path.stat().st_size
 
     _dir_travel(root, [], note, include_gitignore=True, logger=_Silent())  # type: ignore[arg-type]
-    total = sum(found.values())
+    total = sum(sizes.values())
     if total > LIMIT:
-        largest = sorted(found, key=lambda name: found[name], reverse=True)[:5]
-        sizes = "\n".join(f"  {found[name] / 2**20:8.1f} MiB  {name}" for name in largest)
+        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
+        listing = "\n".join(f"  {sizes[name] / 2**20:8.1f} MiB  {name}" for name in largest)
         raise InputError(
             f"the working directory {root} is {total / 2**20:.0f} MiB, and an upload may have {LIMIT / 2**20:.0f}; name "
-            f"what a job does not need in .rayignore, or put data into a bucket. The largest:\n{sizes}"
+            f"what a job does not need in .rayignore, or put data into a bucket. The largest:\n{listing}"
         )
-    return found
+    return sizes
 
 
 class _Silent:
@@ -258,7 +258,7 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
         if cluster.is_here and os.path.isabs(path):
             continue
         if os.path.isabs(path) and not _inside(path):
-            if _on_own_disk(path):
+            if _on_local_disk(path):
                 raise InputError(
                     f"{path!r} is on this machine's own disk, which the nodes do not have; move it below "
                     f"{os.getcwd()}, or into a bucket, e.g. s3://BUCKET/data",
@@ -276,17 +276,17 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
 
 def local_paths(job: Job) -> list[tuple[str, str]]:
     """(key, path) of all that a job names by a path: rows, base, template, adapters, the job file itself."""
-    found = [("the job file", job.source)]
+    paths = [("the job file", job.source)]
     for key in ("train", "eval", "pairs"):
         value = getattr(job.data, key)
-        found += [(f"data.{key}", path) for path in (value if isinstance(value, list) else [value]) if path]
+        paths += [(f"data.{key}", path) for path in (value if isinstance(value, list) else [value]) if path]
     named = {"policy": job.policy, "baseline": job.baseline, "model.name_or_path": job.model.name_or_path}
     named["model.chat_template"] = job.model.chat_template
     named |= {f"reward.{index}": source for index, (source, _) in enumerate(job.rewards)}
-    found += [
+    paths += [
         (key, value) for key, value in named.items() if value and (os.path.exists(value) or value[0] in "/~")
     ]
-    return [(key, os.path.expanduser(path)) for key, path in found if not storage.is_remote(path)]
+    return [(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)]
 
 
 def _inside(path: str) -> bool:

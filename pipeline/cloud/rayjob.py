@@ -35,10 +35,10 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
     Raises:
         InputError: for storage that pods would not share.
     """
-    place = job.run.storage_path
-    if not storage.is_remote(place) and not os.path.isabs(place):
+    storage_path = job.run.storage_path
+    if not storage.is_remote(storage_path) and not os.path.isabs(storage_path):
         raise InputError(
-            f"{place!r} would lie inside one pod; type run.storage_path=s3://BUCKET/runs, or "
+            f"{storage_path!r} would lie inside one pod; type run.storage_path=s3://BUCKET/runs, or "
             f"run.storage_path=/mnt/runs for the claim {CLAIM}",
             key="run.storage_path",
         )
@@ -56,8 +56,8 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
             "backoffLimit": 0,  # run.max_failures restarts workers; a job that is wrong would be wrong again
             "rayClusterSpec": {
                 "rayVersion": ray,
-                # The operator makes a secret with a token and hands it to every pod. Without it whoever reaches the head's
-                # port 8265 in the cluster's network runs what he likes in it. Needs KubeRay 1.6.
+                # The operator creates a secret with a token and gives it to every pod. Without it, anyone who reaches port
+                # 8265 of the head can run code in the cluster. Needs KubeRay 1.6.
                 "authOptions": {"mode": "token"},
                 "enableInTreeAutoscaling": True,
                 "autoscalerOptions": {"idleTimeoutSeconds": 600},
@@ -121,13 +121,13 @@ def main(arguments: list[str]) -> int:
             )
         path, *overrides = arguments
         job = load_job(path, overrides)
-        made = manifest(job, path, overrides)
+        rayjob = manifest(job, path, overrides)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"# Made by: python -m pipeline.cloud.rayjob {shlex.join(arguments)}")
     print("# What it is and what it needs: pipeline/cloud/rayjob.py. Apply it: kubectl apply -f THIS_FILE")
-    print(yaml.safe_dump(made, sort_keys=False, width=120), end="")
+    print(yaml.safe_dump(rayjob, sort_keys=False, width=120), end="")
     return 0
 
 

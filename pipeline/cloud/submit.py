@@ -29,7 +29,7 @@ from pipeline.system.credentials import without_credentials
 # Whose run.name is the name of the submission.
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
 VERBS = (*RUNS, "validate", "doctor", "rlhf")
-# Set there if set here. AWS_* is not among them: nodes have a role of their own, and a person's keys are mightier.
+# Forwarded to the job if they are set here. Not AWS_*: nodes have a role of their own, with fewer rights than a person.
 FORWARDED = (
     "HF_TOKEN",
     "HF_ENDPOINT",
@@ -40,7 +40,7 @@ FORWARDED = (
     "MLFLOW_TRACKING_TOKEN",
     "MLFLOW_TRACKING_INSECURE_TLS",
 )
-# Ray's, which tell of every ignore file that they read, three times over.
+# Ray's loggers, which report every ignore file three times.
 CHATTY = (
     "ray._private.runtime_env.packaging",
     "ray._private.runtime_env.working_dir",
@@ -51,7 +51,7 @@ CONNECT_SECONDS, VERSION_SECONDS, ANSWER_SECONDS = 3, 7, 20
 GONE_SECONDS = 600  # how long a head may be silent before we stop waiting for it; the job may well go on
 
 
-def run(verb: str, path: str, overrides: list[str]) -> int:
+def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     """Checks, submits, follows; the exit status of the job.
 
     Raises:
@@ -61,11 +61,11 @@ def run(verb: str, path: str, overrides: list[str]) -> int:
     if verb in RUNS and jobs[0].run.name is None:
         overrides = [*overrides, f"run.name={name}"]
     api = Api(os.environ["RAY_ADDRESS"])
-    there = api.understood(lambda: preflight.look(api.get, api.address))
-    if there.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
-        os.environ["MLFLOW_TRACKING_URI"] = there.tracking_uri  # what a job that names no server will use
+    cluster = api.understood(lambda: preflight.look(api.get, api.address))
+    if cluster.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
+        os.environ["MLFLOW_TRACKING_URI"] = cluster.tracking_uri  # what a job that names no server will use
     files = preflight.upload_files()
-    preflight.check_jobs(jobs, there, files)
+    preflight.check_jobs(jobs, cluster, files)
     submission, attempt = next_attempt(api, name)
     environment = forwarded()
     size = sum(files.values()) / 2**20
@@ -135,7 +135,7 @@ def token() -> str | None:
 
 
 class Api:
-    """The head's Jobs API, with the failures of its address and token told in our words."""
+    """The head's Jobs API; a wrong address or token raises an InputError that says what to do."""
 
     def __init__(self, address: str):
         self.address = address.rstrip("/")
@@ -301,11 +301,13 @@ def ended(details: Any) -> int:
 def find(api: Api, name: str) -> Any:
     """The newest submission of a run name, or the submission of that id; without a name the newest of all."""
     jobs = api.jobs()
-    found = [job for job in jobs if not name or name in (job.submission_id, (job.metadata or {}).get("run"))]
-    if not found:
+    matching = [
+        job for job in jobs if not name or name in (job.submission_id, (job.metadata or {}).get("run"))
+    ]
+    if not matching:
         known = ", ".join(job.submission_id for job in jobs[-10:]) or "none"
         raise InputError(f"NAME: no job {name!r} on {api.address}; the newest there: {known}")
-    return found[-1]
+    return matching[-1]
 
 
 def main(arguments: list[str]) -> int:

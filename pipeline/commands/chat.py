@@ -119,22 +119,22 @@ class Chat:
 
         kept = list(self.turns)
         while True:
-            [[found]] = self.encoder.encode([Record([*self.system, *kept])])
-            if isinstance(found, Example):
+            [[outcome]] = self.encoder.encode([Record([*self.system, *kept])])
+            if isinstance(outcome, Example):
                 if forgotten := len(self.turns) - len(kept):
                     print(f"   (the model's context is full: the oldest {forgotten} messages are forgotten)")
                 self.turns = kept
-                return found.columns["input_ids"]
-            assert isinstance(found, RowError)
-            if found.kind != "too_long":
+                return outcome.columns["input_ids"]
+            assert isinstance(outcome, RowError)
+            if outcome.kind != "too_long":
                 print(
-                    f"   (this cannot be asked: found {visible(found.found)}; expected {visible(found.expected)})",
+                    f"   (this cannot be asked: found {visible(outcome.found)}; expected {visible(outcome.expected)})",
                     flush=True,
                 )
                 return None
             if len(kept) < 2:
                 print(
-                    f"   (too long: {found.found}, but {self.room} fit beside a completion of "
+                    f"   (too long: {outcome.found}, but {self.room} fit beside a completion of "
                     f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower that)",
                     flush=True,
                 )
@@ -149,16 +149,16 @@ class Chat:
         return weighted(self.rewards, samples, normalize=False)[0][0]
 
 
-def stream(shared: Any, role: str | None, prompt: list[int], episode: int, how: Any) -> Iterator[int]:
+def stream(shared: Any, role: str | None, prompt: list[int], episode: int, sampling: Any) -> Iterator[int]:
     """The tokens of one completion as they are sampled: those that TransformersEngine gives for the same episode."""
     import torch
 
     from pipeline.ppo.rollout import growing_cache, sample, uniforms
 
-    noise = torch.from_numpy(uniforms(how.seed, [episode], how.max_new_tokens)).to(shared.device)
+    noise = torch.from_numpy(uniforms(sampling.seed, [episode], sampling.max_new_tokens)).to(shared.device)
     ids, cache = torch.tensor([prompt], device=shared.device), growing_cache(shared)
     positions = torch.arange(len(prompt), device=shared.device).unsqueeze(0)
-    for step in range(how.max_new_tokens):
+    for step in range(sampling.max_new_tokens):
         with torch.no_grad(), shared.use(role):
             inputs = {
                 "input_ids": ids,
@@ -167,10 +167,10 @@ def stream(shared: Any, role: str | None, prompt: list[int], episode: int, how: 
                 "use_cache": True,
             }
             logits = shared.logits(shared.body(**inputs).last_hidden_state[:, -1])
-        barred = how.eos if step < how.min_new_tokens else ()
-        token, _ = sample(logits, noise[:, step], how.temperature, barred)
+        barred = sampling.eos if step < sampling.min_new_tokens else ()
+        token, _ = sample(logits, noise[:, step], sampling.temperature, barred)
         yield int(token)
-        if int(token) in how.eos:
+        if int(token) in sampling.eos:
             return
         ids, positions = token.unsqueeze(-1), positions[:, -1:] + 1
 

@@ -39,11 +39,11 @@ def run(job: Job) -> dict[str, Any]:
             outcome = driver.fit(run.work, run.rows, train)
     finally:
         storage.remove(job.folder)
-    found = outcome.samples[0]
-    print("\n" + found["table"] + "\n", flush=True)
-    if wrong := [finding["check"] for finding in found["findings"] if finding["holds"] is False]:
-        raise Failure(f"{len(wrong)} of {len(found['findings'])} checks failed: {'; '.join(wrong)}")
-    return found
+    examined = outcome.samples[0]
+    print("\n" + examined["table"] + "\n", flush=True)
+    if wrong := [finding["check"] for finding in examined["findings"] if finding["holds"] is False]:
+        raise Failure(f"{len(wrong)} of {len(examined['findings'])} checks failed: {'; '.join(wrong)}")
+    return examined
 
 
 def train(worker: Worker) -> dict[str, Any]:

@@ -24,22 +24,22 @@ def run(job: Job) -> dict[str, Any]:
     folders, notes = started_from(job)
     check(job, folders)
     loras = {name.split(".")[0]: lineage.adapter_config(at) for name, at in folders.items()}
-    found = plan.make(job, loras)
+    planned = plan.make(job, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
-    print("\n".join(table(found)))
+    print("\n".join(table(planned)))
     for note in notes:
         print(f"   note: {note}")
     print()
     wanted = job.scaling.get("accelerator_type") if job.scaling.get("use_gpu") else None
     if not job.scaling.get("use_gpu"):
-        fits = on_this_machine(found)
+        fits = on_this_machine(planned)
     elif wanted and wanted not in GPUS:
         raise InputError(f"found {wanted!r}; plan knows {', '.join(GPUS)}", key="scaling.accelerator_type")
     else:
-        fits = on_gpus(found, [wanted] if wanted else list(GPUS))
+        fits = on_gpus(planned, [wanted] if wanted else list(GPUS))
     if not fits:
-        raise Failure(advice(job, loras, found, GPUS[wanted].memory * GIB if wanted else None))
-    return {"peak_bytes": found.peak, "items": [vars(item) for item in found.items]}
+        raise Failure(advice(job, loras, planned, GPUS[wanted].memory * GIB if wanted else None))
+    return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
 
 
 def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
@@ -87,27 +87,27 @@ def check(job: Job, folders: dict[str, str]) -> None:
         check_lora(base, job.lora, scorer=STAGE[job.stage].learns == "reward")
 
 
-def table(found: Plan) -> list[str]:
+def table(planned: Plan) -> list[str]:
     """Each item with its size; what is only there in the rollout or in the update says so."""
     lines = [
-        f"   {found.parameters / 1e9:.3g} B parameters, frozen; {found.trainable / 1e6:.3g} M learn. "
+        f"   {planned.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn. "
         "Memory of one worker, rows at their longest:"
     ]
-    for item in found.items:
+    for item in planned.items:
         when = "" if item.phase == "always" else f"  ({item.phase})"
         lines.append(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
-    lines.append(f"   {found.peak / GIB:>8.2f} GiB  at the highest, what the allocator loses included")
+    lines.append(f"   {planned.peak / GIB:>8.2f} GiB  at the highest, what the allocator loses included")
     lines.append(
-        f"   {found.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk, of which run.num_to_keep are kept"
+        f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk, of which run.num_to_keep are kept"
     )
     return lines
 
 
-def on_this_machine(found: Plan) -> bool:
+def on_this_machine(planned: Plan) -> bool:
     """Whether all workers and Ray fit into this machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    workers = found.job.workers[1]
-    needed = workers * found.peak + 1.5 * GIB
+    workers = planned.job.workers[1]
+    needed = workers * planned.peak + 1.5 * GIB
     fits = needed <= memory
     print(
         f"   {workers} worker{'s' * (workers > 1)} on the CPU and Ray: {needed / GIB:.1f} GiB; this machine has "
@@ -116,10 +116,10 @@ def on_this_machine(found: Plan) -> bool:
     return fits
 
 
-def on_gpus(found: Plan, names: list[str]) -> bool:
+def on_gpus(planned: Plan, names: list[str]) -> bool:
     """A line for each kind of GPU: does a worker fit, and what would the whole run take on as many as the job has workers."""
-    fitting = plan.fitting(found)
-    workers, known = found.job.workers[1], plan.length_is_known(found.job)
+    fitting = plan.fitting(planned)
+    workers, known = planned.job.workers[1], plan.length_is_known(planned.job)
     whole = "the run" if known else f"{EPOCH:,} rows an epoch"
     print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  {whole} on {workers}: about")
     for name in names:
@@ -127,7 +127,7 @@ def on_gpus(found: Plan, names: list[str]) -> bool:
         if name not in fitting:
             print(f"   {name:<10} {gpu.memory:>5.0f}  no")
             continue
-        cost = plan.cost(found, name, EPOCH)
+        cost = plan.cost(planned, name, EPOCH)
         print(
             f"   {name:<10} {gpu.memory:>5.0f}  yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand "
             f"({cost.nodes} x {gpu.instance})"
@@ -139,18 +139,16 @@ def on_gpus(found: Plan, names: list[str]) -> bool:
     return bool(set(names) & set(fitting))
 
 
-def advice(job: Job, loras: dict[str, dict[str, Any]], found: Plan, memory: float | None) -> str:
+def advice(job: Job, loras: dict[str, dict[str, Any]], planned: Plan, memory: float | None) -> str:
     """What to type next for a job that does not fit."""
     if memory is None:
         on_gpu = job.scaling.get("use_gpu")
         largest = max(gpu.memory for gpu in GPUS.values()) * GIB
         here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - 1.5 * GIB
         memory = largest if on_gpu else here / job.workers[1]
-    mended = plan.mend(job, memory, loras)
-    needs = f"a worker needs {found.peak / GIB:.1f} GiB and has {memory / GIB:.1f}"
-    if mended is None:
-        return (
-            f"{needs}; no setting mends that: take larger GPUs, a smaller model, or a shorter data.max_length"
-        )
-    changes, smaller = mended
+    fitted = plan.fit_into(job, memory, loras)
+    needs = f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}"
+    if fitted is None:
+        return f"{needs}; no setting makes it fit: take larger GPUs, a smaller model, or a shorter data.max_length"
+    changes, smaller = fitted
     return f"{needs}; with {' '.join(changes)} it needs {smaller.peak / GIB:.1f}"

@@ -11,19 +11,13 @@ from typing import Any
 
 from pipeline import report
 from pipeline.config import STAGES, libraries, load_job
+from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError
 from pipeline.runtime import driver
 from pipeline.runtime.inputs import check_paths
 from pipeline.stages import evaluate, ppo, rm, sft
 
 ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
-# What a reader looks at first: (before, after) of each stage, by the names in result.json.
-HEADLINE = {
-    "sft": ("eval_loss", "before_loss", "eval_loss"),
-    "rm": ("held-out accuracy", "before_accuracy", "eval_accuracy"),
-    "ppo": ("judge (0 to 1)", "before_judge", "eval_judge"),
-    "evaluate": ("judge win rate", "", "eval_judge_win_rate"),
-}
 
 
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
@@ -72,7 +66,7 @@ def table(results: list[dict[str, Any]], seconds: float, page: str | None) -> st
     """Stage, metric, before, after, version, seconds; and where to look next."""
     rows = [("stage", "metric", "before", "after", "registered", "seconds")]
     for result in results:
-        label, before, after = HEADLINE[result["stage"]]
+        label, before, after, _ = STAGE[result["stage"]].headline[0]
         version = f"{result['registered_model']} v{result['version']}" if result.get("version") else ""
         numbers = (_number(result.get("metrics", {}).get(key)) for key in (before, after))
         rows.append((result["stage"], label, *numbers, version, f"{result.get('seconds', 0):.0f}"))

@@ -7,8 +7,9 @@
 
 The job is that of `score`; its data is not read. A request is one row, or a list of rows, of any shape that `score`
 reads; GET /health says what is served. Requests that arrive together are scored together. It listens on 127.0.0.1 only
-and knows no passwords: put a reverse proxy (which sends `Host: 127.0.0.1`) or an ssh tunnel before it. (The standard library's server: MLflow's own
-would load a pyfunc with an environment of its own, and an adapter is not one; Ray Serve would be another dependency.)
+and has no authentication: put a reverse proxy (which sends `Host: 127.0.0.1`) or an ssh tunnel in front of it. (The
+standard library's server: MLflow's own would load a pyfunc with an environment of its own, and an adapter is not one; Ray
+Serve would be another dependency.)
 """
 
 import contextlib
@@ -81,9 +82,8 @@ class Server(ThreadingHTTPServer):
     """One thread a connection, of which there are at most CONNECTIONS; one that is not heard of for SECONDS is closed."""
 
     daemon_threads = True
-    request_queue_size = (
-        128  # connections that wait to be accepted: with the library's 5 a burst of clients is refused
-    )
+    # Connections that wait to be accepted: with the library's 5 a burst of clients is refused.
+    request_queue_size = 128
     scores: "Scores"
     health: dict[str, Any]
 
@@ -161,15 +161,17 @@ class Scores:
             completions += [(columns["prompt_ids"], columns[side], row) for side in sides[-1]]
         answer: Future = Future()
         self.waiting.put((completions, answer))
-        found = iter(answer.result())
+        scores = iter(answer.result())
         results = []
         for names in sides:
-            one = next(found)
+            first = next(scores)
             if len(names) == 1:
-                results.append({"score": one})
+                results.append({"score": first})
             else:
-                two = next(found)
-                results.append({"score_chosen": one, "score_rejected": two, "score_margin": one - two})
+                second = next(scores)
+                results.append(
+                    {"score_chosen": first, "score_rejected": second, "score_margin": first - second}
+                )
         return results
 
     def _columns(self, row: Any, number: int) -> dict[str, Any]:
@@ -180,17 +182,17 @@ class Scores:
                     raise RowError("missing", wanted, "no such field", f"one, since {key} asks for it")
         except RowError as error:
             outcomes = [error]
-        found = outcomes[0]
-        if isinstance(found, Dropped):
-            found = RowError(
-                found.reason, "", "a pair that is equal once it is truncated", "a shorter prompt"
+        outcome = outcomes[0]
+        if isinstance(outcome, Dropped):
+            outcome = RowError(
+                outcome.reason, "", "a pair that is equal once it is truncated", "a shorter prompt"
             )
         if len(outcomes) > 1:
-            found = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
-        if isinstance(found, RowError):
-            found.file, found.line, found.unit = "request", number, "element"
-            raise found
-        return found.columns
+            outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
+        if isinstance(outcome, RowError):
+            outcome.file, outcome.line, outcome.unit = "request", number, "element"
+            raise outcome
+        return outcome.columns
 
     def _work(self) -> None:
         while True:
@@ -204,16 +206,15 @@ class Scores:
     def _answer(self, batch: list[tuple[list[Any], Future]]) -> bool:
         """Scores the completions of several requests in one go; False: that failed, and only a lone request has been told."""
         try:
-            found = self.score([completion for completions, _ in batch for completion in completions])
-        except (
-            BaseException
-        ) as error:  # also a reward's sys.exit(): the thread is needed for the next request
+            scores = self.score([completion for completions, _ in batch for completion in completions])
+        # A reward's sys.exit() too: the thread is needed for the next request.
+        except BaseException as error:
             if len(batch) == 1:
                 batch[0][1].set_exception(error)
             return False
         for completions, answer in batch:
-            answer.set_result(found[: len(completions)])
-            found = found[len(completions) :]
+            answer.set_result(scores[: len(completions)])
+            scores = scores[len(completions) :]
         return True
 
 
@@ -278,10 +279,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            said = self._body()
+            sent = self._body()
             self.server.listening.pop(self.connection, None)  # now it is the client that waits
-            found = self.server.scores.of(said if isinstance(said, list) else [said])
-            self._send(200, found if isinstance(said, list) else found[0])
+            scored = self.server.scores.of(sent if isinstance(sent, list) else [sent])
+            self._send(200, scored if isinstance(sent, list) else scored[0])
         except Refused as error:
             self._send(*error.args)
         except RowError as error:
@@ -303,16 +304,16 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/score":
             raise Refused(404, self._nowhere())
         try:
-            said = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=mapping)
-            json.dumps(said, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            sent = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=mapping)
+            json.dumps(sent, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         except (ValueError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"[:200]
             raise Refused(
                 400, f"the request is not JSON ({why}); expected a row, or a list of rows"
             ) from error
-        if isinstance(said, list) and len(said) > ROWS:
-            raise Refused(413, f"found {len(said)} rows; expected at most {ROWS} a request")
-        return said
+        if isinstance(sent, list) and len(sent) > ROWS:
+            raise Refused(413, f"found {len(sent)} rows; expected at most {ROWS} a request")
+        return sent
 
     def _length(self) -> int:
         """Bytes of the body. Raises Refused."""

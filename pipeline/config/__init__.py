@@ -1,9 +1,9 @@
-"""What a job file may say. Unknown keys, wrong types and impossible combinations are refused here, before anything heavy is imported.
+"""What a job file may say: unknown keys, wrong types and impossible combinations are refused before heavy imports.
 
     job = load_job("jobs/demo/sft.yaml", ["trainer.learning_rate=1e-4"], stage="sft")
 
-Sections that belong to a library (`lora`, `trainer`, `scaling`) stay plain mappings under the library's own names and are checked against
-its dataclass. Relative paths in a job mean the folder that the command runs in.
+Sections that belong to a library (`lora`, `trainer`, `scaling`) stay plain mappings with the library's keys and are checked
+against its dataclass. Relative paths are relative to the working directory of the command.
 """
 
 import difflib
@@ -30,9 +30,8 @@ STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
 class Model:
     name_or_path: str  # a hub id or a folder
     revision: str | None = None  # hub only: a commit, tag or branch
-    dtype: Literal["float32", "bfloat16", "float16"] = (
-        "bfloat16"  # of the frozen base; adapters and heads are float32
-    )
+    # Of the frozen base; adapters and heads are float32.
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     load_in_4bit: bool = False  # nf4 with double quantisation; computes in `dtype`
     attn_implementation: str | None = None  # None: what transformers picks (sdpa)
     chat_template: str | None = None  # a Jinja file, "plain", or None: the tokenizer's own, else "plain"
@@ -44,33 +43,30 @@ class Model:
 class Data:
     train: str | list[str] | None = None  # a path, a glob, a folder, s3:// gs:// hf://, or a list of them
     eval: str | list[str] | None = None
-    pairs: str | list[str] | None = (
-        None  # `evaluate`: held-out preferences that the reward model is judged on
-    )
+    # Of `evaluate`: held-out preferences that the reward model is evaluated on.
+    pairs: str | list[str] | None = None
     eval_fraction: float = 0.0  # held out of `train` by prompt, instead of `eval`
     max_length: int | None = None  # tokens; None: the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
     too_long: Literal["error", "drop", "truncate"] = "error"
-    apply_chat_template: bool | None = (
-        None  # to text rows; None: unless the template is only the fallback "plain"
-    )
-    special_tokens: Literal["text", "control"] = (
-        "text"  # what "<|eot_id|>" in the text of a row is: its characters, or the token
-    )
+    # To text rows; None: unless the template is only the fallback "plain".
+    apply_chat_template: bool | None = None
+    # What "<|eot_id|>" in the text of a row stands for: its characters, or the token.
+    special_tokens: Literal["text", "control"] = "text"
     batch_size: int | None = None  # rows per optimizer step over all workers; gradient accumulation follows
     cache_dir: str | None = None  # None: <run.storage_path>/data
     seed: int = 0  # of eval_fraction
-    subset: str | None = None  # a column of `pairs`: accuracy is also told for each of its values
+    subset: str | None = None  # a column of `pairs`: accuracy is also reported for each of its values
 
 
 @dataclass(frozen=True)
 class Run:
     name: str | None = None  # None: a fresh one for each run; the same name again continues that run
     storage_path: str = "runs"
-    max_failures: int = 0  # restarts after lost workers; -1: without end
-    placement_timeout_s: float = 3600.0  # how long workers are waited for that have no place; -1: without end
+    max_failures: int = 0  # restarts after lost workers; -1: no limit
+    placement_timeout_s: float = 3600.0  # seconds to wait for workers that no node has room for; -1: no limit
     num_to_keep: int = 2  # checkpoints
-    fresh: bool = False  # start anew although a run of this name exists
+    fresh: bool = False  # start over although a run of this name exists
     port: int = 8000  # `serve` listens here, on 127.0.0.1; 0: any free one
     report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
 
@@ -85,9 +81,9 @@ class MLflow:
 
 @dataclass(frozen=True)
 class Forward:
-    """The `trainer` section of `score`; these names, and those of Inference, are PPOConfig's."""
+    """The `trainer` section of `score`; its keys, and those of Inference, have PPOConfig's names."""
 
-    local_rollout_forward_batch_size: int = 64  # rows in one forward
+    local_rollout_forward_batch_size: int = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast)
 
 
@@ -95,8 +91,8 @@ class Forward:
 class Inference(Forward):
     """The `trainer` section of `evaluate` and `generate`."""
 
-    response_length: int = 256  # most new tokens of a completion, its end included
-    min_new_tokens: int = 0  # before so many tokens a completion does not end
+    response_length: int = 256  # maximum new tokens of a completion, the end-of-sequence token included
+    min_new_tokens: int = 0  # minimum new tokens of a completion
     temperature: float = 1.0  # divides the logits; 0: greedy
     seed: int = 42  # of sampling, together with a row's number
 
@@ -105,10 +101,9 @@ class Inference(Forward):
 class Export:
     """The `trainer` section of `export`."""
 
-    response_length: int = 256  # most new tokens of the greedy completions that are compared
-    bf16: bool = (
-        False  # the adapter, which the merged model is compared with, multiplies in bfloat16 (autocast)
-    )
+    response_length: int = 256  # maximum new tokens of the greedy completions that are compared
+    # Matrix products of the adapter, which the merged model is compared with, in bfloat16 (autocast).
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,11 +117,12 @@ class Job:
     run: Run = field(default_factory=Run)
     mlflow: MLflow = field(default_factory=MLflow)
     gate: dict[str, str] = field(default_factory=dict)  # metric -> ">= 0.95"
-    policy: str | None = None  # models:/name@alias, a folder, or `base`: there is no sft adapter
+    policy: str | None = None  # models:/name@alias, a folder, or `base`: no adapter
     reward: str | list[Any] | None = None  # one, or a list of names and {reward: name, weight: number}
     baseline: str | None = None
-    judge: str | None = None  # a rule or a second reward model: reported, never trained on
+    judge: str | None = None  # a Python function or a second reward model: reported, never trained on
     source: str = ""  # the job file
+    overridden: tuple[str, ...] = ()  # keys that the command line set; no part of the resolved job
 
     @property
     def folder(self) -> str:
@@ -149,42 +145,52 @@ class Job:
 
     @property
     def args(self) -> Any:
-        """The `trainer` section with its defaults, where its class is ours: TRL's are made in a worker."""
+        """The `trainer` section as its config class, if that is ours; TRL's are instantiated in a worker."""
         module, _, name = STAGE[self.stage].trainer.rpartition(".")
         assert module.startswith("pipeline."), f"{name} is made in a worker"
         return getattr(importlib.import_module(module), name)(**self.trainer)
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved job as plain JSON-able data."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "overridden"}
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:
-    """Read and check a job file. Raises InputError naming file:line and section.key. `stage` is the verb on the command line."""
+    """Reads and checks a job file.
+
+    Args:
+        overrides: `section.key=value`, as on the command line.
+        stage: the stage that the command line asks for; None: that of the file.
+
+    Raises:
+        InputError: naming file:line and section.key.
+    """
     tree = read_tree(path, overrides or [])
-    found = tree.data.get("stage")
-    if found not in JOBS:
-        what = "missing" if found is None else f"found {show(found)}"
+    file_stage = tree.data.get("stage")
+    if file_stage not in JOBS:
+        what = "missing" if file_stage is None else f"found {show(file_stage)}"
         raise tree.error(
             "stage", f"{what}, expected one of {', '.join(JOBS)}; for example `stage: {stage or 'sft'}`"
         )
-    if stage is not None and found != stage:
+    if stage is not None and file_stage != stage:
         raise tree.error(
-            "stage", f"this is a job for `{found}`, not `{stage}`: type python -m pipeline {found} {path}"
+            "stage",
+            f"this is a job for `{file_stage}`, not `{stage}`: type python -m pipeline {file_stage} {path}",
         )
-    _check_top(tree, found)
+    _check_top(tree, file_stage)
     job = Job(
-        stage=found,
-        model=Model(**_own(tree, "model")),
-        lora=_library(tree, "lora"),
-        data=Data(**_own(tree, "data")),
-        trainer=_library(tree, "trainer"),
-        scaling=_library(tree, "scaling"),
-        run=Run(**_own(tree, "run")),
-        mlflow=MLflow(**_own(tree, "mlflow")),
+        stage=file_stage,
+        model=Model(**_our_section(tree, "model")),
+        lora=_library_section(tree, "lora"),
+        data=Data(**_our_section(tree, "data")),
+        trainer=_library_section(tree, "trainer"),
+        scaling=_library_section(tree, "scaling"),
+        run=Run(**_our_section(tree, "run")),
+        mlflow=MLflow(**_our_section(tree, "mlflow")),
         gate={name: rule for name, rule in _section(tree, "gate").items() if rule is not None},
         source=str(path),
-        **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
+        overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
+        **{name: tree.data[name] for name in STAGE[file_stage].inputs if name in tree.data},
     )
     for check in CHECKS:
         check(tree, job)
@@ -194,7 +200,7 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
 # ---------------------------------------------------------------- keys and types
 def _check_top(tree: Tree, stage: str) -> None:
     fields = fields_of("pipeline.config.Job")
-    sections = [name for name in fields if name != "source"]
+    sections = [name for name in fields if name not in ("source", "overridden")]
     for key, value in tree.data.items():
         if key not in sections:
             raise _unknown(tree, stage, "", key, sections)
@@ -219,13 +225,13 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _own(tree: Tree, section: str) -> dict[str, Any]:
-    """A section with a dataclass of this file."""
+def _our_section(tree: Tree, section: str) -> dict[str, Any]:
+    """The values of a section with a dataclass of this file."""
     return _checked(tree, section, fields_of(class_of(section, tree.data["stage"])))
 
 
-def _library(tree: Tree, section: str) -> dict[str, Any]:
-    """A section that is handed to a library as it stands."""
+def _library_section(tree: Tree, section: str) -> dict[str, Any]:
+    """The values of a section that goes to a library verbatim."""
     dotted = class_of(section, tree.data["stage"])
     refused = {} if dotted.startswith("pipeline.") else REFUSED[section]
     for key in _section(tree, section):
@@ -248,22 +254,35 @@ def _checked(tree: Tree, section: str, fields: dict[str, Field]) -> dict[str, An
 
 
 def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -> InputError:
-    """The error for an unknown key: the nearest in its section, else in another one, else what there is."""
+    """The error for an unknown key: suggests the nearest key of its section, else of another, else lists what there is."""
     name = f"{section}.{key}" if section else key
     message = f"unknown {'key' if section else 'section'}"
+    if name == "trainer.max_steps" and "total_episodes" in valid:
+        return tree.error(name, f"{message}; {_in_episodes(tree)}")
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.7)
     if near:
         return tree.error(name, f"{message}; did you mean {f'{section}.' if section else ''}{near[0]}?")
     sections = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling")
-    keys = {f"{own}.{k}": k for own in sections for k in fields_of(class_of(own, stage))}
+    keys = {f"{one}.{k}": k for one in sections for k in fields_of(class_of(one, stage))}
     for cutoff in (1.0, 0.7):
         elsewhere = difflib.get_close_matches(key, keys.values(), n=1, cutoff=cutoff)
         if elsewhere:
-            place = next(full for full, short in keys.items() if short == elsewhere[0])
-            return tree.error(name, f"{message}; did you mean {place}?")
+            meant = next(full for full, short in keys.items() if short == elsewhere[0])
+            return tree.error(name, f"{message}; did you mean {meant}?")
     if len(valid) <= 16:
         return tree.error(name, f"{message}; expected one of {', '.join(valid)}")
     return tree.error(name, f"{message}; the keys of `{section}` are those of {_owner(stage, section)}")
+
+
+def _in_episodes(tree: Tree) -> str:
+    """What to type for a number of updates, with the arithmetic."""
+    trainer = tree.data["trainer"]
+    size = trainer.get("batch_size") or fields_of("pipeline.ppo.config.PPOConfig")["batch_size"].default
+    updates = trainer["max_steps"] if type(trainer["max_steps"]) is int and trainer["max_steps"] > 0 else 100
+    rule = "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
+    if type(size) is not int:
+        return rule
+    return f"{rule}: {updates} updates of {size} episodes are trainer.total_episodes={updates * size}"
 
 
 def _owner(stage: str, section: str) -> str:

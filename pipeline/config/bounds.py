@@ -1,6 +1,6 @@
-"""Which values a key may have beyond its type: numbers, words, lengths of names. One table each, and one pass over the job.
+"""The values that a key may have beyond its type, in three tables: ranges of numbers, words, lengths of names.
 
-The libraries take most of these without a word and fail an hour later, or learn nothing. What depends on two keys is in
+The libraries accept most of what is refused here, and fail an hour later or learn nothing. What depends on two keys is in
 rules.py; PPOConfig's own ranges are in pipeline/ppo/config.py.
 """
 
@@ -79,7 +79,7 @@ INFERENCE = table(
     }
 )
 LEVELS = "debug info warning error critical passive"
-# Text keys of which the libraries know a few words, and say so late.
+# Text keys for which the libraries know a few words, and check them late.
 WORDS: dict[str, str] = {
     "trainer.loss_type": "nll dft chunked_nll",  # of sft
     "trainer.f_divergence_type": "reverse_kl forward_kl js_divergence alpha_divergence",
@@ -104,7 +104,7 @@ PATHS = """model.name_or_path model.chat_template data.train data.eval data.pair
 
 
 def check(tree: Tree, job: Job) -> None:
-    """Refuses what no run can mean: seeds below 0, a dropout of 1, unknown words, blank text, names that no folder can have."""
+    """Refuses values that no run can mean: seeds below 0, a dropout of 1, unknown words, blank text, impossible names."""
     for key, value in _leaves(job):
         if isinstance(value, str):
             _check_text(tree, job.stage, key, value)
@@ -113,7 +113,7 @@ def check(tree: Tree, job: Job) -> None:
 
 
 def _leaves(job: Job) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all text and numbers; an item of a list has the key of the list."""
+    """(dotted key, value) of all texts and numbers; an item of a list has the key of the list."""
     for section, value in job.to_dict().items():
         if section not in ("stage", "source", "gate"):
             yield from _inside(section, value)

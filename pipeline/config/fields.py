@@ -1,7 +1,7 @@
-"""The fields of a dataclass, read from its source with `ast`: what a job file may say, without importing torch, trl or ray.
+"""The fields of a dataclass, read from its source with `ast`, without importing torch, trl or ray.
 
-Importing trl takes seconds; a typing mistake in a job file is answered in a fraction of one. Inherited fields are followed through
-the imports of each module; annotations are turned into checks for values that came out of YAML.
+Importing trl takes seconds; a typing mistake in a job file is answered in a fraction of one. Inherited fields are followed
+through the imports of each module; annotations become checks of values that came out of YAML.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.errors import InputError
 
-Check = tuple[str, Callable[[Any], bool]]  # what a message calls it, and the test of a value
+Check = tuple[str, Callable[[Any], bool]]  # (what a message calls it, the test of a value)
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -41,7 +41,7 @@ SIMPLE: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class Field:
-    """One field: its checks are alternatives; no checks means that the annotation is not understood and anything goes."""
+    """One field. Its checks are alternatives; without any the annotation is not understood, and every value is accepted."""
 
     name: str
     required: bool
@@ -80,21 +80,21 @@ def printable(text: str) -> str:
 def fields_of(dotted: str) -> dict[str, Field]:
     """Fields, inherited ones first, of the dataclass `package.module.Class`."""
     module, _, name = dotted.rpartition(".")
-    found = _find_class(module, name)
-    if found is None:
+    definition = _find_class(module, name)
+    if definition is None:
         raise InputError(f"{dotted} is not installed here: type `make setup`")
-    module, node = found
+    module, node = definition
     fields: dict[str, Field] = {}
     for base in reversed(node.bases):
         parent = _find_class(module, _last_name(base))
         if parent is not None:
             fields |= fields_of(f"{parent[0]}.{parent[1].name}")
     if any(_last_name(d.func if isinstance(d, ast.Call) else d) == "dataclass" for d in node.decorator_list):
-        fields |= _own_fields(node, module)
+        fields |= _declared_fields(node, module)
     return fields
 
 
-def _own_fields(node: ast.ClassDef, module: str) -> dict[str, Field]:
+def _declared_fields(node: ast.ClassDef, module: str) -> dict[str, Field]:
     fields = {}
     for item in node.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
@@ -150,8 +150,8 @@ def _checks(node: ast.expr, module: str) -> tuple[list[Check], list[Any]] | None
     name = _last_name(node)
     if name in SIMPLE:
         return [SIMPLE[name]], []
-    found = _find_class(module, name)
-    return _enum(found[1]) if found else None
+    definition = _find_class(module, name)
+    return _enum(definition[1]) if definition else None
 
 
 def _subscript(outer: str, inner: ast.expr, module: str) -> tuple[list[Check], list[Any]] | None:
@@ -180,7 +180,7 @@ def _subscript(outer: str, inner: ast.expr, module: str) -> tuple[list[Check], l
 
 
 def _union(parts: list[ast.expr], module: str) -> tuple[list[Check], list[Any]] | None:
-    """A member that is not understood is a class, which YAML cannot write: the others decide, if they say more than null."""
+    """A member that is not understood is a class, which YAML cannot write: the others decide, if there are more than null."""
     known = [result for part in parts if (result := _checks(part, module)) is not None]
     checks = [check for result in known for check in result[0]]
     choices = [choice for result in known for choice in result[1]]
@@ -238,7 +238,7 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _path(dotted: str) -> Path | None:
-    """The source file of a module. Only the top package is looked up: find_spec of a submodule would import its parents."""
+    """The source file of a module. find_spec looks up the top package only: of a submodule it would import the parents."""
     top, *rest = dotted.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.fields import short, show
 from pipeline.config.jobfile import Tree
+from pipeline.config.stages import STAGE
 
 if TYPE_CHECKING:
     from pipeline.config import Job
@@ -25,13 +26,15 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 
-# What a stage measures, by what it takes: nothing more than training, held-out rows, a reward, a judge, pairs.
+# What a stage measures, by what it takes: nothing more than training, held-out rows, a reward, a judge, pairs. The names are
+# repeated here, because a gate is checked before anything heavy is imported: tests/test_upstream.py compares them with
+# what TRL's trainers log, tests/config/test_gates.py with what ours logs, and tests/support/running.py every result.json.
 _TRL = "loss runtime samples_per_second steps_per_second num_tokens"
 _TOKENS = "entropy mean_token_accuracy aux_loss"
-_ANSWERS = "reward eos length repetition distinct distinct_1 distinct_2 perplexity"
-_TRAINED = """train_loss train_runtime train_samples_per_second train_steps_per_second train_tokens_per_second epoch
+_COMPLETIONS = "reward eos length repetition distinct distinct_1 distinct_2 perplexity"
+TRAINED = """train_loss train_runtime train_samples_per_second train_steps_per_second train_tokens_per_second epoch
     total_flos"""
-_UPDATE = """objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores objective/kl_coef
+UPDATE = """objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores objective/kl_coef
     val/num_eos_tokens val/sampler_drift val/explained_variance val/ratio val/clipfrac_avg completions/mean_length
     completions/clipped_ratio rewards/reward/mean loss/policy_avg loss/value_avg policy/approxkl_avg policy/clipfrac_avg
     policy/entropy_avg policy/steps grad_norm/policy grad_norm/critic skipped_steps lr episode train_samples_per_second
@@ -62,35 +65,33 @@ def parse_gate(rule: Any) -> tuple[str, float]:
 
 
 def metrics(job: Job) -> dict[str, str]:
-    """{metric: what the job lacks for it, in words; empty where it lacks nothing} of all that the stage can measure."""
-    if job.stage in HELD_OUT:
-        rows = (
-            ""
-            if job.data.eval or job.data.eval_fraction
-            else "held-out rows (data.eval or data.eval_fraction)"
-        )
+    """{metric: what the job lacks for it, in words; "" if nothing} for every metric that the stage can measure."""
+    held_out = bool(job.data.eval or job.data.eval_fraction)
+    if STAGE[job.stage].trl:
+        rows = "" if held_out else "held-out rows (data.eval or data.eval_fraction)"
         first = rows or ("" if job.trainer.get("eval_on_start") else "trainer.eval_on_start=true")
         names = HELD_OUT[job.stage].split()
         return {
-            **dict.fromkeys(_TRAINED.split(), ""),
+            **dict.fromkeys(TRAINED.split(), ""),
             **{f"eval_{name}": rows for name in names},
             **{f"before_{name}": first for name in names},
         }
-    found = dict.fromkeys(_UPDATE.split(), "") if job.stage == "ppo" else {}
-    found |= {f"rewards/reward_{i}/mean": "" for i in range(1, len(job.rewards)) if job.stage == "ppo"}
-    rows = "" if job.data.eval or job.data.eval_fraction else "prompts to answer (data.eval)"
+    lacks: dict[str, str] = {}
+    if job.stage == "ppo":
+        lacks = dict.fromkeys(UPDATE.split(), "")
+        lacks |= {f"rewards/reward_{i}/mean": "" for i in range(1, len(job.rewards))}
+    rows = "" if held_out else "prompts to answer (data.eval)"
     reward, judge = rows or ("" if job.reward else "a reward"), rows or ("" if job.judge else "a judge")
-    found |= {f"{when}_{name}": rows for when in ("before", "eval") for name in _ANSWERS.split()} | {
-        "eval_kl": rows
-    }
-    found |= dict.fromkeys(("before_reward", "eval_reward", *_interval("eval_win_rate")), reward)
-    found |= dict.fromkeys(("before_judge", "eval_judge", *_interval("eval_judge_win_rate")), judge)
+    lacks |= {f"{when}_{name}": rows for when in ("before", "eval") for name in _COMPLETIONS.split()}
+    lacks["eval_kl"] = rows
+    lacks |= dict.fromkeys(("before_reward", "eval_reward", *_interval("eval_win_rate")), reward)
+    lacks |= dict.fromkeys(("before_judge", "eval_judge", *_interval("eval_judge_win_rate")), judge)
     if job.stage == "evaluate":
-        pairs = "" if job.data.pairs else "pairs to judge the reward on (data.pairs)"
+        pairs = "" if job.data.pairs else "pairs to evaluate the reward on (data.pairs)"
         agreed = pairs or ("" if job.judge else "a judge")
-        found |= {f"eval_rm_{name}": pairs for name in _PAIRS.split()}
-        found |= dict.fromkeys(("eval_rm_agreement", "eval_rm_judge_accuracy"), agreed)
-    return found
+        lacks |= {f"eval_rm_{name}": pairs for name in _PAIRS.split()}
+        lacks |= dict.fromkeys(("eval_rm_agreement", "eval_rm_judge_accuracy"), agreed)
+    return lacks
 
 
 def _interval(name: str) -> tuple[str, str, str]:
@@ -98,7 +99,7 @@ def _interval(name: str) -> tuple[str, str, str]:
 
 
 def check(tree: Tree, job: Job) -> None:
-    """Refuses conditions that are none, and those on a metric that the stage never has."""
+    """Refuses what is no condition, and conditions on a metric that the stage never has."""
     known = metrics(job) if job.gate else {}
     for metric, rule in job.gate.items():
         try:
@@ -107,11 +108,11 @@ def check(tree: Tree, job: Job) -> None:
             raise tree.error(f"gate.{short(metric)}", str(error)) from None
         if metric not in known and not _of_a_subset(job, metric):
             near = difflib.get_close_matches(metric, known, n=1)
-            some = ", ".join([name for name in known if name.startswith("eval_")][:6])
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {some}, ..."
+            examples = ", ".join([name for name in known if name.startswith("eval_")][:6])
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {examples}, ..."
             raise tree.error(f"gate.{short(metric)}", f"`{job.stage}` has no such metric; {hint}")
     judged = job.policy or job.reward
-    if job.stage == "evaluate" and job.gate and not str(judged).startswith("models:/"):
+    if job.gate and not STAGE[job.stage].learns and not str(judged).startswith("models:/"):
         raise tree.error(
             "gate",
             f"found one, but {show(judged)} is no registered version that it could let pass; take it out",

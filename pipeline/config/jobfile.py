@@ -1,8 +1,9 @@
 """A job file as a plain tree: YAML in, overrides applied, each key remembering where it was written.
 
-YAML is read by the rules of YAML 1.2, because those of 1.1 trap people here: `1e-4` is a number, `eval_strategy: no` is the word "no",
-`2026-11-20` is text. Keys are text and stand once. A value that looks like a secret is refused and never printed. A few
-lines of YAML can stand for gigabytes, or nest deeper than Python recurses: size and depth are limited while it is parsed.
+YAML is read by the rules of YAML 1.2, because those of 1.1 trap people here: `1e-4` is a number, `eval_strategy: no` is
+the word "no", `2026-11-20` is text. Keys are text and unique. A value that looks like a secret is refused and never
+printed. A few lines of YAML can stand for gigabytes, or nest deeper than Python recurses: size and depth are limited while
+it is parsed.
 """
 
 import math
@@ -26,7 +27,7 @@ SECRET = re.compile(
 )
 
 
-# What a job may be at most; the largest one shipped has 5 KB.
+# Limits of a job file; the largest one shipped has 5 KB.
 BYTES = 1 << 17  # PyYAML reads about as much in a second
 NODES = 100_000  # with every alias counted as often as it stands
 DEPTH = 32
@@ -36,6 +37,8 @@ CHARACTERS = 4096  # of a text: the longest path of Linux
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars: true/false, decimal integers, floats with or without a point, null, text; within NODES and DEPTH."""
 
+    # Not ruamel.yaml, which speaks 1.2: it reads 2026-11-20 as a date all the same (0.18), and limits neither aliases nor
+    # depth, so this class would stay; and PyYAML is here anyway, as Ray's.
     def __init__(self, text: str):
         super().__init__(text)
         self.around = 0  # nodes around the one that is composed
@@ -60,8 +63,8 @@ class _Loader(yaml.SafeLoader):
             self.measured[id(node)] = size, levels
         return node
 
-    def _limit(self, found: int, most: int, what: str, event: Any) -> None:
-        if found > most:
+    def _limit(self, count: int, most: int, what: str, event: Any) -> None:
+        if count > most:
             problem = f"found more than {most:,} {what}, aliases written out"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
@@ -89,18 +92,18 @@ for _tag, _pattern, _first in (
 
 @dataclass
 class Tree:
-    """The sections of a job file. `where` maps a dotted key to the place that set it: `jobs/x.yaml:12` or `command line`."""
+    """The sections of a job file. `where` maps a dotted key to what set it: `jobs/x.yaml:12` or `command line`."""
 
     source: str
     data: dict[str, Any] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
 
     def error(self, key: str, message: str) -> InputError:
-        """The error about `key`, with the place of the key or of the nearest section around it."""
-        place = key
-        while place and place not in self.where:
-            place = place.rpartition(".")[0]
-        return InputError(message, key=key, where=self.where.get(place, self.source))
+        """The error about `key`, with the line of the key or of the innermost section around it."""
+        section = key
+        while section and section not in self.where:
+            section = section.rpartition(".")[0]
+        return InputError(message, key=key, where=self.where.get(section, self.source))
 
 
 def read_tree(path: str | Path, overrides: list[str]) -> Tree:
@@ -161,8 +164,8 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise InputError(f"{place}: not valid YAML: {error.problem or error.context}") from None
+        position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
     finally:
@@ -170,7 +173,7 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
 
 
 def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str], above: tuple[int, ...]) -> None:
-    """Note the line of every key; refuse repeated keys, keys that are not text, and a node that contains itself."""
+    """Notes the line of every key; refuses repeated keys, keys that are not text, and a node that contains itself."""
     if id(node) in above:
         raise InputError(f"{name}:{node.start_mark.line + 1}: {key}: an alias refers to the node around it")
     above = (*above, id(node))
@@ -203,7 +206,7 @@ def _join(section: str, key: str) -> str:
 
 
 def _override(tree: Tree, text: str) -> None:
-    """Apply one `section.key=value`; the value is YAML, except in `gate`, whose `>= 0.9` YAML would read as a block."""
+    """Applies one `section.key=value`. The value is YAML, except in `gate`, whose `>= 0.9` YAML would read as a block."""
     key, equals, value = text.partition("=")
     if _is_secret(text):
         raise InputError(f"command line: {'an override' if _is_secret(key) else key}: {_NO_SECRETS}")
@@ -277,8 +280,8 @@ def _refuse_values(tree: Tree, value: Any, key: str) -> None:
 
 def _unprintable(text: str) -> str | None:
     """What keeps a text from being shown, stored or used as a path; None: nothing."""
-    if found := re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", text):
-        return "a line break" if found[0] in "\r\n" else f"the control character {found[0]!a}"
+    if match := re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", text):
+        return "a line break" if match[0] in "\r\n" else f"the control character {match[0]!a}"
     if re.search(r"[\ud800-\udfff]", text):
         return "a byte that is not UTF-8"
     return None

@@ -23,7 +23,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "resume_from_checkpoint": "the same command with the same run.name continues; run.fresh=true starts anew",
         "save_total_limit": "use run.num_to_keep",
         "save_only_model": "a checkpoint without optimizer and random state cannot be resumed exactly",
-        "load_best_model_at_end": "the last adapter is registered and the `gate` judges it; the best checkpoint may lie on another node",
+        "load_best_model_at_end": "the last adapter is registered and passes the `gate` or not; the best checkpoint may lie on another node",
         "ignore_data_skip": _ORDER,
         "remove_unused_columns": "the tokenised columns are exactly those that the trainer needs",
         "max_length": "use data.max_length and data.too_long, so that what is cut or dropped is counted and reported",

@@ -1,11 +1,11 @@
-"""Asks the libraries: makes their own configuration objects, optimizer and schedule from a job, before anything starts.
+"""Asks TRL and peft whether they accept a job: builds their config objects, an optimizer and a schedule from it.
 
     with libraries.asked(job) as check:       # a process of its own begins to import them
         ...                                   # Ray starts meanwhile
         check()                               # InputError, if one of them refuses its section
 
-They take 5 seconds to import, the driver needs none of them, and what they do to a process (devices, environment) is
-better done to another one. Where they are loaded already, as in a notebook, they are asked here.
+They take 5 seconds to import, the driver needs neither, and their side effects on a process (devices, environment) are
+kept out of it. Where they are loaded already, as in a notebook, they are asked in this process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _running: dict[str, subprocess.Popen[str]] = {}
 def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
     """A function that waits for the answers about these jobs, and raises InputError for the first that is refused.
 
-    Jobs that are asked about together are answered together: of four, the first to wait says what is wrong with the last.
+    All jobs of one call are asked about together, so the first to wait also reports what is wrong with the last.
     """
     requests = [request for job in jobs if (request := _request(job))]
     new = [one for one in dict.fromkeys(requests) if one not in _answers and one not in _running]
@@ -57,7 +57,7 @@ def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
 
 
 def _request(job: Job) -> str | None:
-    """What is to be asked about a job, as JSON; None where no library but our own reads its sections."""
+    """What to ask about a job, as JSON; None if it has no section for TRL or peft."""
     facts = STAGE[job.stage]
     if not facts.learns:
         return None
@@ -98,9 +98,9 @@ def _check(requests: list[str]) -> None:
                 raise RuntimeError(
                     f"the libraries could not be asked about the job: {status}\n{errors[-3000:]}"
                 )
-            found = json.loads(printed.splitlines()[-1])
-            _answers.update(found)
-            answers |= found
+            printed_answers = json.loads(printed.splitlines()[-1])
+            _answers.update(printed_answers)
+            answers |= printed_answers
         answers[one] = _answers[one]
     if refused := next(filter(None, answers.values()), None):
         raise InputError(refused)
@@ -111,7 +111,7 @@ def _check(requests: list[str]) -> None:
 
 def problem(asked: dict[str, Any]) -> str | None:
     """Why peft or TRL refuses a section of the job, naming the key; None: they take them."""
-    place = f"{asked['source']}: " if asked.get("source") else ""
+    prefix = f"{asked['source']}: " if asked.get("source") else ""
     for section, make in (("lora", _lora), ("trainer", _trainer)):
         values = asked.get(section) or {}
         error = _refused(make, asked, values) if section in asked else None
@@ -122,9 +122,9 @@ def problem(asked: dict[str, Any]) -> str | None:
         for key in values:
             if _refused(make, asked, {k: v for k, v in values.items() if k != key}) is None:
                 return (
-                    f"{place}{section}.{key}: found {show(values[key])}; {make(asked, None)} says: {reason}"
+                    f"{prefix}{section}.{key}: found {show(values[key])}; {make(asked, None)} says: {reason}"
                 )
-        return f"{place}{section}: {make(asked, None)} says: {reason}"
+        return f"{prefix}{section}: {make(asked, None)} says: {reason}"
     return None
 
 
@@ -190,5 +190,5 @@ def _require(package: str) -> None:
 
 
 if __name__ == "__main__":
-    found = json.load(sys.stdin)
-    print(json.dumps({one: problem(json.loads(one)) for one in found}))
+    requests = json.load(sys.stdin)
+    print(json.dumps({one: problem(json.loads(one)) for one in requests}))

@@ -1,4 +1,4 @@
-"""One table: what each stage takes, what it trains, and which settings it has no use for.
+"""One table: what each stage takes and trains, which settings it has no use for, and what its figures are called.
 
 Code that depends on the stage asks here: STAGE[job.stage].learns, not job.stage in ("sft", "rm", ...).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 OURS = "pipeline.config"
 _NOTHING_TRAINED = {
@@ -34,60 +35,148 @@ _ROW_BY_ROW = {
 }
 
 
+class Figure(NamedTuple):
+    """One of the figures that a reader looks at first: metrics of result.json before ("" for none) and after the run."""
+
+    label: str
+    before: str
+    after: str
+    unit: str = ""  # "%" for a share
+
+
 @dataclass(frozen=True)
 class Stage:
-    """The facts of one stage; `unused` has {section or section.key: why the stage has no use for it}."""
+    """The facts of one stage."""
 
-    trainer: str  # the class, as package.module.Class, whose fields are the keys of its `trainer` section
-    inputs: Mapping[str, bool] = field(
-        default_factory=dict
-    )  # models that it takes; True: it cannot run without
-    learns: str | None = None  # the role whose adapter it trains: policy or reward
-    writes: bool = False  # completions, for which the context must have room behind a prompt
-    scores: bool = (
-        False  # by rewards or a judge, Python functions among them, which ask for columns of the rows
-    )
-    runs_in: str = (
-        "train"  # Ray Train's workers; data: actors of Ray Data, each row by itself; here: this process
-    )
+    # The config class, as package.module.Class, whose fields are the keys of the `trainer` section.
+    trainer: str
+    # One line for --help.
+    summary: str
+    # The models that it takes; True: required.
+    inputs: Mapping[str, bool] = field(default_factory=dict)
+    # The role whose adapter it trains: policy or reward.
+    learns: str | None = None
+    # It keeps the adapter that training starts from, frozen, as the reference.
+    keeps_reference: bool = False
+    # Sequences in one training row: a pair has two.
+    sequences: int = 1
+    # It generates completions, for which the context must have room behind a prompt.
+    writes: bool = False
+    # It scores with rewards or a judge; a Python function among them asks for columns of the rows.
+    scores: bool = False
+    # Where it runs: `train`, Ray Train's workers; `data`, actors of Ray Data, each row by itself; `here`, this process.
+    runs_in: str = "train"
+    # {section or section.key: why the stage has no use for it}
     unused: Mapping[str, str] = field(default_factory=dict)
+    # Its name in reports.
+    title: str = ""
+    # The most telling figure first: it alone is in the table at the end of `rlhf`.
+    headline: tuple[Figure, ...] = ()
 
     @property
     def trl(self) -> bool:
-        """Whether TRL's trainer does it, whose class only a worker imports."""
+        """Whether one of TRL's trainers does the work; only a worker imports its config class."""
         return self.trainer.startswith("trl.")
+
+    @property
+    def reads_train(self) -> bool:
+        """Whether it needs the rows of data.train."""
+        return not {"data", "data.train"} & self.unused.keys()
 
 
 STAGE: dict[str, Stage] = {
-    "sft": Stage("trl.trainer.sft_config.SFTConfig", learns="policy", unused=_LEARNS),
-    "rm": Stage("trl.trainer.reward_config.RewardConfig", learns="reward", unused=_LEARNS),
-    "dpo": Stage("trl.trainer.dpo_config.DPOConfig", {"policy": True}, learns="policy", unused=_LEARNS),
+    "sft": Stage(
+        "trl.trainer.sft_config.SFTConfig",
+        "supervised fine-tuning on demonstrations",
+        learns="policy",
+        unused=_LEARNS,
+        title="Supervised fine-tuning",
+        headline=(
+            Figure("held-out loss", "before_loss", "eval_loss"),
+            Figure("token accuracy", "before_mean_token_accuracy", "eval_mean_token_accuracy", "%"),
+        ),
+    ),
+    "rm": Stage(
+        "trl.trainer.reward_config.RewardConfig",
+        "a reward model from preference pairs",
+        learns="reward",
+        sequences=2,
+        unused=_LEARNS,
+        title="Reward model",
+        headline=(
+            Figure("held-out accuracy", "before_accuracy", "eval_accuracy", "%"),
+            Figure("margin", "before_margin", "eval_margin"),
+        ),
+    ),
+    "dpo": Stage(
+        "trl.trainer.dpo_config.DPOConfig",
+        "direct preference optimisation, from the sft adapter",
+        {"policy": True},
+        learns="policy",
+        keeps_reference=True,
+        sequences=2,
+        unused=_LEARNS,
+        title="Direct preference optimisation",
+        headline=(
+            Figure("held-out accuracy", "", "eval_rewards/accuracies", "%"),
+            Figure("held-out loss", "before_loss", "eval_loss"),
+            Figure("margin", "", "eval_rewards/margins"),
+        ),
+    ),
     "ppo": Stage(
         "pipeline.ppo.config.PPOConfig",
+        "PPO against the reward model, from the sft adapter",
         {"policy": True, "reward": True, "judge": False},
         learns="policy",
+        keeps_reference=True,
         writes=True,
         scores=True,
         unused={**_LEARNS, "data.batch_size": "use trainer.batch_size, the episodes of one update over all workers"},
+        title="PPO",
+        headline=(
+            Figure("judge", "before_judge", "eval_judge"),
+            Figure("reward", "before_reward", "eval_reward"),
+            Figure("win rate against before", "", "eval_win_rate", "%"),
+            Figure("KL", "", "eval_kl", "nats per completion"),
+            Figure("length", "before_length", "eval_length", "tokens"),
+        ),
     ),
     "evaluate": Stage(
         f"{OURS}.Inference",
+        "compare a policy with a baseline on held-out prompts; evaluate a reward model on held-out pairs",
         {"policy": False, "baseline": False, "reward": False, "judge": False},
         writes=True,
         scores=True,
         unused={**_NO_SERVER, **_NOTHING_TRAINED, "data.train": "it trains nothing; put the prompts under data.eval"},
+        title="Evaluation",
+        headline=(
+            Figure("judge win rate", "", "eval_judge_win_rate", "%"),
+            Figure("reward win rate", "", "eval_win_rate", "%"),
+            Figure("reward", "before_reward", "eval_reward"),
+            Figure("KL", "", "eval_kl", "nats per completion"),
+            Figure("reward model's accuracy", "", "eval_rm_accuracy", "%"),
+        ),
     ),
     "generate": Stage(
         f"{OURS}.Inference",
+        "completions of a file of prompts",
         {"policy": True, "reward": False},
         writes=True,
         scores=True,
         runs_in="data",
         unused={**_NO_SERVER, **_ROW_BY_ROW},
     ),
-    "score": Stage(f"{OURS}.Forward", {"reward": True}, scores=True, runs_in="data", unused=_ROW_BY_ROW),
+    "score": Stage(
+        f"{OURS}.Forward",
+        "a reward model's scores of a file of pairs or completions",
+        {"reward": True},
+        scores=True,
+        runs_in="data",
+        unused=_ROW_BY_ROW,
+    ),
     "export": Stage(
         f"{OURS}.Export",
+        "policy and reward as merged models for plain transformers",
         {"policy": False, "reward": False},
         runs_in="here",
         unused={

@@ -1,8 +1,8 @@
 """What a job needs before it is started: memory of one worker, item by item, and on a GPU the time and the money.
 
-Sizes are not guessed from formulas of one architecture: they are counted on the job's own model (models/shape.py). Where
-a library's inside decides (the vocabulary-wide tensors of TRL's losses), a factor is used that was fitted to measured
-peaks; tests compare the whole with peaks of real runs.
+Sizes are not derived from the formulas of one architecture: they are counted on the job's own model (shape.py). Where a
+library's internals decide (the vocabulary-wide tensors of TRL's losses), a factor fitted to measured peaks is used; tests
+compare the sum with peaks of real runs.
 """
 
 import math
@@ -41,11 +41,11 @@ GPUS = {
 }
 # Of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it.
 UTILISATION = 0.35
-LAUNCH = 0.8e-3  # seconds a layer and token that decoding with transformers costs, whatever the GPU: as well
+# Seconds per layer and token of decoding with transformers, whatever the GPU: an assumption too.
+LAUNCH = 0.8e-3
 RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
-# What the allocator loses between blocks. glibc's finds no room for an aligned block in a hole of just its size, and
-# comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 gives each block back and
-# costs a quarter more time.
+# Fragmentation: memory held over memory in use. glibc's allocator cannot place an aligned block into a hole of just its
+# size, and comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 returns each block and costs a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # For each entry of (tokens, vocabulary), at the peak of TRL's losses of sft and dpo; measured.
 LOGIT_BYTES = 32
@@ -53,7 +53,7 @@ LOGIT_BYTES = 32
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that a worker holds; `phase` is when: always, or in rollout or update, of which the larger counts."""
+    """One item in a worker's memory. `phase` is when: always, or in rollout or update, of which the larger counts."""
 
     what: str
     size: float  # bytes
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """Bytes of one worker at its highest."""
+        """Peak bytes of one worker."""
         phases = {"rollout": 0.0, "update": 0.0, "always": 0.0}
         for item in self.items:
             phases[item.phase] += item.size
@@ -80,28 +80,33 @@ class Plan:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes on disk: what learns, and Adam's two moments of it, in fp32; of dpo the reference too. No base is in it."""
-        reference = self.job.stage == "dpo" and self.job.policy not in (None, "base")
+        """Bytes on disk: what learns and Adam's two moments of it, in fp32. The base is not in it."""
+        # TRL's trainer also saves the reference's adapter; ours does not.
+        reference = STAGE[self.job.stage].trl and _has_reference(self.job)
         return (12.0 + 4.0 * reference) * self.trainable
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What of a job decides its memory, with the defaults of its stage."""
+    """The settings that decide a job's memory, with the defaults of its stage."""
 
     rows: int  # of one forward and backward
     width: int  # tokens of a row
-    low: bool  # matrix products in bf16
+    bf16: bool  # matrix products in bf16
     checkpointing: bool
-    sequences: int  # in a row of the batch: a pair is two
+    sequences: int  # per row of the batch: a pair has two
     rollout_rows: int = 0
     prompt: int = 0
     completion: int = 0
 
 
 def settings(job: Job, context: int) -> Settings:
-    """Rows at their longest, as the job allows them to be."""
-    if job.stage == "ppo":
+    """The settings for rows of the maximum length.
+
+    Args:
+        context: of the model, in tokens.
+    """
+    if job.stage == "ppo":  # its arguments are a PPOConfig
         args = job.args
         prompt = job.data.max_length or context - args.response_length
         width = prompt + args.response_length
@@ -124,7 +129,7 @@ def settings(job: Job, context: int) -> Settings:
         min(job.data.max_length or context, context),
         given.get("bf16", True),
         given.get("gradient_checkpointing", True),
-        1 if job.stage == "sft" else 2,
+        STAGE[job.stage].sequences,
     )
 
 
@@ -169,42 +174,37 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     items.append(
         Item(
             f"activations for backward: {tokens:,} tokens, {kind}",
-            shape.activations(asked.rows * asked.sequences, asked.width, asked.low, asked.checkpointing),
+            shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing),
             "update",
         )
     )
     items.append(Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"))
-    if asked.rollout_rows and job.trainer.get("use_vllm"):
-        rows, width = asked.rollout_rows, asked.width
-        items += [
-            Item("vLLM: a base of its own", shape.weights),
-            Item(f"vLLM: KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.low)),
-        ]
-    elif asked.rollout_rows:
-        width = asked.width + 128  # the cache grows 128 places at a time
-        items += [
-            Item(
-                f"KV cache: {asked.rollout_rows} rows of {asked.width} tokens",
-                asked.rollout_rows * width * shape.cache(asked.low),
-                "rollout",
-            ),
-            Item(
-                "logits and probabilities of the next token",
-                asked.rollout_rows * shape.vocabulary * 20.0,
-                "rollout",
-            ),
-            Item(
-                "activations of the prompts' forward",
-                asked.rollout_rows * asked.prompt * shape.forward(asked.low),
-                "rollout",
-            ),
-        ]
+    if asked.rollout_rows:
+        items += _rollout_items(shape, asked, bool(job.trainer.get("use_vllm")))
     lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
     return Plan(job, shape.parameters, int(trainable / 4), items, device, shape.layers, lengths)
 
 
+def _rollout_items(shape: Shape, asked: Settings, vllm: bool) -> list[Item]:
+    """What sampling holds beside the base: a second base and its cache (vLLM), or the cache and its decoding steps."""
+    rows, width = asked.rollout_rows, asked.width
+    if vllm:
+        return [
+            Item("vLLM: a base of its own", shape.weights),
+            Item(f"vLLM: KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)),
+        ]
+    grown = width + 128  # the cache grows 128 positions at a time
+    return [
+        Item(f"KV cache: {rows} rows of {width} tokens", rows * grown * shape.cache(asked.bf16), "rollout"),
+        Item("logits and probabilities of the next token", rows * shape.vocabulary * 20.0, "rollout"),
+        Item(
+            "activations of the prompts' forward", rows * asked.prompt * shape.forward(asked.bf16), "rollout"
+        ),
+    ]
+
+
 def _check_lengths(job: Job, context: int) -> None:
-    """Refuses rows that the model cannot read, in the words of the run."""
+    """Refuses rows that exceed the model's context, with the messages of a run."""
     from pipeline.runtime.inputs import room_for_prompts
 
     room_for_prompts(job, context)
@@ -218,22 +218,26 @@ def _check_lengths(job: Job, context: int) -> None:
 
 def _roles(job: Job) -> tuple[list[str], list[str]]:
     """(adapters in memory, those of them that learn)."""
-    if job.stage in ("sft", "rm"):
-        only = ["policy" if job.stage == "sft" else "reward"]
-        return only, only
-    roles = ["policy"] + ["reference"] * (job.policy not in (None, "base"))
-    if job.stage == "dpo":
-        return roles, ["policy"]
+    facts = STAGE[job.stage]
+    learning = [str(facts.learns)]
+    roles = learning + ["reference"] * _has_reference(job)
+    if facts.trl:
+        return roles, learning
     rewards = [source for source, _ in job.rewards if not source.startswith("python:")]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
     critic = job.trainer.get("advantage_estimator", "gae") == "gae"
-    return roles + ["critic"] * critic, ["policy"] + ["critic"] * critic
+    return roles + ["critic"] * critic, learning + ["critic"] * critic
+
+
+def _has_reference(job: Job) -> bool:
+    """Whether the reference is an adapter; without one it is the base itself, which costs nothing."""
+    return STAGE[job.stage].keeps_reference and job.policy not in (None, "base")
 
 
 def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
-    if stage == "rm":
+    if STAGE[stage].learns == "reward":  # a scalar head
         return 0.0
-    if stage == "ppo":
+    if not STAGE[stage].trl:
         from pipeline.models.adapters import LOGIT_CHUNK
 
         return 4.0 * 4 * LOGIT_CHUNK[device]  # a chunk's logits, their soft-max, and the gradients of both
@@ -248,8 +252,8 @@ def fitting(plan: Plan) -> list[str]:
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
 
-def mend(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan] | None:
-    """(overrides, plan) of the mildest changes after which a worker fits into so many bytes; None if none do."""
+def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan] | None:
+    """(overrides, plan) of the mildest changes after which a worker fits into `memory` bytes; None if none are enough."""
     made: dict[str, Any] = {}
     for key, value in _changes(job):
         made[key] = value
@@ -265,22 +269,22 @@ def mend(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str]
 
 
 def _changes(job: Job) -> list[tuple[str, Any]]:
-    """What makes a job smaller, mildest first: none of it changes what is learned, but nf4, which comes last."""
+    """Overrides that make a job smaller, mildest first. Only nf4, the last, changes what is learned."""
     rows = settings(job, 1 << 20).rows
     fewer = [n for n in range(rows - 1, 0, -1) if rows % n == 0]  # divisors: the batch still comes out even
-    found: list[tuple[str, Any]] = []
-    if job.stage == "ppo":
+    changes: list[tuple[str, Any]] = []
+    if job.stage == "ppo":  # a PPOConfig
         decoded = job.args.local_rollout_forward_batch_size
-        found += [
+        changes += [
             ("trainer.local_rollout_forward_batch_size", decoded >> i) for i in (1, 2, 3, 4) if decoded >> i
         ]
-    found += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
-    found.append(("trainer.gradient_checkpointing", True))
-    found += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
+    changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
+    changes.append(("trainer.gradient_checkpointing", True))
+    changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
     if job.scaling.get("use_gpu"):
-        found += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
-    found.append(("model.load_in_4bit", True))
-    return [(key, value) for key, value in found if _value(job, key) != value]
+        changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
+    changes.append(("model.load_in_4bit", True))
+    return [(key, value) for key, value in changes if _value(job, key) != value]
 
 
 def _value(job: Job, key: str) -> Any:
@@ -313,7 +317,7 @@ class Cost:
 
 
 def cost(plan: Plan, name: str, rows: int) -> Cost:
-    """From matrix products at UTILISATION of the peak, and decoding at the larger of bandwidth and launch time.
+    """The cost of a run: matrix products at UTILISATION of the peak, decoding at the larger of bandwidth and launch time.
 
     Args:
         rows: training rows of an epoch, as far as they are known.
@@ -322,7 +326,7 @@ def cost(plan: Plan, name: str, rows: int) -> Cost:
     flops = gpu.tflops * 1e12 * UTILISATION
     forward = 2.0 * plan.parameters
     prompt, completion = plan.tokens
-    if plan.job.stage == "ppo":
+    if plan.job.stage == "ppo":  # a PPOConfig
         args = plan.job.args
         episodes = args.total_updates(rows) * args.batch_size
         passes = 2 + args.uses_critic  # old, reference, values; the reward is one more
@@ -334,13 +338,12 @@ def cost(plan: Plan, name: str, rows: int) -> Cost:
         step = max(weights / (gpu.bandwidth * 1e9), launch)
         seconds += batches * completion * step
     else:
-        given = plan.job.trainer
+        given, facts = plan.job.trainer, STAGE[plan.job.stage]
         learn = 3 if given.get("gradient_checkpointing", True) else 2
-        pairs = 1 if plan.job.stage == "sft" else 2
-        sides = {"sft": 1, "rm": 1, "dpo": 1 + 1 / learn}[plan.job.stage]
+        models = 1 + facts.keeps_reference / learn  # the reference costs a forward, one of `learn` passes
         steps, batch = given.get("max_steps", 0), plan.job.data.batch_size or 8 * workers
         seen = steps * batch if steps and steps > 0 else rows * given.get("num_train_epochs", 3.0)
-        seconds = seen * pairs * prompt * forward * learn * sides / flops
+        seconds = seen * facts.sequences * prompt * forward * learn * models / flops
     hours = seconds / workers / 3600
     nodes = math.ceil(workers / gpu.per_node)
     return Cost(hours, nodes, hours * nodes * gpu.dollars)

@@ -1,7 +1,7 @@
-"""How large a job's model is, in numbers and in bytes a token, found on fake tensors: no weights are loaded.
+"""How large a job's model is, in parameters and in bytes per token, counted on fake tensors: no weights are loaded.
 
-The job's own model is built with one layer and with two, and run on shapes without numbers; what autograd would keep for
-backward is counted, and what the second layer added is multiplied.
+The job's own model is built with one layer and with two, and run on fake tensors; what autograd would save for the
+backward pass is counted, and what the second layer adds is multiplied by the number of layers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
+from pipeline.config.stages import STAGE
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,7 @@ NF4_BYTES = 0.516  # half a byte, and constants of 8 bit for 64 weights, doubly 
 
 
 class Shape:
-    """A job's model: parameters, weights in bytes, adapters, and bytes a token of what a forward makes."""
+    """A job's model: parameters, bytes of weights, parameters of adapters, bytes per token of activations."""
 
     def __init__(self, job: Job) -> None:
         import logging
@@ -41,8 +42,8 @@ class Shape:
         self.weights = (self.parameters - quantised) * self.dtype_bytes + quantised * NF4_BYTES
 
     def _count(self, layers: int) -> dict[str, int]:
-        """Numbers in a model of so many layers: all of them, and those in linear layers (the lm head is none of these)."""
-        with _Fake(self, layers, low=False) as shared:
+        """Parameters of a model of `layers` layers: all, and those of linear layers without the lm head."""
+        with _Fake(self, layers, bf16=False) as shared:
             import torch
 
             whole = {n: p for n, p in shared.base.named_parameters() if "lora_" not in n}
@@ -58,25 +59,25 @@ class Shape:
             }
 
     def adapter(self, lora: dict[str, Any]) -> int:
-        """Numbers in an adapter of these settings, with its head."""
+        """Parameters of an adapter with these peft settings, its head included."""
         one, two = (self._adapter(layers, lora) for layers in (1, 2))
         return one + (self.layers - 1) * (two - one)
 
     def _adapter(self, layers: int, lora: dict[str, Any]) -> int:
-        with _Fake(self, layers, low=False, lora=lora) as shared:
+        with _Fake(self, layers, bf16=False, lora=lora) as shared:
             return sum(p.numel() for p in shared.parameters_of("policy"))
 
-    def activations(self, rows: int, width: int, low: bool, checkpointing: bool) -> float:
-        """Bytes that the forward of one role keeps for its backward, and what a layer makes on the way."""
-        one, two = (self.saved(layers, rows, width, low) for layers in (1, 2))
+    def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
+        """Bytes that the forward pass of one role saves for backward, plus one layer's temporary tensors."""
+        one, two = (self.saved(layers, rows, width, bf16) for layers in (1, 2))
         layer, rest = two - one, max(0.0, 2 * one - two)
-        passing = rows * width * self.forward(low)
+        passing = rows * width * self.forward(bf16)
         if not checkpointing:
             return rest + layer * self.layers + passing
-        return rest + layer + rows * width * self.hidden * self._width(low) * self.layers + passing
+        return rest + layer + rows * width * self.hidden * self._width(bf16) * self.layers + passing
 
-    def saved(self, layers: int, rows: int, width: int, low: bool) -> float:
-        """Bytes that autograd keeps of a forward through so many layers, the parameters apart."""
+    def saved(self, layers: int, rows: int, width: int, bf16: bool) -> float:
+        """Bytes that autograd saves in a forward pass through `layers` layers, without the parameters."""
         from unittest.mock import patch
 
         import torch
@@ -87,8 +88,8 @@ class Shape:
             kept[tensor.untyped_storage()._cdata] = tensor
             return tensor
 
-        with _Fake(self, layers, low) as shared:
-            own = {p.untyped_storage()._cdata for p in shared.parameters()}
+        with _Fake(self, layers, bf16) as shared:
+            parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
             ids = torch.zeros(rows, width, dtype=torch.long)
             # Whether rows are packed is looked for in numbers; without them transformers (5.23) would make a mask for it.
             # Remove when a forward can be told that they are not, or fake tensors are seen there.
@@ -96,15 +97,15 @@ class Shape:
             with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 hidden = shared.hidden("policy", ids)
             del hidden
-            return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own))
+            return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in parameters))
 
-    def forward(self, low: bool) -> float:
-        """Bytes a token of the largest tensors that a layer makes on the way: its wide middle, thrice."""
+    def forward(self, bf16: bool) -> float:
+        """Bytes per token of a layer's largest temporary tensors: three times the MLP's intermediate width."""
         text = self.config.get_text_config()
-        return 3.0 * (getattr(text, "intermediate_size", None) or 4 * self.hidden) * self._width(low)
+        return 3.0 * (getattr(text, "intermediate_size", None) or 4 * self.hidden) * self._width(bf16)
 
-    def cache(self, low: bool) -> float:
-        """Bytes a token of keys and values, all layers."""
+    def cache(self, bf16: bool) -> float:
+        """Bytes per token of keys and values of all layers."""
         text = self.config.get_text_config()
         heads = text.num_attention_heads
         size = getattr(text, "head_dim", None) or self.hidden // heads
@@ -113,18 +114,18 @@ class Shape:
             * self.layers
             * (getattr(text, "num_key_value_heads", None) or heads)
             * size
-            * self._width(low)
+            * self._width(bf16)
         )
 
-    def _width(self, low: bool) -> int:
-        return 2 if low else self.dtype_bytes
+    def _width(self, bf16: bool) -> int:
+        return 2 if bf16 else self.dtype_bytes
 
 
 class _Fake:
-    """`with _Fake(shape, layers, low) as shared`: a SharedBase of fake tensors with one trainable role."""
+    """`with _Fake(shape, layers, bf16) as shared`: a SharedBase of fake tensors with one trainable role."""
 
-    def __init__(self, shape: Shape, layers: int, low: bool, lora: dict[str, Any] | None = None) -> None:
-        self.shape, self.layers, self.low = shape, layers, low
+    def __init__(self, shape: Shape, layers: int, bf16: bool, lora: dict[str, Any] | None = None) -> None:
+        self.shape, self.layers, self.bf16 = shape, layers, bf16
         self.lora = lora if lora is not None else shape.job.lora
 
     def __enter__(self) -> Any:
@@ -144,8 +145,10 @@ class _Fake:
         dtype = getattr(torch, self.shape.job.model.dtype)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            shared = SharedBase(model, autocast=torch.bfloat16 if self.low else None)
-            head = self.shape.job.stage in ("rm", "ppo")
+            shared = SharedBase(model, autocast=torch.bfloat16 if self.bf16 else None)
+            # A reward's head, or that of the critic, which starts as the reward.
+            facts = STAGE[self.shape.job.stage]
+            head = "reward" in (facts.learns, *facts.inputs)
             shared.add("policy", lora=self.lora, head=head, trainable=True)
         self.mode = FakeTensorMode()
         self.mode.__enter__()

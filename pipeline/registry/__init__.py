@@ -8,9 +8,19 @@ first and compared file by file.
 
 from pipeline.registry.database import file_of_uri
 from pipeline.registry.metrics import MetricLog
-from pipeline.registry.runs import find_run, history, log_files, recorded, run
+from pipeline.registry.runs import find_run, history, log_files, mlflow_run, recorded
 from pipeline.registry.server import check, client, first_line, look, tracking_uri, uri_of, wait_for_server
-from pipeline.registry.versions import Version, fetch, passes, pin, promote, publish, tags, version
+from pipeline.registry.versions import (
+    Version,
+    fetch,
+    other_base,
+    passes,
+    pin,
+    promote,
+    publish,
+    tags,
+    version,
+)
 
 __all__ = [
     "MetricLog",
@@ -24,12 +34,13 @@ __all__ = [
     "history",
     "log_files",
     "look",
+    "mlflow_run",
+    "other_base",
     "passes",
     "pin",
     "promote",
     "publish",
     "recorded",
-    "run",
     "tags",
     "tracking_uri",
     "uri_of",

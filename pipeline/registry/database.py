@@ -1,7 +1,7 @@
 """The SQLite file of an embedded registry: its URI, and whether MLflow can use it.
 
-MLflow retries for more than a minute whatever is wrong with the file, creates its tables in anybody's database, and two
-processes that create them at the same time break each other's: so the file is looked at first, behind a lock.
+MLflow retries for more than a minute whatever is wrong with the file, creates its tables in any application's database,
+and two processes that create them at the same time fail: so the file is checked first, under a lock.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ LARGEST = 256 << 20  # bytes that are read through for damage, in about a second
 
 
 def uri_of_file(path: str) -> str:
-    """The SQLAlchemy URI of a SQLite file. SQLAlchemy decodes %20 and ends the path at `?`: with one of them all is quoted.
+    """The SQLAlchemy URI of a SQLite file. SQLAlchemy decodes %20 and ends the path at `?`: a path with % or ? is quoted.
 
-    The slashes too: else MLflow 3.17 makes an empty folder of the quoted name (store/db/utils._make_parent_dirs_if_sqlite).
+    Its slashes too: else MLflow 3.17 makes an empty folder of the quoted name (store/db/utils._make_parent_dirs_if_sqlite).
     """
     return f"sqlite:///{quote(path, safe='') if set(path) & set('%?') else path}"
 
@@ -62,12 +62,12 @@ def check(path: str, begin: str = "BEGIN") -> None:
         database.execute(begin)
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if tables and "experiments" not in tables:
-            some = ", ".join(sorted(tables)[:5])
-            raise ValueError(f"it belongs to another application: its tables are {some}")
+            names = ", ".join(sorted(tables)[:5])
+            raise ValueError(f"it belongs to another application: its tables are {names}")
         if os.path.getsize(path) < LARGEST:
-            (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
-            if found != "ok":
-                raise sqlite3.DatabaseError(f"the file is damaged: {' '.join(found.split())}")
+            (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(f"the file is damaged: {' '.join(verdict.split())}")
         if "alembic_version" in tables:
             for (revision,) in database.execute("SELECT version_num FROM alembic_version"):
                 _check_revision(revision)

@@ -1,6 +1,6 @@
 """Where an adapter comes from: `lineage.json` in its folder, and the checks that read it back.
 
-An adapter is worth nothing without its base. Its folder therefore names the base by digest, the tokenizer and
+An adapter is useless without its base. Its folder therefore names the base by digest, the tokenizer and
 chat template that it was trained with, its parents and its data; a stage that takes an adapter as input refuses
 one whose base is not the job's base.
 """
@@ -66,8 +66,8 @@ def read(folder: str, reference: str) -> dict[str, Any]:
             f"{reference}: no such folder; give a folder, or models:/NAME@ALIAS of a registered adapter"
         )
     if not is_adapter(folder):
-        found = ", ".join(sorted(os.listdir(folder))[:6]) or "nothing"
-        raise InputError(f"{reference}: no adapter in {folder} (expected adapter_config.json, found {found})")
+        files = ", ".join(sorted(os.listdir(folder))[:6]) or "nothing"
+        raise InputError(f"{reference}: no adapter in {folder} (expected adapter_config.json, found {files})")
     path = os.path.join(folder, FILE)
     if not os.path.lexists(path):
         return {}  # a plain peft adapter: usable, its base is checked by shape

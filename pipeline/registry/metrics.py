@@ -22,8 +22,12 @@ class MetricLog:
     """Metrics of one run, sent by a thread of its own: training never waits for the server, nor fails with it.
 
     Values are sent in order, about once a second, 1000 a call. Logs the first failure, then retries with backoff; `close`
-    waits for a while, and says what was not recorded. A restarted worker repeats the
-    steps after its checkpoint: values that the run already has are not recorded twice.
+    waits for a limited time and says how many values were not recorded. A restarted worker repeats the steps after its
+    checkpoint: values that the run already has are not recorded twice.
+
+    Not MLflow's own asynchronous logging (MlflowClient.log_batch(synchronous=False), mlflow 3.17, AsyncLoggingQueue): it drops
+    a batch whose call failed, sends from ten threads in any order, keeps a queue without bound, and waits for the server
+    without bound at exit. Replace this class when MLflow retries (tests/test_upstream.py notices).
     """
 
     EVERY, LONGEST = 1.0, 60.0  # seconds between two calls; between two tries while the server is away
@@ -109,5 +113,5 @@ class MetricLog:
             self.client.log_batch(self.run_id, metrics=new)
 
     def _recorded(self, point: Point) -> bool:
-        before = self.known[point.key]
-        return point.step in before and (not point.final or before[point.step] == point.value)
+        recorded = self.known[point.key]
+        return point.step in recorded and (not point.final or recorded[point.step] == point.value)

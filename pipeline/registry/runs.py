@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,23 @@ RUN_TAG = "pipeline.run"  # of an MLflow run: the folder that it belongs to
 
 
 @contextmanager
-def run(job: Job, digests: dict[str, str], anew: bool = False):
+def mlflow_run(job: Job, digests: dict[str, str], anew: bool = False) -> Iterator[str]:
     """Opens the MLflow run of a job, yields its id, and ends it as FINISHED, FAILED, or, on Ctrl-C or SIGTERM, KILLED.
 
-    A run that was cut short is opened again by the same `run.name`, so that one job stays one run. `anew` starts another
-    one instead; a run that its driver left RUNNING when it was killed is then ended as KILLED.
+    A run that was interrupted is opened again by the same `run.name`, so that one job stays one run. `anew` starts a new
+    one instead; a run that a killed driver left RUNNING is then ended as KILLED.
     """
     mlflow = client(tracking_uri(job))
     run_key = storage.absolute(job.folder)
     experiment = _experiment(mlflow, job)
-    found = _newest(mlflow, [experiment], run_key)
-    before = found.info if found and found.info.status != "FINISHED" else None
-    if before and not anew:
-        run_id = before.run_id
+    newest = _newest(mlflow, [experiment], run_key)
+    unfinished = newest.info if newest and newest.info.status != "FINISHED" else None
+    if unfinished and not anew:
+        run_id = unfinished.run_id
         mlflow.update_run(run_id, status="RUNNING")
     else:
-        if before and before.status == "RUNNING":
-            mlflow.set_terminated(before.run_id, "KILLED")
+        if unfinished and unfinished.status == "RUNNING":
+            mlflow.set_terminated(unfinished.run_id, "KILLED")
         tags = {RUN_TAG: run_key, "stage": job.stage}
         run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
         _log_inputs(mlflow, run_id, job, digests)
@@ -56,8 +57,8 @@ def _experiment(mlflow: Any, job: Job) -> str:
     name, location = job.mlflow.experiment, None
     if file_of_uri(tracking_uri(job)):  # a server decides for itself where artifacts go
         location = _artifacts(job.run.storage_path)
-    if found := mlflow.get_experiment_by_name(name):
-        return found.experiment_id
+    if experiment := mlflow.get_experiment_by_name(name):
+        return experiment.experiment_id
     try:
         return mlflow.create_experiment(name, artifact_location=location)
     except MlflowException as error:
@@ -104,29 +105,29 @@ def _first(paths: Any) -> Any:
 def find_run(uri: str, folder: str) -> str | None:
     """The id of the newest MLflow run of a run folder; None if there is none."""
     mlflow = client(uri)
-    found = _newest(mlflow, [experiment.experiment_id for experiment in mlflow.search_experiments()], folder)
-    return found.info.run_id if found else None
+    newest = _newest(mlflow, [experiment.experiment_id for experiment in mlflow.search_experiments()], folder)
+    return newest.info.run_id if newest else None
 
 
 def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
     """The newest run of a run folder in these experiments; None if there is none."""
-    found = mlflow.search_runs(
+    runs = mlflow.search_runs(
         experiments,
         filter_string=like(f"tags.`{RUN_TAG}`", folder),
         max_results=20,
         order_by=["start_time DESC"],
     )
-    return next((run for run in found if run.data.tags[RUN_TAG] == folder), None)
+    return next((run for run in runs if run.data.tags[RUN_TAG] == folder), None)
 
 
 def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
     """{metric: [(step, value)]} of a run, steps ascending; of a step that was logged twice, the later value."""
     mlflow = client(uri)
-    found = {}
+    curves = {}
     for name in mlflow.get_run(run_id).data.metrics:
         points = sorted(mlflow.get_metric_history(run_id, name), key=lambda p: (p.step, p.timestamp))
-        found[name] = sorted({point.step: point.value for point in points}.items())
-    return found
+        curves[name] = sorted({point.step: point.value for point in points}.items())
+    return curves
 
 
 def recorded(uri: str, run_id: str) -> dict[str, Any]:
@@ -139,20 +140,20 @@ def recorded(uri: str, run_id: str) -> dict[str, Any]:
 
     mlflow = client(uri)
     try:
-        found = mlflow.get_run(run_id)
+        run = mlflow.get_run(run_id)
     except MlflowException as error:
         raise InputError(
             f"{run_id}: no such run in {uri}; name its folder, or its server with MLFLOW_TRACKING_URI"
         ) from error
-    tags = found.data.tags
+    tags = run.data.tags
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
     kept = {
         name: mlflow.download_artifacts(run_id, f"{name}.json") if f"{name}.json" in logged else None
         for name in ("job", "result")
     }
     return {
-        "name": found.info.run_name,
-        "status": found.info.status,
+        "name": run.info.run_name,
+        "status": run.info.status,
         "stage": tags.get("stage", "?"),
         "folder": tags.get(RUN_TAG),
         **kept,

@@ -13,12 +13,13 @@ from pipeline.system.credentials import has_credentials, user_and_password, with
 
 
 def tracking_uri(job: Job) -> str:
-    """The tracking server of a job: its own, the environment's, or a SQLite file beside the runs."""
+    """The tracking server of a job: its own, else the environment's, else a SQLite file in run.storage_path."""
     return uri_of(job.mlflow.tracking_uri, job.run.storage_path)
 
 
 def uri_of(given: str | None, storage_path: str) -> str:
-    """The same from the two keys of a job that decide it; without credentials, which `client` takes from the environment.
+    """The tracking server for a job's `mlflow.tracking_uri` and `run.storage_path`, without credentials: `client` takes
+    those from the environment.
 
     Raises:
         InputError: when the runs lie in a bucket and no server is named.
@@ -56,12 +57,12 @@ def _signed_in(uri: str) -> str:
 
     Those of an HTTP server go into the variables that MLflow reads, because its errors quote the URI that it was given.
     """
-    own = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if not has_credentials(own) or without_credentials(own) != uri:
+    given = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not has_credentials(given) or without_credentials(given) != uri:
         return uri
-    if not own.startswith(("http://", "https://")):
-        return own
-    user, password = user_and_password(own)
+    if not given.startswith(("http://", "https://")):
+        return given
+    user, password = user_and_password(given)
     os.environ.update(MLFLOW_TRACKING_USERNAME=user, MLFLOW_TRACKING_PASSWORD=password)
     return uri
 
@@ -125,17 +126,17 @@ def look(uri: str) -> None:
 
 
 def _ask(uri: str, experiment: str) -> Any:
-    """One request, tried again once: the usual tries, with their growing pauses, take longer than a first contact may."""
+    """One request, retried once: MLflow's default retries with backoff take longer than a first contact may."""
     tries = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
     usual = os.environ.get(tries)
     os.environ[tries] = "0" if usual == "0" else "1"
     try:
-        found = client(uri).get_experiment_by_name(experiment)
-        if found and found.name != experiment:
+        stored = client(uri).get_experiment_by_name(experiment)
+        if stored and stored.name != experiment:
             raise ValueError(
-                f"asked for experiment {experiment!r}, it answered {found.name!r}: no MLflow server"
+                f"asked for experiment {experiment!r}, it answered {stored.name!r}: no MLflow server"
             )
-        return found
+        return stored
     finally:
         if usual is None:
             del os.environ[tries]
@@ -150,7 +151,7 @@ def first_line(error: BaseException) -> str:
 
 
 def wait_for_server(job: Job, minutes: float = 10.0) -> None:
-    """Returns as soon as the tracking server answers; after `minutes` whatever follows says what is wrong."""
+    """Waits until the tracking server answers, at most `minutes`; then the next request fails and says why."""
     give_up, pause = time.monotonic() + 60 * minutes, 1.0
     while True:
         try:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,32 @@ def publish(
     if ok:
         mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
     return Version(name, str(version), job.mlflow.alias if ok else None, reason)
+
+
+def other_base(job: Job, base: dict[str, Any]) -> str | None:
+    """A warning if the newest version of the job's registered model was trained on another base; None: nothing to say.
+
+    One name should stand for one base: whoever loads it by its alias expects an adapter of the base that they use.
+
+    Args:
+        base: identity of the job's base.
+    """
+    name = job.mlflow.registered_model
+    newest = _newest(client(tracking_uri(job)), name) if name else None
+    if newest is None:
+        return None
+    trained_on = newest.tags.get("base_name_or_path", "?")
+    digest = newest.tags.get("base_digest")
+    if digest == base["digest"] or (digest is None and trained_on in ("?", base["name_or_path"])):
+        return None
+    suggested = (
+        f"{name}-{re.sub(r'[^A-Za-z0-9._-]+', '-', os.path.basename(base['name_or_path'].rstrip('/')))}"
+    )
+    return (
+        f"mlflow.registered_model: the newest version of {name!r}, v{newest.version}, was trained on base {trained_on} "
+        f"({str(digest)[:19]}), this run trains on {base['name_or_path']} ({base['digest'][:19]}); models:/{name}@"
+        f"{job.mlflow.alias} would then be an adapter of another base. Type mlflow.registered_model={suggested}"
+    )
 
 
 def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
@@ -189,8 +216,7 @@ def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
         known = ", ".join(sorted(models)) or "none yet"
         return f"{reference}: no registered model {name!r} in {uri} (registered: {known}); {_train_it(name)}"
     aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[name].aliases.items()) or "none"
-    versions = [v for v in mlflow.search_model_versions(like("name", name)) if v.name == name]
-    newest = max(versions, key=lambda v: int(v.version), default=None)
+    newest = _newest(mlflow, name)
     hint = (
         f"the newest is models:/{name}/{newest.version} (gate {newest.tags.get('gate', '?')}): by its number it can be used"
         if newest
@@ -199,6 +225,12 @@ def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
     return (
         f"{reference}: no such alias or version of {name!r} (aliases: {aliases}); {hint or _train_it(name)}"
     )
+
+
+def _newest(mlflow: Any, name: str) -> Any:
+    """The newest version of a registered model; None if there is none."""
+    versions = [v for v in mlflow.search_model_versions(like("name", name)) if v.name == name]
+    return max(versions, key=lambda v: int(v.version), default=None)
 
 
 def _train_it(name: str) -> str:
@@ -210,11 +242,16 @@ def version(reference: str, uri: str) -> dict[str, Any]:
     """What is known about `models:/name/3`: name, version, aliases, and its tags with parents, data and versions parsed."""
     mlflow = client(uri)
     name, number = reference.removeprefix("models:/").split("/")
-    found = mlflow.get_model_version(name, number)
-    tags: dict[str, Any] = dict(found.tags)
+    registered = mlflow.get_model_version(name, number)
+    tags: dict[str, Any] = dict(registered.tags)
     for key in ("parents", "data", "versions"):
         tags[key] = json.loads(tags.get(key, "{}"))
-    return {"name": name, "version": str(found.version), "aliases": sorted(found.aliases), "tags": tags}
+    return {
+        "name": name,
+        "version": str(registered.version),
+        "aliases": sorted(registered.aliases),
+        "tags": tags,
+    }
 
 
 def fetch(reference: str, uri: str, patient: bool = False) -> str:

@@ -28,7 +28,7 @@ def write(runs: list[Run], folder: str) -> str:
 
 
 def draw(runs: list[Run], folder: str) -> None:
-    """The same into a local folder."""
+    """Writes report.html and plots/*.png into a local folder."""
     from pipeline.report import page
 
     os.makedirs(os.path.join(folder, "plots"), exist_ok=True)
@@ -45,7 +45,7 @@ def attach(result: dict[str, Any]) -> str | None:
     """Draws the report of the run that just ended, into its folder and onto its page in MLflow.
 
     Returns:
-        The path of the page; None when it could not be drawn, which is said and costs the run nothing.
+        The path of the page; None if drawing failed, which is printed and does not fail the run.
     """
     folder = result["folder"]
     try:
@@ -59,24 +59,24 @@ def attach(result: dict[str, Any]) -> str | None:
                 result["tracking_uri"], result["mlflow_run_id"], files, result["samples"], plots
             )
     except Exception as error:  # hours of training are not lost to a drawing
-        _say(error, [folder])
+        _print_failure(error, [folder])
         return None
     return storage.join(folder, PAGE)
 
 
 def together(results: list[dict[str, Any]]) -> str | None:
-    """One page about several runs, in `report` beside their folders; None as in `attach`."""
+    """Draws one page about several runs, into `report` beside their folders; its path, or None if drawing failed."""
     folders = [result["folder"] for result in results]
     try:
         return write(
             [read(folder) for folder in folders], storage.join(folders[-1].rpartition("/")[0], "report")
         )
     except Exception as error:
-        _say(error, folders)
+        _print_failure(error, folders)
         return None
 
 
-def _say(error: Exception, folders: list[str]) -> None:
+def _print_failure(error: Exception, folders: list[str]) -> None:
     reason = (str(error).splitlines() or [""])[0][:300]
     print(
         f"   no report: {type(error).__name__}: {reason}; try again with: python -m pipeline report {' '.join(folders)}",

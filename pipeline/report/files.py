@@ -70,8 +70,8 @@ def content(path: str) -> Any:
 def as_shape(value: Any, shape: dict[str, Any], path: str) -> dict[str, Any]:
     """The value, proved to have the keys and types of `shape`. Raises InputError naming file and key."""
 
-    def wrong(key: str, found: Any, expected: str) -> InputError:
-        shown = "nothing" if found is None else json.dumps(found, default=str)[:80]
+    def wrong(key: str, value: Any, expected: str) -> InputError:
+        shown = "nothing" if value is None else json.dumps(value, default=str)[:80]
         return InputError(
             f"{path}: {key!r}: found {shown}, expected {expected}; bring the file back, as the run left it"
         )
@@ -79,11 +79,11 @@ def as_shape(value: Any, shape: dict[str, Any], path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong("content", value, "a JSON object")
     for key, kind in shape.items():
-        for found in _values(value, key.split(".")):
-            if not isinstance(found, kind) and (found is not None or key in NEEDED):
-                raise wrong(key, found, "a number" if kind is NUMBER else f"a {kind.__name__}")
-            if kind is NUMBER and found is not None and not abs(found) < MOST and "seconds" in key:
-                raise wrong(key, found, "a number of seconds")
+        for item in _values(value, key.split(".")):
+            if not isinstance(item, kind) and (item is not None or key in NEEDED):
+                raise wrong(key, item, "a number" if kind is NUMBER else f"a {kind.__name__}")
+            if kind is NUMBER and item is not None and not abs(item) < MOST and "seconds" in key:
+                raise wrong(key, item, "a number of seconds")
     if value.get("stage", JOBS[0]) not in JOBS:
         raise wrong("stage", value["stage"], f"one of {', '.join(JOBS)}")
     return value

@@ -91,8 +91,8 @@ def _known(runs: str) -> list[str]:
     """Names of the newest runs."""
     if not os.path.isdir(runs):
         return []
-    found = [entry for entry in os.scandir(runs) if os.path.exists(os.path.join(entry.path, "job.json"))]
-    return [entry.name for entry in sorted(found, key=lambda e: e.stat().st_mtime, reverse=True)[:6]]
+    entries = [entry for entry in os.scandir(runs) if os.path.exists(os.path.join(entry.path, "job.json"))]
+    return [entry.name for entry in sorted(entries, key=lambda e: e.stat().st_mtime, reverse=True)[:6]]
 
 
 def _from_folder(folder: str) -> Run:
@@ -143,17 +143,21 @@ def _from_mlflow(run_id: str, runs: str) -> Run:
             f"{run_id}: {uri} cannot be asked for it ({registry.first_line(error)}); name the run's folder, or its server "
             "with MLFLOW_TRACKING_URI"
         ) from error
-    found = registry.recorded(uri, run_id)
-    if (folder := found["folder"]) and not storage.is_remote(folder) and os.path.exists(f"{folder}/job.json"):
+    recorded = registry.recorded(uri, run_id)
+    if (
+        (folder := recorded["folder"])
+        and not storage.is_remote(folder)
+        and os.path.exists(f"{folder}/job.json")
+    ):
         return _from_folder(folder)
-    state = {"FINISHED": "finished", "FAILED": "failed"}.get(found["status"], "unfinished")
+    state = {"FINISHED": "finished", "FAILED": "failed"}.get(recorded["status"], "unfinished")
     job, result = (
         files.as_shape(files.content(path), shape, f"{name}.json of run {run_id}")
-        if (path := found[name])
+        if (path := recorded[name])
         else {}
         for name, shape in (("job", files.JOB), ("result", files.RESULT))
     )
-    run = Run(found["name"], found["stage"], state, job, None, result, run_id=run_id, uri=uri)
+    run = Run(recorded["name"], recorded["stage"], state, job, None, result, run_id=run_id, uri=uri)
     run.metrics = dict(result.get("metrics", {}))
     _add_history(run)
     return run
@@ -214,17 +218,17 @@ def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
         nodes[key] = Node(key, _tail(key), kind="input")
         return
     try:
-        found = registry.version(key, uri)
+        version = registry.version(key, uri)
     except Exception as error:  # deleted since, or the server is away
         nodes[key] = Node(
             key, key.removeprefix("models:/"), [f"not to be read: {type(error).__name__}"], kind="input"
         )
         return
-    tags = found["tags"]
-    title = f"{found['name']} v{found['version']}"
+    tags = version["tags"]
+    title = f"{version['name']} v{version['version']}"
     gate = tags.get("gate", "?")
     lines = [
-        *(f"@{alias}" for alias in found["aliases"]),
+        *(f"@{alias}" for alias in version["aliases"]),
         "no gate set" if gate == "none set" else f"gate {gate}",
     ]
     node = nodes[key] = Node(key, title, lines, tags=tags)

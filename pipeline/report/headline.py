@@ -1,78 +1,52 @@
-"""The figures that a page begins with: what a run brought, what it is, and whether its gate held."""
+"""The top of a page: a run's headline figures, its facts, and whether its gate held."""
 
 from typing import Any
 
 from pipeline.config import OPERATORS, parse_gate
+from pipeline.config.stages import STAGE
 from pipeline.report import preferences
 from pipeline.report.gather import Run
 from pipeline.report.plots import number
 
-# What a reader looks at first: (what it is, metric before, metric after, unit).
-HEADLINES = {
-    "sft": (
-        ("held-out loss", "before_loss", "eval_loss", ""),
-        ("tokens predicted", "before_mean_token_accuracy", "eval_mean_token_accuracy", "%"),
-    ),
-    "rm": (
-        ("held-out pairs right", "before_accuracy", "eval_accuracy", "%"),
-        ("margin", "before_margin", "eval_margin", ""),
-    ),
-    "dpo": (
-        ("held-out pairs right", "", "eval_rewards/accuracies", "%"),
-        ("held-out loss", "before_loss", "eval_loss", ""),
-        ("margin", "", "eval_rewards/margins", ""),
-    ),
-    "ppo": (
-        ("judge", "before_judge", "eval_judge", ""),
-        ("reward", "before_reward", "eval_reward", ""),
-        ("completions preferred to before", "", "eval_win_rate", "%"),
-        ("KL", "", "eval_kl", "nats a completion"),
-        ("length", "before_length", "eval_length", "tokens"),
-    ),
-    "evaluate": (
-        ("preferred by the judge", "", "eval_judge_win_rate", "%"),
-        ("preferred by the reward", "", "eval_win_rate", "%"),
-        ("reward", "before_reward", "eval_reward", ""),
-        ("KL", "", "eval_kl", "nats a completion"),
-        ("reward model, pairs right", "", "eval_rm_accuracy", "%"),
-    ),
-}
+# Of several runs: (stage, index of the figure in its headline).
 OVERVIEW = (("rm", 0), ("dpo", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
 
 
 def cards(run: Run) -> list[dict[str, str]]:
-    """The headline of a run: at most five figures and what it took."""
-    found = [card for entry in HEADLINES.get(run.stage, ()) if (card := _card(run, *entry))]
+    """The headline of a run: its stage's figures, those of its held-out pairs, and its wall clock."""
+    # MLflow may hold runs of other programs.
+    figures = STAGE[run.stage].headline if run.stage in STAGE else ()
+    shown = [card for figure in figures if (card := _card(run, *figure))]
     if run.pairs:
         held_out = preferences.summary(run.pairs)
         for label, unit in (("calibration error", "%"), ("margin to length, correlation", "")):
             if (value := held_out[label]) is not None:
-                found.append({"label": label, "value": _shown(value, unit), "was": ""})
+                shown.append({"label": label, "value": _shown(value, unit), "was": ""})
     if seconds := run.result.get("seconds") or run.failure.get("seconds"):
-        found.append({"label": "wall clock", "value": duration(seconds), "was": ""})
-    return found
+        shown.append({"label": "wall clock", "value": duration(seconds), "was": ""})
+    return shown
 
 
 def overview(runs: list[Run]) -> list[dict[str, str]]:
-    """The headline of several runs: what each stage brought, and the time of all."""
+    """The headline of several runs: at most five figures of their stages, and the wall clock of all."""
     newest = {run.stage: run for run in runs}
-    found = []
+    shown = []
     for stage, index in OVERVIEW:
-        if stage in newest and (card := _card(newest[stage], *HEADLINES[stage][index])):
-            found.append({**card, "label": f"{stage}: {card['label']}"})
+        if stage in newest and (card := _card(newest[stage], *STAGE[stage].headline[index])):
+            shown.append({**card, "label": f"{stage}: {card['label']}"})
     seconds = sum(run.result.get("seconds", 0.0) for run in runs)
-    return [*found[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]
+    return [*shown[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]
 
 
 def _card(run: Run, label: str, before: str, after: str, unit: str) -> dict[str, str] | None:
     if after not in run.metrics:
         return None
-    was = run.metrics.get(before)
+    previous = run.metrics.get(before)
     value = _shown(run.metrics[after], unit)
     return {
         "label": f"{label}, {unit}" if unit not in ("", "%") else label,
         "value": value,
-        "was": _shown(was, unit) if was is not None else "",
+        "was": _shown(previous, unit) if previous is not None else "",
     }
 
 
@@ -91,31 +65,31 @@ def duration(seconds: float) -> str:
 def facts(run: Run) -> list[tuple[str, str]]:
     """What the run is, as (what, value) pairs."""
     model, result = run.job.get("model", {}), run.result
-    found = [("base", " ".join(filter(None, (model.get("name_or_path"), model.get("revision")))))]
-    found += [(role, reference) for role, reference in run.inputs.items()]
+    entries = [("base", " ".join(filter(None, (model.get("name_or_path"), model.get("revision")))))]
+    entries += [(role, reference) for role, reference in run.inputs.items()]
     if result.get("version"):
         alias = f" @{result['alias']}" if result.get("alias") else " (no alias)"
-        found.append(("registered", f"{result['registered_model']} v{result['version']}{alias}"))
+        entries.append(("registered", f"{result['registered_model']} v{result['version']}{alias}"))
     scaling = run.job.get("scaling", {})
     workers = scaling.get("num_workers", 1)
-    found.append(("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"))
+    entries.append(("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"))
     if peak := result.get("peak_memory_bytes"):
-        found.append(("peak memory", f"{peak / 2**30:.2f} GiB in the largest worker"))
+        entries.append(("peak memory", f"{peak / 2**30:.2f} GiB in the largest worker"))
     if seconds := result.get("train_seconds"):
-        found.append(("training", f"{duration(seconds)} of {duration(result['seconds'])}"))
+        entries.append(("training", f"{duration(seconds)} of {duration(result['seconds'])}"))
     if run.run_id:
-        found.append(("MLflow run", run.run_id))
+        entries.append(("MLflow run", run.run_id))
     if run.folder:
-        found.append(("folder", run.folder))
-    return found
+        entries.append(("folder", run.folder))
+    return entries
 
 
 def gate(run: Run) -> list[dict[str, Any]]:
     """Each condition of the gate with the figure that it met."""
-    found = []
+    conditions = []
     for metric, condition in run.job.get("gate", {}).items():
         symbol, threshold = parse_gate(condition)
         value = run.result.get("metrics", {}).get(metric)
         holds = None if not run.result else value is not None and OPERATORS[symbol](value, threshold)
-        found.append({"metric": metric, "condition": condition, "value": number(value), "holds": holds})
-    return found
+        conditions.append({"metric": metric, "condition": condition, "value": number(value), "holds": holds})
+    return conditions

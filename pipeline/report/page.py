@@ -4,19 +4,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from pipeline.config.stages import STAGE
 from pipeline.data.report import KINDS
 from pipeline.report import headline, plots, preferences
 from pipeline.report.gather import Node, Run, lineage
 from pipeline.report.panels import GROUPS, Panel
 from pipeline.report.plots import Draw
 
-STAGES = {
-    "sft": "Supervised fine-tuning",
-    "rm": "Reward model",
-    "dpo": "Direct preference optimisation",
-    "ppo": "PPO",
-    "evaluate": "Evaluation",
-}
 FEW = 8  # panels that need no headings between them
 BOX, GAP, ROW = 178, 74, 104  # of the lineage graph: width of a box, between columns, height of a row
 
@@ -45,12 +39,17 @@ def title(runs: list[Run]) -> str:
     return runs[0].name if len(runs) == 1 else " → ".join(dict.fromkeys(run.stage for run in runs))
 
 
+def stage_title(stage: str) -> str:
+    """`Reward model` of `rm`; the name itself of a stage without a title."""
+    return (STAGE[stage].title if stage in STAGE else "") or stage
+
+
 def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
     """Everything that the page says about one run, as plain data for the template."""
     return {
         "run": run,
         "anchor": anchor,
-        "stage": STAGES.get(run.stage, run.stage),
+        "stage": stage_title(run.stage),
         "cards": headline.cards(run),
         "facts": headline.facts(run),
         "gate": headline.gate(run),
@@ -70,26 +69,26 @@ def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
 def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[tuple[Panel, Draw]]]]:
     """{group: (its question, its panels that have something to show)} of one run, or of runs of one stage compared."""
     stage = next(iter(runs.values())).stage
-    axis = "update" if stage == "ppo" else "step"
+    axis = "update" if stage == "ppo" else "step"  # PPO logs once an update
     histories = {name: run.history for name, run in runs.items()}
-    found = {}
+    groups = {}
     for name, (question, panels) in GROUPS.items():
-        made = [
+        panels_with_data = [
             (panel, draw) for panel in panels if (draw := plots.curve(panel, histories, axis)) is not None
         ]
-        if made:
-            found[name] = (question, made)
-    return found
+        if panels_with_data:
+            groups[name] = (question, panels_with_data)
+    return groups
 
 
 def pictures(run: Run) -> dict[str, bytes]:
     """{file name: PNG} of a run: one for each group of panels."""
-    found = {
+    files = {
         f"{name}.png": plots.png([draw for _, draw in made]) for name, (_, made) in drawn({"": run}).items()
     }
     if run.pairs:
-        found["pairs.png"] = plots.png([draw for draw, _ in preferences.drawings(run.pairs).values()])
-    return found
+        files["pairs.png"] = plots.png([draw for draw, _ in preferences.drawings(run.pairs).values()])
+    return files
 
 
 def picture(runs: dict[str, Run], group: str) -> bytes:
@@ -98,19 +97,19 @@ def picture(runs: dict[str, Run], group: str) -> bytes:
 
 
 def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
-    found = []
+    sections = []
     if run.pairs:
         named = [(title, note, draw) for title, (draw, note) in preferences.drawings(run.pairs).items()]
         question = f"What do {len(run.pairs):,} held-out pairs say about the scores?"
-        found.append({"question": question, "panels": _panels(named, f"{anchor}-pairs", safe)})
+        sections.append({"question": question, "panels": _panels(named, f"{anchor}-pairs", safe)})
     curves = drawn({"": run})
     if sum(len(made) for _, made in curves.values()) <= FEW:
         curves = {"curves": ("Curves", [one for _, made in curves.values() for one in made])}
     for name, (question, made) in curves.items():
         named = [(panel.title, panel.note, draw) for panel, draw in made]
         if named:
-            found.append({"question": question, "panels": _panels(named, f"{anchor}-{name}", safe)})
-    return found
+            sections.append({"question": question, "panels": _panels(named, f"{anchor}-{name}", safe)})
+    return sections
 
 
 def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
         for i, (label, run) in enumerate(zip(labels, runs, strict=True))
     ]
     return {
-        "stage": STAGES.get(runs[0].stage, runs[0].stage),
+        "stage": stage_title(runs[0].stage),
         "panels": _panels(named, f"c-{runs[0].stage}", safe),
         "rows": rows,
         "columns": list(dict.fromkeys(label for row in rows for label in row["cards"])),
@@ -143,8 +142,8 @@ def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
 
 def _same_stage(runs: list[Run]) -> list[list[Run]]:
     stages = dict.fromkeys(run.stage for run in runs)
-    found = [[run for run in runs if run.stage == stage] for stage in stages]
-    return [same for same in found if len(same) > 1]
+    by_stage = [[run for run in runs if run.stage == stage] for stage in stages]
+    return [same for same in by_stage if len(same) > 1]
 
 
 def _panels(named: Iterable[tuple[str, str, Draw]], prefix: str, safe: Any) -> list[dict[str, Any]]:
@@ -164,7 +163,7 @@ def _data(run: Run) -> dict[str, Any]:
 def data_tables(run: Run) -> list[dict[str, Any]]:
     """One entry a split: what was read, kept, dropped and why, and how long the rows are."""
     report, digests = _data(run), (run.result.get("data") or {}).get("digests", {})
-    found = []
+    tables = []
     for name, split in report.get("splits", {}).items():
         dropped = [(KINDS.get(why, why), count) for why, count in sorted(split["dropped"].items())]
         lengths = {
@@ -172,7 +171,7 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
             if split[key].get("max")
         }  # fmt: skip
         source = run.job.get("data", {}).get(name) or run.job.get("data", {}).get("train")
-        found.append(
+        tables.append(
             {
                 "name": name,
                 "source": source,
@@ -182,7 +181,7 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
             }
             | {key: split[key] for key in ("read", "kept", "truncated", "tokens")}
         )
-    return found
+    return tables
 
 
 def marked(text: str, safe: Any) -> Any:
@@ -193,15 +192,15 @@ def marked(text: str, safe: Any) -> Any:
 
 
 def as_yaml(job: dict[str, Any]) -> str:
-    """The job as a file that runs it again: without the keys that say nothing."""
+    """The job as a file that runs it again, without empty keys."""
     import yaml
 
-    said: dict[str, Any] = {
+    sections: dict[str, Any] = {
         key: value for key, value in job.items() if value not in (None, {}, []) and key != "source"
     }
     for section in ("model", "data", "run", "mlflow"):
-        said[section] = {key: value for key, value in job.get(section, {}).items() if value is not None}
-    return yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=100)
+        sections[section] = {key: value for key, value in job.get(section, {}).items() if value is not None}
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100)
 
 
 def graph(nodes: list[Node]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Which curves a report shows: small panels in groups, each with a title in words and a sentence on how to read it.
+"""The curves of a report: panels in groups, each with a title and a sentence on how to read it.
 
-A panel appears where at least one of its metrics was logged, so one list serves every stage.
+A panel appears if at least one of its metrics was logged, so one list serves every stage.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,19 @@ class Panel:
     unit: str  # of the vertical axis
     lines: dict[str, str]  # metric, or a pattern of metrics -> what the line is called
     note: str  # how to read it
-    kind: str = "lines"  # or `stack`: parts of a whole; `band`: lowest, mean, highest
-    level: float | None = None  # a horizontal line that means something
+    kind: str = "lines"  # or `stack`, parts of a whole; `band`, lowest, mean and highest
+    level: float | None = None  # a horizontal reference line
     zero: bool = False  # the axis begins at 0: for counts, shares, sizes
     when: Callable[[Points], bool] = bool  # is a curve worth showing?
 
     def select(self, history: History) -> History:
-        """{name of the line: its points} of what this panel shows of a run; empty where there is nothing."""
-        found = {}
+        """{name of the line: its points} of a run; empty if the run has none of this panel's metrics."""
+        selected = {}
         for pattern, label in self.lines.items():
             for metric in sorted(history) if "*" in pattern else [pattern]:
                 if fnmatchcase(metric, pattern) and self.when(points := history.get(metric, [])):
-                    found[label or _middle(metric)] = points
-        return found
+                    selected[label or _middle(metric)] = points
+        return selected
 
 
 def _middle(metric: str) -> str:
@@ -52,43 +52,43 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "Held-out should fall with training. When it turns up, the rest of the run memorises.",
             ),
             Panel(
-                "Next token predicted",
+                "Token accuracy",
                 "share of tokens",
                 {"mean_token_accuracy": "training", "eval_mean_token_accuracy": "held-out"},
-                "Share of the completion's tokens to which the model gives the highest probability.",
+                "Share of the completion's tokens that the model ranks first.",
             ),
             Panel(
-                "Pairs ranked right",
+                "Accuracy on pairs",
                 "share of pairs",
                 {"accuracy": "training", "eval_accuracy": "held-out"},
-                "The chosen completion scores above the rejected one. A coin gets one half.",
+                "Share of pairs whose chosen completion scores higher. Chance is 0.5.",
                 level=0.5,
             ),
             Panel(
                 "Margin",
                 "score",
                 {"margin": "training", "eval_margin": "held-out"},
-                "Mean of chosen minus rejected. Growing without more accuracy is growing confidence.",
+                "Mean of chosen minus rejected. If it grows and accuracy does not, only confidence grows.",
             ),
             Panel(
                 "Scores",
                 "score",
                 {"min_reward": "lowest", "mean_reward": "mean", "max_reward": "highest"},
-                "Lowest, mean and highest score of a batch. A mean that drifts is an offset PPO would have to undo.",
+                "Lowest, mean and highest score of a batch. A drifting mean is an offset in PPO's reward.",
                 kind="band",
             ),
             Panel(
-                "Pairs ranked right",
+                "Accuracy on pairs",
                 "share of pairs",
                 {"rewards/accuracies": "training", "eval_rewards/accuracies": "held-out"},
-                "The chosen completion gained more probability over the reference than the rejected one.",
+                "Share of pairs whose chosen completion gained more probability over the reference.",
                 level=0.5,
             ),
             Panel(
                 "Implicit rewards",
                 "β × log-ratio",
                 {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
-                "They should part. When both fall, the policy moves away from all that it was shown.",
+                "They should diverge. When both fall, the policy moves away from both completions.",
             ),
             Panel(
                 "Margin",
@@ -97,22 +97,22 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "Implicit reward of chosen minus rejected.",
             ),
             Panel(
-                "Reward of the completions",
+                "Score of the completions",
                 "score",
                 {"rewards/*/mean": ""},
-                "Mean score of the completions of an update, as each reward gives it.",
+                "Mean score of an update's completions, by reward.",
             ),
             Panel(
                 "What PPO maximises",
-                "normalised score",
-                {"objective/scores": "score", "objective/rlhf_reward": "less the price of KL"},
-                "Score in standard deviations of the reward model, and what is left after KL is paid for.",
+                "score",
+                {"objective/scores": "score", "objective/rlhf_reward": "less the KL penalty"},
+                "Score as PPO uses it (normalised and clipped, if the job says so), and the same less the KL penalty.",
             ),
             Panel(
-                "Better than before, on held-out prompts",
+                "Win rate on held-out prompts",
                 "share of prompts",
                 {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
-                "Share of completions that score higher than the policy's first ones. If only the reward agrees, it is outwitted.",
+                "Share of completions that score higher than those before training. If only the reward says so, it is being exploited.",
                 level=0.5,
                 when=varies,
             ),
@@ -123,48 +123,48 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         (
             Panel(
                 "KL from the reference",
-                "nats a completion",
+                "nats per completion",
                 {"objective/kl": ""},
-                "How far the policy has moved. It starts at 0; reward that needs more and more KL is suspect.",
+                "How far the policy has moved; 0 at the start. Score that costs more and more KL is suspect.",
                 level=0.0,
             ),
             Panel(
                 "Entropy of a completion",
                 "nats",
                 {"objective/entropy": ""},
-                "Mean -log p of a completion. Near 0 the policy always says the same, and has stopped exploring.",
+                "Mean -log p of a completion. Near 0 the policy has collapsed to one completion and no longer explores.",
             ),
             Panel(
                 "Entropy",
-                "nats a token",
+                "nats per token",
                 {"entropy": "training", "eval_entropy": "held-out"},
-                "How undecided the model is about the next token.",
+                "Entropy of the distribution of the next token.",
             ),
             Panel(
                 "Length of the completions",
                 "tokens",
                 {"completions/mean_length": ""},
-                "Length that climbs with reward is the most common way to please a reward model.",
+                "Length that climbs with the score is the most common form of reward hacking.",
                 zero=True,
             ),
             Panel(
-                "Completions cut off",
+                "Truncated completions",
                 "share of completions",
                 {"completions/clipped_ratio": ""},
-                "Completions that reached the longest length allowed without an end of their own.",
+                "Share of completions that reached the maximum length without an end-of-sequence token.",
                 zero=True,
             ),
             Panel(
                 "Log-probability",
-                "nats a completion",
+                "nats per completion",
                 {"logps/chosen": "chosen", "logps/rejected": "rejected"},
-                "What the policy gives the completions of the pairs.",
+                "Log-probability of the completions of the pairs under the policy.",
             ),
             Panel(
-                "Price of KL",
-                "reward a nat",
+                "KL coefficient",
+                "score per nat",
                 {"objective/kl_coef": ""},
-                "What the adaptive controller asks for a nat of KL.",
+                "As the adaptive controller sets it.",
                 when=varies,
             ),
         ),
@@ -176,14 +176,14 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "Explained variance of the values",
                 "share",
                 {"val/explained_variance": ""},
-                "1: the critic foresees the return of every token. 0: no better than their mean.",
+                "1: the critic predicts the return at every token. 0: no better than their mean.",
                 level=0.0,
             ),
             Panel(
                 "Value loss",
                 "loss",
                 {"loss/value_avg": ""},
-                "Squared error of the critic, halved and clipped.",
+                "Clipped squared error of the critic, halved.",
                 zero=True,
             ),
             Panel(
@@ -196,41 +196,41 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "Clipped",
                 "share of tokens",
                 {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value"},
-                "Tokens whose ratio left the clip range. Above 0.2 or so, the steps are too long.",
+                "Tokens whose ratio left the clip range. Above about 0.2 the steps are too large.",
                 zero=True,
             ),
             Panel(
                 "KL of one update",
-                "nats a token",
+                "nats per token",
                 {"policy/approxkl_avg": ""},
-                "From the policy that wrote the completions to the one that learned from them.",
+                "Between the policy that sampled the completions and the one that learned from them.",
                 zero=True,
             ),
             Panel(
                 "Ratio new to old",
                 "ratio",
                 {"val/ratio": ""},
-                "Mean ratio of probabilities. It belongs near 1.",
+                "Mean probability ratio. It should stay near 1.",
                 level=1.0,
             ),
             Panel(
                 "Sampler against trainer",
-                "nats a token",
+                "nats per token",
                 {"val/sampler_drift": ""},
-                "Log-probs while sampling against those of the training graph: rounding, if all is well.",
+                "Mean difference between the sampler's and the trainer's log-probs: rounding errors only, if all is well.",
                 zero=True,
             ),
             Panel(
                 "Gradient norm",
                 "norm",
                 {"grad_norm": "gradient", "grad_norm/policy": "policy", "grad_norm/critic": "critic"},
-                "Before clipping. Spikes are rare batches; a steady climb is trouble.",
+                "Before clipping. Spikes are unusual batches; a steady climb is a problem.",
             ),
             Panel(
-                "Updates skipped",
+                "Skipped steps",
                 "count",
                 {"skipped_steps": ""},
-                "Steps left out because a gradient was not finite.",
+                "Optimizer steps skipped because a gradient was not finite.",
                 when=lambda points: any(value for _, value in points),
             ),
             Panel(
@@ -246,24 +246,24 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         "What did it cost?",
         (
             Panel(
-                "Seconds an update",
+                "Seconds per update",
                 "seconds",
                 {"time/*": ""},
-                "Where the time of an update goes.",
+                "Where an update spends its time.",
                 kind="stack",
             ),
             Panel(
                 "Speed",
-                "tokens a second",
+                "tokens per second",
                 {"train_tokens_per_second": ""},
-                "Sampled, scored and learned from, over all workers.",
+                "Completion tokens sampled, scored and learned from, over all workers.",
                 zero=True,
             ),
             Panel(
                 "Memory",
                 "GiB",
                 {"memory/rollout": "rollout", "memory/update": "update", "memory/peak": "highest so far"},
-                "Highest use in a phase: GPU memory where there is one, else resident.",
+                "Peak of each phase: GPU memory if there is a GPU, else resident memory.",
                 zero=True,
             ),
         ),

@@ -62,16 +62,16 @@ def figure(draws: list[Draw]) -> Any:
     columns = 2 if len(draws) == 4 else min(3, len(draws))
     rows = -(-len(draws) // columns)
     with matplotlib.rc_context(STYLE):
-        made = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
-        FigureCanvasAgg(made)
+        drawing = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
+        FigureCanvasAgg(drawing)
         for index, draw in enumerate(draws, 1):
-            draw(made.add_subplot(rows, columns, index))
-    return made
+            draw(drawing.add_subplot(rows, columns, index))
+    return drawing
 
 
 def png(draws: list[Draw]) -> bytes:
-    made, out = figure(draws), io.BytesIO()
-    made.savefig(out, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    out = io.BytesIO()
+    figure(draws).savefig(out, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return out.getvalue()
 
 
@@ -107,13 +107,13 @@ def _inline(text: str, prefix: str, label: str) -> str:
 
 def curve(panel: Panel, runs: dict[str, History], axis: str) -> Draw | None:
     """How to draw a panel of one run, or of several runs of a stage over each other; None where it has no points."""
-    found = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
-    if not found:
+    drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
+    if not drawable:
         return None
-    if len(found) > 1:  # runs are compared: one colour a run, and of each the line that says most
-        compared = {name: _telling(lines) for name, lines in found.items()}
+    if len(drawable) > 1:  # runs are compared: one colour a run, and of each the line that says most
+        compared = {name: _telling(lines) for name, lines in drawable.items()}
         return lambda axes: _lines(axes, panel, compared, axis)
-    only = next(iter(found.values()))
+    only = next(iter(drawable.values()))
     kind = {"stack": _stack, "band": _band}.get(panel.kind, _lines)
     return lambda axes: kind(axes, panel, only, axis)
 

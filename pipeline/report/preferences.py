@@ -25,14 +25,14 @@ def longer(pairs: list[Pair]) -> list[float]:
 
 def summary(pairs: list[Pair]) -> dict[str, float | None]:
     """The figures of the three drawings, by name; None where there is no such pair, or nothing varies."""
-    found = margins(pairs)
-    sides = list(zip(found, longer(pairs), strict=True))
+    values = margins(pairs)
+    sides = list(zip(values, longer(pairs), strict=True))
     shorter_won, longer_won = [m > 0 for m, n in sides if n < 0], [m > 0 for m, n in sides if n > 0]
     return {
-        "accuracy": mean([m > 0 for m in found]),
-        "margin": mean(found),
-        "calibration error": calibration(found)[0],
-        "margin to length, correlation": correlation(found, longer(pairs)),
+        "accuracy": mean([m > 0 for m in values]),
+        "margin": mean(values),
+        "calibration error": calibration(values)[0],
+        "margin to length, correlation": correlation(values, longer(pairs)),
         "accuracy where the chosen completion is shorter": mean(shorter_won) if shorter_won else None,
         "accuracy where the chosen completion is longer": mean(longer_won) if longer_won else None,
     }
@@ -47,12 +47,13 @@ def drawings(pairs: list[Pair]) -> dict[str, tuple[Draw, str]]:
         ),
         "Calibration": (
             lambda axes: draw_calibration(axes, pairs),
-            "How sure the model is of its preference, against how often it is right; larger dots are more pairs. Above the "
-            "diagonal it is better than it knows, below it boasts.",
+            "Confidence in the preferred completion against accuracy; larger dots are more pairs. Above the diagonal the model "
+            "is underconfident, below it overconfident.",
         ),
         "Length bias": (
             lambda axes: draw_lengths(axes, pairs),
-            "Each dot a pair: how much longer the chosen completion is, and its margin. A slope: length itself is rewarded.",
+            "Each dot is a pair: how many tokens longer the chosen completion is, and its margin. A slope means that length itself "
+            "is rewarded.",
         ),
     }
 
@@ -63,30 +64,30 @@ def picture(pairs: list[Pair], title: str) -> bytes:
 
 
 def draw_margins(axes: Any, pairs: list[Pair]) -> None:
-    found = margins(pairs)
-    low, high = min(found), max(found)
+    values = margins(pairs)
+    low, high = min(values), max(values)
     width = max((high - low) / 30, 1e-6)
     # Bins meet at 0, so that no bar is half right.
     edges = [i * width for i in range(math.floor(low / width), math.floor(high / width) + 2)]
-    _, _, bars = axes.hist(found, bins=edges)
+    _, _, bars = axes.hist(values, bins=edges)
     for bar in bars:
         bar.set_facecolor(COLOURS[1] if bar.get_x() < -width / 2 else COLOURS[0])
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set(title="Margins of the held-out pairs", xlabel="chosen - rejected score", ylabel="pairs")
     axes.margins(y=0.2)
-    _remark(axes, f"{summary(pairs)['accuracy']:.1%} right", top=True)
+    _remark(axes, f"{summary(pairs)['accuracy']:.1%} correct", top=True)
 
 
 def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
     error, bins = calibration(margins(pairs))
     axes.plot([0.5, 1], [0.5, 1], color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
-    said, right = [one["confidence"] for one in bins], [one["accuracy"] for one in bins]
-    axes.plot(said, right, color=COLOURS[0], linewidth=1)
+    confidence, accuracy = [one["confidence"] for one in bins], [one["accuracy"] for one in bins]
+    axes.plot(confidence, accuracy, color=COLOURS[0], linewidth=1)
     sizes = [14 + 80 * one["pairs"] / len(pairs) for one in bins]
-    axes.scatter(said, right, s=sizes, color=COLOURS[0], linewidths=0)
-    axes.set(title="Calibration", xlabel="how sure the model is", ylabel="how often it is right")
-    axes.set(xlim=(0.48, 1.02), ylim=(min(0.45, *right) - 0.04, 1.04))
-    _remark(axes, f"off by {error:.1%} on average")
+    axes.scatter(confidence, accuracy, s=sizes, color=COLOURS[0], linewidths=0)
+    axes.set(title="Calibration", xlabel="confidence", ylabel="accuracy")
+    axes.set(xlim=(0.48, 1.02), ylim=(min(0.45, *accuracy) - 0.04, 1.04))
+    _remark(axes, f"calibration error {error:.1%}")
 
 
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
@@ -102,5 +103,5 @@ def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
 
 
 def _remark(axes: Any, text: str, top: bool = False) -> None:
-    place = {"xy": (0.98, 0.95 if top else 0.06), "va": "top" if top else "baseline"}
-    axes.annotate(text, xycoords="axes fraction", ha="right", color=COLOURS[0], fontsize=8.5, **place)
+    position = {"xy": (0.98, 0.95 if top else 0.06), "va": "top" if top else "baseline"}
+    axes.annotate(text, xycoords="axes fraction", ha="right", color=COLOURS[0], fontsize=8.5, **position)

@@ -110,8 +110,9 @@ def unfinished(job: Job) -> dict[str, Any] | None:
         return None
     if different:
         raise InputError(
-            f"{job.run.name!r} was begun with {', '.join(different[:5])}; what it left cannot be continued to "
-            f"the same end. Restore those values, or type another run.name or run.fresh=true. These may change: {', '.join(free)}",
+            f"{job.run.name!r} was begun with {_first(different)}; what it left cannot be continued to "
+            "the same end. Restore those values, or type another run.name or run.fresh=true. These may change: "
+            f"{_first([key for key in free if key != 'source'])}",
             key="run.name",
         )
     then, now = differences(left, job, ()).get("scaling.num_workers", (None, None))
@@ -206,6 +207,12 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def _in(key: str, sections: tuple[str, ...]) -> bool:
     return any(key == one or key.startswith(one + ".") for one in sections)
+
+
+def _first(names: list[str], most: int = 5) -> str:
+    """The first few of a list, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def _shown(value: Any) -> str:

@@ -143,6 +143,12 @@ def check_models(job: Job, inputs: dict[str, str]) -> Work:
     adapters = check_adapters(job, inputs, base, files)
     if makes_adapter(job, adapters):
         check_lora(files, job.lora, scorer=STAGE[job.stage].learns == "reward")
+    elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
+        print(
+            f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of those it starts from; "
+            "policy=base starts a new one",
+            flush=True,
+        )
     learned = adapters.get("policy") or (adapters.get("reward.0") if not job.policy else None)
     template = model.chat_template
     if (

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job, gates
+from pipeline.config import Job, rules
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, summary
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, driver, earlier
@@ -84,11 +85,13 @@ def open_run(job: Job) -> Iterator[Run]:
         registry.check(job)
     left = earlier.unfinished(job)
     pinned = earlier.pinned_inputs(left, job) if left else {}
-    for warning in gates.unmeasured(job):
+    for warning in rules.warnings(job):
         print(f"warning: {warning}", flush=True)
     with prepared(job, pinned) as run:
         if run.report:
             print(run.report.render(samples=not run.report.reused), flush=True)
+        if STAGE[job.stage].learns and (other_base := registry.other_base(run.job, run.work.base)):
+            print(f"warning: {other_base}", flush=True)
         if left:
             run.continues = earlier.same_content(left, run.job, run.work.base["digest"], run.work.digests)
         with claim(run.folder):
@@ -111,7 +114,7 @@ def _train_and_register(
 ) -> dict[str, Any]:
     """From a run that is open to its result.json."""
     job = run.job
-    with registry.run(job, run.work.digests, anew=not run.continues) as run_id:
+    with registry.mlflow_run(job, run.work.digests, anew=not run.continues) as run_id:
         run.mlflow_run_id = run_id
         outcome = driver.fit(replace(run.work, run_id=run_id), run.rows, train)
         version = register(run, outcome)

@@ -199,8 +199,8 @@ def instances(boto3):
 def profile(boto3, instance):
     """The name of an instance's profile; the mock tells it by its association."""
     filters = [{"Name": "instance-id", "Values": [instance["InstanceId"]]}]
-    found = boto3.client("ec2").describe_iam_instance_profile_associations(Filters=filters)
-    arns = [one["IamInstanceProfile"]["Arn"] for one in found["IamInstanceProfileAssociations"]]
+    associations = boto3.client("ec2").describe_iam_instance_profile_associations(Filters=filters)
+    arns = [one["IamInstanceProfile"]["Arn"] for one in associations["IamInstanceProfileAssociations"]]
     return arns[0].rpartition("/")[2] if arns else ""
 
 
@@ -219,14 +219,14 @@ def test_ray_up_asks_ec2_for_the_head(ec2, home):
         try:
             for _ in range(60):
                 time.sleep(0.5)
-                found = instances(ec2)
-                if (found and profile(ec2, found[0])) or up.poll() is not None:
+                listed = instances(ec2)
+                if (listed and profile(ec2, listed[0])) or up.poll() is not None:
                     break
         finally:
             os.killpg(up.pid, signal.SIGKILL)
             up.wait()
-    assert found, (home / "up.log").read_text()[-3000:]
-    (head,) = found
+    assert listed, (home / "up.log").read_text()[-3000:]
+    (head,) = listed
     assert (head["InstanceType"], head["ImageId"]) == ("m7i.xlarge", IMAGE)
     assert "InstanceLifecycle" not in head  # on demand: a head that is taken away takes the cluster with it
     assert profile(ec2, head) == "rlhf-head"
@@ -265,20 +265,20 @@ def test_the_autoscaler_asks_ec2_for_the_workers(ec2, home, monkeypatch):
                 "ray-node-name": f"ray-rlhf-{name}",
             }
             provider.create_node(dict(kind["node_config"]), tags, 1)
-    found = {
+    types = {
         tag["Value"]: one
         for one in instances(ec2)
         for tag in one["Tags"]
         if tag["Key"] == "ray-user-node-type"
     }
-    assert set(found) == {f"{size}_{market}" for size in SIZES for market in ("spot", "on_demand")}
-    for name, one in found.items():
+    assert set(types) == {f"{size}_{market}" for size in SIZES for market in ("spot", "on_demand")}
+    for name, one in types.items():
         instance, gigabytes = SIZES[name[:4]]
         assert (one["InstanceType"], disk(ec2, one)["Size"]) == (instance, gigabytes)
         assert (one.get("InstanceLifecycle") == "spot") == name.endswith("_spot")
         assert one["ImageId"] == IMAGE
         assert profile(ec2, one) == "rlhf-worker"
-    assert len({one["SecurityGroups"][0]["GroupId"] for one in found.values()}) == 1
+    assert len({one["SecurityGroups"][0]["GroupId"] for one in types.values()}) == 1
 
 
 @needs_moto

@@ -40,15 +40,15 @@ def expected(models):
     """completion -> its score, by the adapter on the shared base, of the text that the chat template makes."""
     shared = shared_base()
     shared.add("reward", folder=models["toy-rm"], head=True)
-    found = {}
+    scores = {}
     for completion in COMPLETIONS:
         turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": completion}]
         ids = tokenizer().apply_chat_template(turns, return_dict=False)
         ends = [i for i, token in enumerate(ids) if token in (tokenizer().eos_token_id, 817, 825)]
         ids = torch.tensor([ids[: ends[-1] + 1]])
-        found[completion] = shared.scores("reward", ids, torch.ones_like(ids)).item()
-    assert len({round(score, 3) for score in found.values()}) == len(COMPLETIONS)
-    return found
+        scores[completion] = shared.scores("reward", ids, torch.ones_like(ids)).item()
+    assert len({round(score, 3) for score in scores.values()}) == len(COMPLETIONS)
+    return scores
 
 
 def score(storage, name, path, rows, *overrides):
@@ -131,9 +131,9 @@ def address(models, storage):
         try:
             assert process.stdout.readline() == "loading jobs/demo/model\n"
             line = process.stdout.readline()
-            found = re.search(r"scoring with models:/toy-rm/1 at (http://127\.0\.0\.1:\d+)/score", line)
-            assert found, line
-            yield found[1]
+            match = re.search(r"scoring with models:/toy-rm/1 at (http://127\.0\.0\.1:\d+)/score", line)
+            assert match, line
+            yield match[1]
         finally:
             process.terminate()
 
@@ -218,11 +218,11 @@ def raw(address, data, wait=20):
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=wait) as connection:
         connection.sendall(data)
-        found = b""
+        received = b""
         with contextlib.suppress(ConnectionResetError):
             while part := connection.recv(1 << 16):
-                found += part
-    return found
+                received += part
+    return received
 
 
 def request(body=b"{}", *headers, line="POST /score HTTP/1.1", length=None):

@@ -1,19 +1,33 @@
 """Nothing is silently ignored: every key that a job may give changes something, or is refused.
 
-The keys of TRL, peft and Ray are handed over as they stand; those of our own classes are walked through here.
+What is proved, by section:
+- `trainer` of ppo: each key is changed in a real run of toy size, and weights, figures, passes through the base or
+  evaluations differ. Keys in ELSEWHERE are only looked for in the source that reads them.
+- `trainer` of sft, rm and dpo: each key that is not refused reaches TRL's class as it stands. What TRL does with it is TRL's.
+- `model`, `data`, `run`, `mlflow`, and `trainer` of evaluate, generate, score and export: the source outside config/ reads each
+  key from its section. Which of them a stage has no use for is in STAGE (tests/config/test_job.py).
+- `scaling` and `lora` go to ray.train.ScalingConfig and peft.LoraConfig as they stand (pipeline/runtime/driver.py,
+  pipeline/stages): tests/config/test_job.py compares the accepted keys with the fields of those classes.
+- `gate`: a condition on a metric that the stage never has is refused (tests/config/test_gates.py, test_job.py).
 """
 
 import ast
 import dataclasses
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import toy_ppo as toy
 from running import ROOT
 
-from pipeline.config import Data, Export, Forward, Inference, MLflow, Model, Run
+from pipeline.config import Data, Export, Forward, Inference, MLflow, Model, Run, load_job
+from pipeline.config.fields import fields_of
+from pipeline.config.keys import REFUSED
+from pipeline.config.stages import STAGE
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward
+from pipeline.runtime import training
 
 # {key of PPOConfig: another value than toy.trainer's}, and what else has to be so for it to matter.
 OTHER = {
@@ -86,18 +100,35 @@ def test_every_key_of_ppo_changes_something(key):
     )
 
 
-def read_in(*files):
-    """Names of all attributes that these files read."""
+def read_in(*files, of=()):
+    """Names of all attributes that these files read, `of` variables and attributes of these names where some are given."""
     trees = [ast.walk(ast.parse(file.read_text())) for file in files]
+    nodes = [
+        n for tree in trees for n in tree if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
+    ]
     return {
-        n.attr for tree in trees for n in tree if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
+        n.attr
+        for n in nodes
+        if not of or (getattr(n.value, "attr", None) or getattr(n.value, "id", "")) in of
     }
 
 
 @pytest.mark.parametrize(
-    "section", [Model, Data, Run, MLflow, Forward, Inference, Export], ids=lambda c: c.__name__
-)
-def test_every_key_of_our_sections_is_read_by_what_runs(section):
-    """`outside the checks`: config/ looks at values, and does nothing with them."""
+    ("section", "name"),
+    [(Model, "model"), (Data, "data"), (Run, "run"), (MLflow, "mlflow"), *((c, "args") for c in (Forward, Inference, Export))],
+)  # fmt: skip
+def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
+    """Outside config/, which looks at values and does nothing with them; `job.run.port` or `run.port`, not any `port`."""
     files = [f for f in (ROOT / "pipeline").rglob("*.py") if "config" not in f.relative_to(ROOT).parts]
-    assert {field.name for field in dataclasses.fields(section)} <= read_in(*files)
+    assert {field.name for field in dataclasses.fields(section)} <= read_in(*files, of=(name,))
+
+
+@pytest.mark.parametrize("stage", [name for name, facts in STAGE.items() if facts.trl])
+def test_every_key_of_trl_reaches_its_class(stage, in_root):
+    job = load_job(f"jobs/demo/{stage}.yaml", ["data.batch_size=null"], stage)
+    section = {key: object() for key in fields_of(STAGE[stage].trainer) if key not in REFUSED["trainer"]}
+    worker = SimpleNamespace(job=replace(job, trainer=section), scratch="scratch")
+    arguments = training.arguments(worker, dict)
+    assert section.items() <= arguments.items()
+    decided = arguments.keys() - section.keys()
+    assert decided <= REFUSED["trainer"].keys(), "a key that a job may give is overruled"

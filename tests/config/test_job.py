@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.config import OPERATORS, load_job, parse_gate
+from pipeline.config import load_job, rules
 from pipeline.config.fields import fields_of
 from pipeline.errors import InputError
 
@@ -117,6 +117,36 @@ BAD = [
         r"reward\.0: found .*expected \{reward: NAME, weight: NUMBER\}",
     ),
     ("ppo", ["reward=[models:/a@b, {reward: a, weight: high}]"], r"reward\.1: found .*expected"),
+    (
+        "ppo",
+        ["reward=my_rewards:polite"],
+        r"reward: found 'my_rewards:polite'; for a Python function type python:my_rewards:polite",
+    ),
+    (
+        "ppo",
+        ["reward=[{reward: a.b:c, weight: 2}]"],
+        r"reward\.0: found 'a\.b:c'; for a Python function type python:a\.b:c",
+    ),
+    (
+        "ppo",
+        ["judge=my_rewards:polite"],
+        r"judge: found 'my_rewards:polite'; for a Python function type python:my_rewards:polite",
+    ),
+    (
+        "ppo",
+        ["trainer.max_steps=30"],
+        r"max_steps: unknown key; .*30 updates of 64 episodes are trainer\.total_episodes=1920",
+    ),
+    (
+        "ppo",
+        ["trainer.max_steps=3", "trainer.batch_size=8"],
+        r"3 updates of 8 episodes are trainer\.total_episodes=24",
+    ),
+    (
+        "ppo",
+        ["trainer.max_steps=many", "trainer.batch_size=many"],
+        r"max_steps: unknown key; .*total_episodes = updates \* trainer\.batch_size",
+    ),
     ("ppo", ["policy=python:a:b"], r"policy: found 'python:a:b', expected an adapter"),
     # combinations
     ("sft", ["data.train=null"], r"data\.train: missing; `sft` needs rows"),
@@ -423,18 +453,6 @@ def test_a_job_is_plain_data(job):
         made.stage = "sft"
 
 
-def test_gate_rules():
-    assert (
-        parse_gate(">= 0.95") == (">=", 0.95)
-        and parse_gate("<1e-3") == ("<", 1e-3)
-        and parse_gate("> -2") == (">", -2.0)
-    )
-    assert OPERATORS[">="](1.0, 1.0) and not OPERATORS[">"](1.0, 1.0)
-    for wrong in ("0.95", "== 1", ">= ", ">= nan", ">= inf", ">= 1e400", 0.95, None, True, [">= 1"], {}):
-        with pytest.raises(ValueError, match="expected a comparison"):
-            parse_gate(wrong)
-
-
 def test_library_fields_are_those_of_the_library():
     import peft
     import trl
@@ -466,6 +484,34 @@ def test_refused_keys_exist():
     assert set(REFUSED["trainer"]) <= known
     assert set(REFUSED["lora"]) <= set(fields_of("peft.tuners.lora.config.LoraConfig"))
     assert set(REFUSED["scaling"]) <= set(fields_of("ray.train.v2.api.config.ScalingConfig"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        ([], False),
+        (["data.train=mine.jsonl"], True),
+        (["data.train=[mine.jsonl]", "trainer.seed=2"], True),
+        (["data.train=mine.jsonl", "data.eval=my_eval.jsonl"], False),
+        (["data.train=mine.jsonl", "data.eval=null", "data.eval_fraction=0.1"], False),
+        (["data.eval=my_eval.jsonl"], False),
+    ],
+)
+def test_rows_of_the_command_line_that_are_evaluated_on_the_job_files_rows(overrides, warned, in_root):
+    made = load_job("jobs/demo/sft.yaml", ["gate={}", *overrides], "sft")
+    said = list(rules.warnings(made))
+    assert len(said) == warned
+    for line in said:
+        assert "'jobs/demo/data/demonstrations_eval.jsonl'" in line
+        assert line.endswith("type data.eval=null data.eval_fraction=0.1")
+    assert "overridden" not in made.to_dict()
+
+
+def test_a_gate_that_holds_nothing_back(in_root):
+    held = load_job("jobs/demo/sft.yaml", ["mlflow.registered_model=null"], "sft")
+    assert [line.partition(":")[0] for line in rules.warnings(held)] == ["gate"]
+    open_gate = load_job("jobs/demo/sft.yaml", ["mlflow.registered_model=null", "gate={}"], "sft")
+    assert not list(rules.warnings(open_gate))
 
 
 # ---------------------------------------------------------------- the command line
@@ -514,7 +560,7 @@ def test_exit_statuses(job, capsys, monkeypatch):
                 raise error
             return 0
 
-        monkeypatch.setattr(__main__, "run", run)
+        monkeypatch.setattr(__main__, "dispatch", run)
         return main(["sft", "x.yaml"]), capsys.readouterr().err
 
     assert outcome(None) == (0, "")

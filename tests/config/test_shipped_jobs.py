@@ -22,8 +22,8 @@ def at_the_root(monkeypatch):
 
 
 def test_each_profile_has_each_stage():
-    found = [path for path in ROOT.glob("jobs/*/*.yaml") if path.parent.name != "cloud"]
-    assert sorted(str(path.relative_to(ROOT)) for path in found) == sorted(JOBS)
+    paths = [path for path in ROOT.glob("jobs/*/*.yaml") if path.parent.name != "cloud"]
+    assert sorted(str(path.relative_to(ROOT)) for path in paths) == sorted(JOBS)
 
 
 @pytest.mark.parametrize("path", JOBS)

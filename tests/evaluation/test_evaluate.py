@@ -282,6 +282,7 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
     ("overrides", "says"),
     [
         (["policy=null"], r"policy: missing; `evaluate` needs it to answer data\.eval.*type data\.eval=null"),
+        (["policy=null", "data.eval=null", "baseline=base"], r"baseline: there are no prompts to compare it on: .*type baseline=null"),
         (["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
         (["data.subset=kind", "data.pairs=null"], r"data\.subset: names a column of data\.pairs, and there are none"),
         (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),

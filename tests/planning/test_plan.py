@@ -64,17 +64,17 @@ def saved_bytes(shared, rows, width):
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
 
 
-@pytest.mark.parametrize("low", [False, True])
-def test_activations_are_those_of_the_real_model(low, tmp_path):
+@pytest.mark.parametrize("bf16", [False, True])
+def test_activations_are_those_of_the_real_model(bf16, tmp_path):
     model = toy.base("llama", num_hidden_layers=5)
     model.config.save_pretrained(tmp_path)
     asked = job(tmp_path, "demo/ppo", "lora.r=4")
     shape = Shape(asked)
-    shared = SharedBase(model, autocast=torch.bfloat16 if low else None)
+    shared = SharedBase(model, autocast=torch.bfloat16 if bf16 else None)
     shared.add("policy", lora=asked.lora, trainable=True)
-    assert shape.saved(5, 6, 100, low) == saved_bytes(shared, 6, 100)
-    whole, checkpointed = (shape.activations(6, 100, low, checkpointing=on) for on in (False, True))
-    assert whole - 600 * shape.forward(low) == pytest.approx(shape.saved(5, 6, 100, low), rel=0.01)
+    assert shape.saved(5, 6, 100, bf16) == saved_bytes(shared, 6, 100)
+    whole, checkpointed = (shape.activations(6, 100, bf16, checkpointing=on) for on in (False, True))
+    assert whole - 600 * shape.forward(bf16) == pytest.approx(shape.saved(5, 6, 100, bf16), rel=0.01)
     assert checkpointed < 0.5 * whole
 
 
@@ -85,19 +85,19 @@ def test_the_cache_is_that_of_the_real_model(tmp_path):
     cache = growing_cache(shared)
     shared.body(input_ids=torch.ones(4, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert Shape(job(tmp_path)).cache(low=False) * 40 == real
+    assert Shape(job(tmp_path)).cache(bf16=False) * 40 == real
 
 
 def test_an_8b_ppo_job_costs_little_more_than_its_base(llama_8b):
-    found = plan.make(job(llama_8b, "llama3-8b/ppo"))
-    base = next(item.size for item in found.items if item.what.startswith("base"))
-    assert found.parameters == 8_030_261_248  # Llama 3 8B, as its model card counts
-    assert base == 2 * found.parameters
-    roles = sum(item.size for item in found.items if "adapters" in item.what or "Adam" in item.what)
+    planned = plan.make(job(llama_8b, "llama3-8b/ppo"))
+    base = next(item.size for item in planned.items if item.what.startswith("base"))
+    assert planned.parameters == 8_030_261_248  # Llama 3 8B, as its model card counts
+    assert base == 2 * planned.parameters
+    roles = sum(item.size for item in planned.items if "adapters" in item.what or "Adam" in item.what)
     assert roles < 0.12 * base  # policy, reference, reward, critic, and what Adam keeps of two of them
     quantised = plan.make(job(llama_8b, "llama3-8b-qlora/ppo"))
     assert next(i.size for i in quantised.items if i.what.startswith("base")) < 0.37 * base
-    assert "L4" in plan.fitting(quantised) and "L4" not in plan.fitting(found)
+    assert "L4" in plan.fitting(quantised) and "L4" not in plan.fitting(planned)
 
 
 def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
@@ -116,9 +116,9 @@ def test_vllm_costs_a_second_base_and_saves_time(llama_8b):
 def test_a_ppo_checkpoint_of_8b_stays_below_a_gigabyte(llama_8b):
     """Of the shipped profile: the policy has the rank of its sft, the critic that of its rm."""
     loras = {"policy": job(llama_8b, "llama3-8b/sft").lora, "reward": job(llama_8b, "llama3-8b/rm").lora}
-    found = plan.make(job(llama_8b, "llama3-8b/ppo"), loras)
-    assert found.checkpoint == 12 * found.trainable
-    assert 0.5e9 < found.checkpoint < 1e9
+    planned = plan.make(job(llama_8b, "llama3-8b/ppo"), loras)
+    assert planned.checkpoint == 12 * planned.trainable
+    assert 0.5e9 < planned.checkpoint < 1e9
 
 
 def test_a_critic_free_job_holds_no_critic(llama_8b):
@@ -136,19 +136,19 @@ def test_what_plan_advises_fits(llama_8b):
     asked = job(llama_8b, "llama3-8b/sft", *large)
     memory = plan.GPUS["A100-40G"].memory * plan.GIB
     assert plan.make(asked).peak > memory
-    changes, smaller = plan.mend(asked, memory)
+    changes, smaller = plan.fit_into(asked, memory)
     assert "model.load_in_4bit=true" not in changes  # quantised only where nothing milder does
     again = plan.make(job(llama_8b, "llama3-8b/sft", *large, *changes))
     assert again.peak == smaller.peak <= memory
-    assert plan.mend(asked, 4 * plan.GIB) is None
+    assert plan.fit_into(asked, 4 * plan.GIB) is None
 
 
 def test_time_is_matrix_products_over_speed(llama_8b):
     asked = job(
         llama_8b, "llama3-8b/sft", "trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"
     )
-    found = dataclasses.replace(plan.make(asked), tokens=(1000, 0))
-    cost = plan.cost(found, "H100", rows=10_000)
+    planned = dataclasses.replace(plan.make(asked), tokens=(1000, 0))
+    cost = plan.cost(planned, "H100", rows=10_000)
     flops = 4 * 8_030_261_248 * 1000 * 10_000  # forward, and backward through frozen weights: 2 each
     assert cost.hours == pytest.approx(flops / (989e12 * plan.UTILISATION) / 3600 / asked.workers[1])
     assert cost.dollars == pytest.approx(cost.hours * plan.GPUS["H100"].dollars)
@@ -235,10 +235,10 @@ def test_the_plan_is_what_a_step_holds(stage, dtype, checkpointing):
     out = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
-    found = json.loads(out.splitlines()[-1])
+    measured = json.loads(out.splitlines()[-1])
     print(
-        f"{stage} {dtype} {checkpointing}: {found['grown'] / 2**20:.0f} MiB, planned {found['planned'] / 2**20:.0f}"
+        f"{stage} {dtype} {checkpointing}: {measured['grown'] / 2**20:.0f} MiB, planned {measured['planned'] / 2**20:.0f}"
     )
-    assert found["planned"] == pytest.approx(
-        found["grown"], rel=0.2, abs=64 * 2**20
+    assert measured["planned"] == pytest.approx(
+        measured["grown"], rel=0.2, abs=64 * 2**20
     )  # 64 MiB: libraries' own buffers

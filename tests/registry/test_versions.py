@@ -1,61 +1,29 @@
-"""Registration: nothing half done, the gate, references that exist, a server that is away. Real MLflow on SQLite."""
+"""Versions: registered once and whole, the gate and its alias, references that exist, another base. Real MLflow on SQLite."""
 
-import contextlib
 import os
 import shutil
-import sqlite3
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import toy_models
 from mlflow import MlflowClient
-from running import ROOT
+from registered import LINEAGE, Killed, killed, mlflow
+from running import stage
 
 from pipeline import registry
-from pipeline.config import MLflow, load_job
 from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.runtime.driver import Outcome
 from pipeline.runtime.host import Work
-from pipeline.runtime.run import Run, publish
-from pipeline.system import deadline, storage
-
-LINEAGE = {
-    "stage": "sft",
-    "base": {"name_or_path": "b", "digest": "sha256:1"},
-    "parents": {},
-    "data": {},
-    "versions": {},
-}
-
-
-@pytest.fixture
-def job(migrated, tmp_path, in_root):
-    shutil.copy(migrated, tmp_path / "mlflow.db")
-    made = load_job("jobs/demo/sft.yaml", ["gate={}", f"run.storage_path={tmp_path}", "run.name=one"], "sft")
-    return made
-
-
-@pytest.fixture
-def adapter(tmp_path):
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(b"weights")
-    (folder / "adapter_config.json").write_text("{}")
-    return str(folder)
-
-
-def mlflow(job) -> MlflowClient:
-    return registry.client(registry.tracking_uri(job))
+from pipeline.runtime.preparation import Run
+from pipeline.runtime.run import publish
+from pipeline.system import storage
 
 
 def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
-    with registry.run(job, {"train": "d" * 64}) as run_id:
+    with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
         version = registry.publish(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert str(version) == "rlhf-sft v1 @champion"
     pinned = registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job))
@@ -67,7 +35,7 @@ def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
 def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_name(job, adapter):
     """`mlflow` may change when a run goes on: the alias of the new name is never set to the old name's number."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
-    with registry.run(job, {}, anew=True) as run_id:
+    with registry.mlflow_run(job, {}, anew=True) as run_id:
         registry.publish(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
         held_back = registry.publish(
             replace(other, gate=job.gate), run_id, adapter, {"eval_loss": 1.0}, LINEAGE
@@ -92,7 +60,7 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
     for name, alias in (("unchanged", None), ("other", "champion")):
         work = Work(job, None, {}, {}, {}, "", {"policy": str(tmp_path / "policy")} if start else {})
         outcome = Outcome({"eval_loss": 0.0}, [], str(tmp_path / name), "", 0.0, 0)
-        with registry.run(job, {}, anew=True) as run_id:
+        with registry.mlflow_run(job, {}, anew=True) as run_id:
             run = Run(work, {}, None, 0.0, mlflow_run_id=run_id)
             lineage.write(str(tmp_path / name), LINEAGE)
             version = publish(run, outcome)
@@ -102,13 +70,53 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
         assert ("nothing was learned" in version.gate) == (alias is None)
 
 
+@pytest.mark.parametrize(
+    ("base", "warned"),
+    [
+        ({"name_or_path": "b", "digest": "sha256:1"}, False),
+        ({"name_or_path": "moved/b", "digest": "sha256:1"}, False),
+        ({"name_or_path": "org/other base", "digest": "sha256:2"}, True),
+    ],
+)
+def test_a_name_whose_newest_version_has_another_base(base, warned, job, adapter):
+    assert registry.other_base(job, base) is None, "nothing is registered yet"
+    with registry.mlflow_run(job, {}) as run_id:
+        registry.publish(job, run_id, adapter, {}, LINEAGE)
+    warning = registry.other_base(job, base)
+    assert (warning is not None) == warned
+    if warning:
+        assert "'rlhf-sft', v1, was trained on base b (sha256:1)" in warning
+        assert warning.endswith("Type mlflow.registered_model=rlhf-sft-other-base")
+    nameless = replace(job, mlflow=replace(job.mlflow, registered_model=None))
+    assert registry.other_base(nameless, base) is None
+
+
+def test_a_run_warns_of_the_other_base_before_it_trains(job, adapter, tmp_path, capsys, embedded_ray):
+    """And of its own rows that the job file's rows evaluate."""
+    with registry.mlflow_run(job, {}) as run_id:
+        registry.publish(job, run_id, adapter, {}, LINEAGE)
+    few = [
+        "trainer.max_steps=1",
+        "trainer.eval_strategy=no",
+        "trainer.eval_on_start=false",
+        "trainer.save_strategy=no",
+    ]
+    stage("sft", tmp_path, "next", *few, "data.train=jobs/demo/data/demonstrations_eval.jsonl")
+    out = capsys.readouterr().out
+    other_base = out.index(
+        "warning: mlflow.registered_model: the newest version of 'rlhf-sft', v1, was trained on base b"
+    )
+    rows = out.index("warning: data.train comes from the command line, but data.eval is still the job file's")
+    assert rows < other_base < out.index("step")
+
+
 def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter, tmp_path, monkeypatch):
     from pipeline.registry import versions
 
     monkeypatch.setattr(versions, "_is_here", lambda location: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     uri = registry.tracking_uri(job)
-    with registry.run(job, {}) as run_id:
+    with registry.mlflow_run(job, {}) as run_id:
         registry.publish(job, run_id, adapter, {}, LINEAGE)
     stored = mlflow(job).get_model_version_download_uri("rlhf-sft", "1")
 
@@ -135,10 +143,10 @@ def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter
 
 
 def test_a_run_registered_just_before_a_crash_is_not_registered_twice(job, adapter):
-    with pytest.raises(KeyboardInterrupt), registry.run(job, {}) as first:
+    with pytest.raises(KeyboardInterrupt), registry.mlflow_run(job, {}) as first:
         registry.publish(job, first, adapter, {}, LINEAGE)
         raise KeyboardInterrupt  # after the version, before result.json
-    with registry.run(job, {}) as second:
+    with registry.mlflow_run(job, {}) as second:
         version = registry.publish(job, second, adapter, {}, LINEAGE)
     assert second == first
     assert version.version == "1"
@@ -158,7 +166,7 @@ def test_files_that_come_back_changed_are_not_registered(job, adapter, monkeypat
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", spoiled)
     with (
         pytest.raises(RuntimeError, match=r"other files than were saved: adapter_model.safetensors"),
-        registry.run(job, {}) as run_id,
+        registry.mlflow_run(job, {}) as run_id,
     ):
         registry.publish(job, run_id, adapter, {}, LINEAGE)
     store = registry.client(registry.tracking_uri(job))
@@ -185,7 +193,7 @@ def test_the_gate(gate, metrics, ok):
 
 def test_a_version_that_fails_its_gate_stays_without_alias(job, adapter):
     closed = replace(job, gate={"eval_loss": "<= 0.1"})
-    with registry.run(closed, {}) as run_id:
+    with registry.mlflow_run(closed, {}) as run_id:
         version = registry.publish(closed, run_id, adapter, {"eval_loss": 0.5}, LINEAGE)
     assert version.alias is None and version.gate == "failed: eval_loss = 0.5, required <= 0.1"
     with pytest.raises(
@@ -206,16 +214,6 @@ def test_a_reference_to_nothing_says_what_to_do(reference, message, job):
         registry.pin(reference, registry.tracking_uri(job))
 
 
-def test_a_server_that_does_not_answer_is_found_before_work(job):
-    away = replace(job, mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
-    with pytest.raises(InputError, match=r"mlflow.tracking_uri: 'http://127.0.0.1:9' does not answer"):
-        registry.check(away)
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing in the process gets to run after it."""
-
-
 @pytest.mark.parametrize(
     "before",
     ["log_model_artifacts", "finalize_logged_model", "create_registered_model", "create_model_version", "set_registered_model_alias"],
@@ -223,14 +221,14 @@ class Killed(BaseException):
 def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before, job, adapter, monkeypatch):
     """Just before each of its writes: no version without its files, no alias on it, and the second try mends everything."""
     store = mlflow(job)
-    with pytest.raises(Killed), registry.run(job, {}) as first, monkeypatch.context() as patch:
+    with pytest.raises(Killed), registry.mlflow_run(job, {}) as first, monkeypatch.context() as patch:
         patch.setattr(MlflowClient, before, killed)
         registry.publish(job, first, adapter, {"eval_loss": 1.0}, LINEAGE)
     for version in store.search_model_versions("name = 'rlhf-sft'"):
         assert version.aliases == []
         folder = registry.fetch(f"models:/rlhf-sft/{version.version}", registry.tracking_uri(job))
         assert folder_digests(folder) == folder_digests(adapter)
-    with registry.run(job, {}) as second:
+    with registry.mlflow_run(job, {}) as second:
         registry.publish(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert second == first and store.get_run(second).info.status == "FINISHED"
     assert [str(v.version) for v in store.search_model_versions("name = 'rlhf-sft'")] == ["1"]
@@ -238,186 +236,3 @@ def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before
         registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job)), registry.tracking_uri(job)
     )
     assert folder_digests(folder) == folder_digests(adapter)
-
-
-def killed(*_, **__):
-    raise Killed
-
-
-def test_a_run_that_was_left_running_is_ended_when_its_name_starts_over(job):
-    with pytest.raises(Killed), registry.run(job, {}) as dead:
-        raise Killed
-    mlflow(job).update_run(dead, status="RUNNING")  # a driver that was killed writes nothing
-    with registry.run(job, {}, anew=True) as fresh:
-        assert fresh != dead and mlflow(job).get_run(dead).info.status == "KILLED"
-    assert mlflow(job).get_run(fresh).info.status == "FINISHED"
-
-
-def test_starting_over_after_a_failure_is_another_run(job):
-    with pytest.raises(KeyError), registry.run(job, {}) as first:
-        raise KeyError
-    with registry.run(job, {}, anew=True) as second:
-        pass
-    assert second != first and mlflow(job).get_run(first).info.status == "FAILED"
-
-
-def test_the_same_name_continues_its_run_unless_it_is_finished(job):
-    with pytest.raises(KeyError), registry.run(job, {}) as first:
-        raise KeyError
-    assert mlflow(job).get_run(first).info.status == "FAILED"
-    with registry.run(job, {}) as second:
-        assert mlflow(job).get_run(second).info.status == "RUNNING"
-    assert second == first
-    with registry.run(job, {}) as third:
-        pass
-    assert third != first
-
-
-def test_shipped_jobs_use_a_store_beside_the_runs(in_root, monkeypatch):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert (
-        registry.tracking_uri(load_job("jobs/demo/sft.yaml", [], "sft")) == f"sqlite:///{ROOT}/runs/mlflow.db"
-    )
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://head:5000")
-    assert registry.tracking_uri(load_job("jobs/demo/sft.yaml", [], "sft")) == "http://head:5000"
-
-
-# ------------------------------------------------------------------------------------------- the store and its folder
-
-
-def damaged(path, how):
-    whole = Path(path).read_bytes()
-    if how == "a folder":
-        os.remove(path)
-        os.mkdir(path)
-        return
-    if how in STATEMENTS:
-        if how == "of another application":
-            os.remove(path)
-        with contextlib.closing(sqlite3.connect(path)) as database:
-            database.execute(STATEMENTS[how])
-            database.commit()
-        return
-    middle = len(whole) // 2
-    contents = {
-        "no database": b"<html>" * 500,
-        "cut off": whole[:middle],
-        "spoilt": whole[:middle] + os.urandom(8192) + whole[middle + 8192 :],
-    }
-    Path(path).write_bytes(contents[how])
-
-
-STATEMENTS = {
-    "of another application": "CREATE TABLE users (name)",
-    "of a newer MLflow": "UPDATE alembic_version SET version_num = 'ffffffffffff'",
-    "of an older MLflow": "UPDATE alembic_version SET version_num = '0a8213491aaa'",
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("a folder", "is a folder"),
-        ("no database", "not a database"),
-        ("cut off", "malformed"),
-        ("spoilt", "the file is damaged|malformed"),
-        ("of another application", "belongs to another application: its tables are users"),
-        ("of a newer MLflow", "schema ffffffffffff is unknown .*a newer one"),
-        ("of an older MLflow", "out-of-date"),
-    ],
-)
-def test_a_file_that_is_no_store_is_named_at_once(how, says, job, tmp_path):
-    """MLflow would try again for more than a minute, or make its tables in it."""
-    damaged(tmp_path / "mlflow.db", how)
-    started = time.monotonic()
-    with pytest.raises(
-        InputError, match=rf"mlflow\.tracking_uri: 'sqlite:.*mlflow\.db' does not answer \(.*{says}"
-    ):
-        registry.check(job)
-    assert time.monotonic() - started < 60
-
-
-def test_a_store_that_another_process_holds(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(deadline, "SECONDS", 0.5)
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(InputError, match="database is locked"):
-            registry.check(job)
-
-
-@pytest.mark.parametrize(
-    "name", ["plain", "a%20b", "a%", "a?b=c", "a#b", "it's", 'it\'s "both"', "back\\slash", " ü😀 ", "a;b&c", "[a]*", "$HOME"]
-)  # fmt: skip
-def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_root):
-    """Paths reach MLflow as filters and URIs, whose quotes and percents mean something."""
-    home = tmp_path / "home" / name
-    home.mkdir(parents=True)
-    plain = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one"], "sft")
-    named = replace(plain.mlflow, registered_model="it's")
-    job = replace(plain, run=replace(plain.run, storage_path=str(home)), mlflow=named)
-    shutil.copy(migrated, home / "mlflow.db")
-    registry.check(job)
-    uri = registry.tracking_uri(job)
-    with pytest.raises(KeyError), registry.run(job, {}) as cut_short:
-        raise KeyError
-    with registry.run(job, {}) as run_id:
-        registry.publish(job, run_id, adapter, {}, LINEAGE)
-    assert run_id == cut_short == registry.find_run(uri, job.folder)
-    with pytest.raises(InputError, match="newest is models:/it's/1"):
-        registry.pin("models:/it's@nobody", uri)
-    folder = registry.fetch(registry.pin("models:/it's@champion", uri), uri)
-    assert folder_digests(folder) == folder_digests(adapter)
-    assert folder.startswith(str(home)) and os.listdir(tmp_path / "home") == [name]
-
-
-FIRST = """
-import sys, time
-from pipeline import registry
-from pipeline.system import storage
-from pipeline.config import load_job
-job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={sys.argv[1]}", f"run.name=one-{sys.argv[2]}"], "sft")
-import mlflow
-sys.stdin.readline()
-storage.require_writable(job.run.storage_path)
-registry.check(job)
-with registry.run(job, {}):
-    pass
-"""
-
-
-def test_four_first_runs_at_once_make_one_store(tmp_path):
-    """Of two that create MLflow's tables at the same time, one fails in the other's migration."""
-    others = [
-        subprocess.Popen(
-            [sys.executable, "-c", FIRST, str(tmp_path / "new"), str(i)], cwd=ROOT, text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for i in range(4)
-    ]  # fmt: skip
-    for one in others:
-        one.stdin.write("go\n")
-    said = [one.communicate(timeout=120)[0] for one in others]
-    assert [one.returncode for one in others] == [0] * 4, said
-    assert "Traceback" not in "".join(said)
-    store = registry.client(f"sqlite:///{tmp_path}/new/mlflow.db")
-    (experiment,) = [e for e in store.search_experiments() if e.name == "rlhf"]
-    statuses = [run.info.status for run in store.search_runs([experiment.experiment_id])]
-    assert statuses == ["FINISHED"] * 4
-    assert sorted(os.listdir(tmp_path / "new")) == ["artifacts", "mlflow.db", "mlflow.db.lock"]
-
-
-def test_whoever_waits_for_a_lock_says_so_and_not_for_ever(tmp_path, capsys):
-    path = str(tmp_path / "lock")
-    with storage.locked(path, "nobody"), pytest.raises(TimeoutError, match="waited 1 s for another process"):
-        with storage.locked(path, "another process", seconds=1.2):
-            raise AssertionError("two at once")
-    assert capsys.readouterr().out == "waiting for another process\n"
-    with storage.locked(path, "nobody"):
-        pass
-
-
-def test_an_interrupted_run_is_killed_and_not_failed(job):
-    for ending in (KeyboardInterrupt, SystemExit):
-        with pytest.raises(ending), registry.run(job, {}) as run_id:
-            raise ending
-        assert mlflow(job).get_run(run_id).info.status == "KILLED"

@@ -69,7 +69,7 @@ def log(job, run_id, curves):
 
 def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True):
     """A run as `launch` leaves it, without the training: its MLflow run, its version, its result.json."""
-    with registry.run(job, {"train": "d" * 64}) as run_id:
+    with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
         if curves:
             log(job, run_id, curves)
         version = None
@@ -154,20 +154,20 @@ class Checker(HTMLParser):
         self.text = []
 
     def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
+        given = dict(attributes)
         if tag not in VOID:
             self.open.append(tag)
         if tag in ("script", "link", "img", "iframe", "object"):
             self.loads.append(tag)
-        for key, value in found.items():
+        for key, value in given.items():
             inside = str(value).startswith(("#", "data:image/png"))
             if key.startswith("on") or (key in ("src", "href", "xlink:href") and not inside):
                 self.loads.append((tag, key, value))
             if key in ("href", "xlink:href") and str(value).startswith("#"):
                 self.refers.append(value[1:])
             self.refers += re.findall(r"url\(#([^)]+)\)", str(value))
-        if "id" in found:
-            self.ids.append(found["id"])
+        if "id" in given:
+            self.ids.append(given["id"])
 
     def handle_startendtag(self, tag, attributes):
         self.handle_starttag(tag, attributes)
@@ -194,15 +194,15 @@ def checked(html):
 
 def test_the_page_is_whole_and_loads_nothing(runs, store):
     html = page_of(store, "one-sft", "one-rm", "one-ppo", "one-evaluate")
-    found = checked(html)
-    assert not found.wrong and not found.open
+    page = checked(html)
+    assert not page.wrong and not page.open
     assert (
-        found.loads == []
+        page.loads == []
         and "@import" not in html
         and "http" not in re.sub(r"http://www\.w3\.org\S*", "", html)
     )
-    assert len(found.ids) == len(set(found.ids)), "ids of different drawings collide"
-    assert set(found.refers) <= set(found.ids)
+    assert len(page.ids) == len(set(page.ids)), "ids of different drawings collide"
+    assert set(page.refers) <= set(page.ids)
 
 
 def test_what_is_in_the_data_is_text_on_the_page(runs, store):
@@ -216,7 +216,7 @@ def test_the_page_says_what_a_reader_looks_for(runs, store):
     text = " ".join(" ".join(checked(page_of(store, "one-ppo")).text).split())
     for words in (
         "one-ppo", "finished", "0.25 → 0.915", "90.0 %", "1 min 15 s", "KL from the reference",
-        "Explained variance of the values", "Seconds an update", "Oslo.", "reward 3.50",
+        "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
         "2 chosen equal to rejected", "eval_eos", "fails", "torch 2.13.0", "models:/rlhf-sft/1",
     ):  # fmt: skip
         assert words in text, words
@@ -270,7 +270,7 @@ def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
 
 def test_a_failed_run_says_why_and_where(store):
     job = begin(store, "failed-ppo")
-    with pytest.raises(ZeroDivisionError), registry.run(job, {}) as run_id:
+    with pytest.raises(ZeroDivisionError), registry.mlflow_run(job, {}) as run_id:
         log(job, run_id, {"objective/kl": [0.0, 0.5]})
         failure = {
             "error": f"ZeroDivisionError: {SCRIPT}",
@@ -290,7 +290,7 @@ def test_a_failed_run_says_why_and_where(store):
 
 def test_an_unfinished_run_is_found_in_mlflow_by_its_folder(store):
     job = begin(store, "cut-off")
-    run = registry.run(job, {})
+    run = registry.mlflow_run(job, {})
     log(job, run.__enter__(), {"objective/kl": [0.0, 0.5, 0.75]})
     found = report.read(str(store / "cut-off"))
     assert found.state == "unfinished" and found.last_step == 3 and found.metrics["objective/kl"] == 0.75
@@ -429,9 +429,9 @@ def test_a_run_whose_folder_is_gone_is_shown_from_mlflow(store, monkeypatch):
     assert report.attach(result) == f"{store}/gone-ppo/report.html"
     shutil.rmtree(store / "gone-ppo")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", result["tracking_uri"])
-    found = gather.read(result["mlflow_run_id"])
-    assert (found.folder, found.state, found.job["stage"]) == (None, "finished", "ppo")
-    assert found.metrics == {"eval_kl": 2.5} and len(found.history["objective/kl"]) == 3
+    run = gather.read(result["mlflow_run_id"])
+    assert (run.folder, run.state, run.job["stage"]) == (None, "finished", "ppo")
+    assert run.metrics == {"eval_kl": 2.5} and len(run.history["objective/kl"]) == 3
 
 
 @pytest.mark.parametrize(("given", "says"), [("nope", "there are one-"), ("0" * 32, "no such run in sqlite")])
@@ -476,16 +476,16 @@ def pair(margin, longer=0):
 def test_the_figures_of_pairs():
     # says 0.9, and is right so often
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
-    found = preferences.summary(sure)
-    assert (found["accuracy"], found["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
-    assert found["margin to length, correlation"] is None  # all are longer by two tokens
-    assert found["accuracy where the chosen completion is longer"] == 0.9
-    assert found["accuracy where the chosen completion is shorter"] is None
+    summary = preferences.summary(sure)
+    assert (summary["accuracy"], summary["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
+    assert summary["margin to length, correlation"] is None  # all are longer by two tokens
+    assert summary["accuracy where the chosen completion is longer"] == 0.9
+    assert summary["accuracy where the chosen completion is shorter"] is None
     boasting = [pair(math.log(9) * (-1) ** i, longer=(-1) ** i) for i in range(10)]
-    found = preferences.summary(boasting)
-    assert found["calibration error"] == pytest.approx(0.4)
-    assert found["margin to length, correlation"] == pytest.approx(1.0)
-    assert found["accuracy where the chosen completion is shorter"] == 0.0
+    summary = preferences.summary(boasting)
+    assert summary["calibration error"] == pytest.approx(0.4)
+    assert summary["margin to length, correlation"] == pytest.approx(1.0)
+    assert summary["accuracy where the chosen completion is shorter"] == 0.0
 
 
 def test_a_token_pair_as_text():
@@ -515,7 +515,7 @@ def test_any_number_of_pairs_can_be_drawn(count):
 
 def test_of_a_step_logged_twice_the_later_value_counts(store):
     job = begin(store, "twice")
-    with registry.run(job, {}) as run_id:
+    with registry.mlflow_run(job, {}) as run_id:
         log(job, run_id, {"loss": [3.0, 2.0, 1.0]})
         later = int(time.time() * 1000) + 10_000  # a restarted worker of another time or tool
         registry.client(registry.tracking_uri(job)).log_metric(run_id, "loss", 2.5, timestamp=later, step=2)
@@ -551,7 +551,7 @@ def test_a_stage_leaves_its_report(embedded_ray, tmp_path):
         "Margins of the held-out pairs",
         "Calibration",
         "Length bias",
-        "Pairs ranked right",
+        "Accuracy on pairs",
         "the lowest margins",
     ):
         assert words in html

@@ -47,7 +47,7 @@ def tree(folder):
 
 # (name, verb, overrides or a change to the folder, what the message says)
 CHANGED = [
-    ("learning rate", "sft", ["trainer.learning_rate=0.5"], r"was begun with trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.fresh=true.*may change: run, "),
+    ("learning rate", "sft", ["trainer.learning_rate=0.5"], r"was begun with trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.fresh=true.*may change: run, mlflow, gate, scaling, data\.cache_dir and \d+ more$"),
     ("seed", "sft", ["trainer.seed=2"], r"begun with trainer\.seed=1 \(now 2\)"),
     ("seed of ppo", "ppo", ["trainer.seed=2"], r"begun with trainer\.seed=1 \(now 2\)"),
     ("rank of the adapter", "sft", ["lora.r=8"], r"begun with lora\.r=16 \(now 8\)"),
@@ -62,7 +62,10 @@ CHANGED = [
     ("base", "sft", ["model.name_or_path=jobs/demo"], r'begun with model\.name_or_path="jobs/demo/model"'),
     ("policy", "ppo", ["policy=elsewhere"], r'begun with policy="base"'),
     ("reward", "ppo", ["reward=python:bad_rewards:nan"], r'begun with reward="python:bad_rewards:length"'),
-    ("many keys", "sft", ["trainer.seed=2", "lora.r=8"], r"begun with lora\.r=16 \(now 8\), trainer\.seed=1 \(now 2\)"),
+    ("many keys", "sft", ["trainer.seed=2", "lora.r=8"], r"begun with lora\.r=16 \(now 8\), trainer\.seed=1 \(now 2\);"),
+    ("more keys than are named", "sft",
+     ["trainer.seed=2", "lora.r=8", "lora.lora_alpha=8", "data.max_length=128", "data.batch_size=32", "trainer.weight_decay=0.1"],
+     r"data\.max_length=256 \(now 128\), lora\.lora_alpha=.*, trainer\.seed=1 \(now 2\) and 1 more;"),
 ]  # fmt: skip
 
 

@@ -210,7 +210,7 @@ def test_a_ray_that_does_not_start_is_one_message():
         def run(*_):
             with embedded.ray_session(num_cpus=1, object_store_memory=10**15):
                 pass
-        __main__.run = run
+        __main__.dispatch = run
         sys.exit(process.run(lambda: __main__.main(["sft", "job.yaml"])))
     """
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A reward that is a model of its own, not an adapter: what is wrong with its folder is found before anything is started."""
+"""What a job names from outside: a reward that is a model of its own, and adapters that training starts from."""
 
 import json
 import shutil
@@ -6,15 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import toy_models
 import toy_ppo as toy
 import transformers
 from running import ROOT
 from safetensors.torch import load_file, save_file
 from toy_models import settings
 
-from pipeline.config import Model
+from pipeline.config import Model, load_job
 from pipeline.errors import InputError
 from pipeline.runtime.inputs import check_reward_model
+from pipeline.runtime.run import models
 
 SINGLE = "model.safetensors"
 
@@ -81,3 +83,21 @@ def test_what_is_no_reward_model(kind, scorer):
 
 def test_one_that_is(scorer):
     check(scorer)
+
+
+@pytest.mark.parametrize(
+    ("policy", "overrides", "warned"),
+    [
+        ("adapter", [], False),
+        ("adapter", ["lora.r=8", "lora.lora_alpha=8"], True),
+        ("base", ["lora.r=8"], False),
+    ],
+)
+def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_path, capsys, in_root):
+    if policy == "adapter":
+        policy = str(tmp_path / "adapter")
+        toy_models.make(policy, seed=0, head=False)
+    job = load_job("jobs/demo/dpo.yaml", [f"policy={policy}", *overrides], "dpo")
+    models(job, {} if policy == "base" else {"policy": policy})
+    out = capsys.readouterr().out
+    assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned

@@ -63,7 +63,7 @@ def registered(storage: Path) -> dict[str, str]:
             "gate={}",
         ]
         job = load_job(ROOT / "jobs/demo/sft.yaml", settings, "sft")
-        with registry.run(job, {}) as run_id:
+        with registry.mlflow_run(job, {}) as run_id:
             registry.publish(job, run_id, folders[name], {"eval_accuracy": 0.75}, facts)
     return folders
 

@@ -89,7 +89,7 @@ def test_streams_that_are_closed_are_not_taken_by_the_next_file(tmp_path):
 
 
 def test_a_sys_exit_inside_a_run_is_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.__main__.run", lambda *_: sys.exit(0))
+    monkeypatch.setattr("pipeline.__main__.dispatch", lambda *_: sys.exit(0))
     assert main(["sft", "job.yaml"]) == 1
     assert re.match(r"failed: .*test_process\.py:\d+ called sys\.exit\(0\)", capsys.readouterr().err)
 
@@ -99,7 +99,7 @@ def test_ctrl_c_is_130_and_says_so(verb, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeline.__main__.run", interrupt)
+    monkeypatch.setattr("pipeline.__main__.dispatch", interrupt)
     assert main([verb, "x"]) == 130
     assert capsys.readouterr().err.startswith("\ninterrupted")
 

@@ -1,0 +1,25 @@
+"""The tracking server of a job: which it is, and that it answers."""
+
+from dataclasses import replace
+
+import pytest
+from running import ROOT
+
+from pipeline import registry
+from pipeline.config import MLflow, load_job
+from pipeline.errors import InputError
+
+
+def test_a_server_that_does_not_answer_is_found_before_work(job):
+    away = replace(job, mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
+    with pytest.raises(InputError, match=r"mlflow.tracking_uri: 'http://127.0.0.1:9' does not answer"):
+        registry.check(away)
+
+
+def test_shipped_jobs_use_a_store_beside_the_runs(in_root, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert (
+        registry.tracking_uri(load_job("jobs/demo/sft.yaml", [], "sft")) == f"sqlite:///{ROOT}/runs/mlflow.db"
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://head:5000")
+    assert registry.tracking_uri(load_job("jobs/demo/sft.yaml", [], "sft")) == "http://head:5000"

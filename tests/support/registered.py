@@ -1,0 +1,25 @@
+"""What the tests of the registry share: a store behind a job, and the lineage of an adapter."""
+
+from mlflow import MlflowClient
+
+from pipeline import registry
+
+LINEAGE = {
+    "stage": "sft",
+    "base": {"name_or_path": "b", "digest": "sha256:1"},
+    "parents": {},
+    "data": {},
+    "versions": {},
+}
+
+
+def mlflow(job) -> MlflowClient:
+    return registry.client(registry.tracking_uri(job))
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the process gets to run after it."""
+
+
+def killed(*_, **__):
+    raise Killed
