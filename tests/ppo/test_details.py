@@ -47,7 +47,7 @@ def test_01_sampling_is_pure_with_one_temperature():
 def test_01_temperature_and_barred_ends_are_alike_in_sampler_and_log_probs(changes):
     trainer = toy.trainer(**changes)
     kept = toy.recorded(trainer)
-    metrics = trainer.step()
+    metrics = trainer.run_update()
     assert metrics["val/sampler_drift"] < 1e-5
     assert abs(metrics["objective/kl"]) < 1e-4
     assert min(map(len, kept[0].completion_ids)) >= changes.get("min_new_tokens", 1)
@@ -206,7 +206,7 @@ def test_10_value_loss_is_clipped_against_the_values_of_the_rollout():
 def test_11_micro_batches_do_not_change_the_update(changes):
     one, many = toy.trainer(), toy.trainer(**changes)
     start = toy.weights(one)
-    one.step(), many.step()
+    one.run_update(), many.run_update()
     moved = toy.weights(one) - start
     assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 1e-5
 
@@ -216,7 +216,7 @@ def test_12_no_dropout_even_in_train_mode():
     for role in ("policy", "critic"):
         assert shared.configs[role].lora_dropout == 0
     trainer = toy.trainer(shared, gradient_checkpointing=True)  # train mode, and both assertions of the start
-    assert trainer.step()["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert trainer.run_update()["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert trainer.shared.base.training
 
 
@@ -228,11 +228,11 @@ def test_13_critic_starts_from_the_reward_and_is_warmed_up_alone():
     with torch.no_grad():
         assert trainer.values(episodes)[1].tolist() == pytest.approx(episodes.scores.tolist(), abs=1e-5)
     policy, critic = toy.weights(shared, ["policy"]), toy.weights(shared, ["critic"])
-    trainer.step()
+    trainer.run_update()
     assert torch.equal(policy, toy.weights(shared, ["policy"])) and not torch.equal(
         critic, toy.weights(shared, ["critic"])
     )
-    trainer.step()
+    trainer.run_update()
     assert not torch.equal(policy, toy.weights(shared, ["policy"]))
 
 
@@ -251,7 +251,7 @@ def test_15_kl_controller_counts_nats_a_completion_and_is_in_the_checkpoint(tmp_
     )
     trainer = toy.trainer(toy.shared_base(spread=0.2), **changes)
     episodes = half_way(toy.trainer(toy.shared_base(spread=0.2), **changes))
-    metrics = trainer.step()
+    metrics = trainer.run_update()
     kl = (episodes.old_logprobs - episodes.ref_logprobs).sum(-1).mean().item()
     # a mean over tokens would be below
     assert metrics["objective/kl"] == pytest.approx(kl, rel=1e-4) and kl > 1
@@ -263,7 +263,7 @@ def test_15_kl_controller_counts_nats_a_completion_and_is_in_the_checkpoint(tmp_
     again.restore(tmp_path)
     assert again.kl_coef == trainer.kl_coef
     below = toy.trainer(toy.shared_base(spread=0.2), **{**changes, "kl_target": 1000.0})
-    below.step()
+    below.run_update()
     assert below.kl_coef < 0.1
 
 
@@ -275,14 +275,14 @@ def test_16_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
         )
     trainer = toy.trainer(shared)  # both moved alike: an sft adapter, not the bare base
     frozen = toy.weights(shared, ["reference"])
-    assert trainer.step()["objective/kl"] == pytest.approx(0, abs=1e-4)
-    assert trainer.step()["objective/kl"] != pytest.approx(0, abs=1e-4)
+    assert trainer.run_update()["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert trainer.run_update()["objective/kl"] != pytest.approx(0, abs=1e-4)
     assert torch.equal(frozen, toy.weights(shared, ["reference"]))
     with pytest.raises(
         RuntimeError, match="KL to the reference is 0 before the first step: log-probs differ"
     ):
-        toy.trainer(toy.shared_base(spread=0.1)).step()
-    toy.trainer(toy.shared_base(spread=0.1), check_reference=False).step()
+        toy.trainer(toy.shared_base(spread=0.1)).run_update()
+    toy.trainer(toy.shared_base(spread=0.1), check_reference=False).run_update()
 
 
 def test_17_adams_epsilon():
@@ -313,7 +313,7 @@ def test_18_log_ratio_loss_heads_and_adapters_are_fp32_over_a_bf16_base():
     assert {x.dtype for x in floats} == {torch.float32}
     logits = shared.logits(shared.hidden("policy", episodes.input_ids))
     assert logits.dtype == torch.float32
-    trainer.step()
+    trainer.run_update()
     assert {p.dtype for r in ("policy", "critic") for p in shared.parameters_of(r)} == {torch.float32}
     assert {s["exp_avg"].dtype for s in trainer.optimizer.state.values()} == {torch.float32}
 
@@ -331,23 +331,23 @@ def test_19_a_gradient_that_is_not_finite_skips_the_step(monkeypatch):
     start = toy.weights(trainer)
     monkeypatch.setattr(trainer.args, "num_mini_batches", 1)
     monkeypatch.setattr(trainer.args, "per_device_train_batch_size", 16)
-    trainer.step()
+    trainer.run_update()
     assert (
         trainer.skipped_steps == 1
         and torch.equal(start, toy.weights(trainer))
         and not trainer.optimizer.state
     )
-    metrics = trainer.step()
+    metrics = trainer.run_update()
     assert metrics["skipped_steps"] == 1 and not torch.equal(start, toy.weights(trainer))
     assert torch.isfinite(toy.weights(trainer)).all()
 
 
 def test_19_a_batch_without_an_action_to_learn_from_is_harmless():
     trainer = toy.trainer(mask_truncated_completions=True)
-    trainer.step()  # Adam has momentum now
+    trainer.run_update()  # Adam has momentum now
     start = toy.weights(trainer)
     trainer.sampling = Sampling(8, eos=(), seed=1)  # nothing ends any more
-    metrics = trainer.step()
+    metrics = trainer.run_update()
     assert metrics["completions/clipped_ratio"] == 1 and metrics["policy/steps"] == 0
     assert torch.equal(start, toy.weights(trainer)) and all(map(math.isfinite, metrics.values()))
 
@@ -388,6 +388,6 @@ def test_21_every_role_keeps_learning():
     trainer = toy.trainer()
     for role in ("policy", "critic"):
         before = toy.weights(trainer, [role])
-        trainer.step()
+        trainer.run_update()
         assert not torch.equal(before, toy.weights(trainer, [role]))
         assert all(p.requires_grad for p in trainer.shared.parameters_of(role))

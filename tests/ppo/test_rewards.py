@@ -161,7 +161,7 @@ def test_what_is_no_finite_number_is_named_with_its_sample(name):
         return [1.0, *wrong, 1.0]
 
     says = rf"returned {VALUES[name]}.* for prompt 'question 1', completion 'completion 1', row \{{.*\}} \(sample 1 of 3\); expected a finite"
-    with pytest.raises(Failure, match=rf"^reward 'polite' \(test_rewards:.*reward\) {says}") as caught:
+    with pytest.raises(Failure, match=rf"^reward 'polite' \({__name__}:.*reward\) {says}") as caught:
         FunctionReward(reward, name="polite").checked(samples())
     assert len(str(caught.value)) < 1000
 
@@ -198,7 +198,7 @@ def test_what_a_reward_raises_is_shown_with_its_own_frames_only():
         with pytest.raises(Failure) as caught:
             FunctionReward(function).checked(samples())
         first, *frames = str(caught.value).splitlines()
-        says = rf"reward '{function.__name__}' \(test_rewards:.*\) raised JSONDecodeError: .* for prompt 'question 0', .*\(sample 0 of 3\):"
+        says = rf"reward '{function.__name__}' \({__name__}:.*\) raised JSONDecodeError: .* for prompt 'question 0', .*\(sample 0 of 3\):"
         assert re.fullmatch(says, first)
         assert f", in {function.__name__}" in frames[0] and "return json.loads(text)" in str(caught.value)
         assert all(f'File "{__file__}"' in line for line in frames if "File" in line)

@@ -77,7 +77,7 @@ def test_kl_holds_the_policy():
 
 def test_critic_free_estimators_load_no_critic():
     trainer = toy.trainer(toy.shared_base(critic=False), advantage_estimator="rloo", num_generations=2)
-    metrics = trainer.step()
+    metrics = trainer.run_update()
     assert trainer.shared.roles == ["reference", "policy"] and "loss/value_avg" not in metrics
     with pytest.raises(ValueError, match="critic for gae"):
         toy.trainer(toy.shared_base(critic=False))
@@ -107,7 +107,7 @@ def test_the_policy_is_evaluated_while_it_learns():
 
     trainer = toy.trainer(
         evaluate=evaluate,
-        on_step=lambda metrics, step, total: told.update({step: metrics.get("eval_reward")}),
+        on_update=lambda metrics, step, total: told.update({step: metrics.get("eval_reward")}),
         total_episodes=16 * 6,
         eval_steps=2,
         logging_steps=3,
@@ -135,8 +135,8 @@ def test_an_evaluation_changes_nothing_of_what_is_learned():
 
 
 def test_early_stop_ends_the_epochs_of_an_update():
-    free = toy.trainer(learning_rate=0.05, num_ppo_epochs=6).step()
-    stopped = toy.trainer(learning_rate=0.05, num_ppo_epochs=6, early_stop_kl=1e-3).step()
+    free = toy.trainer(learning_rate=0.05, num_ppo_epochs=6).run_update()
+    stopped = toy.trainer(learning_rate=0.05, num_ppo_epochs=6, early_stop_kl=1e-3).run_update()
     assert free["policy/steps"] == 12 and 1 <= stopped["policy/steps"] < 6
 
 
@@ -145,7 +145,7 @@ def test_metrics_are_what_they_say():
         reward=[FunctionReward(toy.low, weight=2.0, name="a"), FunctionReward(length, weight=-0.5, name="b")]
     )
     kept = toy.recorded(trainer)
-    metrics = trainer.step()
+    metrics = trainer.run_update()
     samples = kept[0]
     lengths = [len(ids) for ids in samples.completion_ids]
     assert metrics["completions/mean_length"] == pytest.approx(sum(lengths) / 16)
@@ -333,7 +333,7 @@ def shared_run(number, spread=0.0):
     for parameter in [p for r in ("policy", "critic") if r in shared.roles for p in shared.parameters_of(r)]:
         parameter.data += spread
     trainer, path = toy.trainer(shared, **changes), [toy.weights(shared)]
-    trainer.on_step = lambda *_: path.append(toy.weights(shared))
+    trainer.on_update = lambda *_: path.append(toy.weights(shared))
     trainer.train()
     return trainer, path
 
@@ -387,7 +387,7 @@ def test_a_restored_run_ends_with_the_same_numbers(tmp_path):
     whole = toy.trainer(reward=noisy, **changes)
     torch.manual_seed(9)
     whole.train()
-    first = toy.trainer(reward=noisy, on_step=cut, **changes)
+    first = toy.trainer(reward=noisy, on_update=cut, **changes)
     torch.manual_seed(9)
     with pytest.raises(Cut):
         first.train()
@@ -421,7 +421,7 @@ def test_bf16_stays_near_fp32():
     exact, rough = (
         toy.trainer(toy.shared_base(spread=0.05), check_reference=False, bf16=b) for b in (False, True)
     )
-    a, b = exact.step(), rough.step()
+    a, b = exact.run_update(), rough.run_update()
     assert rough.shared.autocast is torch.bfloat16 and a["objective/entropy"] == pytest.approx(
         b["objective/entropy"], rel=0.2
     )
@@ -457,7 +457,7 @@ def test_a_reward_in_a_running_event_loop():
         return [1.0 for _ in completions]
 
     async def notebook():
-        return toy.trainer(reward=reward).step()["objective/scores"]
+        return toy.trainer(reward=reward).run_update()["objective/scores"]
 
     assert asyncio.run(notebook()) == 1.0
 
@@ -484,9 +484,9 @@ def test_a_reward_that_is_not_a_number_stops_the_run_and_shows_the_row(bad):
 
 def test_a_reward_of_the_wrong_length_is_refused():
     with pytest.raises(Failure, match="returned 2 scores for 16 samples"):
-        toy.trainer(reward=lambda completions: [1.0, 2.0]).step()
+        toy.trainer(reward=lambda completions: [1.0, 2.0]).run_update()
     with pytest.raises(Failure, match=r"returned 1\.0 for 16"):
-        toy.trainer(reward=lambda completions: 1.0).step()
+        toy.trainer(reward=lambda completions: 1.0).run_update()
 
 
 def test_a_reward_adapter_reads_the_last_token_whatever_the_batch():
@@ -527,7 +527,7 @@ def test_a_reward_model_that_is_not_on_this_base():
     assert other == pytest.approx(
         [model(input_ids=torch.tensor([ids])).logits.item() for ids in spelled], abs=1e-5
     )
-    toy.trainer(reward=ModelReward(model)).step()
+    toy.trainer(reward=ModelReward(model)).run_update()
     assert not any(p.requires_grad for p in model.parameters())
 
 
@@ -575,9 +575,9 @@ def test_all_completions_cut_off(key):
 def test_a_prompt_longer_than_the_context_is_refused():
     rows = [dict(input_ids=list(range(4, 60)) * 3, row='{"prompt": "much"}')]
     with pytest.raises(ValueError, match=r"168 tokens.*128 positions.*much"):
-        toy.trainer(rows=rows).step()
+        toy.trainer(rows=rows).run_update()
     with pytest.raises(ValueError, match="at least one token"):
-        toy.trainer(rows=[dict(input_ids=[], row='{"prompt": ""}')]).step()
+        toy.trainer(rows=[dict(input_ids=[], row='{"prompt": ""}')]).run_update()
 
 
 def test_what_cannot_run_is_refused_at_once():
@@ -588,7 +588,7 @@ def test_what_cannot_run_is_refused_at_once():
         shared.add("policy", lora=toy.LORA)
         toy.trainer(shared, advantage_estimator="remax", sync_ref_model=True)
     with pytest.raises(ValueError, match="same name"):
-        toy.trainer(reward=[FunctionReward(toy.low), FunctionReward(toy.low)]).step()
+        toy.trainer(reward=[FunctionReward(toy.low), FunctionReward(toy.low)]).run_update()
 
 
 # -------------------------------------------------------------------------------------------- config
@@ -628,7 +628,7 @@ def test_settings_of_trl_come_through():
         gamma=1, lam=0.95, whiten_rewards=False, total_episodes=10000, response_length=53, temperature=0.7, missing_eos_penalty=1.0,
         local_rollout_forward_batch_size=64, learning_rate=3e-6, seed=1, bf16=False, gradient_checkpointing=True,
     )  # fmt: skip
-    assert PPOConfig(**trl).to_dict().items() >= trl.items()
+    assert vars(PPOConfig(**trl)).items() >= trl.items()
     assert (
         PPOConfig(**trl).total_updates(5) == 157
         and PPOConfig(batch_size=8, num_train_epochs=2).total_updates(10) == 3

@@ -91,7 +91,7 @@ def low(completion_ids, **columns):
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
-def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_step=None, **changes):
+def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_update=None, **changes):
     settings = dict(
         total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
         num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
@@ -100,7 +100,7 @@ def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_s
     shared = shared or shared_base(critic=args.uses_critic)
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
-    return PPOTrainer(shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_step)
+    return PPOTrainer(shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_update)
 
 
 def weights(trainer_or_shared, roles=("policy", "critic")):
