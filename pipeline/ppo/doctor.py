@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.models import probes
-from pipeline.models.adapters import HEAD, is_head
+from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.ppo.batch import Episodes
 from pipeline.ppo.checks import Finding, check_rollout, tolerance
 from pipeline.ppo.config import PPOConfig

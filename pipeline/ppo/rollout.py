@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from pipeline.models.adapters import SharedBase, bar
+from pipeline.models.adapters import SharedBase
+from pipeline.models.logprobs import bar
 from pipeline.models.tokenizer import eos_ids
 
 

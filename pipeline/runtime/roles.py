@@ -161,10 +161,13 @@ def folders(worker: Host, shared: Any) -> dict[str, str]:
 
 
 def verify_reload(shared: Any, folder: str, rows: list[list[int]]) -> None:
-    """Proves that the saved policy, loaded back onto the same base, gives the same log-probs to the last bit.
+    """Check that the saved policy, loaded back onto the same base, gives the same hidden states, to the bit.
+
+    Args:
+        rows: token ids of a few sequences to compare on.
 
     Raises:
-        RuntimeError: when it does not.
+        RuntimeError: when they differ.
     """
     import torch
 
@@ -172,9 +175,9 @@ def verify_reload(shared: Any, folder: str, rows: list[list[int]]) -> None:
     with torch.no_grad():
         for row, ids in enumerate(rows):
             batch = torch.tensor([ids], device=shared.device)
-            ours, theirs = (shared.hidden(role, batch) for role in ("policy", "reloaded"))
-            if not torch.equal(ours, theirs):
+            trained, reloaded = (shared.hidden(role, batch) for role in ("policy", "reloaded"))
+            if not torch.equal(trained, reloaded):
                 raise RuntimeError(
                     f"the saved policy does not reload as it was: row {row} differs by "
-                    f"{(ours - theirs).abs().max().item():.3g}; nothing was registered"
+                    f"{(trained - reloaded).abs().max().item():.3g}; nothing was registered"
                 )

@@ -76,7 +76,7 @@ def test_left_and_right_padding_give_the_same_scores(kind):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_gradients_through_the_chunked_head_are_autograds(kind, entropy, monkeypatch):
-    monkeypatch.setattr("pipeline.models.adapters.LOGIT_CHUNK", {"cpu": 3 * toy.VOCAB})  # five chunks
+    monkeypatch.setattr("pipeline.models.logprobs.LOGIT_CHUNK", {"cpu": 3 * toy.VOCAB})  # five chunks
     shared = toy.shared_base(kind, spread=0.1)
     ids, starts, _, mask = batch()
     weight = torch.randn(mask.shape)
