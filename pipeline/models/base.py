@@ -1,7 +1,7 @@
-"""The frozen base model: which one it is (`base_identity`, no torch import) and loading it (`load_base`).
+"""The frozen base model: its files and identity (no torch import), and loading it (`load_base`).
 
-A base is a folder or a Hugging Face hub id. It is loaded once, frozen, with every dropout off, and is never
-written to: whatever is learned lives in adapters on it.
+A base is a folder or a Hugging Face hub id. It is loaded once, frozen, with every dropout off, and never written to:
+everything that is learned lives in adapters on it.
 """
 
 from __future__ import annotations
@@ -28,27 +28,33 @@ if TYPE_CHECKING:
     from pipeline.config import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # larger ones: the header and 64 pieces of 64 KiB
-VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # what reads the last hidden state stays unquantised
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger ones, the header and 64 pieces of 64 KiB
+VOLATILE_KEYS = (
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+)  # not in the digest
+KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantised
 
 
 # ------------------------------------------------------------------------------------------- files of a base
 
 
 def local(name_or_path: str) -> Path:
-    """A base's name as a path, `~` expanded; whether there is such a folder, only os.path.isdir says without raising."""
+    """A base's name as a path, `~` expanded. Test it with os.path.isdir: Path.is_dir can raise on arbitrary names."""
     return Path(os.path.expanduser(name_or_path))
 
 
 def source(name_or_path: str) -> str:
-    """A base's name as the libraries take it: an existing folder, or a hub id."""
+    """A base's name as libraries expect it: an existing folder, or a hub id."""
     folder = local(name_or_path)
     return str(folder) if os.path.isdir(folder) else name_or_path
 
 
 def require_local(name_or_path: str) -> None:
-    """Refuses a base whose name is that of a file, or can only be that of a folder, which is not there."""
+    """Raises InputError if the name is that of a file, or can only be that of a folder and there is none."""
     folder = local(name_or_path)
     if os.path.isdir(folder):
         return
@@ -66,9 +72,10 @@ def require_local(name_or_path: str) -> None:
 
 
 def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
-    """The path of one file of a base, fetched from the hub unless it is a folder; None if the base has no such file.
+    """The path of one file of a base, fetched from the hub unless the base is a folder; None if it has no such file.
 
-    Raises InputError if the base itself cannot be had: not a folder and not reachable, gated, unknown revision.
+    Raises InputError if the base itself is missing: neither a folder nor on the hub, unreachable, gated, or of an
+    unknown revision.
     """
     folder = local(name_or_path)
     if os.path.isdir(folder):
@@ -100,7 +107,7 @@ def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
             f"{where} is neither a folder here nor a possible hub id ('owner/name')", key
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        # Asked for an optional file, offline, of a model that is in the cache: the model simply lacks it.
+        # Offline, a cached model that lacks an optional file looks like this, too.
         if filename != "config.json" and _in_cache(repo, revision):
             return None
         raise InputError(
@@ -118,7 +125,7 @@ def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
 
 @cache
 def _hub_answers() -> bool:
-    """Whether the hub can be reached now: asked once, since hf_hub_download retries for 23 s where it cannot."""
+    """Whether the hub can be reached; tested once, since hf_hub_download retries for 23 s if it cannot."""
     from huggingface_hub import constants, errors, get_session
 
     try:
@@ -142,7 +149,7 @@ def _in_cache(repo: str, revision: str | None) -> bool:
 
 
 def base_json(name_or_path: str, filename: str, revision: str | None = None) -> dict[str, Any] | None:
-    """The parsed content of one JSON file of a base, or None if the base has no such file."""
+    """The content of one JSON file of a base, or None if it has no such file. Raises InputError if it is damaged."""
     path = base_file(name_or_path, filename, revision)
     if path is None:
         return None
@@ -171,10 +178,10 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
 
 
 def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
-    """Which base this is: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
+    """The identity of a base: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
 
-    The digest is the commit for a hub id, else a sha256 over configuration and weight files (files over 1 GiB by
-    their header and 64 evenly spaced pieces): it changes when a weight does, and costs no torch import.
+    The digest of a hub id is its commit; that of a folder is a sha256 over configuration and weights (of files over 1 GiB,
+    the header and 64 evenly spaced pieces), which changes when a weight does. Imports no torch.
     """
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
@@ -196,7 +203,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """The number of positions that config.json promises, or None if it names no limit."""
+    """The number of positions in config.json, or None if it names no limit."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(part.get(key), int):
@@ -205,9 +212,9 @@ def context_length(config: dict[str, Any]) -> int | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder: safetensors, or pickles where there are none."""
-    found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    return [file for file in found if file.is_file()]  # a pipe would be read for ever
+    """The weight files of a model folder: safetensors, or pickles if there are none."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    return [file for file in files if file.is_file()]  # reading a pipe would not end
 
 
 def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
@@ -253,9 +260,14 @@ def load_base(
 ) -> PreTrainedModel:
     """Load the base of a job: frozen, in eval mode, every dropout 0, from safetensors unless `allow_pickle`.
 
-    With `scorer_tokenizer`, an AutoModelForSequenceClassification of one label whose (untrained) head is fp32 and reads
-    fp32, and whose `pad_token_id` is that tokenizer's. `load_in_4bit` gives nf4 with double quantisation,
-    on a CPU too. Raises InputError for a base that cannot be had, lacks weights, or has no head of the kind.
+    Args:
+        model: the job's `model` section. `load_in_4bit` gives nf4 with double quantisation, on a CPU too.
+        scorer_tokenizer: asks for an AutoModelForSequenceClassification of one label, with this tokenizer's `pad_token_id`
+            and an (untrained) head that computes in fp32. None: an AutoModelForCausalLM.
+        device: to load it to. None: the CPU.
+
+    Raises:
+        InputError: when the base is missing or damaged, or has no such model class.
     """
     import torch
 
@@ -275,7 +287,7 @@ def load_base(
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # then it says which
+        "ignore_mismatched_sizes": True,  # report them, for check_loaded to refuse
     }
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
@@ -283,7 +295,7 @@ def load_base(
         options["quantization_config"] = _nf4(dtype)
         options["device_map"] = {"": device or "cpu"}
     where = source(model.name_or_path)
-    # Its report calls the scorer's new head a problem; what is one, check_loaded refuses.
+    # The report also names a scorer's new head; check_loaded refuses what is really missing.
     with without_load_report(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
     check_loaded(where, info, scorer)
@@ -296,17 +308,17 @@ def load_base(
 
 
 def model_classes(scorer: bool) -> Any:
-    """{configuration class: model class} of transformers' own models that answer, or that score."""
+    """{configuration class: model class} of transformers' causal language models, or of its sequence classifiers."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
-    """The base's configuration and the Auto class to load it with; a scorer has one label.
+    """The base's transformers configuration, of one label for a scorer, and the Auto class to load it with.
 
     Raises:
-        InputError: when transformers does not know it, or refuses its config.json.
+        InputError: when transformers does not know the architecture, or refuses config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -328,7 +340,7 @@ def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
 
 @contextmanager
 def unreadable(model: Model) -> Iterator[None]:
-    """Turns what transformers raises about files that it cannot make a model of, and that can be anything, into an InputError."""
+    """Turn what transformers raises over a model's files, of any type, into an InputError."""
     import torch
 
     try:
@@ -344,7 +356,7 @@ def unreadable(model: Model) -> Iterator[None]:
 
 
 def freeze(model: torch.nn.Module) -> None:
-    """Eval mode, no gradients, every dropout module at 0 (train() then turns nothing on again)."""
+    """Eval mode, no gradients, every dropout module at 0 (so that train() does not turn it on again)."""
     import torch
 
     model.eval()
@@ -355,7 +367,7 @@ def freeze(model: torch.nn.Module) -> None:
 
 
 def _no_dropout_in(config: Any) -> None:
-    """Set every dropout probability of a configuration to 0: attention reads it there, not from a module."""
+    """Set every dropout probability of a configuration to 0: attention reads it there and not from a module."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for key, value in part.to_dict().items():
             if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
@@ -377,9 +389,9 @@ def _nf4(dtype: torch.dtype) -> Any:
 def _one_nf4_path(model: torch.nn.Module) -> None:
     """Keep bitsandbytes 0.50 from repacking nf4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed form wants every width to be a multiple of 64, rounds otherwise than the form used in training, and
-    stays packed in training; without it sampling and training see the same weights. The flag is private; the kernel came
-    with https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804. Remove when the two forms round alike.
+    The packed form needs widths that are multiples of 64, rounds differently from the form used in training, and is not
+    unpacked again; without it, sampling and training see the same weights. The flag is private; the kernel came with
+    https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804. Remove when both forms round alike.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -389,50 +401,51 @@ def _one_nf4_path(model: torch.nn.Module) -> None:
 def _check_remote_code(model: Model, raw: dict[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = raw.get("model_type")
-    if kind in CONFIG_MAPPING or model.trust_remote_code:
+    model_type = raw.get("model_type")
+    if model_type in CONFIG_MAPPING or model.trust_remote_code:
         return
     if raw.get("auto_map"):
         raise InputError(
-            f"{model.name_or_path!r} ({kind!r}) runs its own Python code; read it, then set "
+            f"{model.name_or_path!r} ({model_type!r}) runs its own Python code; read it, then set "
             "model.trust_remote_code=true",
             key="model.name_or_path",
         )
     raise InputError(
-        f"config.json of {model.name_or_path!r} names model_type {kind!r}, unknown here",
+        f"config.json of {model.name_or_path!r} names model_type {model_type!r}, unknown here",
         key="model.name_or_path",
     )
 
 
 @contextmanager
 def without_load_report() -> Iterator[None]:
+    """Silence transformers' warnings within the block."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
 def check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
-    """transformers only warns about weights that a file lacks, and makes up random ones: refuse that."""
+    """Raises InputError if weights were missing or misshapen: transformers only warns, and initialises them at random."""
     missing = sorted(key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES)))
-    wrong = [f"{key!r} is missing" for key in missing] + [
-        f"{key!r} has shape {tuple(there)} and config.json promises {tuple(promised)}"
-        for key, there, promised in sorted(info["mismatched_keys"])
+    problems = [f"{key!r} is missing" for key in missing] + [
+        f"{key!r} has shape {tuple(shape)} and config.json promises {tuple(promised)}"
+        for key, shape, promised in sorted(info["mismatched_keys"])
     ]
-    if wrong:
+    if problems:
         raise InputError(
-            f"the weight files of {where!r} lack or misshape {len(wrong)} of its tensors: {wrong[0]}; "
+            f"the weight files of {where!r} lack or misshape {len(problems)} of its tensors: {problems[0]}; "
             "fetch or save the model again",
             key="model.name_or_path",
         )
 
 
 def score_head(model: torch.nn.Module) -> torch.nn.Module:
-    """The scalar head of a sequence-classification model."""
+    """The scalar head of a sequence-classification model. Raises InputError if there is none."""
     for name in HEAD_NAMES:
         if hasattr(model, name):
             return getattr(model, name)
