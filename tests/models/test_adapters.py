@@ -15,8 +15,6 @@ from pipeline.errors import InputError
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
 
-KINDS = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2"]
-
 
 def batch(seed=5):
     torch.manual_seed(seed)
@@ -36,7 +34,7 @@ def plain_logprobs(model, ids, starts, counts, temperature=1.0):
     return rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", toy.KINDS)
 def test_logprobs_are_the_models_own_whatever_the_padding(kind):
     shared = toy.shared_base(kind, spread=0.2)
     ids, starts, counts, mask = batch()
@@ -56,7 +54,7 @@ def test_logprobs_are_the_models_own_whatever_the_padding(kind):
     assert (bare - shared.logprobs("policy", ids, starts, mask)[0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", toy.KINDS)
 def test_left_and_right_padding_give_the_same_scores(kind):
     shared = toy.shared_base(kind, spread=0.2)
     ids, pad = [5, 9, 30, 7], [0, 0, 0]
@@ -224,7 +222,7 @@ def folder_of_base(tmp_path):
     return save
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", toy.KINDS)
 def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, folder_of_base, tmp_path):
     where = folder_of_base(kind)
     torch.manual_seed(1)
@@ -264,7 +262,7 @@ def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, folde
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", toy.KINDS)
 def test_a_policy_adapter_goes_to_peft_and_comes_back(kind, folder_of_base, tmp_path):
     where = folder_of_base(kind)
     shared = SharedBase(transformers.AutoModelForCausalLM.from_pretrained(where))

@@ -1,6 +1,7 @@
 """Tiny random models, prompts and rewards for the tests of adapters and PPO."""
 
 import json
+import re
 
 import torch
 import transformers
@@ -10,6 +11,8 @@ from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import FunctionReward, weighted
 from pipeline.ppo.trainer import PPOTrainer
 
+KINDS = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2"]  # architectures that `config` makes
+MEASURED = re.compile("time/|memory/|per_second")  # metrics that differ from run to run
 VOCAB, EOS = 64, [2, 3]
 SMALL = dict(
     vocab_size=VOCAB,
@@ -65,7 +68,7 @@ def base(kind="llama", seed=0, **changes):
 
 
 def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
-    """Roles reference, policy (its copy), reward, critic (its copy). `spread`: makes the policy another than the reference."""
+    """Roles reference, policy (its copy), reward, critic (its copy). `spread` moves policy and critic away from those."""
     shared = SharedBase(base(kind, seed, **changes))
     shared.add("reference", lora=LORA)
     shared.add("policy", copy_of="reference", trainable=True)
@@ -87,7 +90,7 @@ def prompts(count=32, seed=1):
 
 
 def low(completion_ids, **columns):
-    """The share of tokens below 20 in the completion: what the toy runs learn."""
+    """Share of a completion's tokens below 20: the reward that the toy runs learn."""
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
@@ -104,7 +107,7 @@ def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_u
 
 
 def weights(trainer_or_shared, roles=("policy", "critic")):
-    """All trainable numbers in one vector."""
+    """All parameters of the roles in one vector."""
     shared = getattr(trainer_or_shared, "shared", trainer_or_shared)
     return torch.cat([p.data.flatten() for r in roles if r in shared.roles for p in shared.parameters_of(r)])
 
@@ -124,12 +127,28 @@ def greedy_score(trainer, prompts, rewards=None):
 
 def recorded(trainer):
     """A list that fills with the samples of each rollout."""
-    kept, rollout = [], trainer.rollout
+    recorded_samples, rollout = [], trainer.rollout
 
     def record():
-        found = rollout()
-        kept.append(found[1])
-        return found
+        episodes, samples, greedy = rollout()
+        recorded_samples.append(samples)
+        return episodes, samples, greedy
 
     trainer.rollout = record
-    return kept
+    return recorded_samples
+
+
+def first_episodes(trainer, spread=0.0):
+    """Episodes of the first update, scored, with log-probs and values; `spread` moves the policy away from the reference."""
+    for parameter in trainer.shared.parameters_of("policy"):
+        parameter.data += spread * torch.randn_like(parameter)
+    episodes, samples, _ = trainer.rollout()
+    trainer.score(episodes, samples)
+    trainer.logprobs_and_values(episodes)
+    return episodes
+
+
+def in_some_rows(condition):
+    """`condition`, which must be on in some rows and off in others: else its test would prove nothing."""
+    assert condition.any() and not condition.all()
+    return condition
