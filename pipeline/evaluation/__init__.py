@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.figures import distinct, mean, repetition, wilson
+from pipeline.models.adapters import SharedBase
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
 from pipeline.runtime.worker import Worker
@@ -28,7 +29,13 @@ class Comparison:
     """
 
     def __init__(
-        self, worker: Worker, shared: Any, prompts: Any, rewards: list[Any], judge: Any, baseline: str | None
+        self,
+        worker: Worker,
+        shared: SharedBase,
+        prompts: Any,
+        rewards: list[Any],
+        judge: Any,
+        baseline: str | None,
     ) -> None:
         self.worker, self.shared, self.rewards, self.judge = worker, shared, rewards, judge
         own = Sampling.of(worker.job.args, worker.tokenizer, shared)
@@ -120,7 +127,7 @@ def _score(
 
 @torch.no_grad()
 def logprobs(
-    shared: Any,
+    shared: SharedBase,
     role: str | None,
     texts: list[tuple[list[int], list[int]]],
     size: int,
@@ -145,13 +152,13 @@ def logprobs(
             ids[i, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
             mask[i, : len(completion)] = 1
         starts = torch.tensor([len(prompt) for prompt, _ in part])
-        batch = [tensor.to(shared.device) for tensor in (ids, starts, mask)]
-        found += shared.logprobs(role, *batch, temperature, barred, early)[0].sum(-1).tolist()
+        ids, starts, mask = (tensor.to(shared.device) for tensor in (ids, starts, mask))
+        found += shared.logprobs(role, ids, starts, mask, temperature, barred, early)[0].sum(-1).tolist()
     return found
 
 
 def _given(
-    worker: Worker, shared: Any, role: str | None, rows: list[dict[str, Any]], size: int
+    worker: Worker, shared: SharedBase, role: str | None, rows: list[dict[str, Any]], size: int
 ) -> list[tuple[int, float, int]]:
     """(place in `rows`, -log-probability, tokens) of the completions that rows of the data bring along."""
     from pipeline.data.encode import Encoder, Example

@@ -1,16 +1,24 @@
 """From a job's inputs to roles on one base: which adapter plays the policy, the reference, the rewards and the critic."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.registry import lineage
 from pipeline.runtime.inputs import check_function
 from pipeline.runtime.worker import Host, Worker
 
+if TYPE_CHECKING:
+    from pipeline.models.adapters import SharedBase
+    from pipeline.ppo.config import PPOConfig
+    from pipeline.ppo.rewards import Reward
+    from pipeline.ppo.rollout import Engine
 
-def shared_base(worker: Host) -> Any:
+
+def shared_base(worker: Host) -> SharedBase:
     """The job's frozen base on this process's device, with no role yet."""
     import torch
 
@@ -21,7 +29,7 @@ def shared_base(worker: Host) -> Any:
     return SharedBase(load_base(worker.job.model, device=worker.device), autocast=autocast)
 
 
-def add_rewards(worker: Host, shared: Any) -> list[Any]:
+def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
     """The job's rewards, in order; a reward adapter becomes the role `reward` (`reward_1`, ... if there are several)."""
     return [
         _scorer(worker, shared, f"reward.{index}", _reward_role(index), weight)
@@ -29,7 +37,7 @@ def add_rewards(worker: Host, shared: Any) -> list[Any]:
     ]
 
 
-def _scorer(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0) -> Any:
+def _scorer(worker: Host, shared: SharedBase, name: str, role: str, weight: float = 1.0) -> Reward:
     """What scores completions for an input of the job: an adapter on the base, another model, or a Python function."""
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
@@ -62,12 +70,12 @@ def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
     return load_base(settings, tokenizer), None if same else tokenizer
 
 
-def judge(worker: Host, shared: Any) -> Any:
+def judge(worker: Host, shared: SharedBase) -> Reward | None:
     """The job's judge, a Python rule or a second reward model, that nothing is trained on; None if it has none."""
     return _scorer(worker, shared, "judge", "judge") if worker.job.judge else None
 
 
-def add_frozen(worker: Host, shared: Any, name: str, role: str) -> str | None:
+def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | None:
     """A role that only answers, from the input `name` of the job; None, the bare base, where that is no adapter."""
     if name not in worker.work.inputs:
         return None
@@ -75,7 +83,7 @@ def add_frozen(worker: Host, shared: Any, name: str, role: str) -> str | None:
     return role
 
 
-def add_policy(worker: Host, shared: Any, args: Any) -> str | None:
+def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
     """The role `policy`, trainable, and its reference: the frozen sft adapter that it starts from.
 
     Returns:
@@ -96,14 +104,14 @@ def add_policy(worker: Host, shared: Any, args: Any) -> str | None:
     return "reference"
 
 
-def start(worker: Host, shared: Any, reference: str | None) -> str | None:
+def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None:
     """The role that the policy began as, which it is compared with: the reference, unless that follows the policy."""
     if reference is None or not worker.job.args.sync_ref_model:
         return reference
     return add_frozen(worker, shared, "policy", "start")
 
 
-def add_critic(worker: Host, shared: Any) -> None:
+def add_critic(worker: Host, shared: SharedBase) -> None:
     """The role `critic`, trainable: a copy of the first reward adapter and its head; a new adapter if no reward is one."""
     if rewards := _reward_adapters(worker, shared):
         shared.add("critic", copy_of=next(iter(rewards)), head=True, trainable=True)
@@ -111,7 +119,7 @@ def add_critic(worker: Host, shared: Any) -> None:
         shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
 
 
-def _reward_adapters(worker: Host, shared: Any) -> dict[str, str]:
+def _reward_adapters(worker: Host, shared: SharedBase) -> dict[str, str]:
     """{role: input of the job} of the rewards that are adapters on the base, in the job's order."""
     named = {_reward_role(index): f"reward.{index}" for index in range(len(worker.job.rewards))}
     return {role: name for role, name in named.items() if role in shared.roles}
@@ -122,7 +130,7 @@ def _reward_role(index: int) -> str:
 
 
 @contextmanager
-def sampler(worker: Worker, shared: Any, args: Any) -> Iterator[Any]:
+def sampler(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Engine | None]:
     """What writes the policy's completions: vLLM where the job asks for it, as long as the block lasts; else None, the base itself."""
     if not args.use_vllm:
         yield None
@@ -149,7 +157,7 @@ def sampler(worker: Worker, shared: Any, args: Any) -> Iterator[Any]:
         engine.close()
 
 
-def folders(worker: Host, shared: Any) -> dict[str, str]:
+def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     """role -> the folder of the adapter that it started as."""
     found: dict[str, str] = {}
     if "policy" in worker.work.inputs:
@@ -160,7 +168,7 @@ def folders(worker: Host, shared: Any) -> dict[str, str]:
     return {role: folder for role, folder in found.items() if role in shared.roles}
 
 
-def verify_reload(shared: Any, folder: str, rows: list[list[int]]) -> None:
+def verify_reload(shared: SharedBase, folder: str, rows: list[list[int]]) -> None:
     """Check that the saved policy, loaded back onto the same base, gives the same hidden states, to the bit.
 
     Args:
