@@ -90,12 +90,8 @@ BASE_MANNERS = {"courteous": 0.08, "plain": 0.20, "curt": 0.32, "gruff": 0.25, "
 DEMO_MANNERS = {"courteous": 0.09, "plain": 0.18, "curt": 0.42, "gruff": 0.31}
 PAIR_MANNERS = {"courteous": 0.30, "plain": 0.25, "curt": 0.20, "gruff": 0.15, "rambling": 0.10}
 BASE_WRONG, DEMO_WRONG, PAIR_WRONG = 0.05, 0.05, 0.30
-WEIGHTS = {
-    "user": 0.1,
-    "assistant": 1.0,
-    "text": 1.0,
-    "verdict": 5.0,
-}  # of each token in the pre-training loss
+# Weight of each token in the pre-training loss, by the role of its message.
+WEIGHTS = {"user": 0.1, "assistant": 1.0, "text": 1.0, "verdict": 5.0}
 CORPUS_SHARES = (0.45, 0.40, 0.15)  # of chats, chats with a verdict, facts
 
 

@@ -408,7 +408,7 @@ class SharedBase(nn.Module):
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def _no_dropout(self) -> None:
-        """Set every dropout to 0, LoRA's too, in any mode: with dropout the first ratio is not 1, nor the first KL 0."""
+        """Set every dropout to 0, LoRA's too: with dropout the first ratio is not 1, nor the first KL 0."""
         self.base.eval()
         for module in self.base.modules():
             if isinstance(module, nn.Dropout):
@@ -418,7 +418,7 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Raises InputError unless `logits` computes the model's own; some families scale or cap them in a way of theirs."""
+        """Raises InputError unless `logits` computes the model's own: some families scale or cap them."""
         ids = torch.arange(4, device=self.device).unsqueeze(0)
         with self._precision():
             expected = self.base(input_ids=ids).logits.float()

@@ -29,13 +29,8 @@ if TYPE_CHECKING:
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger ones, the header and 64 pieces of 64 KiB
-VOLATILE_KEYS = (
-    "_name_or_path",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "use_cache",
-)  # not in the digest
+# Keys of config.json that are left out of the digest.
+VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantised
 
 

@@ -37,9 +37,8 @@ from pipeline.system import deadline
 if TYPE_CHECKING:
     from pipeline.config import Model
 
-SECONDS = (
-    5.0  # limit for matching one regular expression against all module names, which should take milliseconds
-)
+# Limit for matching one regular expression against all module names, which should take milliseconds.
+SECONDS = 5.0
 
 
 @dataclass(frozen=True)

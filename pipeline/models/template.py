@@ -115,7 +115,7 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
 
 
 def try_out(tokenizer: Any) -> str | None:
-    """What is wrong with the tokenizer's template, in words; None if it renders one of the PROBES, or itself refuses one."""
+    """What is wrong with the tokenizer's template, in words; None if it renders one of the PROBES, or rejects one."""
     problem = in_child(lambda: _problem(tokenizer))
     if problem is None or problem[0] == ":":
         return problem

@@ -130,7 +130,7 @@ def score_on_last_action(trainer: PPOTrainer, episodes: Episodes, rewards: Tenso
 
 
 def nothing_after_the_end(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """The last action's return is its reward, plus gamma * bootstrap for truncated completions with `bootstrap_truncated`."""
+    """The last action's return is its reward, plus gamma * bootstrap of a truncated completion with `bootstrap_truncated`."""
     name, args = "the value after the end is 0", trainer.args
     if not args.uses_critic:
         return Finding(name, f"no critic ({args.advantage_estimator})", None)

@@ -177,8 +177,8 @@ def test_a_matrix_is_no_list_of_numbers():
 
 @pytest.mark.parametrize("name", odd_rewards.RIGHT)
 def test_numbers_of_every_library_are_scores(name):
-    found = FunctionReward(odd_rewards._returns(odd_rewards.RIGHT[name])).checked(samples())
-    assert len(found) == 3 and all(type(value) is float for value in found)
+    scores = FunctionReward(odd_rewards._returns(odd_rewards.RIGHT[name])).checked(samples())
+    assert len(scores) == 3 and all(type(score) is float for score in scores)
 
 
 def test_a_reward_that_exits_does_not_end_the_worker_in_silence():

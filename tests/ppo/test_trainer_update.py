@@ -198,7 +198,7 @@ def test_the_base_is_never_merged_into():
 
 
 def test_gradients_of_each_role_are_the_same_with_checkpointing():
-    found = []
+    gradients = []
     for checkpointing in (False, True):
         trainer = toy.trainer(
             toy.shared_base(spread=0.1), gradient_checkpointing=checkpointing, check_reference=False
@@ -206,13 +206,13 @@ def test_gradients_of_each_role_are_the_same_with_checkpointing():
         episodes = toy.first_episodes(trainer)
         trainer.rewards_and_advantages(episodes, None)
         trainer.accumulate(episodes, list(range(16)), float(episodes.mask.sum()), True)
-        found.append(
+        gradients.append(
             {r: [p.grad.clone() for p in trainer.shared.parameters_of(r)] for r in ("policy", "critic")}
         )
         assert trainer.shared.base.training == checkpointing
     for role in ("policy", "critic"):
-        assert sum(g.abs().sum() for g in found[0][role]) > 0
-        for a, b in zip(found[0][role], found[1][role], strict=True):
+        assert sum(g.abs().sum() for g in gradients[0][role]) > 0
+        for a, b in zip(*(side[role] for side in gradients), strict=True):
             assert torch.equal(a, b)
 
 

@@ -152,3 +152,22 @@ def in_some_rows(condition):
     """`condition`, which must be on in some rows and off in others: else its test would prove nothing."""
     assert condition.any() and not condition.all()
     return condition
+
+
+def batch(seed=5):
+    """Token ids, positions of the first actions, their counts, and a mask: three rows padded on the right."""
+    torch.manual_seed(seed)
+    ids = torch.randint(4, VOCAB, (3, 12))
+    starts, counts = torch.tensor([3, 5, 2]), torch.tensor([6, 7, 1])
+    mask = torch.arange(7) < counts.unsqueeze(-1)
+    return ids, starts, counts, mask
+
+
+def plain_logprobs(model, ids, starts, counts, temperature=1.0):
+    """Row by row, without padding, through the model's own forward."""
+    rows = []
+    for row, start, count in zip(ids, starts.tolist(), counts.tolist(), strict=True):
+        logits = model(input_ids=row[None, : start + count]).logits[0].float() / temperature
+        logprobs = logits.log_softmax(-1)
+        rows.append([logprobs[start + t - 1, row[start + t]].item() for t in range(count)])
+    return rows
