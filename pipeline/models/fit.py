@@ -17,18 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError, about, in_brief
 from pipeline.models.adapter_files import HEAD_NAMES
-from pipeline.models.base import (
-    architecture,
-    base_config,
-    base_file,
-    base_json,
-    check_loaded,
-    local,
-    model_classes,
-    unreadable,
-    weight_files,
-    without_load_report,
-)
+from pipeline.models.base import architecture, check_loaded, model_classes, unreadable, without_load_report
+from pipeline.models.base_files import base_config, base_file, base_json, local, weight_files
 from pipeline.models.llama import LINEAR as LLAMA_LINEAR
 from pipeline.models.llama import Layout, layout
 from pipeline.models.weights import FLOATING, INDEX, SINGLE, Stored, stored_in, stored_in_model

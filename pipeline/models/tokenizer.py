@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from pipeline.errors import InputError, about, in_brief
-from pipeline.models.base import base_config, base_file, base_json, source
+from pipeline.models.base_files import base_config, base_file, base_json, source
 from pipeline.models.files import require_file
 from pipeline.models.template import set_template
 from pipeline.models.trial import in_child

@@ -326,7 +326,7 @@ def models(job: Job, inputs: dict[str, str]) -> Work:
 
 def check_experts(job: Job) -> None:
     """Refuses a loss that balances experts, of a base that has none: TRL says so when it has loaded the model."""
-    from pipeline.models.base import base_config
+    from pipeline.models.base_files import base_config
 
     if not job.trainer.get("router_aux_loss_coef"):
         return
