@@ -1,12 +1,12 @@
-"""The embedded demo: a small world, its data files, its Llama and tokenizer, and the gold rule that judges completions.
+"""The embedded demo: a small world, its data files, its Llama and tokenizer, and the gold rule that scores completions.
 
-    python -m pipeline.demo            # writes jobs/demo/data and jobs/demo/model, two to three minutes, seeded
+    python -m pipeline.demo            # writes jobs/demo/data and jobs/demo/model; seeded, two to three minutes
 
-The world is a table of countries with their capitals and continents. The base model knows the facts and has picked up
-mixed manners: it is courteous, plain, curt or gruff, it rambles, and it is wrong at times. `gold` says what a good
-completion is: right, in a whole sentence, with a courtesy. No model is ever trained on it; the stages have to get there from
-the demonstrations, preferences and prompts. Some countries are known to the base, but held out of all training rows:
-they are what the `*_eval` files ask about.
+The world is a table of countries with their capitals and continents. The base model knows the facts and has mixed
+manners: it is courteous, plain, curt or gruff, it rambles, and at times it is wrong. `gold` defines a good completion:
+right, a whole sentence, with a courtesy. No model is ever trained on it; the stages have to get there by the
+demonstrations, preferences and prompts. Some countries are known to the base but held out of all training rows: the
+`*_eval` files ask about these.
 
 Importing this module imports no torch, so that `python:pipeline.demo:gold` is cheap as a reward.
 """
@@ -85,13 +85,14 @@ GRUFF = (
 )
 RUDE = ("obviously", "Everybody knows", "Look it up", "Why ask", "Who cares")
 
-# How often each manner, and a wrong answer, occurs: in the chats that the base learns from, and in the demonstrations.
+# Frequency of each manner, and of wrong answers: in the base's pre-training chats, in demonstrations, in preferences.
 BASE_MANNERS = {"courteous": 0.08, "plain": 0.20, "curt": 0.32, "gruff": 0.25, "rambling": 0.15}
 DEMO_MANNERS = {"courteous": 0.09, "plain": 0.18, "curt": 0.42, "gruff": 0.31}
 PAIR_MANNERS = {"courteous": 0.30, "plain": 0.25, "curt": 0.20, "gruff": 0.15, "rambling": 0.10}
 BASE_WRONG, DEMO_WRONG, PAIR_WRONG = 0.05, 0.05, 0.30
-WEIGHTS = {"user": 0.1, "assistant": 1.0, "text": 1.0, "verdict": 5.0}  # in the loss, each token
-CORPUS_SHARES = (0.45, 0.40, 0.15)
+# Weight of each token in the pre-training loss, by the role of its message.
+WEIGHTS = {"user": 0.1, "assistant": 1.0, "text": 1.0, "verdict": 5.0}
+CORPUS_SHARES = (0.45, 0.40, 0.15)  # of chats, chats with a verdict, facts
 
 
 class Fact(NamedTuple):
@@ -113,14 +114,14 @@ NAME = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
 
 
 def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """How good each completion is, in [0, 1], by rule: 0 unless right, civil and finished, then by its manner.
+    """Score each completion in [0, 1]: 0 unless it is right, civil and finished, then by its manner.
 
     1.0 a whole sentence with a courtesy, 0.5 a whole sentence, 0.25 the bare answer. A completion is right if it names
     `answer` and no place besides those in the question; finished if it ends in a full stop or exclamation mark.
     """
     return [
-        _gold(str(prompt), completion, right)
-        for prompt, completion, right in zip(prompts, completions, answer, strict=True)
+        _gold(str(prompt), completion, expected)
+        for prompt, completion, expected in zip(prompts, completions, answer, strict=True)
     ]
 
 
@@ -151,7 +152,7 @@ class Question(NamedTuple):
 
 
 def questions(held_out: bool | None = None) -> list[Question]:
-    """Every question of the world; only those about held-out countries, or only the others, if asked for."""
+    """Every question of the world. `held_out` selects those about held-out countries (True) or the others (False)."""
     return [
         Question(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS
@@ -162,12 +163,11 @@ def questions(held_out: bool | None = None) -> list[Question]:
 
 
 def completion_to(question: Question, manner: str, right: bool, rng: Random) -> str:
-    """A completion in a manner. A wrong one swaps the answer for another of its kind (of a country not held out)."""
+    """A completion in a manner. A wrong one (`right=False`) names another answer of the kind, of a country not held out."""
     kind, fact = question.kind, question.fact
     if not right:
-        others = {getattr(other, kind) for other in FACTS if other.country not in HELD_OUT} - {
-            question.answer
-        }
+        others = {getattr(other, kind) for other in FACTS if other.country not in HELD_OUT}
+        others -= {question.answer}
         fact = fact._replace(**{kind: rng.choice(sorted(others))})
     answer, sentence = getattr(fact, kind), SENTENCES[kind].format(**fact._asdict())
     if manner == "curt":
@@ -184,6 +184,7 @@ def completion_to(question: Question, manner: str, right: bool, rng: Random) -> 
 
 
 def _draw(question: Question, manners: dict[str, float], wrong: float, rng: Random) -> str:
+    """A random completion: manners with their weights, `wrong` the probability of a wrong answer."""
     manner = rng.choices(list(manners), list(manners.values()))[0]
     return completion_to(question, manner, rng.random() >= wrong, rng)
 
@@ -205,7 +206,7 @@ def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[
 
 
 def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Pairs of completions to one question; the one that the gold rule puts higher is the chosen one."""
+    """Pairs of completions to one question; the one with the higher gold score is chosen."""
     rows = []
     for question in _spread(asked, count, rng):
         scored: dict[float, str] = {}
@@ -222,7 +223,7 @@ def prompts(asked: list[Question], count: int, rng: Random) -> list[dict[str, An
 
 
 def _spread(asked: list[Question], count: int, rng: Random) -> list[Question]:
-    """`count` questions in random order, each as often as any other (give or take one)."""
+    """`count` questions in random order, each equally often (plus or minus one)."""
     drawn: list[Question] = []
     while len(drawn) < count:
         drawn += rng.sample(asked, len(asked))
@@ -260,7 +261,7 @@ SPECIAL_TOKENS = (
     "<|python_tag|>",
 )
 VOCABULARY = 1024
-# How Llama 3 cuts text into words before merging bytes.
+# Llama 3's pattern of words, within which bytes are merged.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = """\
 {{- bos_token }}
@@ -281,9 +282,9 @@ CHAT_TEMPLATE = """\
 
 
 def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
-    """`count` documents of the world as messages: chats, chats with a verdict written under the completion, facts.
+    """`count` documents of the world as messages: chats, chats followed by a verdict on the completion, facts.
 
-    The verdicts are why the base can tell a right answer from a wrong one, for the held-out countries too.
+    From the verdicts the base learns to tell right answers from wrong ones, for the held-out countries too.
     """
     rng = Random(f"corpus {seed}")
     for question in _spread(questions(), count, rng):
@@ -345,7 +346,7 @@ def make_tokenizer(documents: Sequence[list[dict[str, Any]]]) -> Any:
 def pretrain(
     tokenizer: Any, documents: Sequence[Any], steps: int, batch_size: int = 32, seed: int = SEED
 ) -> Any:
-    """Train a small Llama on the documents, one a row, and return it; the same machine makes the same weights."""
+    """Train a small Llama on the documents, one per row. On the same machine, the weights are the same to the bit."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -372,7 +373,7 @@ def pretrain(
     )
     began = time.monotonic()
     for step, batch in enumerate(batches):
-        for group in optimizer.param_groups:  # a short warm-up, then linearly down to nothing
+        for group in optimizer.param_groups:  # a short warm-up, then linear decay to 0
             group["lr"] = 3e-3 * min((step + 1) / 50, 1 - step / steps)
         width = max(map(len, batch))
         ids = torch.tensor([[index for index, _ in row] + [end] * (width - len(row)) for row in batch])
@@ -396,23 +397,22 @@ def pretrain(
 
 
 def _encode(tokenizer: Any, document: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """The ids of a document, each with its weight in the loss: questions little, wrong completions none, verdicts much."""
+    """(token id, weight in the loss) of a document: small weights for questions, 0 for wrong completions, large ones
+    for verdicts."""
     chat = [message for message in document if message["role"] in ("user", "assistant")]
     row: list[tuple[int, float]] = [] if chat else [(tokenizer.bos_token_id, 0.0)]
     for turn, message in enumerate(chat, start=1):
         text = tokenizer.apply_chat_template(chat[:turn], tokenize=False)
         ids = tokenizer(text, add_special_tokens=False).input_ids
         row += [(index, message.get("weight", WEIGHTS[message["role"]])) for index in ids[len(row) :]]
-    for message in document[
-        len(chat) :
-    ]:  # a text, or the verdict that follows the end of the completion at once
+    for message in document[len(chat) :]:  # a text, or the verdict right behind the completion
         ids = tokenizer(message["content"], add_special_tokens=False).input_ids
         row += [(index, WEIGHTS[message["role"]]) for index in ids]
     return row if document == chat else [*row, (tokenizer.convert_tokens_to_ids("<|end_of_text|>"), 1.0)]
 
 
 def _batches(rows: list[Any], steps: int, size: int, rng: Random) -> Iterator[list[Any]]:
-    """`steps` batches of rows of like length, so that little is padding."""
+    """`steps` batches of rows of like length, which need little padding."""
     pool: list[list[Any]] = []
     for _ in range(steps):
         if not pool:
@@ -426,7 +426,7 @@ def build(folder: Path) -> None:
     """Write `data` and `model` (weights in bf16, configuration, tokenizer) under the folder."""
     import torch
 
-    torch.set_num_threads(1)  # always: another number of threads would add in another order
+    torch.set_num_threads(1)  # another number of threads would sum in another order
     write_data(folder / "data")
     documents = list(corpus(DOCUMENTS))
     tokenizer = make_tokenizer(documents)

@@ -623,7 +623,7 @@ def test_a_growing_cache_is_still_transformers_own():
 
 
 def test_what_a_weight_file_lacks_is_still_told(tmp_path):
-    """pipeline/models/base.py, _check_loaded. If this fails, missing weights are random numbers and nobody says so."""
+    """pipeline/models/base.py, check_loaded. If this fails, missing weights are random numbers and nobody says so."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 

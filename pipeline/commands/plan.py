@@ -74,7 +74,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
         InputError: naming what is wrong.
     """
     from pipeline.models import adapter_files
-    from pipeline.models.base import local, weight_files
+    from pipeline.models.base_files import local, weight_files
     from pipeline.models.fit import check_base, check_lora
     from pipeline.runtime.inputs import key_of, makes_adapter
 

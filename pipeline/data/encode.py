@@ -99,7 +99,7 @@ class Encoder:
     def special_in(self, record: Record) -> list[str]:
         """The special tokens in the text of a row."""
         texts = contents(record.prompt, *(completion for pair in record.pairs for completion in pair))
-        return list(dict.fromkeys(name for text in texts for name in self.control.found(text)))
+        return list(dict.fromkeys(name for text in texts for name in self.control.tokens_in(text)))
 
     def unlearned_end(self) -> tuple[str, str] | None:
         """What the chat template ends a completion with and what generation stops on, where it does not stop on the first."""

@@ -6,17 +6,15 @@ Both sample one completion to every prompt with the same random numbers; the pro
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pipeline.figures import distinct, mean, repetition, wilson
+from pipeline.models.adapters import SharedBase
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
 from pipeline.runtime.worker import Worker
-
-if TYPE_CHECKING:
-    from pipeline.models.adapters import SharedBase
 
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
 
@@ -33,7 +31,7 @@ class Comparison:
     def __init__(
         self,
         worker: Worker,
-        shared: "SharedBase",
+        shared: SharedBase,
         prompts: Any,
         rewards: list[Any],
         judge: Any,
@@ -131,7 +129,7 @@ def _score(
 
 @torch.no_grad()
 def logprobs(
-    shared: "SharedBase",
+    shared: SharedBase,
     role: str | None,
     token_ids: list[tuple[list[int], list[int]]],
     size: int,
@@ -163,7 +161,7 @@ def logprobs(
 
 
 def _reference_nll(
-    worker: Worker, shared: "SharedBase", role: str | None, rows: list[dict[str, Any]], size: int
+    worker: Worker, shared: SharedBase, role: str | None, rows: list[dict[str, Any]], size: int
 ) -> list[tuple[int, float, int]]:
     """(index into `rows`, -log-probability in nats, tokens) of the completions that rows of the data bring along."""
     from pipeline.data.encode import Encoder, Example

@@ -1,1 +1,1 @@
-"""Models: the frozen base, the tokenizer's rules, the adapters on the base, and the embedded demo model."""
+"""Models: the frozen base, its tokenizer, and the adapters on it."""

@@ -1,46 +1,46 @@
 """One frozen base, and everything else is an adapter on it.
 
-`SharedBase` holds a causal language model that is never written to, and under names (`policy`, `reference`, `reward`,
-`critic`) LoRA adapters with, where a role needs one, a scalar head in fp32. The four models of PPO then cost the
-weights of one. A role is chosen for the length of a `with shared.use(role)`; the methods that compute do it themselves.
+`SharedBase` holds a causal language model that is never written to, and named roles (`policy`, `reference`, `reward`,
+`critic`): LoRA adapters, each with a scalar head in fp32 if the role needs one. PPO's four models then cost the weights
+of one. `with shared.use(role)` selects a role for the block; the methods that compute take a role and do so themselves.
 
-Two traps are closed here. peft's `set_adapter` turns `requires_grad` of every other adapter off, so that an optimizer
-loses the policy while the critic runs: `use` switches the active adapter of the tuner layers and nothing else. And
-gradient checkpointing runs a layer's forward again during `backward`, with whichever adapter is active *then*: the
-checkpoint is given a context that brings back the role it was made under.
+Two traps are avoided. peft's `set_adapter` turns off `requires_grad` of every other adapter, so an optimizer would lose
+the policy while the critic runs: `use` switches the active adapter of the tuner layers and nothing else. And gradient
+checkpointing runs a layer's forward again during `backward`, with whichever adapter is active *then*: the checkpoint
+gets a context that restores the role of its forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import InputError
 from pipeline.models import adapter_files
-from pipeline.models.adapter_files import HEAD_NAMES, PREFIX
-from pipeline.models.adapter_files import is_head as is_head
+from pipeline.models.adapter_files import HEAD, HEAD_NAMES, is_head
+from pipeline.models.logprobs import per_action
 from pipeline.models.lora import fuse
-
-HEAD = f"{PREFIX}score.weight"  # a scalar head in the files that we write
-LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits made at a time, in numbers: 16 and 256 MiB of fp32
 
 
 class SharedBase(nn.Module):
     """A frozen `AutoModelForCausalLM` with named LoRA adapters and scalar heads.
 
-    `autocast` (None, or torch.bfloat16) is the dtype of the matrix products of every forward alike, so that sampling,
-    old, reference and new log-probs are of one make; adapters, heads, log-softmax and losses are fp32 always.
+    Args:
+        base_model: frozen here, with every dropout set to 0.
+        autocast: dtype of the matrix products of all forwards alike (sampling, old, reference and new log-probs), or None.
+            Adapters, heads, log-softmax and losses are fp32 in any case.
+
+    Raises:
+        InputError: when the base changes its logits after the lm head in an unknown way.
     """
 
     def __init__(self, base_model: nn.Module, autocast: torch.dtype | None = None) -> None:
@@ -51,8 +51,7 @@ class SharedBase(nn.Module):
         self.trainable: dict[str, bool] = {}
         self.autocast = autocast
         self.gradient_checkpointing = False
-        # role -> the adapter that serves it (two frozen roles may share one)
-        self._stored: dict[str, str] = {}
+        self._stored: dict[str, str] = {}  # role -> name of its adapter (two frozen roles may share one)
         self._folders: dict[str, str] = {}  # folder -> the frozen adapter loaded from it
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._layers: list[BaseTunerLayer] = []
@@ -66,7 +65,7 @@ class SharedBase(nn.Module):
         )
         self.base.requires_grad_(False)
         self._no_dropout()
-        if self.device.type != "meta":  # shapes alone: there are no logits
+        if self.device.type != "meta":
             self._check_logits()
 
     @property
@@ -92,11 +91,21 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Add a role: a new adapter (`lora`: fields of peft.LoraConfig), one from a `folder`, or a copy of a role.
+        """Add a role: a new adapter, one from a folder, or a copy of another role's.
 
-        `head` asks for a scalar head: the one of the folder or of the copied role, else a new one. A folder's head is
-        loaded in any case. A new adapter changes nothing until it is trained (peft's B is 0). Two frozen roles of one
-        folder are one adapter in memory. Raises InputError for a folder that does not fit this base.
+        A new adapter changes nothing until it is trained (peft's B is 0). Frozen roles of the same folder share one
+        adapter in memory.
+
+        Args:
+            lora: of a new adapter, the fields of peft.LoraConfig.
+            folder: of a saved adapter. Its head, if any, is loaded whatever `head` says.
+            copy_of: the role to copy.
+            head: whether the role has a scalar head: that of the folder or of the copied role, else a new one.
+            trainable: whether its parameters get gradients.
+
+        Raises:
+            InputError: when the adapter does not fit this base.
+            ValueError: when the role exists, or not exactly one of lora, folder and copy_of is given.
         """
         if role in self._stored:
             raise ValueError(f"role {role!r} is there already; roles: {self.roles}")
@@ -121,14 +130,16 @@ class SharedBase(nn.Module):
         else:
             self._inject(role, LoraConfig(**{"task_type": "CAUSAL_LM", **(lora or {})}), trainable)
         if head and role not in self.heads:
-            # small, as OpenAI's and TRL's value heads: the first values are near 0, not noise of the reward's size
+            # Small, as OpenAI's and TRL's value heads: initial values are near 0 and not noise as large as the reward.
             self._new_head(role, torch.randn(1, self.hidden_size) / math.sqrt(self.hidden_size + 1))
         self.set_trainable(role, trainable)
 
     def _inject(self, role: str, config: LoraConfig, trainable: bool) -> None:
-        """Put the (still empty) adapter into the base's layers."""
+        """Add the adapter's layers, freshly initialised, to the base."""
         if not role.isidentifier():
-            raise ValueError(f"role {role!r}: a role is a Python identifier, as parameter names contain it")
+            raise ValueError(
+                f"role {role!r}: a role is a Python identifier, since parameter names contain it"
+            )
         if config.bias != "none" or (set(config.modules_to_save or []) - set(HEAD_NAMES)):
             raise InputError(
                 f"lora: bias={config.bias!r}, modules_to_save={config.modules_to_save}: these train weights of the base, "
@@ -143,7 +154,7 @@ class SharedBase(nn.Module):
         self._layers = [m for m in self.base.modules() if isinstance(m, BaseTunerLayer)]
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
-        for name in self.configs:  # injecting touches requires_grad of what was there
+        for name in self.configs:  # injecting changes requires_grad of the other adapters
             self.set_trainable(name, self.trainable.get(name, trainable))
         self._no_dropout()
         self._switch(self._role)
@@ -154,7 +165,7 @@ class SharedBase(nn.Module):
         self.heads[role] = head
 
     def set_trainable(self, role: str, trainable: bool) -> None:
-        """Whether the role's parameters get gradients. Serving several roles, an adapter cannot be trained."""
+        """Set whether the role's parameters get gradients. Raises ValueError for an adapter that several roles share."""
         stored = self._stored[role]
         if trainable and list(self._stored.values()).count(stored) > 1:
             raise ValueError(
@@ -171,64 +182,64 @@ class SharedBase(nn.Module):
         return list(self._adapter(stored).values()) + head
 
     def _adapter(self, stored: str) -> dict[str, nn.Parameter]:
-        """peft's file name -> parameter, of one adapter."""
+        """The parameters of one adapter without its head, by their names in peft's files."""
         if stored in self._parameters_by_key:
             return self._parameters_by_key[stored]
-        found = self._parameters_by_key[stored] = {}
+        parameters = self._parameters_by_key[stored] = {}
         for name, parameter in self.base.named_parameters():
             if "lora_" in name and (f".{stored}." in name or name.endswith(f".{stored}")):
                 key = f"{name}.".replace(f".{stored}.", ".").removesuffix(".")
                 if "lora_magnitude_vector" in key:  # DoRA: a module in memory, a plain tensor in the file
                     key = key.removesuffix(".weight")
-                found[PREFIX + key] = parameter
-        return found
+                parameters[adapter_files.PREFIX + key] = parameter
+        return parameters
 
     @contextmanager
     def use(self, role: str | None) -> Iterator[SharedBase]:
-        """Within it, forwards of the base go through this role's adapter; None: through none."""
-        before = self._role
+        """Within the block, forwards of the base use this role's adapter; None: no adapter."""
+        previous = self._role
         self._switch(role)
         try:
             yield self
         finally:
-            self._switch(before)
+            self._switch(previous)
 
     def _switch(self, role: str | None) -> None:
         stored = None if role is None else self._stored[role]
         self._role = role
         for layer in self._layers:
-            # Not layer.set_adapter or enable_adapters: both rewrite requires_grad, and peft 0.21 has no other way
-            # (https://github.com/huggingface/peft/issues/2759). Remove when it has; tests/test_upstream.py.
+            # Private, because layer.set_adapter and enable_adapters rewrite requires_grad and peft 0.21 has no other way
+            # (https://github.com/huggingface/peft/issues/2759). Remove when it has one; see tests/test_upstream.py.
             layer._disable_adapters = stored is None
             if stored is not None:
                 layer._active_adapter = [stored]
 
     @torch.no_grad()
     def average(self, dst: str, src: str, decay: float) -> None:
-        """dst = decay * dst + (1 - decay) * src, tensor by tensor (A and B apart: it is their average, not that of BA)."""
+        """dst = decay * dst + (1 - decay) * src, for each tensor; of A and B, not of their product.
+
+        Raises ValueError if `dst` shares its adapter with another role.
+        """
         if others := [role for role in self.roles if role != dst and self.same_adapter(role, dst)]:
             raise ValueError(f"role {dst!r} shares its adapter with {others}, which must not move with it")
-        for mine, theirs in zip(self.parameters_of(dst), self.parameters_of(src), strict=True):
-            mine.lerp_(theirs.to(mine.device), 1.0 - decay)
+        for target, source in zip(self.parameters_of(dst), self.parameters_of(src), strict=True):
+            target.lerp_(source.to(target.device), 1.0 - decay)
 
     # ----------------------------------------------------------------------------------------------- files
 
     def save(self, role: str, folder: str | Path) -> None:
-        """Write adapter_config.json and adapter_model.safetensors as peft writes them, the head as its `score`."""
-        folder, stored = Path(folder), self._stored[role]
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write adapter_config.json and adapter_model.safetensors in peft's format, the head as `score`."""
+        stored = self._stored[role]
         config = LoraConfig(**self.configs[stored].to_dict())
-        config.inference_mode, config.task_type = True, "CAUSAL_LM"
-        config.base_model_name_or_path = (
-            config.base_model_name_or_path or self.base.config.name_or_path or None
-        )
+        config.task_type = "CAUSAL_LM"
         if stored in self.heads:
             config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
-        save_file(self.tensors_of(role), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(str(folder))
+        name = config.base_model_name_or_path or self.base.config.name_or_path
+        config.base_model_name_or_path = name or None
+        adapter_files.write(folder, config, self.tensors_of(role))
 
     def tensors_of(self, role: str) -> dict[str, Tensor]:
-        """The role's adapter and head under peft's file names, on the CPU."""
+        """The role's adapter and head by their names in peft's files, on the CPU."""
         stored = self._stored[role]
         tensors = {key: p.data.contiguous().cpu() for key, p in self._adapter(stored).items()}
         if stored in self.heads:
@@ -236,7 +247,7 @@ class SharedBase(nn.Module):
         return tensors
 
     def load(self, role: str, folder: str | Path) -> None:
-        """Fill an existing role from an adapter folder; every tensor must be there, and none be left over."""
+        """Fill an existing role from an adapter folder. Raises InputError unless names and shapes match exactly."""
         adapter_files.tensors(folder)
         path, stored = Path(folder) / adapter_files.TENSORS, self._stored[role]
         tensors = load_file(path)
@@ -253,13 +264,13 @@ class SharedBase(nn.Module):
                 self._new_head(stored, weight)
         elif stored in self.heads:
             raise InputError(f"{path}: role {role!r} has a scalar head, and there is none in this file")
-        mine = self._adapter(stored)
-        if different := sorted(mine.keys() ^ tensors.keys()):
+        parameters = self._adapter(stored)
+        if different := sorted(parameters.keys() ^ tensors.keys()):
             raise InputError(
                 f"{path}: not an adapter for this base ({type(self.base).__name__}): {len(different)} tensors are on one "
                 f"side only, {different[0]} for one"
             )
-        for key, parameter in mine.items():
+        for key, parameter in parameters.items():
             if parameter.shape != tensors[key].shape:
                 raise InputError(
                     f"{path}: {key} has shape {tuple(tensors[key].shape)}, this base takes {tuple(parameter.shape)}: "
@@ -270,9 +281,9 @@ class SharedBase(nn.Module):
     # ------------------------------------------------------------------------------------------- computing
 
     def body(self, **inputs: Any) -> Any:
-        """The transformer under the lm head, in the role in use. Not checkpointed unless gradients are on."""
-        # transformers checkpoints in train mode, and then drops the KV cache: train mode only where it is wanted.
-        # (It turns on nothing else: every dropout is 0.)
+        """The transformer below the lm head, in the role in use; takes the inputs of transformers' base model."""
+        # transformers checkpoints in train mode, and then drops the KV cache: use train mode only with gradients. It
+        # changes nothing else: every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
         if self.base.training != training:
             self.base.train(training)
@@ -280,7 +291,7 @@ class SharedBase(nn.Module):
             return self.base.base_model(**inputs)
 
     def hidden(self, role: str | None, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(B, T, H) last hidden states. Without a mask rows are padded on the right, where causal attention never looks."""
+        """(B, T, H) last hidden states. Without a mask, rows are padded on the right, which causal attention never sees."""
         inputs = {"input_ids": input_ids, "use_cache": False}
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
@@ -289,7 +300,7 @@ class SharedBase(nn.Module):
             return self.body(**inputs).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., V) fp32 logits of hidden states, in the role in use."""
+        """(..., V) fp32 logits of hidden states (..., H), in the role in use."""
         with self._precision():
             logits = self.base.get_output_embeddings()(hidden)
         logits = logits.float()
@@ -308,56 +319,35 @@ class SharedBase(nn.Module):
         barred_steps: int = 0,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (B, R) in fp32 of the actions `input_ids[b, starts[b] + t]` where `mask[b, t]`; 0 elsewhere.
+        """Log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats; 0 off the mask.
 
-        Action t is scored by the logits one place earlier. Rows are padded on the right. Only the action places go
-        through the lm head, a chunk at a time, and no chunk's logits are kept for backward: (B, T, V) never exists. In the first `barred_steps` actions the tokens `barred` have probability 0, as in
-        sampling with a minimum length. The second result is the entropy (B, R) of each place's distribution, or None.
+        Action t of row b is `input_ids[b, starts[b] + t]`; the logits one position earlier score it. Only the positions of
+        actions go through the lm head, in chunks whose logits are not kept for backward: (B, T, V) never exists.
+
+        Args:
+            role: None: the bare base.
+            input_ids: (B, T), padded on the right.
+            starts: (B,) position of each row's first action.
+            mask: (B, R), on at actions.
+            temperature: divides the logits.
+            barred: token ids of probability 0 in the first `barred_steps` actions, as in sampling with a minimum length.
+            entropy: whether to compute the entropy of each action's distribution.
         """
         hidden = self.hidden(role, input_ids)
         rows, steps = mask.nonzero(as_tuple=True)
-        places = starts[rows] + steps
-        chosen, targets, early = hidden[rows, places - 1], input_ids[rows, places], steps < barred_steps
-        with self.use(role):
-            logprobs = self._per_action(
-                chosen, targets, early, temperature, tuple(barred), want_entropy=False
-            )
-            found = (
-                self._per_action(chosen, targets, early, temperature, tuple(barred), True)
-                if entropy
-                else None
-            )
+        positions = starts[rows] + steps
+        of_actions = (hidden[rows, positions - 1], input_ids[rows, positions], steps < barred_steps)
         blank = torch.zeros(mask.shape, device=mask.device)
-        spread = [None if x is None else blank.index_put((rows, steps), x) for x in (logprobs, found)]
-        return spread[0], spread[1]
-
-    def _per_action(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        early: Tensor,
-        temperature: float,
-        barred: tuple[int, ...],
-        want_entropy: bool,
-    ) -> Tensor:
-        """(N,) log-probs, or entropies, from hidden states (N, H): through the lm head, a chunk of rows at a time."""
-        head = self.base.get_output_embeddings()
-        size = max(1, LOGIT_CHUNK.get(hidden.device.type, LOGIT_CHUNK["cpu"]) // self.vocab_size)
-        # no action: still part of the graph
-        pieces = [hidden.sum(-1).float() * 0.0] if len(hidden) == 0 else []
-        for at in range(0, len(hidden), size):
-            part = slice(at, at + size)
-            run = partial(_from_logits, self, targets[part], early[part], temperature, barred, want_entropy)
-            if not torch.is_grad_enabled():
-                pieces.append(run(hidden[part]))
-            elif isinstance(head, BaseTunerLayer):  # an adapter on the lm head learns, too
-                contexts = self._checkpoint_contexts
-                pieces.append(checkpoint(run, hidden[part], use_reentrant=False, context_fn=contexts))
-            else:
-                pieces.append(_RowWise.apply(hidden[part], run))
-        return torch.cat(pieces)
+        with self.use(role):
+            logprobs = per_action(self, *of_actions, temperature, tuple(barred))
+            logprobs = blank.index_put((rows, steps), logprobs)
+            if not entropy:
+                return logprobs, None
+            entropies = per_action(self, *of_actions, temperature, tuple(barred), want_entropy=True)
+            return logprobs, blank.index_put((rows, steps), entropies)
 
     def _head(self, role: str, hidden: Tensor) -> Tensor:
+        """(...) fp32 output of the role's scalar head on hidden states (..., H). Raises ValueError if it has none."""
         stored = self._stored[role]
         if stored not in self.heads:
             raise ValueError(
@@ -366,9 +356,9 @@ class SharedBase(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             return self.heads[stored](hidden.float()).squeeze(-1)
 
-    def values(self, role: str, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(B, T) fp32: the role's head at every place."""
-        return self._head(role, self.hidden(role, input_ids, attention_mask))
+    def values(self, role: str, input_ids: Tensor) -> Tensor:
+        """(B, T) fp32 output of the role's head at every position of `input_ids` (B, T), padded on the right."""
+        return self._head(role, self.hidden(role, input_ids))
 
     def scores(
         self,
@@ -377,7 +367,15 @@ class SharedBase(nn.Module):
         attention_mask: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """(B,) fp32: the role's head at the last token of each row, by mask, or by `lengths` of right-padded rows."""
+        """(B,) fp32 output of the role's head at the last token of each row.
+
+        Args:
+            attention_mask: (B, T) of rows padded on either side.
+            lengths: (B,) of rows padded on the right; instead of a mask.
+
+        Raises:
+            ValueError: unless exactly one of both is given.
+        """
         if (attention_mask is None) == (lengths is None):
             raise ValueError(
                 "scores: give one of attention_mask and lengths; the last token is never guessed from ids"
@@ -390,100 +388,48 @@ class SharedBase(nn.Module):
             last = (torch.arange(hidden.shape[1], device=hidden.device) * attention_mask.bool()).argmax(-1)
         return self._head(role, hidden[torch.arange(len(hidden), device=hidden.device), last])
 
-    # --------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------- internals
 
     def enable_gradient_checkpointing(self) -> None:
-        """Keep one layer's input instead of its activations; the layer runs again in backward, in its own role."""
+        """Keep only each layer's input, and recompute its activations in backward, in the role of the forward."""
         self.base.gradient_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": self._checkpoint_contexts}
+            {"use_reentrant": False, "context_fn": self.checkpoint_contexts}
         )
         self.base.eval()
         self.gradient_checkpointing = True
 
-    def _checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        # called while the forward runs: the role it runs under is the one to bring back
-        # (https://github.com/huggingface/peft/issues/2832). Remove when peft keeps the active adapter for the rerun.
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """Contexts of a checkpointed forward and of its recomputation."""
+        # Called during the forward, whose role is the one to restore for the recomputation
+        # (https://github.com/huggingface/peft/issues/2832). Remove when peft keeps the active adapter itself.
         return nullcontext(), self.use(self._role)
 
     def _precision(self) -> AbstractContextManager:
-        kind = self.device.type
-        return (
-            torch.autocast(kind, self.autocast, enabled=True) if self.autocast is not None else nullcontext()
-        )
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def _no_dropout(self) -> None:
-        """Every dropout 0, LoRA's too, whatever the mode: with dropout the first ratio is not 1 nor the first KL 0."""
+        """Set every dropout to 0, LoRA's too: with dropout the first ratio is not 1, nor the first KL 0."""
         self.base.eval()
         for module in self.base.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             elif isinstance(getattr(module, "attention_dropout", None), float):
-                module.attention_dropout = 0.0  # of functional attention
+                module.attention_dropout = 0.0  # read by functional attention
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Our way from hidden states to logits must be the model's own; some families scale or cap on the way."""
+        """Raises InputError unless `logits` computes the model's own: some families scale or cap them."""
         ids = torch.arange(4, device=self.device).unsqueeze(0)
         with self._precision():
-            own = self.base(input_ids=ids).logits.float()
+            expected = self.base(input_ids=ids).logits.float()
         ours = self.logits(self.body(input_ids=ids, use_cache=False).last_hidden_state)
-        if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2):
+        if not torch.allclose(expected, ours, rtol=1e-2, atol=1e-2):
             raise InputError(
                 f"{type(self.base).__name__} changes its logits after the lm head in a way that is "
-                f"unknown here (largest difference {(own - ours).abs().max():.3g}); expected a plain, a soft-capped or a "
+                f"unknown here (largest difference {(expected - ours).abs().max():.3g}); expected a plain, a soft-capped or a "
                 "scaled head",
                 key="model.name_or_path",
             )
-
-
-class _RowWise(torch.autograd.Function):
-    """y[n] = run(x)[n], where y[n] depends on the row x[n] alone and `run` has no parameters to learn.
-
-    Then the gradient of sum(y) holds every row's own derivative. It is taken right in the forward, while the chunk's logits
-    are there, and (N, H) is kept instead of (N, V): two products with the lm head, where recomputing takes three.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            y = run(leaf)
-            (slope,) = torch.autograd.grad(y.sum(), leaf)
-        ctx.save_for_backward(slope)
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (slope,) = ctx.saved_tensors
-        return (grads[0].unsqueeze(-1) * slope).to(slope.dtype), None
-
-
-def _from_logits(
-    shared: SharedBase,
-    targets: Tensor,
-    early: Tensor,
-    temperature: float,
-    barred: tuple[int, ...],
-    want_entropy: bool,
-    hidden: Tensor,
-) -> Tensor:
-    """Log-prob of each row's target, or each row's entropy; fp32."""
-    logits = shared.logits(hidden)
-    if temperature != 1.0:  # a pass over the largest tensor there is
-        logits = logits / temperature
-    if barred:
-        logits = bar(logits, early, barred)
-    if not want_entropy:
-        return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-    logprobs = logits.log_softmax(-1)
-    return -(logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)).sum(-1)
-
-
-def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Logits (N, V) with `tokens` at -inf in the rows (N,) that are on: in sampling and in log-probs alike."""
-    hit = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    hit[list(tokens)] = True
-    return logits.masked_fill(rows.unsqueeze(-1) & hit, float("-inf"))
 
 
 def _read_config(folder: Path) -> LoraConfig:

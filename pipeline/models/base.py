@@ -1,7 +1,7 @@
-"""The frozen base model: which one it is (`base_identity`, no torch import) and loading it (`load_base`).
+"""The frozen base model: its identity (`base_identity`, no torch import), and loading it (`load_base`).
 
-A base is a folder or a Hugging Face hub id. It is loaded once, frozen, with every dropout off, and is never
-written to: whatever is learned lives in adapters on it.
+A base is a folder or a Hugging Face hub id. It is loaded once, frozen, with every dropout off, and never written to:
+everything that is learned lives in adapters on it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import hashlib
 import json
 import os
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, about, in_brief
+from pipeline.errors import InputError, in_brief
 from pipeline.models.adapter_files import HEAD_NAMES
-from pipeline.models.config_types import CONTEXT_KEYS, check_types
-from pipeline.models.files import json_object
+from pipeline.models.base_files import base_config, base_file, local, source, weight_files
+from pipeline.models.config_types import CONTEXT_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,153 +27,20 @@ if TYPE_CHECKING:
     from pipeline.config import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # larger ones: the header and 64 pieces of 64 KiB
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger ones, the header and 64 pieces of 64 KiB
+# Keys of config.json that are left out of the digest.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # what reads the last hidden state stays unquantised
-
-
-# ------------------------------------------------------------------------------------------- files of a base
-
-
-def local(name_or_path: str) -> Path:
-    """A base's name as a path, `~` expanded; whether there is such a folder, only os.path.isdir says without raising."""
-    return Path(os.path.expanduser(name_or_path))
-
-
-def source(name_or_path: str) -> str:
-    """A base's name as the libraries take it: an existing folder, or a hub id."""
-    folder = local(name_or_path)
-    return str(folder) if os.path.isdir(folder) else name_or_path
-
-
-def require_local(name_or_path: str) -> None:
-    """Refuses a base whose name is that of a file, or can only be that of a folder, which is not there."""
-    folder = local(name_or_path)
-    if os.path.isdir(folder):
-        return
-    if os.path.lexists(folder):
-        raise InputError(
-            f"{name_or_path!r} is a file; expected the folder with config.json and "
-            f"*.safetensors in it, perhaps {str(folder.parent)!r}",
-            key="model.name_or_path",
-        )
-    if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
-        raise InputError(
-            f"there is no folder {name_or_path!r}; expected a model folder or a hub id",
-            key="model.name_or_path",
-        )
-
-
-def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
-    """The path of one file of a base, fetched from the hub unless it is a folder; None if the base has no such file.
-
-    Raises InputError if the base itself cannot be had: not a folder and not reachable, gated, unknown revision.
-    """
-    folder = local(name_or_path)
-    if os.path.isdir(folder):
-        return folder / filename if os.path.lexists(folder / filename) else None
-    require_local(name_or_path)
-    return _hub_file(name_or_path, filename, revision)
-
-
-def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
-    from huggingface_hub import errors, hf_hub_download
-
-    key, where = "model.name_or_path", f"{repo!r}" + (f" (revision {revision!r})" if revision else "")
-    try:
-        return Path(hf_hub_download(repo, filename, revision=revision, local_files_only=not _hub_answers()))
-    except errors.GatedRepoError as error:
-        raise InputError(f"{where} {_gated(repo, error.response.status_code)}", key) from error
-    except errors.RepositoryNotFoundError as error:
-        raise InputError(
-            f"{where} is neither a folder here nor a model on the hub (HTTP {error.response.status_code}); "
-            "check the spelling, and set HF_TOKEN if the repository is private",
-            key,
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise InputError(
-            f"{repo!r} has no revision {revision!r}; leave it out for the newest", key="model.revision"
-        ) from error
-    except errors.HFValidationError as error:
-        raise InputError(
-            f"{where} is neither a folder here nor a possible hub id ('owner/name')", key
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        # Asked for an optional file, offline, of a model that is in the cache: the model simply lacks it.
-        if filename != "config.json" and _in_cache(repo, revision):
-            return None
-        raise InputError(
-            f"{where} is not a folder here, and the hub cannot be reached nor is it in the hub cache; give a folder, "
-            f"or run `hf download {repo}` where there is a network (HF_HUB_OFFLINE must be unset)",
-            key,
-        ) from error
-    except errors.EntryNotFoundError:
-        return None
-    except errors.HTTPError as error:
-        raise InputError(
-            f"{where}: the hub answered with an error: {str(error).splitlines()[0]}", key
-        ) from error
-
-
-@cache
-def _hub_answers() -> bool:
-    """Whether the hub can be reached now: asked once, since hf_hub_download retries for 23 s where it cannot."""
-    from huggingface_hub import constants, errors, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=10)
-    except (errors.HTTPError, errors.OfflineModeIsEnabled):
-        return False
-    return True
-
-
-def _gated(repo: str, status: int) -> str:
-    page = f"https://huggingface.co/{repo}"
-    if status == 401:
-        return f"is gated and no valid HF_TOKEN is set (HTTP 401): accept its licence at {page}, then `export HF_TOKEN=...`"
-    return f"is gated and the account of this HF_TOKEN has not been granted access (HTTP {status}): accept its licence at {page}"
-
-
-def _in_cache(repo: str, revision: str | None) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(repo, "config.json", revision=revision), str)
-
-
-def base_json(name_or_path: str, filename: str, revision: str | None = None) -> dict[str, Any] | None:
-    """The parsed content of one JSON file of a base, or None if the base has no such file."""
-    path = base_file(name_or_path, filename, revision)
-    if path is None:
-        return None
-    with about("model.name_or_path"):
-        return json_object(path)
-
-
-def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
-    """The base's config.json. Raises InputError if there is none (an adapter folder, for example)."""
-    config = base_json(name_or_path, "config.json", revision)
-    if config is not None:
-        check_types(str(base_file(name_or_path, "config.json", revision)), config)
-        return config
-    if base_file(name_or_path, "adapter_config.json", revision) is not None:
-        raise InputError(
-            f"{name_or_path!r} is an adapter, not a base: name its base here, and the adapter as "
-            "`policy` or `reward`",
-            key="model.name_or_path",
-        )
-    raise InputError(
-        f"{name_or_path!r} has no config.json; expected a model folder or a hub id", key="model.name_or_path"
-    )
+KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantised
 
 
 # ------------------------------------------------------------------------------------------------- identity
 
 
 def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
-    """Which base this is: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
+    """The identity of a base: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
 
-    The digest is the commit for a hub id, else a sha256 over configuration and weight files (files over 1 GiB by
-    their header and 64 evenly spaced pieces): it changes when a weight does, and costs no torch import.
+    The digest of a hub id is its commit; that of a folder is a sha256 over configuration and weights (of files over 1 GiB,
+    the header and 64 evenly spaced pieces), which changes when a weight does. Imports no torch.
     """
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
@@ -196,18 +62,12 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """The number of positions that config.json promises, or None if it names no limit."""
+    """The number of positions in config.json, or None if it names no limit."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(part.get(key), int):
                 return int(part[key])
     return None
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder: safetensors, or pickles where there are none."""
-    found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    return [file for file in found if file.is_file()]  # a pipe would be read for ever
 
 
 def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
@@ -253,9 +113,14 @@ def load_base(
 ) -> PreTrainedModel:
     """Load the base of a job: frozen, in eval mode, every dropout 0, from safetensors unless `allow_pickle`.
 
-    With `scorer_tokenizer`, an AutoModelForSequenceClassification of one label whose (untrained) head is fp32 and reads
-    fp32, and whose `pad_token_id` is that tokenizer's. `load_in_4bit` gives nf4 with double quantisation,
-    on a CPU too. Raises InputError for a base that cannot be had, lacks weights, or has no head of the kind.
+    Args:
+        model: the job's `model` section. `load_in_4bit` gives nf4 with double quantisation, on a CPU too.
+        scorer_tokenizer: asks for an AutoModelForSequenceClassification of one label, with this tokenizer's `pad_token_id`
+            and an (untrained) head that computes in fp32. None: an AutoModelForCausalLM.
+        device: to load it to. None: the CPU.
+
+    Raises:
+        InputError: when the base is missing or damaged, or has no such model class.
     """
     import torch
 
@@ -275,7 +140,7 @@ def load_base(
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # then it says which
+        "ignore_mismatched_sizes": True,  # report them, for check_loaded to refuse
     }
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
@@ -283,7 +148,7 @@ def load_base(
         options["quantization_config"] = _nf4(dtype)
         options["device_map"] = {"": device or "cpu"}
     where = source(model.name_or_path)
-    # Its report calls the scorer's new head a problem; what is one, check_loaded refuses.
+    # The report also names a scorer's new head; check_loaded refuses what is really missing.
     with without_load_report(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
     check_loaded(where, info, scorer)
@@ -296,17 +161,17 @@ def load_base(
 
 
 def model_classes(scorer: bool) -> Any:
-    """{configuration class: model class} of transformers' own models that answer, or that score."""
+    """{configuration class: model class} of transformers' causal language models, or of its sequence classifiers."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
-    """The base's configuration and the Auto class to load it with; a scorer has one label.
+    """The base's transformers configuration, of one label for a scorer, and the Auto class to load it with.
 
     Raises:
-        InputError: when transformers does not know it, or refuses its config.json.
+        InputError: when transformers does not know the architecture, or refuses config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -328,7 +193,7 @@ def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
 
 @contextmanager
 def unreadable(model: Model) -> Iterator[None]:
-    """Turns what transformers raises about files that it cannot make a model of, and that can be anything, into an InputError."""
+    """Turn what transformers raises over a model's files, of any type, into an InputError."""
     import torch
 
     try:
@@ -344,7 +209,7 @@ def unreadable(model: Model) -> Iterator[None]:
 
 
 def freeze(model: torch.nn.Module) -> None:
-    """Eval mode, no gradients, every dropout module at 0 (train() then turns nothing on again)."""
+    """Eval mode, no gradients, every dropout module at 0 (so that train() does not turn it on again)."""
     import torch
 
     model.eval()
@@ -355,7 +220,7 @@ def freeze(model: torch.nn.Module) -> None:
 
 
 def _no_dropout_in(config: Any) -> None:
-    """Set every dropout probability of a configuration to 0: attention reads it there, not from a module."""
+    """Set every dropout probability of a configuration to 0: attention reads it there and not from a module."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for key, value in part.to_dict().items():
             if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
@@ -377,9 +242,9 @@ def _nf4(dtype: torch.dtype) -> Any:
 def _one_nf4_path(model: torch.nn.Module) -> None:
     """Keep bitsandbytes 0.50 from repacking nf4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed form wants every width to be a multiple of 64, rounds otherwise than the form used in training, and
-    stays packed in training; without it sampling and training see the same weights. The flag is private; the kernel came
-    with https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804. Remove when the two forms round alike.
+    The packed form needs widths that are multiples of 64, rounds differently from the form used in training, and is not
+    unpacked again; without it, sampling and training see the same weights. The flag is private; the kernel came with
+    https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804. Remove when both forms round alike.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -389,50 +254,51 @@ def _one_nf4_path(model: torch.nn.Module) -> None:
 def _check_remote_code(model: Model, raw: dict[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = raw.get("model_type")
-    if kind in CONFIG_MAPPING or model.trust_remote_code:
+    model_type = raw.get("model_type")
+    if model_type in CONFIG_MAPPING or model.trust_remote_code:
         return
     if raw.get("auto_map"):
         raise InputError(
-            f"{model.name_or_path!r} ({kind!r}) runs its own Python code; read it, then set "
+            f"{model.name_or_path!r} ({model_type!r}) runs its own Python code; read it, then set "
             "model.trust_remote_code=true",
             key="model.name_or_path",
         )
     raise InputError(
-        f"config.json of {model.name_or_path!r} names model_type {kind!r}, unknown here",
+        f"config.json of {model.name_or_path!r} names model_type {model_type!r}, unknown here",
         key="model.name_or_path",
     )
 
 
 @contextmanager
 def without_load_report() -> Iterator[None]:
+    """Silence transformers' warnings within the block."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
 def check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
-    """transformers only warns about weights that a file lacks, and makes up random ones: refuse that."""
+    """Raises InputError if weights were missing or misshapen: transformers only warns, and initialises them at random."""
     missing = sorted(key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES)))
-    wrong = [f"{key!r} is missing" for key in missing] + [
-        f"{key!r} has shape {tuple(there)} and config.json promises {tuple(promised)}"
-        for key, there, promised in sorted(info["mismatched_keys"])
+    problems = [f"{key!r} is missing" for key in missing] + [
+        f"{key!r} has shape {tuple(shape)} and config.json promises {tuple(promised)}"
+        for key, shape, promised in sorted(info["mismatched_keys"])
     ]
-    if wrong:
+    if problems:
         raise InputError(
-            f"the weight files of {where!r} lack or misshape {len(wrong)} of its tensors: {wrong[0]}; "
+            f"the weight files of {where!r} lack or misshape {len(problems)} of its tensors: {problems[0]}; "
             "fetch or save the model again",
             key="model.name_or_path",
         )
 
 
 def score_head(model: torch.nn.Module) -> torch.nn.Module:
-    """The scalar head of a sequence-classification model."""
+    """The scalar head of a sequence-classification model. Raises InputError if there is none."""
     for name in HEAD_NAMES:
         if hasattr(model, name):
             return getattr(model, name)

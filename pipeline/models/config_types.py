@@ -1,6 +1,6 @@
-"""What every reader of a config.json stumbles over: wrong types, and sizes that no model has (no torch import).
+"""Checks of a config.json that hold for every architecture: types, and sizes that no model has (no torch import).
 
-What only one architecture knows, transformers checks when it builds its configuration (fit.py).
+The rest transformers checks when it builds its configuration (fit.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONTEXT_KEYS = (
     "n_ctx",
     "max_sequence_length",
 )
-# Whole numbers of config.json, each with the largest that is no mistake: a library would count to any that is said.
+# Integers of config.json with the largest plausible value: a library would try to build a model of any size.
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 10_000),
     **dict.fromkeys(
@@ -31,10 +31,13 @@ POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", 
 
 
 def check_types(path: str, config: dict[str, Any]) -> None:
-    """Refuses a config.json with such a value.
+    """Check the types and sizes in a config.json.
+
+    Args:
+        path: of the file, for messages.
 
     Raises:
-        InputError: naming the key and the value.
+        InputError: names the key and the value.
     """
     expected = {
         "model_type": str, "architectures": list, **dict.fromkeys(("text_config", "id2label", "quantization_config"), dict)
@@ -46,13 +49,13 @@ def check_types(path: str, config: dict[str, Any]) -> None:
                 key="model.name_or_path",
             )
     for part in (config, config.get("text_config") or {}):
-        for key, most in SIZES.items():
+        for key, limit in SIZES.items():
             size = part.get(key)
-            if size is None or isinstance(size, list):  # of each layer its own
+            if size is None or isinstance(size, list):  # a list: one per layer
                 continue
-            if type(size) is not int or not 1 <= size <= most:
+            if type(size) is not int or not 1 <= size <= limit:
                 raise InputError(
-                    f"{path}: {key}: found {size!r:.80}, expected a whole number from 1 to {most}; "
+                    f"{path}: {key}: found {size!r:.80}, expected a whole number from 1 to {limit}; "
                     "fetch the model again",
                     key="model.name_or_path",
                 )

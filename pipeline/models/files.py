@@ -1,4 +1,4 @@
-"""JSON files that somebody else wrote: read whole as an object, or refused by name (no torch import)."""
+"""Reading JSON files from outside (no torch import)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from pipeline.errors import InputError, in_brief
 def json_object(path: str | Path, mend: str = "fetch or save it again") -> dict[str, Any]:
     """The content of a JSON file.
 
+    Args:
+        mend: ends the message of an error: what to do about it.
+
     Raises:
-        InputError: where it is no regular file, cannot be read, is not UTF-8, not JSON, nested too deeply, holds NaN, or
-            is no object; `mend` says what to do then.
+        InputError: when it is not a regular file, cannot be read, is not UTF-8, not JSON, nested too deeply, holds NaN, or
+            is not an object.
     """
     require_file(path, mend)
     try:
@@ -32,17 +35,17 @@ def json_object(path: str | Path, mend: str = "fetch or save it again") -> dict[
 def _constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("NaN is not a value of JSON")
-    return float(name)  # Infinity: Mamba's configurations hold it
+    return float(name)  # Infinity: in Mamba's configurations
 
 
 def require_file(path: str | Path, mend: str) -> None:
-    """Refuses what is not a regular file: a pipe, for example, would be read for ever."""
+    """Raises InputError unless `path` is a regular file: reading a pipe, for example, would not end."""
     if os.path.isfile(path):
         return
     if os.path.islink(path):
         found = f"a link to {os.readlink(path)!r}, which is not there"
+    elif os.path.isdir(path):
+        found = "a folder"
     else:
-        found = (
-            "a folder" if os.path.isdir(path) else "no regular file" if os.path.exists(path) else "nothing"
-        )
+        found = "no regular file" if os.path.exists(path) else "nothing"
     raise InputError(f"{path}: found {found}, expected a file; {mend}")

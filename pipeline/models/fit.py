@@ -1,10 +1,10 @@
-"""Checks base weights, config.json and `lora` against each other by names and shapes, before anything starts.
+"""Checks base weights, config.json and `lora` against each other by names and shapes, before a run starts.
 
-    base = check_base(job.model)      # its files hold what its config.json promises
-    check_lora(base, job.lora)        # the settings of a new adapter find modules to adapt
+    base = check_base(job.model)               # its files hold the tensors that its config.json promises
+    check_lora(base, job.lora, scorer=False)   # the settings of a new adapter match modules of the base
 
-What a plain Llama consists of is written down here, so that its job is checked in milliseconds. Everything else, and what
-does not look right, is asked of transformers and peft, on the meta device: what they say decides, three seconds later.
+Plain Llamas are checked in milliseconds against a table of their tensors (llama.py). For all others, and for any
+mismatch, transformers and peft decide, on the meta device: that takes three seconds.
 """
 
 from __future__ import annotations
@@ -17,18 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError, about, in_brief
 from pipeline.models.adapter_files import HEAD_NAMES
-from pipeline.models.base import (
-    architecture,
-    base_config,
-    base_file,
-    base_json,
-    check_loaded,
-    local,
-    model_classes,
-    unreadable,
-    weight_files,
-    without_load_report,
-)
+from pipeline.models.base import architecture, check_loaded, model_classes, unreadable, without_load_report
+from pipeline.models.base_files import base_config, base_file, base_json, local, weight_files
 from pipeline.models.llama import LINEAR as LLAMA_LINEAR
 from pipeline.models.llama import Layout, layout
 from pipeline.models.weights import FLOATING, INDEX, SINGLE, Stored, stored_in, stored_in_model
@@ -37,7 +27,8 @@ from pipeline.system import deadline
 if TYPE_CHECKING:
     from pipeline.config import Model
 
-SECONDS = 5.0  # for one regular expression on the names of all modules: milliseconds, if it ends at all
+# Limit for matching one regular expression against all module names, which should take milliseconds.
+SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,18 +37,18 @@ class Base:
 
     model: Model
     config: dict[str, Any]
-    tensors: dict[str, Stored]  # empty where its weights are not here, or not in safetensors
+    tensors: dict[str, Stored]  # empty if its weights are not local, or not safetensors
     scorer: bool = False  # a sequence-classification model with its head
-    gpu: bool = False  # it will run on GPUs, which this process may lack
+    gpu: bool = False  # the run uses GPUs, which this process may lack
 
     @property
     def plain(self) -> Layout | None:
-        """Its tensors, if it is a plain Llama."""
+        """{name: shape} of its tensors, if it is a plain Llama."""
         return None if self.scorer else layout(self.config)
 
     @property
     def checkable(self) -> bool:
-        """Not: code of its own, and weights that are quantised already, of which only their loader knows the shapes."""
+        """False for models with code of their own, and for quantised weights, whose shapes only their loader knows."""
         return not (self.config.get("quantization_config") or self.model.trust_remote_code)
 
 
@@ -65,12 +56,12 @@ class Base:
 
 
 def check_weights(model: Model) -> dict[str, Stored]:
-    """{tensor: dtype and shape} of a base, from its files' headers; no torch import.
+    """{name: dtype and shape} of a base's tensors, from the headers of its files (no torch import).
 
-    Empty where they are not here to be read: shards on the hub, and pickles.
+    Empty for sharded weights on the hub and for pickles, which cannot be read like that.
 
     Raises:
-        InputError: when a file is damaged or missing, or all are pickles and these are not allowed.
+        InputError: when a file is damaged or missing, or the weights are pickles without `allow_pickle`.
     """
     folder = local(model.name_or_path)
     if not os.path.isdir(folder):
@@ -118,7 +109,7 @@ def _check_pickles(model: Model) -> None:
 
 
 def _pickled(model: Model) -> dict[str, Stored]:
-    """The tensors of pickled weights, read as transformers reads them (no code is run); of other bases none."""
+    """{name: dtype and shape} of the tensors of local pickled weights; runs no code from the file."""
     import torch
 
     tensors: dict[str, Stored] = {}
@@ -126,16 +117,16 @@ def _pickled(model: Model) -> dict[str, Stored]:
     for file in weight_files(folder) if os.path.isdir(folder) else ():
         try:
             content = torch.load(file, map_location="meta", weights_only=True)
-            found = {
-                name: Stored("F32" if one.is_floating_point() else str(one.dtype), tuple(one.shape))
-                for name, one in content.items()
+            stored = {
+                name: Stored("F32" if tensor.is_floating_point() else str(tensor.dtype), tuple(tensor.shape))
+                for name, tensor in content.items()
             }
         except Exception as error:  # a damaged pickle can raise anything
             raise InputError(
                 f"{file}: cannot be read ({in_brief(error)}); fetch or save the model again",
                 key="model.name_or_path",
             ) from error
-        tensors |= found
+        tensors |= stored
     return tensors
 
 
@@ -143,15 +134,15 @@ def _pickled(model: Model) -> dict[str, Stored]:
 
 
 def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: bool = True) -> Base:
-    """Refuses a base whose files do not hold the tensors that its config.json promises, in their shapes.
+    """Check that a base's files hold the tensors that its config.json promises, in their shapes.
 
     Args:
         scorer: whether it is a reward model, with a scalar head.
-        gpu: whether it will run on GPUs, which this process may lack.
-        weights: whether its weights are to be there; False: config.json is all that is looked at.
+        gpu: whether the run uses GPUs, which this process may lack.
+        weights: whether to check its weights, or config.json alone.
 
     Raises:
-        InputError: naming a tensor or a key.
+        InputError: names the tensor or key that is wrong.
     """
     config = base_config(model.name_or_path, model.revision)
     _check_generation(model)
@@ -161,15 +152,16 @@ def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: b
         if not model.trust_remote_code:
             _check_quantised(base)
         return base
-    known = base.plain and (not weights or base.plain == {name: one.shape for name, one in tensors.items()})
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    known = base.plain and (not weights or base.plain == shapes)
     if not known:
         skeleton(base)
     if model.attn_implementation not in (None, *(("eager", "sdpa") if known else ())):
         check_attention(base)
-    for name, one in tensors.items():
-        if name.endswith("weight") and one.dtype not in FLOATING:
+    for name, tensor in tensors.items():
+        if name.endswith("weight") and tensor.dtype not in FLOATING:
             raise InputError(
-                f"{model.name_or_path!r}: tensor {name!r} is of dtype {one.dtype}, expected one of "
+                f"{model.name_or_path!r}: tensor {name!r} is of dtype {tensor.dtype}, expected one of "
                 f"{', '.join(FLOATING)}; fetch or save the model again",
                 key="model.name_or_path",
             )
@@ -177,36 +169,42 @@ def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: b
 
 
 def _check_generation(model: Model) -> None:
-    """Lets transformers read generation_config.json, unless it holds token ids and switches alone (tokenizer.py reads those)."""
-    said = base_json(model.name_or_path, "generation_config.json", model.revision) or {}
-    if all(key.endswith(("_token_id", "_version")) or type(value) is bool for key, value in said.items()):
+    """Raises InputError if transformers refuses generation_config.json.
+
+    Skips its import if the file holds only token ids, which tokenizer.py checks, and booleans.
+    """
+    config = base_json(model.name_or_path, "generation_config.json", model.revision) or {}
+    if all(key.endswith(("_token_id", "_version")) or type(value) is bool for key, value in config.items()):
         return
     from transformers import GenerationConfig
 
     with without_load_report(), unreadable(model):
-        GenerationConfig.from_dict(said)
+        GenerationConfig.from_dict(config)
 
 
 def _check_quantised(base: Base) -> None:
-    """Refuses weights quantised in a way that transformers does not know, or, without a GPU, that needs what is not here."""
+    """Raises InputError for a quantisation that transformers does not know, or whose packages are missing (CPU runs)."""
     from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
     architecture(base.model, base.scorer)
     with unreadable(base.model):
-        found = AutoQuantizationConfig.from_dict(base.config["quantization_config"])
+        config = AutoQuantizationConfig.from_dict(base.config["quantization_config"])
         if not base.gpu:
-            AutoHfQuantizer.from_config(found).validate_environment(device_map={"": "cpu"})
+            AutoHfQuantizer.from_config(config).validate_environment(device_map={"": "cpu"})
 
 
 def skeleton(base: Base, scorer: bool | None = None) -> Any:
-    """The model on the meta device, as transformers itself loads the base's tensors into it: names and shapes alone.
+    """The model on the meta device, loaded by transformers from the names and shapes of the base's tensors.
 
     Args:
-        scorer: with a scalar head for a new reward model, which the files need not have; None: as `base` says.
+        scorer: whether it gets the scalar head of a new reward model, which the files need not have. None: `base.scorer`.
+
+    Raises:
+        InputError: when the files and config.json do not agree.
     """
     import logging
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends a package when it is imported
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import recommends another package
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -223,10 +221,10 @@ def skeleton(base: Base, scorer: bool | None = None) -> Any:
                 None,
                 config=config,
                 state_dict={
-                    name: torch.empty(one.shape, device="meta") for name, one in base.tensors.items()
+                    name: torch.empty(tensor.shape, device="meta") for name, tensor in base.tensors.items()
                 },
                 device_map={"": "meta"},
-                ignore_mismatched_sizes=True,  # then it says which
+                ignore_mismatched_sizes=True,  # report them, for check_loaded to refuse
                 output_loading_info=True,
             )
     finally:
@@ -237,7 +235,7 @@ def skeleton(base: Base, scorer: bool | None = None) -> Any:
 
 
 def _check_count_of_layers(base: Base) -> None:
-    """Before as many are built: each has tensors of its own."""
+    """Raises InputError if config.json has more layers than there are tensors, before that many are built."""
     text = base.config.get("text_config") or base.config
     for key in ("num_hidden_layers", "n_layer", "num_layers"):
         if base.tensors and isinstance(text.get(key), int) and text[key] > len(base.tensors):
@@ -249,13 +247,13 @@ def _check_count_of_layers(base: Base) -> None:
 
 
 def _check_unused(base: Base, loaded: Any, info: dict[str, Any]) -> None:
-    """Tensors that nothing reads are said; further layers of a kind that the model has are refused: it would lose them."""
+    """Warns of tensors that are not loaded. Raises InputError if they are further layers of the model's own kinds."""
     unused = sorted(info["unexpected_keys"])
     kinds = {_kind(name) for name in loaded.state_dict()}
-    if more := [name for name in unused if _kind(name) in kinds]:
+    if layers := [name for name in unused if _kind(name) in kinds]:
         raise InputError(
             f"the weight files of {base.model.name_or_path!r} hold more layers than its config.json says: "
-            f"{len(more)} tensors would not be read, {more[0]!r} for one; fetch the model again",
+            f"{len(layers)} tensors would not be read, {layers[0]!r} for one; fetch the model again",
             key="model.name_or_path",
         )
     if unused:
@@ -267,32 +265,32 @@ def _check_unused(base: Base, loaded: Any, info: dict[str, Any]) -> None:
 
 
 def _kind(name: str) -> str:
-    """The name of a tensor without the numbers of layers and experts."""
+    """A tensor's name with `*` for the numbers of layers and experts."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def check_attention(base: Base) -> None:
-    """Refuses a model.attn_implementation that is unknown, not for this architecture, or whose package is missing.
+    """Check `model.attn_implementation`.
 
     Raises:
-        InputError: with what transformers says to it.
+        InputError: when it is unknown, not for this architecture, or its package is missing.
     """
     import importlib.util
 
     import torch
 
-    wanted = base.model.attn_implementation
+    attention = base.model.attn_implementation
     config, auto = architecture(base.model, base.scorer)
     try:
         with torch.device("meta"):
-            auto.from_config(config, attn_implementation=wanted)
-        if wanted == "flex_attention" and not base.gpu:
+            auto.from_config(config, attn_implementation=attention)
+        if attention == "flex_attention" and not base.gpu:
             raise ValueError("it has no backward on a CPU")
-    except Exception as error:  # hub, kernels and each package raise types of their own
+    except Exception as error:  # the hub, kernels and each package raise types of their own
         if importlib.util.find_spec("flash_attn") and base.gpu and not torch.cuda.is_available():
-            return  # it is installed; the workers have the GPU that is missing here
+            return  # installed, but it needs a GPU, which the workers have and this process lacks
         raise InputError(
-            f"{wanted!r} cannot be used with {config.model_type} here ({in_brief(error)}); take the "
+            f"{attention!r} cannot be used with {config.model_type} here ({in_brief(error)}); take the "
             "key out, or type model.attn_implementation=sdpa (or eager)",
             key="model.attn_implementation",
         ) from error
@@ -302,10 +300,14 @@ def check_attention(base: Base) -> None:
 
 
 def check_lora(base: Base, lora: dict[str, Any], scorer: bool) -> None:
-    """Refuses settings of a new adapter that peft refuses, or of which a part finds no module in this base.
+    """Check the settings of a new adapter.
+
+    Args:
+        lora: the job's `lora` section.
+        scorer: whether the adapter is for a reward model.
 
     Raises:
-        InputError: naming the key, and modules that there are.
+        InputError: when peft refuses them, or a name or pattern in them matches no module of the base.
     """
     targets = lora.get("target_modules")
     simple = lora.keys() <= {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias"}
@@ -322,41 +324,44 @@ def check_lora(base: Base, lora: dict[str, Any], scorer: bool) -> None:
         if lora.get(key) != "all-linear":
             _check_names(key, lora.get(key), modules)
     for key in ("rank_pattern", "alpha_pattern"):
-        for one in lora.get(key) or ():
-            _matches(key, rf"(.*\.)?({one})", modules, one)  # as peft looks for it
+        for pattern in lora.get(key) or ():
+            _matches(key, rf"(.*\.)?({pattern})", modules, pattern)  # as peft matches it
     _check_layers(lora, model.config.get_text_config().num_hidden_layers)
     _adapt(model, lora)
 
 
-def _check_names(key: str, wanted: Any, names: list[str]) -> None:
-    """Each name of a list ends one of `names`, and a text, a regular expression, matches one of them whole."""
-    for one in [wanted] if isinstance(wanted, str) else wanted or ():
-        if isinstance(wanted, str):
-            found = _matches(key, one, names)
+def _check_names(key: str, modules: Any, names: list[str]) -> None:
+    """Raises InputError unless each of `lora.key` matches one of `names`: a list by their ends, a regex as a whole."""
+    for module in [modules] if isinstance(modules, str) else modules or ():
+        if isinstance(modules, str):
+            matches = _matches(key, module, names)
         else:
-            found = any(name == one or name.endswith(f".{one}") for name in names)
-        if not found:
+            matches = any(name == module or name.endswith(f".{module}") for name in names)
+        if not matches:
             choices = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise InputError(
-                f"lora.{key}: {one!r} matches no module of this base; expected "
+                f"lora.{key}: {module!r} matches no module of this base; expected "
                 + ("all-linear, or " if key == "target_modules" else "")
                 + f"some of {choices}"
             )
 
 
 def _matches(key: str, pattern: str, names: list[str], shown: str | None = None) -> bool:
-    """Whether a regular expression matches one of `names` whole; tried on all of them, as peft will.
+    """Whether a regular expression matches one of `names` as a whole; all are tried, as peft will.
+
+    Args:
+        shown: the pattern as the job has it, for messages.
 
     Raises:
-        InputError: when it is none, or goes on for ever: a repetition inside a repetition tries every way to split a name.
+        InputError: when it is not a regular expression, or takes too long (a repetition inside a repetition).
     """
-    late = InputError(
+    timeout = InputError(
         f"{shown or pattern!r} was not matched with the names of {len(names)} modules within {SECONDS:g} seconds; take the "
         "repetition inside a repetition out of it",
         key=f"lora.{key}",
     )
     try:
-        with deadline.limited(SECONDS, late):
+        with deadline.limited(SECONDS, timeout):
             return any([re.fullmatch(pattern, name) for name in names])
     except (re.error, RecursionError) as error:
         raise InputError(
@@ -366,23 +371,24 @@ def _matches(key: str, pattern: str, names: list[str], shown: str | None = None)
 
 def _check_layers(lora: dict[str, Any], count: int) -> None:
     layers = lora.get("layers_to_transform")
-    for one in [layers] if isinstance(layers, int) else layers or ():
-        if not 0 <= one < count:
+    for layer in [layers] if isinstance(layers, int) else layers or ():
+        if not 0 <= layer < count:
             raise InputError(
-                f"found {one}, but this base has the layers 0 to {count - 1}", key="lora.layers_to_transform"
+                f"found {layer}, but this base has the layers 0 to {count - 1}",
+                key="lora.layers_to_transform",
             )
 
 
 def _adapt(model: Any, lora: dict[str, Any]) -> None:
-    """Lets the library put the adapter there that a worker will train; what it warns about and ignores is an error here."""
+    """Add the adapter as a worker will. Raises InputError if peft refuses it, or warns of settings that match nothing."""
     from pipeline.models.adapters import SharedBase
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            warnings.simplefilter("error", RuntimeWarning)  # a pattern, or a parameter, that matches nothing
+            warnings.simplefilter("error", RuntimeWarning)  # a pattern or parameter that matches nothing
             SharedBase(model).add("policy", lora=lora)
     except InputError:
         raise
-    except Exception as error:  # peft checks some settings, and stumbles over others
+    except Exception as error:  # peft checks some settings, and fails in many ways over others
         raise InputError(f"peft refuses these settings ({in_brief(error)}); fix them", key="lora") from error

@@ -1,15 +1,15 @@
-"""What a plain Llama consists of, from its config.json: enough to see in milliseconds that a base is whole (no torch import).
+"""The tensors of a plain Llama, from its config.json, to check a base in milliseconds (no torch import).
 
-Anything out of the ordinary makes it say None: only transformers knows then, three seconds of imports later.
+For any unusual setting the answer is None; then transformers has to be asked, which takes three seconds to import.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-Layout = dict[str, tuple[int, ...]]  # {tensor: shape}
+Layout = dict[str, tuple[int, ...]]  # {name: shape} of tensors
 
-# The linear layers of a block, by their part of it.
+# The linear layers of a block.
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 LINEAR = frozenset(ATTENTION + MLP)
 FIXED = {
@@ -27,7 +27,7 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
-# What decides neither names nor shapes, and is checked elsewhere (ids), or is read by nobody here.
+# Settings that do not affect names or shapes: checked elsewhere (token ids), or not read.
 FREE = (
     "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "rms_norm_eps",
     "rope_parameters", "transformers_version",
@@ -35,7 +35,7 @@ FREE = (
 
 
 def layout(config: dict[str, Any]) -> Layout | None:
-    """{tensor: shape} of a plain Llama; None for anything else, a scorer among it."""
+    """{name: shape} of the tensors of a plain Llama; None for any other model, a scorer included."""
     if not _is_plain(config):
         return None
     hidden, inner, width = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
@@ -51,19 +51,19 @@ def layout(config: dict[str, Any]) -> Layout | None:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    found: Layout = {
+    tensors: Layout = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
     }
     for number in range(config["num_hidden_layers"]):
-        found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in block.items()}
+        tensors |= {f"model.layers.{number}.{name}.weight": shape for name, shape in block.items()}
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (config["vocab_size"], hidden)
-    return found
+        tensors["lm_head.weight"] = (config["vocab_size"], hidden)
+    return tensors
 
 
 def _is_plain(config: dict[str, Any]) -> bool:
-    """Every key is there and known, and no value is one that a library might refuse."""
+    """Whether config.json has exactly the known keys, with values that no library would refuse."""
     if config.keys() != {*FIXED, *SIZES, *FREE}:
         return False
     if not all(config[key] in ok and type(config[key]) is type(ok[0]) for key, ok in FIXED.items()):

@@ -1,10 +1,10 @@
-"""peft's LoRA layer with its five operations as one: what the training forward and backward of every role run.
+"""peft's LoRA layer as one fused operation, for the training forward and backward of every role.
 
-With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s a LoRA layer is y = x W' + s (x A') B'. peft
-writes it as base product, A, B, scaling and sum, where the last three each write a tensor of the layer's full width and
-the next one reads it again, and so on the way back. Here the adapter's share is added to the base's product in place
-(BLAS: C += s A B), forward and backward. Numbers differ from peft's by the order of additions alone; what is kept for
-backward is the same, x and x A'.
+With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s, a LoRA layer is y = x W' + s (x A') B'. peft
+computes base product, A, B, scaling and sum one after the other; the last three each write a tensor of the layer's full
+width that the next one reads again, and likewise in backward. Here the adapter's part is added to the base's product in
+place (BLAS: C += s A B), forward and backward. Results differ from peft's by the order of additions only; x and x A' are
+kept for backward, as in peft.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 
 def fuse(model: nn.Module) -> None:
-    """Makes the plain LoRA layers of a model fused ones, in place: the same modules, parameters and names.
+    """Turn the plain LoRA layers of a model into fused ones, in place: modules, parameters and names stay.
 
-    peft 0.21 chooses its layers' classes itself; its hook for others, LoraConfig._register_custom_module, is private too.
-    Remove when peft takes a layer class, or fuses its own.
+    Sets `__class__`, because peft 0.21 chooses its layers' classes itself, and its hook for others,
+    LoraConfig._register_custom_module, is private. Remove when peft takes a layer class, or fuses its own.
     """
     for layer in model.modules():
         if type(layer) is Linear and type(layer.get_base_layer()) is nn.Linear:
@@ -28,10 +28,10 @@ def fuse(model: nn.Module) -> None:
 
 
 class FusedLinear(Linear):
-    """peft's `lora.Linear`, fused while one plain adapter is active on a base of the adapter's own precision.
+    """peft's `lora.Linear`, fused while one plain adapter is active on a frozen base of the adapter's dtype.
 
-    In every other case it is peft's: autocast, a base in half precision (a quantised one is another class) or one that
-    learns, dropout, DoRA, a merged adapter, several at once.
+    In all other cases peft's forward runs: autocast, a base in half precision (quantised layers have other classes) or one
+    that is trained, dropout, DoRA, merged adapters, several adapters at once.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -43,6 +43,7 @@ class FusedLinear(Linear):
         return y if base.bias is None else y + base.bias
 
     def _plain(self, x: Tensor) -> bool:
+        """Whether the fused forward applies to input `x`."""
         names = self.active_adapters
         if self.disable_adapters or self.merged or len(names) != 1 or names[0] not in self.lora_A:
             return False
@@ -58,7 +59,7 @@ class FusedLinear(Linear):
 
 
 class _Product(torch.autograd.Function):
-    """y = x W' + s (x A') B', of which W never learns."""
+    """y = x W' + s (x A') B', with W frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
@@ -72,7 +73,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         rows, low, W, A, B = ctx.saved_tensors
-        # not of the first layer's x, nor of a frozen role's A and B
+        # The first layer's x needs no gradient, nor do A and B of a frozen role.
         for_x, _, for_A, for_B, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         low_grad = (flat @ B).mul_(ctx.scale)

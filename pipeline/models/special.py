@@ -2,13 +2,13 @@
 
     control = ControlTokens(tokenizer)
     escaping = control.escaping([content])            # None: nothing in the contents could be read as a control token
-    rendered = template(escaping.escape(content))     # so the template cannot tell content from ordinary text
+    rendered = template(escaping.escape(content))     # the template sees ordinary characters
     ids = escaping.encode(rendered).ids
 
-If the rendered text holds no control token but those of the template, the tokenizer encodes it as ever. Otherwise a copy
-of the tokenizer does, whose control tokens are renamed to private-use characters that the row does not contain: what the
-template wrote is renamed with them, what the row says is not. Lengths stay the same, so offsets are those of the text.
-(`encode_special_tokens` of the tokenizers library applies to a whole text, and cutting the text into pieces would change
+If the rendered text contains no control tokens but the template's, the tokenizer encodes it as usual. Otherwise a copy of
+the tokenizer does, whose control tokens are renamed to private-use characters that the row does not contain; those that
+the template wrote are renamed in the text, those in the row's content are not. Lengths stay the same, and so do offsets.
+(`encode_special_tokens` of the tokenizers library applies to a whole text, and encoding the text in pieces would change
 what happens at their edges: prefix spaces, stripped white space, merges.)
 """
 
@@ -28,15 +28,16 @@ PRIVATE = range(0xF0000, 0x10FFFE)  # Unicode's supplementary private-use areas
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer as strings: where they occur in a text, and how to keep them text.
+    """The control tokens of a tokenizer as strings: where they occur in a text, and how to escape them.
 
-    With `as_text=False` they are control tokens wherever they occur, and nothing is escaped.
+    Args:
+        as_text: whether control tokens in content are text. False: they take effect wherever they occur.
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True):
         self.tokenizer, self.as_text = tokenizer, as_text and getattr(tokenizer, "is_fast", False)
         if not getattr(tokenizer, "is_fast", False):
-            return  # one in Python, of somebody's own reward model: it has no backend to respell
+            return  # a reward model's own, in Python: it has no backend whose tokens could be renamed
         self.backend = tokenizer.backend_tokenizer
         added = [token for _, token in sorted(self.backend.get_added_tokens_decoder().items())]
         ends = [] if tokenizer.eos_token is None else tokenizer.convert_ids_to_tokens(eos_ids(tokenizer))
@@ -54,58 +55,58 @@ class ControlTokens:
         self.tails = {name[size:] for name in self.names for size in range(1, len(name))}
 
     def _normalised(self, tokens: list[Any]) -> list[tuple[str, str]]:
-        """(string to look for, name) of the tokens that can also come from text which only normalises to them."""
+        """(string to look for, name) of the tokens that text can also contain after normalisation."""
         normalizer, model = self.backend.normalizer, self.backend.model
         if normalizer is None:
             return []
         names = [
             token.content for token in tokens if token.normalized or _in_vocabulary(model, token.content)
         ]
-        wanted = [(name, normalizer.normalize_str(name).strip("▁ ")) for name in names]
-        return [(text, name) for name, normal in wanted for text in {name, normal} if text]
+        normals = [(name, normalizer.normalize_str(name).strip("▁ ")) for name in names]
+        return [(text, name) for name, normal in normals for text in {name, normal} if text]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where control tokens occur in a text."""
+        """(start, stop) of the control tokens in a text."""
         return [match.span() for match in self.pattern.finditer(text) if match.group() in self.known]
 
-    def found(self, text: str) -> list[str]:
-        """The control tokens that occur in a text, each once."""
+    def tokens_in(self, text: str) -> list[str]:
+        """The names of the control tokens in a text, each once."""
         names = [text[slice(*span)] for span in self.spans(text)]
         if self.normalised:
             normal = self.backend.normalizer.normalize_str(text)
-            names += [name for wanted, name in self.normalised if wanted in normal]
+            names += [name for string, name in self.normalised if string in normal]
         return list(dict.fromkeys(names))
 
-    def places(self, content: str) -> list[int]:
-        """The characters to escape so that no control token can begin, continue or end in this content.
+    def positions(self, content: str) -> list[int]:
+        """Indices of the characters to escape so that no control token can begin, continue or end in this content.
 
-        They are the first character of each occurrence, of a fragment at the end that the following text could complete,
-        and of the content itself where it could complete the text before it.
+        They are the first character of each occurrence; of a fragment at the end that the following text could complete;
+        and of the content itself if it could complete the text before it.
         """
         text = content.strip()
-        found, at = [], 0
+        starts, at = [], 0
         while match := self.pattern.search(text, at):
-            found += [match.start()] * (match.group() in self.known)
+            starts += [match.start()] * (match.group() in self.known)
             at = match.start() + 1
         sizes = range(1, min(self.longest, len(text) + 1))
         if not self.firsts.isdisjoint(text[-self.longest :]):
-            found += [len(text) - size for size in sizes if text[-size:] in self.heads]
+            starts += [len(text) - size for size in sizes if text[-size:] in self.heads]
         if not self.lasts.isdisjoint(text[: self.longest]):
-            found += [0 for size in sizes if text[:size] in self.tails]
+            starts += [0 for size in sizes if text[:size] in self.tails]
         if text and len(text) <= self.longest and any(text in name for name in self.names):
-            found.append(0)
-        before = len(content) - len(content.lstrip())
-        return sorted({before + _behind_space(text, at) for at in found})
+            starts.append(0)
+        indent = len(content) - len(content.lstrip())
+        return sorted({indent + _skip_space(text, start) for start in starts})
 
     def escaping(self, contents: Sequence[str]) -> Escaping | None:
-        """The escaping of one row's contents; None: there is nothing to escape.
+        """The escaping of one row's contents; None if there is nothing to escape.
 
         Raises:
-            ValueError: when the contents themselves use up the private-use characters.
+            ValueError: when the contents contain private-use characters of every range that could be used.
         """
         if not self.as_text:
             return None
-        if not any(self.places(text) or (self.normalised and self.found(text)) for text in contents):
+        if not any(self.positions(text) or (self.normalised and self.tokens_in(text)) for text in contents):
             return None
         used = {ord(char) for text in contents for char in re.findall("[\U000f0000-\U0010ffff]", text)}
         alphabet = sorted({char for name in self.names for char in name})
@@ -117,7 +118,7 @@ class ControlTokens:
 
 
 class Escaping:
-    """A choice of private-use characters: from `base` on, one for each control token, then one for each of their letters."""
+    """A choice of private-use characters, from `base` on: one for each control token, then one for each letter in them."""
 
     def __init__(self, control: ControlTokens, base: int, alphabet: list[str]):
         self.control, self.base = control, base
@@ -126,18 +127,19 @@ class Escaping:
         self.originals = {first + at: char for at, char in enumerate(alphabet)}
 
     def escape(self, content: str) -> str:
-        """The content with the characters at `ControlTokens.places` replaced; its length stays the same."""
+        """The content with the characters at `ControlTokens.positions` replaced; its length stays the same."""
         pieces, at = [], 0
-        for place in self.control.places(content):
-            pieces += [content[at:place], self.escapes[content[place]]]
-            at = place + 1
+        for position in self.control.positions(content):
+            pieces += [content[at:position], self.escapes[content[position]]]
+            at = position + 1
         return "".join([*pieces, content[at:]])
 
     def unescape(self, rendered: str) -> str:
+        """The text with its original characters."""
         return rendered.translate(self.originals)
 
     def encode(self, rendered: str, add_special_tokens: bool = False) -> Any:
-        """The tokenizer's Encoding of a text rendered from escaped contents; offsets are those of the unescaped text."""
+        """The tokenizer's Encoding of a text rendered from escaped contents, with offsets in the unescaped text."""
         control, text = self.control, self.unescape(rendered)
         if not control.normalised and control.spans(text) == control.spans(rendered):
             return control.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -157,7 +159,7 @@ class Escaping:
         return encoded() if literal else encoding
 
     def _unmatched(self, rendered: str, encoding: Any) -> set[int]:
-        """Where the tokenizer takes a control token of the template for text, as some do unless it begins the text."""
+        """Positions of the template's control tokens that the tokenizer encodes as text, as some do inside a text."""
         ids: list[int | None] = [None] * len(rendered)
         for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             ids[start:stop] = [token] * (stop - start)
@@ -167,7 +169,7 @@ class Escaping:
 
 
 def text_ids(control: ControlTokens, text: str) -> list[int]:
-    """`tokenizer(text).input_ids`, with the control tokens in it as text."""
+    """Like `tokenizer(text).input_ids`, with control tokens in it as text."""
     escaping = control.escaping([text])
     if escaping is None:
         return list(control.tokenizer(text).input_ids)
@@ -175,7 +177,7 @@ def text_ids(control: ControlTokens, text: str) -> list[int]:
 
 
 def chat_ids(control: ControlTokens, messages: Sequence[dict[str, str]]) -> list[int]:
-    """`tokenizer.apply_chat_template(messages)`, with the control tokens in the contents as text."""
+    """Token ids like those of `tokenizer.apply_chat_template(messages)`, with control tokens in the contents as text."""
     escaping = control.escaping([message["content"] for message in messages])
     if escaping is None:
         return list(control.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
@@ -190,9 +192,9 @@ def _aliases(names: Sequence[str], base: int) -> dict[str, str]:
     return {name: chr(base + at) * len(name) for at, name in enumerate(names)}
 
 
-@lru_cache(maxsize=4)  # another `base` is needed only for rows with private-use characters
+@lru_cache(maxsize=4)  # only rows with private-use characters need another `base`
 def _renamed(tokenizer: Any, names: tuple[str, ...], base: int) -> Any:
-    """A copy of the tokenizer with its control tokens renamed, in the vocabulary too: no text encodes to one by its name."""
+    """A copy of the tokenizer with its control tokens renamed, in the vocabulary too, so that no text encodes to one."""
     from tokenizers import Tokenizer
 
     aliases = _aliases(names, base)
@@ -210,10 +212,10 @@ def _renamed(tokenizer: Any, names: tuple[str, ...], base: int) -> Any:
         model["merges"] = [merge for merge in model["merges"] if not _merged(merge) & aliases.keys()]
     copy = Tokenizer.from_str(json.dumps(tree))
     for name in names:
-        before, now = tokenizer.backend_tokenizer.token_to_id(name), copy.token_to_id(aliases[name])
-        if before != now:
+        index = tokenizer.backend_tokenizer.token_to_id(name)
+        if copy.token_to_id(aliases[name]) != index:
             raise InputError(
-                f"this tokenizer cannot encode the special token {name!r} (id {before}) as text; take "
+                f"this tokenizer cannot encode the special token {name!r} (id {index}) as text; take "
                 "the rows that contain it out, or type data.special_tokens=control",
                 key="data.special_tokens",
             )
@@ -221,7 +223,7 @@ def _renamed(tokenizer: Any, names: tuple[str, ...], base: int) -> Any:
 
 
 def _merged(merge: Any) -> set[str]:
-    """Both sides of a BPE merge, and its result."""
+    """Both parts of a BPE merge, and its result."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return {left, right, left + right}
 
@@ -230,9 +232,10 @@ def _merged(merge: Any) -> set[str]:
 
 
 def _controls(token: Any, ends: list[str], template: str) -> bool:
-    """Whether an added token is a control token: marked as special, or, though unmarked, one that begins or ends a turn.
+    """Whether an added token is a control token: marked as special, or one that begins or ends a turn of the template.
 
-    DeepSeek's `<｜User｜>` is unmarked. `<think>` and `<tool_call>`, which a completion may contain, are no control tokens.
+    DeepSeek's `<｜User｜>` is not marked as special. `<think>` and `<tool_call>`, which a completion may contain, are not
+    control tokens.
     """
     name = token.content
     marks_turns = TURN.search(name) is not None and name in template
@@ -240,16 +243,16 @@ def _controls(token: Any, ends: list[str], template: str) -> bool:
 
 
 def _in_vocabulary(model: Any, name: str) -> bool:
-    """Whether the model itself, as Unigram does, encodes the name of an added token to its id."""
+    """Whether the model itself, as Unigram can, encodes the name of an added token to its id."""
     index = model.token_to_id(name)
     return index is not None and index in {token.id for token in model.tokenize(name)}
 
 
-def _behind_space(text: str, at: int) -> int:
-    """The next character that is not white space, which templates strip; `text` ends in one."""
-    while text[at].isspace():
-        at += 1
-    return at
+def _skip_space(text: str, start: int) -> int:
+    """The index of the next character that is not white space, which templates strip; `text` ends with such a one."""
+    while text[start].isspace():
+        start += 1
+    return start
 
 
 def _alternation(tokens: Iterable[Any]) -> re.Pattern[str]:

@@ -1,7 +1,7 @@
-"""The chat template: which one it is, and whether it renders a conversation, in time and in memory (no torch import).
+"""The chat template of a tokenizer: choosing it, and testing that it renders a conversation (no torch import).
 
-A template is a program that came with a model. transformers runs it in a sandbox without files, imports or attributes
-that lead out, but for as long as it likes: it is tried once in a process that may be killed.
+A template is a program that came with a model. transformers runs it in a sandbox without files or imports, but with no
+limit on time or memory: it is tested once in a child process that has them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.models.trial import in_child
 
 PLAIN = Path(__file__).with_name("plain.jinja")
 BOS_LINE = "{{- bos_token }}\n"
-CHARACTERS = 1 << 20  # what a template may write of all PROBES
+CHARACTERS = 1 << 20  # limit on the length of one rendered conversation of PROBES
 PROBES = [
     [{"role": role, "content": "Hello." if role != "user" else "Who is there?"} for role in roles]
     for roles in (("user",), ("system", "user"), ("user", "assistant"), ("system", "user", "assistant"))
@@ -23,34 +23,40 @@ PROBES = [
 
 
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
-    """Gives the tokenizer its template: of a Jinja file, "plain", or None: its own, else "plain".
+    """Set the tokenizer's `chat_template`, and its attribute `text_as_chat`.
 
-    `text_as_chat` on the tokenizer says whether prompts of plain text are put into it: unless it is the fallback.
+    `text_as_chat` says whether prompts of plain text become user messages of the template: not if the template is only
+    the fallback for a tokenizer without one.
+
+    Args:
+        chat_template: a Jinja file, "plain" (the built-in one), or None: the tokenizer's own, else "plain".
+        where: the base, for messages.
 
     Raises:
         InputError: when the template cannot be read, or renders none of the PROBES.
     """
-    plain, own = _plain(tokenizer), tokenizer.chat_template
-    if isinstance(own, dict):  # several named templates, of which "default" is the one for chats
-        names, own = ", ".join(sorted(own)), own.get("default")
-        if own is None and chat_template is None:
+    plain, own_template = _plain(tokenizer), tokenizer.chat_template
+    if isinstance(own_template, dict):  # several named templates, of which "default" is the one for chats
+        names, own_template = ", ".join(sorted(own_template)), own_template.get("default")
+        if own_template is None and chat_template is None:
             raise InputError(
                 f"{where!r} has several chat templates ({names}) and none is called default; save the one "
                 "that is meant as a Jinja file and name it: model.chat_template=FILE",
                 key="model.name_or_path",
             )
-    tokenizer.text_as_chat = chat_template is not None or (own is not None and own != plain)
+    tokenizer.text_as_chat = chat_template is not None or own_template not in (None, plain)
     key, named = "model.chat_template", str(chat_template)
     if chat_template is None:
-        tokenizer.chat_template = own or plain
+        tokenizer.chat_template = own_template or plain
         key, named = "model.name_or_path", f"the chat template of {where!r}"
     elif chat_template == "plain":
         tokenizer.chat_template = plain
     else:
-        tokenizer.chat_template = _of_file(chat_template)
+        tokenizer.chat_template = _read(chat_template)
     if not isinstance(tokenizer.chat_template, str):
         raise InputError(
-            f"{named} is no text ({type(own).__name__}); fix it, or name another as model.chat_template", key
+            f"{named} is no text ({type(own_template).__name__}); fix it, or name another as model.chat_template",
+            key,
         )
     if tokenizer.chat_template != plain and (problem := try_out(tokenizer)):
         raise InputError(
@@ -59,15 +65,16 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
 
 
 def _plain(tokenizer: Any) -> str:
-    """The built-in template; its text begins with the bos token only where the tokenizer begins every text with it."""
+    """The built-in template; it writes the bos token only if the tokenizer begins every text with it."""
     text = PLAIN.read_text(encoding="utf-8")
-    begins = tokenizer("a").input_ids[:1]
-    if tokenizer.bos_token_id is not None and begins == [tokenizer.bos_token_id]:
+    first = tokenizer("a").input_ids[:1]
+    if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
         return text
     return text.replace(BOS_LINE, "")
 
 
-def _of_file(path: str) -> str:
+def _read(path: str) -> str:
+    """The text of a Jinja file. Raises InputError if it is missing, empty or not UTF-8."""
     file = os.path.expanduser(path)
     if not os.path.isfile(file):
         raise InputError(
@@ -92,20 +99,23 @@ def is_plain(tokenizer: Any) -> bool:
     return tokenizer.chat_template == _plain(tokenizer)
 
 
-def text_as_chat(tokenizer: Any, said: bool | None) -> bool:
+def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
     """Whether a prompt of plain text becomes a user message of the chat template.
 
-    `said` is `data.apply_chat_template`. Without it: if the template came with the base, is named by the job, or was
-    applied when the policy was trained; not if it is only the fallback for a base that has none.
+    Args:
+        apply_chat_template: the job's `data.apply_chat_template`. None: yes, unless the template is only the fallback for
+            a base without one, and the policy was not trained with it either.
     """
-    return bool(getattr(tokenizer, "text_as_chat", True) if said is None else said)
+    return bool(
+        getattr(tokenizer, "text_as_chat", True) if apply_chat_template is None else apply_chat_template
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- trying it
+# ------------------------------------------------------------------------------------------------------- testing
 
 
 def try_out(tokenizer: Any) -> str | None:
-    """What is wrong with the tokenizer's template, in words; None: it renders one of the PROBES, or refuses them itself."""
+    """What is wrong with the tokenizer's template, in words; None if it renders one of the PROBES, or rejects one."""
     problem = in_child(lambda: _problem(tokenizer))
     if problem is None or problem[0] == ":":
         return problem
@@ -117,13 +127,13 @@ def _problem(tokenizer: Any) -> str | None:
 
     problems: list[str | None] = []
     for turns in PROBES:
-        asks = turns[-1]["role"] == "user"
+        prompts = turns[-1]["role"] == "user"
         try:
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks)
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts)
         except TemplateSyntaxError as error:
             problems.append(f":{error.lineno}: {error.message}")
         except Exception as error:
-            # What `raise_exception` raises is the template's own word: other rows it may accept.
+            # `raise_exception` of the template itself: it may accept other conversations.
             refused = type(error) is TemplateError
             problems.append(None if refused else f": cannot be rendered ({in_brief(error)})")
         else:

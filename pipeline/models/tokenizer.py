@@ -1,8 +1,8 @@
-"""The tokenizer of a base: its chat template, and which tokens pad and end (no torch import).
+"""The tokenizer of a base, with its chat template, pad token and end-of-sequence tokens (no torch import).
 
-Two rules hold for every tokenizer that `load_tokenizer` returns. It has an end-of-sequence token. And its pad token
-is never one that ends a completion, so that the end is learned, and so that libraries which look for the "rightmost
-non-pad token" find the real last one. No embedding is ever resized: every id used has a row in the base already.
+Two rules hold for every tokenizer that `load_tokenizer` returns. It has an end-of-sequence token. And its pad token is
+never one that ends a completion, so that the end is learned, and libraries that look for the "rightmost non-pad token"
+find the real last one. No embedding is ever resized: every id in use has a row in the base already.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import re
 from typing import Any
 
 from pipeline.errors import InputError, about, in_brief
-from pipeline.models.base import base_config, base_file, base_json, source
+from pipeline.models.base_files import base_config, base_file, base_json, source
 from pipeline.models.files import require_file
 from pipeline.models.template import set_template
 from pipeline.models.trial import in_child
 
-# Tokens that end a turn in the chat templates of the day, where tokenizer.eos_token may name another one.
+# Tokens that end a turn in common chat templates, even if tokenizer.eos_token is another one.
 END_OF_TURN = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -31,17 +31,16 @@ END_OF_TURN = (
     "<|return|>",
 )
 LLAMA_PAD = "<|finetune_right_pad_id|>"
-SPARE = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
+RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
-# Bytes that no UTF-8 text contains, as byte-level BPE and as SentencePiece byte fallback spell them: such a token is
-# in the vocabulary, and no text is ever encoded to it. ÿ first: the reader of a saved tokenizer may take the literal
-# character for the pad token, and it is the rarest.
+# Bytes that no UTF-8 text contains, as byte-level BPE and as SentencePiece byte fallback spell them: tokens of the
+# vocabulary that no text is encoded to. ÿ comes first: readers of a saved tokenizer may take the literal character for
+# the pad token, and it is the rarest.
 NEVER_PRODUCED = tuple(
     spelling
     for byte in (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)
     for spelling in (chr(byte), f"<0x{byte:02X}>")
 )
-
 
 SOME_TEXT = "What is 2 + 3?\n\u00c9\u6f22\U0001f600"
 
@@ -52,10 +51,16 @@ def load_tokenizer(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """The tokenizer of a base, with pad and eos rules applied and a chat template set; picklable.
+    """The tokenizer of a base, with a chat template and the rules above; picklable.
 
-    `chat_template` is a Jinja file, "plain", or None: the tokenizer's own, else "plain"; `text_as_chat` on the result:
-    see `set_template`. Raises InputError: no such base, no usable pad token, no template.
+    It has two attributes of our own: `text_as_chat` (see template.set_template), and `generation_eos`, the ids in the
+    base's generation_config.json that end a completion.
+
+    Args:
+        chat_template: a Jinja file, "plain", or None: the tokenizer's own, else "plain".
+
+    Raises:
+        InputError: when the base, its tokenizer or the template is missing or damaged, or no token can pad or end.
     """
     config = base_config(name_or_path, revision)
     files = (
@@ -63,14 +68,14 @@ def load_tokenizer(
         for name in ("tokenizer_config", "generation_config")
     )
     settings, generation = (content or {} for content in files)
-    base_json(name_or_path, "special_tokens_map.json", revision)  # a damaged one is named here
-    if own := base_file(name_or_path, "chat_template.jinja", revision):
-        with about("model.name_or_path"):  # transformers would do without one that is a folder or a dead link
-            require_file(own, "fetch the model again, or take it out")
+    base_json(name_or_path, "special_tokens_map.json", revision)  # raises if it is damaged
+    if template_file := base_file(name_or_path, "chat_template.jinja", revision):
+        with about("model.name_or_path"):  # transformers ignores one that is a folder or a dead link
+            require_file(template_file, "fetch the model again, or take it out")
     tokenizer = _read(name_or_path, revision, settings, trust_remote_code)
     rows = (config.get("text_config") or config).get("vocab_size")
     for file, content in (("generation_config", generation), ("config", config)):
-        _check_said_ids(content, rows, f"{file}.json of {name_or_path!r}")
+        _check_config_ids(content, rows, f"{file}.json of {name_or_path!r}")
     _set_eos(tokenizer, name_or_path, [generation, config])
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
@@ -82,10 +87,10 @@ def load_tokenizer(
 
 
 def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], trust_remote_code: bool) -> Any:
-    """The stored tokenizer, and proof that it tokenises.
+    """The stored tokenizer, after it has encoded a text.
 
     Raises:
-        InputError: when there is none, or its files are damaged.
+        InputError: when there is none, its files are damaged, or it does not encode or serialise.
     """
     try:
         tokenizer = _stored(name_or_path, revision, settings, trust_remote_code)
@@ -94,13 +99,12 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
                 f"the tokenizer of {name_or_path!r}: encoding {SOME_TEXT[:14]!r} {problem}; fetch or save it again",
                 key="model.name_or_path",
             )
-        tokenizer(SOME_TEXT)  # some settings are only read here,
-        tokenizer.backend_tokenizer.to_str()  # and here, on its way to the workers
+        # Some settings are only read when it encodes, or is serialised to be sent to the workers.
+        tokenizer(SOME_TEXT)
+        tokenizer.backend_tokenizer.to_str()
     except (InputError, KeyboardInterrupt, MemoryError):
         raise
-    except (
-        BaseException
-    ) as error:  # tokenizers panics (PanicException, no Exception) where its file is damaged
+    except BaseException as error:  # tokenizers panics (PanicException, not an Exception) on a damaged file
         raise InputError(
             f"no tokenizer can be read from {name_or_path!r} ({in_brief(error)}); expected tokenizer.json "
             "and tokenizer_config.json beside the model: fetch or save them again",
@@ -116,21 +120,20 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
 
 
 def _encodes(tokenizer: Any) -> None:
-    with contextlib.suppress(BaseException):  # it will be raised again where it is reported
+    with contextlib.suppress(BaseException):  # raised again, and reported, when `_read` encodes
         tokenizer(SOME_TEXT)
 
 
 def _stored(
     name_or_path: str, revision: str | None, settings: dict[str, Any], trust_remote_code: bool
 ) -> Any:
-    """The plain fast class where that is what it is: it loads without torch, in a second."""
+    """The tokenizer as transformers loads it; a plain fast one by its class, which takes a second and no torch."""
     from transformers import PreTrainedTokenizerFast
 
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        options["pad_token"] = (
-            None  # one of ours, saved: as a special token, its literal character would become pad
-        )
+        # Saved by this pipeline. As a special token it would also match its literal character.
+        options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     if plain and base_file(name_or_path, "tokenizer.json", revision) is not None:
         return PreTrainedTokenizerFast.from_pretrained(source(name_or_path), **options)
@@ -139,11 +142,11 @@ def _stored(
     return AutoTokenizer.from_pretrained(source(name_or_path), trust_remote_code=trust_remote_code, **options)
 
 
-# ------------------------------------------------------------------------------- ids that the embedding has rows for
+# --------------------------------------------------------------------------------- ids with a row in the embedding
 
 
-def _check_said_ids(config: dict[str, Any], rows: int | None, where: str) -> None:
-    """Refuses token ids in a configuration that are none, and ends of a completion that this base cannot write."""
+def _check_config_ids(config: dict[str, Any], rows: int | None, where: str) -> None:
+    """Raises InputError for token ids of a configuration that are not ints, and eos ids without an embedding row."""
     for key in ("bos_token_id", "pad_token_id"):
         if type(config.get(key)) not in (int, type(None)):
             raise InputError(
@@ -160,9 +163,10 @@ def _check_said_ids(config: dict[str, Any], rows: int | None, where: str) -> Non
 
 
 def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
-    """Refuses a tokenizer that gives ids without a row in the embedding, which nothing resizes here.
+    """Raises InputError for a tokenizer with an empty vocabulary, duplicate ids, or ids without a row in the embedding.
 
-    Special tokens beyond it are harmless as long as nothing writes them: some tokenizers are made for larger models.
+    Special tokens without a row are harmless unless the template or bos and eos use them: some tokenizers are made for
+    larger models.
     """
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     if not vocabulary.keys() - added.keys():
@@ -175,12 +179,12 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
             f"tokenizer.json of {where!r} gives several tokens the same id; fetch the model again",
             key="model.name_or_path",
         )
-    written = {token for token in added if token in tokenizer.chat_template}
-    written |= {tokenizer.bos_token, tokenizer.eos_token}
+    used = {token for token in added if token in tokenizer.chat_template}
+    used |= {tokenizer.bos_token, tokenizer.eos_token}
     beyond = [
         token
         for token, index in vocabulary.items()
-        if rows is not None and index >= rows and (token not in added or token in written)
+        if rows is not None and index >= rows and (token not in added or token in used)
     ]
     if beyond:
         raise InputError(
@@ -195,6 +199,7 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
 
 
 def _set_eos(tokenizer: Any, where: str, configs: list[dict[str, Any] | None]) -> None:
+    """Set eos_token from the configurations if the tokenizer has none. Raises InputError if they have none either."""
     if tokenizer.eos_token_id is not None:
         return
     for config in configs:
@@ -210,9 +215,11 @@ def _set_eos(tokenizer: Any, where: str, configs: list[dict[str, Any] | None]) -
 
 
 def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
-    """All ids that end a completion, sorted: the tokenizer's eos, the generation config's, the chat template's end of turn.
+    """All token ids that end a completion, sorted: eos of tokenizer and generation config, the template's end of turn.
 
-    `generation_config` is a transformers GenerationConfig, its dict, or None: the one that the tokenizer was loaded beside.
+    Args:
+        generation_config: a transformers GenerationConfig, its dict, or None. The ids of the generation_config.json that
+            the tokenizer was loaded with always count.
     """
     if generation_config is not None and not isinstance(generation_config, dict):
         generation_config = generation_config.to_dict()
@@ -229,10 +236,10 @@ def _as_list(value: int | list[int] | None) -> list[int]:
 
 
 def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> str:
-    """The token to pad with: never one that ends a completion, always one that the base has an embedding row for.
+    """The token to pad with: never one that ends a completion, always one with a row in the embedding.
 
-    In this order: the tokenizer's own; Llama 3.1's; another token made for padding; a reserved one; unk; any other
-    special token that the template does not use; a byte that UTF-8 never contains.
+    The first that fits of: the tokenizer's own; Llama 3.1's; another token made for padding; a reserved one; unk; any
+    other special token that the template does not use; a byte that UTF-8 never contains. Raises InputError if none does.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = sorted(tokenizer.get_added_vocab(), key=vocabulary.__getitem__)
@@ -242,7 +249,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
         tokenizer.pad_token,
         LLAMA_PAD,
         *(token for token in special if "pad" in token.lower()),
-        *(token for token in special if SPARE.search(token)),
+        *(token for token in special if RESERVED.search(token)),
         tokenizer.unk_token if tokenizer.unk_token != tokenizer.bos_token else None,
         *(token for token in special if token not in used),
         *NEVER_PRODUCED,
@@ -263,9 +270,9 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A sha256 that changes when any text would get other ids; stable over saving, loading and pickling."""
+    """A sha256 of what determines token ids; the same after saving, loading and pickling."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend.pop("padding")  # the state of the last call, not the tokenizer
+    backend.pop("padding")  # padding and truncation are state of the last call
     backend.pop("truncation")
     specials = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     return _digest(json.dumps([backend, specials], sort_keys=True))

@@ -1,4 +1,4 @@
-"""What came with a model and may run for ever, or for all memory, is tried in a process that may be killed."""
+"""Runs code that came with a model (templates, tokenizers) in a child process, limited in time and memory."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from typing import Any
 
 from pipeline.errors import in_brief
 
-SECONDS, BYTES = 5.0, 1 << 30  # what a trial may take
+SECONDS, BYTES = 5.0, 1 << 30  # limits of a trial
 
 
 def in_child(work: Callable[[], str | None]) -> str | None:
-    """What `work` returns: a problem in words, or None; or that it did not end, or ended its process."""
-    fork = multiprocessing.get_context("fork")  # a new interpreter would take a second
-    ours, theirs = fork.Pipe(duplex=False)
-    child = fork.Process(target=_answer, args=(work, theirs), daemon=True)
+    """Run `work` in a child process.
+
+    Returns:
+        What `work` returns, a problem in words or None; or, in words, that it raised, did not end, or ended its process.
+    """
+    fork = multiprocessing.get_context("fork")  # starting a new interpreter would take a second
+    receiver, sender = fork.Pipe(duplex=False)
+    child = fork.Process(target=_answer, args=(work, sender), daemon=True)
     with warnings.catch_warnings():
-        # Of forking beside threads: the child runs Jinja or a tokenizer, and nothing else.
+        # Warns of forking with threads; the child runs Jinja or a tokenizer, and nothing else.
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
-    theirs.close()
+    sender.close()
     try:
-        if not ours.poll(SECONDS):
+        if not receiver.poll(SECONDS):
             return f"did not end within {SECONDS:g} seconds"
-        return ours.recv()
+        return receiver.recv()
     except EOFError:
         return "ended the process that did it"
     finally:
@@ -36,12 +40,13 @@ def in_child(work: Callable[[], str | None]) -> str | None:
 
 
 def _answer(work: Callable[[], str | None], pipe: Any) -> None:
+    """In the child: limit memory, run `work`, and send what it returns."""
     statm = Path("/proc/self/statm")
-    if statm.exists():  # elsewhere (macOS) time alone is limited
-        now = int(statm.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + BYTES, now + BYTES))
+    if statm.exists():  # elsewhere (macOS) only time is limited
+        in_use = int(statm.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + BYTES, in_use + BYTES))
     try:
         answer = work()
-    except BaseException as error:  # a panic of tokenizers is no Exception
+    except BaseException as error:  # a panic of tokenizers is not an Exception
         answer = f"failed ({in_brief(error)})"
     pipe.send(answer)

@@ -1,4 +1,4 @@
-"""The tensors of safetensors files, from their headers: no torch import, and no numbers are read."""
+"""The tensors of safetensors files: names, dtypes and shapes from the headers, and their numbers (no torch import)."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ class Stored(NamedTuple):
 
 
 def stored_in(file: Path, mend: str = MEND) -> dict[str, Stored]:
-    """{name: dtype and shape} of one file, whose header fits its length.
+    """{name: dtype and shape} of the tensors of one file, from its header.
 
     Raises:
-        InputError: when it is no safetensors file, or not a whole one.
+        InputError: when it is not a safetensors file, or is truncated; `mend` ends the message.
     """
     from safetensors import SafetensorError, safe_open
 
     require_file(file, mend)
     try:
-        with safe_open(
-            file, framework="numpy"
-        ) as opened:  # checks header, offsets, sizes and the file's length
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
-            return {name: Stored(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+        # Opening checks header, offsets, sizes and the file's length.
+        with safe_open(file, framework="numpy") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (not a dict)
+            return {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{file}: not a whole safetensors file of {file.stat().st_size} bytes ({in_brief(error)}); {mend}"
@@ -47,10 +46,10 @@ def stored_in(file: Path, mend: str = MEND) -> dict[str, Stored]:
 
 
 def stored_in_model(folder: Path) -> dict[str, Stored]:
-    """{name: dtype and shape} of all tensors of a model folder; empty where it has no safetensors.
+    """{name: dtype and shape} of all tensors of a model folder; empty if it has no safetensors.
 
     Raises:
-        InputError: when a file is damaged, or the index and the files do not agree.
+        InputError: when a file is damaged, or index and files do not agree.
     """
     if os.path.lexists(folder / SINGLE):
         return stored_in(folder / SINGLE)
@@ -61,27 +60,27 @@ def stored_in_model(folder: Path) -> dict[str, Stored]:
 
 def _indexed(folder: Path) -> dict[str, Stored]:
     index = folder / INDEX
-    places = json_object(index, MEND).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(f, str) for f in places.values()):
+    file_of = json_object(index, MEND).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of or not all(isinstance(f, str) for f in file_of.values()):
         raise InputError(f"{index}: `weight_map` is not a mapping of tensors to files; {MEND}")
     tensors: dict[str, Stored] = {}
-    for name in sorted(set(places.values())):
+    for name in sorted(set(file_of.values())):
         if not re.fullmatch(r"[\w.-]{1,250}\.safetensors", name):
             raise InputError(
                 f"{index}: names the file {name!r:.100}, expected a .safetensors file beside it; {MEND}"
             )
-        listed = {tensor for tensor, file in places.items() if file == name}
-        found = stored_in(folder / name)
-        if lost := sorted(listed - found.keys()):
+        listed = {tensor for tensor, file in file_of.items() if file == name}
+        stored = stored_in(folder / name)
+        if missing := sorted(listed - stored.keys()):
             raise InputError(
-                f"{folder / name}: lacks {len(lost)} tensors that {INDEX} places there, {lost[0]!r} for one; {MEND}"
+                f"{folder / name}: lacks {len(missing)} tensors that {INDEX} places there, {missing[0]!r} for one; {MEND}"
             )
-        tensors |= {tensor: found[tensor] for tensor in listed}
+        tensors |= {tensor: stored[tensor] for tensor in listed}
     return tensors
 
 
 def not_finite(file: Path, mend: str = MEND) -> str | None:
-    """The first tensor of a (small) file that holds NaN or infinity; None: all numbers are finite."""
+    """The name of the first tensor in a (small) file that holds NaN or infinity; None if all numbers are finite."""
     import numpy as np
 
     stored_in(file, mend)
@@ -89,7 +88,7 @@ def not_finite(file: Path, mend: str = MEND) -> str | None:
 
 
 def numbers_in(file: Path) -> Iterator[tuple[str, Any]]:
-    """(name, flat numpy array) of each floating tensor of a file that `stored_in` has looked at."""
+    """(name, flat numpy array) of each floating-point tensor of a file that `stored_in` has checked."""
     import numpy as np
 
     with file.open("rb") as stream:

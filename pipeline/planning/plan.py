@@ -238,7 +238,7 @@ def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
     if STAGE[stage].learns == "reward":  # a scalar head
         return 0.0
     if not STAGE[stage].trl:
-        from pipeline.models.adapters import LOGIT_CHUNK
+        from pipeline.models.logprobs import LOGIT_CHUNK
 
         return 4.0 * 4 * LOGIT_CHUNK[device]  # a chunk's logits, their soft-max, and the gradients of both
     return float(tokens) * shape.vocabulary * LOGIT_BYTES

@@ -26,7 +26,8 @@ class Shape:
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends a package when peft imports it
         from transformers import AutoConfig
 
-        from pipeline.models.base import base_config, context_length
+        from pipeline.models.base import context_length
+        from pipeline.models.base_files import base_config
 
         raw = base_config(job.model.name_or_path, job.model.revision)
         self.job, self.context = job, context_length(raw) or 2048

@@ -1,4 +1,4 @@
-"""PPO on one base: pure functions, a configuration, rollout engines, rewards, and the trainer.
+"""PPO on one frozen base: pure functions, configuration, rollout engines, rewards, and the trainer.
 
-Knows torch, transformers and peft; knows neither Ray nor MLflow nor TRL.
+Imports torch, transformers and peft only, neither Ray nor MLflow nor TRL.
 """

@@ -1,4 +1,4 @@
-"""From token rewards to advantages: one function, the five estimators side by side."""
+"""Token rewards to advantages: the five estimators side by side, and the running moments of the returns."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ def estimate_advantages(
     greedy_scores: Tensor | None = None,
     learn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), both (B, R), from token rewards (B, R).
+    """Advantages and returns, both (B, R), by the estimator of `args`.
 
-    The `num_generations` completions to a prompt are neighbours in the batch. `greedy_scores` (B,) are those of the greedy
-    completion to each row's prompt, for `remax`. Advantages are whitened last, over the actions that are learned from, the
-    whole batch and all workers; returns never are.
+    Whitening, if any, comes last and covers the whole batch on all workers; returns are never whitened.
+
+    Args:
+        rewards: (B, R) per token; the `num_generations` completions of one prompt are adjacent rows.
+        values: (B, R) of the critic, for gae.
+        mask: (B, R), on at actions.
+        bootstrap: (B,) value after the last action, 0 for completions that ended; for gae.
+        greedy_scores: (B,) score of the greedy completion of each row's prompt, for remax.
+        learn: (B, R), on at actions that enter the loss and so the whitening; None: `mask`.
     """
     mask = mask.bool()
     if args.advantage_estimator == "gae":
@@ -54,22 +60,22 @@ def estimate_advantages(
 
 
 class RunningMoments:
-    """Mean and deviation of all returns so far (for `normalize_values`), the same on all workers."""
+    """Running mean and standard deviation of all returns so far (`normalize_values`), the same on all workers."""
 
     def __init__(self) -> None:
         self.mean, self.std, self.count = 0.0, 1.0, 0.0
 
     def update(self, x: Tensor, mask: Tensor) -> None:
-        """Add the values where `mask` is on, of all workers (Chan et al.'s parallel sum of squares)."""
-        chosen = x[mask.bool()].double()
-        total, count = all_reduce(torch.stack([chosen.sum(), mask.sum().double()])).tolist()
+        """Add the values of `x` where `mask` is on, from all workers (parallel variance, Chan et al. 1979)."""
+        added = x[mask.bool()].double()
+        total, count = all_reduce(torch.stack([added.sum(), mask.sum().double()])).tolist()
         if count == 0:
             return
         mean = total / count
-        squares = float(all_reduce(((chosen - mean) ** 2).sum()))
-        both = self.count + count
-        before = self.std**2 * self.count
-        squares += before + (mean - self.mean) ** 2 * self.count * count / both
-        self.mean += (mean - self.mean) * count / both
-        self.count = both
-        self.std = max((squares / both) ** 0.5, 1e-4)
+        squares = float(all_reduce(((added - mean) ** 2).sum()))
+        new_count = self.count + count
+        old_squares = self.std**2 * self.count
+        squares += old_squares + (mean - self.mean) ** 2 * self.count * count / new_count
+        self.mean += (mean - self.mean) * count / new_count
+        self.count = new_count
+        self.std = max((squares / new_count) ** 0.5, 1e-4)

@@ -1,7 +1,7 @@
-"""What must hold at the start, checked in every run on its first rollout, and by `doctor` before one.
+"""Invariants of the first update, checked by every run on its first rollout, and by `doctor` before a run.
 
 Most faults of a PPO implementation (dropout left on, a temperature on one side only, a shifted mask, the wrong adapter)
-break one of these before they break anything that is seen in a reward curve.
+violate one of these long before a reward curve shows them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what must hold, what was found, whether it holds; None where it does not apply to this job."""
+    """One check: what must hold, what was found, and whether it holds; None where it does not apply to this job."""
 
     check: str
     found: str
@@ -31,13 +31,13 @@ class Finding:
 
 
 def tolerance(shared: SharedBase) -> float:
-    """Largest root mean square difference of log-probs (nats) that is rounding: batches differ in their padding."""
+    """Largest root mean square difference of log-probs, in nats, that rounding explains: batches differ in padding."""
     low = shared.autocast is not None or shared.base.dtype != torch.float32
     return 0.1 if low or getattr(shared.base, "is_quantized", False) else 1e-3
 
 
 def require(findings: list[Finding]) -> None:
-    """Raises RuntimeError with everything that does not hold."""
+    """Raises RuntimeError that lists every finding that does not hold."""
     if wrong := [f"{finding.check}: {finding.found}" for finding in findings if finding.holds is False]:
         raise RuntimeError("PPO self-check failed:\n  " + "\n  ".join(wrong))
 
@@ -45,10 +45,15 @@ def require(findings: list[Finding]) -> None:
 def check_first_ratio(shared: SharedBase, update: int, approxkl: float) -> None:
     """Before the first optimizer step of an update the policy *is* the old policy: every ratio is 1, up to rounding.
 
-    `approxkl` is the mean of half the squared log-ratio, over all workers. Raises RuntimeError.
+    Args:
+        update: updates before this one.
+        approxkl: mean of half the squared log-ratio, over all workers.
+
+    Raises:
+        RuntimeError: when the ratios differ from 1 by more than rounding.
     """
     rms = (2 * approxkl) ** 0.5
-    if not rms <= tolerance(shared):  # NaN raises, too
+    if not rms <= tolerance(shared):  # written so that NaN raises, too
         raise RuntimeError(
             f"update {update + 1}: the first ratios are not 1 (log-ratio {rms:.2g} on average, rounding is up to "
             f"{tolerance(shared):.2g}). Old and new log-probs differ before any step: dropout, another temperature or mask, "
@@ -56,8 +61,8 @@ def check_first_ratio(shared: SharedBase, update: int, approxkl: float) -> None:
         )
 
 
-def of_rollout(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> list[Finding]:
-    """The checks that need nothing but the first update's episodes and token rewards (B, R), in no more than milliseconds."""
+def check_rollout(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> list[Finding]:
+    """All checks that take milliseconds, on the first update's episodes and token rewards (B, R)."""
     checks: list[Callable[[PPOTrainer, Episodes, Tensor], Finding]] = [
         reference_is_policy,
         sampler_agrees,
@@ -70,7 +75,7 @@ def of_rollout(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> list
 
 
 def reference_is_policy(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """Before the first update the policy is a copy of the reference: equal log-probs, a KL of 0."""
+    """Before the first update the policy is a copy of the reference: log-probs are equal, the KL is 0."""
     name = "KL to the reference is 0 before the first step"
     if not trainer.args.check_reference:
         return Finding(name, "not asked for (check_reference: false)", None)
@@ -86,12 +91,12 @@ def reference_is_policy(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor
 
 
 def sampler_agrees(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """The sampler and the trainer give the tokens the same log-probs: one temperature, one mask, one adapter."""
+    """Sampler and trainer give the tokens the same log-probs: same temperature, mask and adapter."""
     rms = _rms(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
     return Finding(
         "sampler and trainer agree on log-probs",
         f"they differ by {rms:.2g} nats",
-        rms <= 3 * tolerance(trainer.shared),  # an engine may compute by other kernels
+        rms <= 3 * tolerance(trainer.shared),  # an engine may use other kernels
     )
 
 
@@ -101,63 +106,61 @@ def ends_inside(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Fin
     is_end = torch.isin(_actions(episodes), ends) & episodes.mask
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
     last = steps == (episodes.counts - 1).unsqueeze(-1)
-    right = (is_end == (last & episodes.ended.unsqueeze(-1))).all(-1)
-    right &= episodes.mask.sum(-1) == episodes.counts
-    right &= episodes.ended | (episodes.counts == trainer.sampling.max_new_tokens)
-    found = (
-        f"in {int(right.sum())} of {len(episodes)} completions; {int(episodes.ended.sum())} end by themselves"
-    )
-    return Finding("the end token is inside the mask, as the last action", found, bool(right.all()))
+    holds = (is_end == (last & episodes.ended.unsqueeze(-1))).all(-1)
+    holds &= episodes.mask.sum(-1) == episodes.counts
+    holds &= episodes.ended | (episodes.counts == trainer.sampling.max_new_tokens)
+    found = f"in {int(holds.sum())} of {len(episodes)} completions"
+    found += f"; {int(episodes.ended.sum())} end by themselves"
+    return Finding("the end token is inside the mask, as the last action", found, bool(holds.all()))
 
 
 def score_on_last_action(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """What is paid beside the KL is the score, once, on the last action."""
+    """Token rewards without their KL part are the score, once, on the last action."""
     name, args = "the score is paid once, on the last action", trainer.args
     if args.whiten_rewards:
         return Finding(name, "not checked: whiten_rewards scales what is paid", None)
-    kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator).where(
-        episodes.mask, 0.0
-    )
+    kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
+    kl = kl.where(episodes.mask, 0.0)
     paid = rewards + (trainer.kl_coef if args.kl_in == "reward" else 0.0) * kl
-    due = torch.zeros_like(paid)
+    expected = torch.zeros_like(paid)
     scores = episodes.scores.where(episodes.ended, 0.0) if args.bootstrap_truncated else episodes.scores
-    due.scatter_(1, (episodes.counts - 1).clamp(min=0).unsqueeze(-1), scores.unsqueeze(-1))
-    right = torch.isclose(paid, due, rtol=1e-4, atol=1e-5).all(-1)
-    return Finding(name, f"in {int(right.sum())} of {len(episodes)} completions", bool(right.all()))
+    expected.scatter_(1, (episodes.counts - 1).clamp(min=0).unsqueeze(-1), scores.unsqueeze(-1))
+    holds = torch.isclose(paid, expected, rtol=1e-4, atol=1e-5).all(-1)
+    return Finding(name, f"in {int(holds.sum())} of {len(episodes)} completions", bool(holds.all()))
 
 
 def nothing_after_the_end(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """The value after an end is 0: there, the return is the reward. (Cut-off completions may go on: `bootstrap_truncated`.)"""
+    """The last action's return is its reward, plus gamma * bootstrap of a truncated completion with `bootstrap_truncated`."""
     name, args = "the value after the end is 0", trainer.args
     if not args.uses_critic:
         return Finding(name, f"no critic ({args.advantage_estimator})", None)
-    after = episodes.bootstrap if args.bootstrap_truncated else torch.zeros_like(episodes.bootstrap)
+    next_value = episodes.bootstrap if args.bootstrap_truncated else torch.zeros_like(episodes.bootstrap)
     last = (episodes.counts - 1).clamp(min=0).unsqueeze(-1)
-    expected = rewards.gather(1, last).squeeze(-1) + args.gamma * after
-    right = torch.isclose(episodes.returns.gather(1, last).squeeze(-1), expected, rtol=1e-4, atol=1e-4)
-    right &= ~episodes.ended | (episodes.bootstrap == 0)
-    return Finding(name, f"in {int(right.sum())} of {len(episodes)} completions", bool(right.all()))
+    expected = rewards.gather(1, last).squeeze(-1) + args.gamma * next_value
+    holds = torch.isclose(episodes.returns.gather(1, last).squeeze(-1), expected, rtol=1e-4, atol=1e-4)
+    holds &= ~episodes.ended | (episodes.bootstrap == 0)
+    return Finding(name, f"in {int(holds.sum())} of {len(episodes)} completions", bool(holds.all()))
 
 
 def frozen(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """The parameters with gradients are those of the roles that learn, in fp32, and no dropout is on."""
+    """Exactly the parameters of the learning roles require gradients, all of them fp32, and no dropout is on."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
-    asked = [p for p in shared.parameters() if p.requires_grad]
-    strays = sum(id(p) not in learning for p in asked) + len(learning - {id(p) for p in asked})
-    low = sum(p.dtype != torch.float32 for p in asked)
+    trainable = [p for p in shared.parameters() if p.requires_grad]
+    strays = sum(id(p) not in learning for p in trainable) + len(learning - {id(p) for p in trainable})
+    low = sum(p.dtype != torch.float32 for p in trainable)
     dropouts = sum(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in shared.modules())
-    found = f"{sum(p.numel() for p in asked):,} numbers learn ({', '.join(trainer.roles)})"
+    found = f"{sum(p.numel() for p in trainable):,} numbers learn ({', '.join(trainer.roles)})"
     if strays or low or dropouts:
         found += f"; {strays} tensors learn or rest that should not, {low} are not fp32, {dropouts} dropouts are on"
     return Finding("only adapters and heads learn", found, not (strays or low or dropouts))
 
 
 def _actions(episodes: Episodes) -> Tensor:
-    """(B, R) token ids of the actions; of no meaning off the mask."""
+    """(B, R) token ids of the actions; arbitrary off the mask."""
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
-    places = episodes.starts.unsqueeze(-1) + steps
-    return episodes.input_ids.gather(1, places.clamp(max=episodes.input_ids.shape[1] - 1))
+    positions = episodes.starts.unsqueeze(-1) + steps
+    return episodes.input_ids.gather(1, positions.clamp(max=episodes.input_ids.shape[1] - 1))
 
 
 def _rms(difference: Tensor, mask: Tensor) -> float:

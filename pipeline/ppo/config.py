@@ -1,4 +1,4 @@
-"""`PPOConfig`: everything that PPO can be told. Plain data, no torch import.
+"""`PPOConfig`: all settings of PPO. Plain data, no torch import.
 
 Names are those of TRL's last `PPOConfig` (1.12) where it had them, and of TRL 1.16's online trainers (GRPO, RLOO)
 elsewhere. An *episode* is one completion of one prompt; an *update* is one rollout and the optimizer steps on it.
@@ -6,7 +6,6 @@ elsewhere. An *episode* is one completion of one prompt; an *update* is one roll
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import types
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pipeline.intervals import outside, table
 
-# Seeds are numpy's. The upper bounds are far above what any machine holds, and below what overflows.
+# Allowed values of each number; `seed` is what numpy takes. Upper bounds are far above any sensible value, and below
+# what overflows.
 RANGES = table(
     {
         "[0, 4294967295]": "seed",
@@ -29,7 +29,7 @@ RANGES = table(
         "[0.000001, 1000000]": "kl_target",
         "[1, 1000000000000]": "kl_horizon",
         "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty",
-        "0 or [0.000001, 1000000]": "max_grad_norm",  # clipped to less, a step vanishes
+        "0 or [0.000001, 1000000]": "max_grad_norm",  # gradients clipped to less underflow
         "(1, 1000000]": "dual_clip",
         "(0, 100]": "temperature learning_rate",
         "[0, 100]": "critic_learning_rate weight_decay",
@@ -42,7 +42,7 @@ RANGES = table(
 
 
 class SettingError(ValueError):
-    """A value that a setting cannot have."""
+    """A setting has a value that it cannot have; the text is `key: message`."""
 
     def __init__(self, key: str, message: str):
         super().__init__(f"{key}: {message}")
@@ -51,86 +51,91 @@ class SettingError(ValueError):
 
 @dataclass
 class PPOConfig:
-    """Settings of one PPO run. A wrong value raises SettingError with the key, the value and what is expected."""
+    """Settings of one PPO run. A wrong value raises SettingError with the key, the value and what is expected.
 
-    # ---- how much, and in what portions
+    Where a field has a symbol in the paper that introduced it, its docstring ends with it in brackets.
+    """
+
+    # ---- amount of training, batch sizes
     total_episodes: int | None = None
-    """Episodes in all, over all workers and updates. None: `num_train_epochs` passes over the prompts."""
+    """Episodes of the whole run over all workers, at least 1. None: `num_train_epochs` passes over the prompts."""
     num_train_epochs: float = 1.0
-    """Passes over the prompts if `total_episodes` is None."""
+    """Passes over the prompts, above 0; fractions are allowed. Used only if `total_episodes` is None."""
     batch_size: int = 64
-    """Episodes per update over all workers, independent of their number."""
+    """Episodes per update over all workers, whatever their number. A multiple of `num_generations`."""
     num_ppo_epochs: int = 4
-    """Passes over the episodes of each update."""
+    """Passes over the episodes of each update, at least 1. [K in the PPO paper]"""
     num_mini_batches: int = 1
-    """Minibatches, and so optimizer steps, per pass; the episodes are reshuffled before each pass."""
+    """Minibatches, and so optimizer steps, per pass: 1 to `batch_size`. Episodes are reshuffled before each pass."""
     num_generations: int = 1
-    """Completions per prompt. `rloo` and `grpo` compare them and need at least 2."""
+    """Completions per prompt. `rloo` and `grpo` compare them and need at least 2. [G in GRPO, k in RLOO]"""
     per_device_train_batch_size: int = 16
-    """Rows per forward and backward pass. Affects memory and speed, not the result."""
+    """Episodes per forward and backward pass on one worker. Affects memory and speed, not the result."""
     micro_batch_tokens: int | None = None
-    """Alternative to the above: maximum tokens, padding included, per forward and backward pass."""
+    """Tokens per forward and backward pass on one worker, padding included; replaces the limits in episodes, of training
+    and of scoring old log-probs. None: those limits."""
     local_rollout_forward_batch_size: int = 64
-    """Rows per decoding batch, and per forward pass without gradients."""
+    """Episodes per decoding batch, and per forward pass without gradients, on one worker."""
 
     # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs are those of the distribution sampled from
     response_length: int = 53
-    """Maximum new tokens of a completion, the end-of-sequence token included."""
+    """Maximum length of a completion in tokens, the end-of-sequence token included."""
     min_new_tokens: int = 0
-    """End-of-sequence tokens are masked until the completion has this many tokens, in sampling and in all log-probs."""
+    """Tokens before a completion may end, 0 to `response_length` - 1: until then end-of-sequence tokens have probability 0,
+    in sampling and in all log-probs."""
     temperature: float = 1.0
-    """Divides the logits, in sampling and in all log-probs."""
+    """Divides the logits, in sampling and in all log-probs. 0.000001 to 100."""
     use_vllm: bool = False
     """Sample with vLLM (the extra `vllm`): faster for large models, at the cost of a second copy of the base."""
     vllm_gpu_memory_utilization: float = 0.3
-    """Fraction of the GPU's memory for that copy and its KV cache."""
+    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1)."""
     vllm_importance_sampling_clip_max: float | None = 3.0
-    """vLLM's probabilities differ slightly from the trainer's: each advantage is multiplied by the ratio trainer / vLLM, truncated
-    at this value (truncated importance sampling). None: no correction."""
+    """vLLM's log-probs differ slightly from the trainer's: each advantage is multiplied by the token's probability ratio
+    trainer / vLLM, truncated at this value (truncated importance sampling). Above 0. None: no correction."""
 
     # ---- reward
     normalize_rewards: bool = False
-    """Normalise scores with the mean and standard deviation stored with the reward model's version."""
+    """Normalise each reward's scores with the mean and standard deviation stored with the reward model's version."""
     reward_clip: float | None = None
-    """Clip the (normalised) score to [-reward_clip, reward_clip]."""
+    """Clip the weighted sum of the (normalised) scores to [-reward_clip, reward_clip]. None: no clipping."""
     missing_eos_penalty: float | None = None
-    """Subtracted from the score of a completion truncated at `response_length`."""
+    """Subtracted, after clipping, from the score of a completion truncated at `response_length`; 0 or more."""
     bootstrap_truncated: bool = False
     """Treat truncated completions as unfinished: the critic's value after the last token replaces the score."""
     mask_truncated_completions: bool = False
-    """Exclude truncated completions from the loss (the overlong filter of DAPO)."""
+    """Exclude truncated completions from the loss (DAPO's overlong filtering)."""
     whiten_rewards: bool = False
     """Scale token rewards to unit variance over the whole batch, keeping their mean."""
 
     # ---- KL to the reference
     kl_coef: float = 0.05
-    """KL coefficient; the initial one if `kl_controller` is adaptive."""
+    """KL coefficient, reward per nat; the initial one if `kl_controller` is adaptive. [beta]"""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Per-token KL estimator, see functional.kl_estimate."""
+    """Per-token KL estimator in reward or loss, see functional.kl_estimate. Metrics always report k1."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Subtract the KL from each token's reward (PPO), or add it to the loss (GRPO)."""
+    """Subtract the KL from each token's reward (PPO), or add it to the loss (GRPO; k2 or k3 only)."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Keep `kl_coef` fixed, or adapt it to reach `kl_target`."""
     kl_target: float = 6.0
-    """Target of the adaptive controller: nats per completion, summed over its tokens."""
+    """Target of the adaptive controller: nats per completion, summed over its tokens. [KL_target, Ziegler et al.]"""
     kl_horizon: float = 10_000
     """Horizon of the adaptive controller: the coefficient changes by at most about 20 % in this many episodes."""
     sync_ref_model: bool = False
     """Every `ref_model_sync_steps` updates, mix the policy into the reference."""
     ref_model_mixup_alpha: float = 0.6
-    """Weight of the policy in that mixture; a small alpha with a step of 1 is the usual EMA."""
+    """Weight of the policy in that mixture, in [0, 1]; a small one every update is the usual EMA. [alpha]"""
     ref_model_sync_steps: int = 512
-    """Updates between two such steps."""
+    """Updates between two such mixtures, at least 1."""
 
     # ---- advantages
     advantage_estimator: Literal["gae", "rloo", "grpo", "remax", "reinforce_plus_plus"] = "gae"
-    """gae needs a critic. The baselines of the others: rloo, the mean score of the prompt's other completions; grpo, the mean of
-    all of them, divided by their standard deviation; remax, the score of the greedy completion; reinforce_plus_plus, none: the
-    reward to go, whitened over the batch."""
+    """gae needs a critic. The others subtract from a completion's reward: rloo, the mean reward of the prompt's other
+    completions; grpo, the mean of all of them, and divide by their standard deviation; remax, the score of the greedy
+    completion; reinforce_plus_plus, nothing: its advantage is the reward to go, whitened over the batch."""
     gamma: float = 1.0
-    """Discount per token, for gae and reinforce_plus_plus."""
+    """Discount per token, in [0, 1], for gae, remax and reinforce_plus_plus. [gamma]"""
     lam: float = 0.95
-    """GAE's lambda: 1 relies on the rewards alone, 0 on the critic alone."""
+    """Weight of longer reward sums in gae, in [0, 1]: 1 relies on the rewards alone, 0 on the critic alone. [lambda]"""
     whiten_advantages: bool | None = None
     """Whiten advantages over the whole batch and all workers. None: for gae and reinforce_plus_plus only."""
     scale_rewards: bool = True
@@ -138,32 +143,41 @@ class PPOConfig:
 
     # ---- loss
     cliprange: float = 0.2
-    """PPO clip range: the ratio is clipped to [1 - cliprange, 1 + cliprange]."""
+    """Clip range of the probability ratio: [1 - cliprange, 1 + cliprange]. [epsilon]"""
     dual_clip: float | None = None
-    """Dual-clip bound c > 1, usually 3: for negative advantages the objective is at least c times the advantage."""
+    """Dual-clip bound above 1, usually 3: for negative advantages the objective is at least this times the advantage.
+    None: no bound. [c, Ye et al.]"""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus, loss per nat of a token's entropy; 0 or more. [c2 in the PPO paper]"""
     vf_coef: float = 0.1
-    """Coefficient of the value loss."""
+    """Coefficient of the value loss, 0 or more. Policy and critic share no parameters, and each has its own gradient norm
+    and Adam state, so this does not trade one loss against the other: it scales the critic's gradient, which matters for
+    `max_grad_norm` and `adam_epsilon` only. The critic's step size is `critic_learning_rate`. [c1 in the PPO paper]"""
     cliprange_value: float | None = 0.2
-    """Value clip range around the old values, in units of the reward. None: no clipping."""
+    """Clip range of the values around those of the rollout, in units of the reward, or of the returns' standard deviation
+    with `normalize_values`. None: no clipping."""
     normalize_values: bool = False
-    """Normalise the critic's targets by their running mean and standard deviation."""
+    """Normalise the critic's targets by the running mean and standard deviation of the returns."""
     critic_warmup_steps: int = 0
-    """Train only the critic in the first updates, this many."""
+    """Number of first updates that train the critic alone."""
     early_stop_kl: float | None = None
-    """Stop an update's epochs once the approximate KL to the old policy exceeds 1.5 times this (nats per token)."""
+    """End an update before the optimizer step of a minibatch whose approximate KL to the old policy (k2, mean nats per
+    token) exceeds 1.5 times this. None: never."""
 
     # ---- optimizer (AdamW), schedule: one scheduler step for each update
     learning_rate: float = 3e-6
-    """Learning rate of policy and critic."""
+    """Initial learning rate of policy and critic, above 0."""
     critic_learning_rate: float | None = None
-    """Learning rate of the critic. None: `learning_rate`."""
+    """Initial learning rate of the critic, 0 or more. None: `learning_rate`."""
     adam_beta1: float = 0.9
+    """Decay rate of Adam's first moment, in [0, 1). [beta1]"""
     adam_beta2: float = 0.999
+    """Decay rate of Adam's second moment, in [0, 1). [beta2]"""
     adam_epsilon: float = 1e-5
-    """1e-5 as in PPO's reference implementations; with torch's 1e-8 tiny late gradients still take full steps."""
+    """Added to the root of the second moment. 1e-5 as in PPO's reference implementations; with torch's 1e-8 tiny late
+    gradients still take full steps. [epsilon]"""
     weight_decay: float = 0.0
+    """AdamW's decoupled weight decay of adapters and heads, 0 or more."""
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -175,9 +189,9 @@ class PPOConfig:
     ] = "linear"
     """Schedules of transformers.get_scheduler without further settings."""
     warmup_steps: int = 0
-    """Linear warm-up, in updates."""
+    """Linear warm-up of the learning rate, in updates."""
     max_grad_norm: float = 1.0
-    """Clip the gradient norm of policy and critic, separately, to this. 0: no clipping."""
+    """Clip the L2 norm of the gradient, of policy and critic separately, to this. 0: no clipping."""
 
     # ---- precision, memory
     bf16: bool = False
@@ -195,7 +209,7 @@ class PPOConfig:
     eval_steps: int = 0
     """Updates between two evaluations on the held-out prompts. 0: only before and after training."""
     check_reference: bool = True
-    """Assert that the KL to the reference is 0 before the first update: the policy must start as a copy of it."""
+    """Raise unless the KL to the reference is 0 before the first update: the policy must start as a copy of it."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -218,7 +232,7 @@ class PPOConfig:
         self._require(
             "min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length"
         )
-        # Below, logits divided by it are no longer numbers of 32 bits.
+        # Logits divided by less overflow fp32.
         self._require("temperature", self.temperature >= 1e-6, "0.000001 or more")
         self._require(
             "batch_size",
@@ -236,7 +250,7 @@ class PPOConfig:
                 self.num_generations > 1,
                 f"2 or more: {estimator} compares completions to one prompt",
             )
-        if self.lr_scheduler_type == "polynomial":  # transformers lets it fall to 1e-7
+        if self.lr_scheduler_type == "polynomial":  # its final learning rate in transformers is 1e-7
             for key in ("learning_rate", "critic_learning_rate"):
                 rate = getattr(self, key)
                 self._require(
@@ -268,6 +282,7 @@ class PPOConfig:
 
     @property
     def whitens_advantages(self) -> bool:
+        """`whiten_advantages`, with the estimator's default where it is None."""
         if self.whiten_advantages is None:
             return self.advantage_estimator in ("gae", "reinforce_plus_plus")
         return self.whiten_advantages
@@ -277,27 +292,26 @@ class PPOConfig:
         return self.advantage_estimator == "gae"
 
     def total_updates(self, n_prompts: int) -> int:
-        """Updates of the whole run, for so many training prompts: the last one is a full batch, too."""
+        """Updates of the whole run on `n_prompts` training prompts; the last one is a full batch, too."""
         episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
         return max(1, math.ceil(episodes / self.batch_size))
 
     def evaluates(self, update: int, total: int) -> bool:
-        """Whether the policy is evaluated after this update, counted from 1. After the last one, the stage evaluates it anyway."""
+        """Whether the policy is evaluated after this update, counted from 1. After the last one the stage does it."""
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:
-        """Whether the metrics of this update are logged; those with an evaluation always are."""
+        """Whether the metrics of this update, counted from 1, are logged; those with an evaluation always are."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union type, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the annotated type; an int that a float holds counts as a float, a bool as no number."""
     for option in _options(hint):
         if get_origin(option) is Literal:
             if value in get_args(option) and isinstance(value, str):
@@ -313,6 +327,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _spell(hint: Any) -> str:
+    """An annotated type in the words of an error message."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
     words = []
     for option in _options(hint):

@@ -1,8 +1,8 @@
-"""One rollout and one minibatch of a job, looked at from all sides before any money is spent on it: `examine`.
+"""Self-checks of a PPO job on one rollout and one minibatch, before GPU hours are spent on it: `examine`.
 
-To what every run checks on its first rollout (checks.py) it adds what costs a forward or two: that adapters in memory
-are those of the files, that the reward still scores as it did when it was trained, that gradients reach the learning
-roles and nothing else, and are the same with and without gradient checkpointing.
+Beyond the checks of every run's first rollout (checks.py), these cost a few extra passes: adapters in memory equal
+their files, the reward still scores as it did when it was trained, gradients reach the learning roles and nothing else,
+and gradients are the same with and without gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.models import probes
-from pipeline.models.adapters import HEAD, is_head
+from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.ppo.batch import Episodes
-from pipeline.ppo.checks import Finding, of_rollout, tolerance
+from pipeline.ppo.checks import Finding, check_rollout, tolerance
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.trainer import PPOTrainer
 
-ROUNDING = 1e-3  # of a gradient's norm: what another order of the same sums may change in fp32
+ROUNDING = 1e-3  # relative to a gradient's norm: what another order of summation may change in fp32
 
 
 def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Finding], dict[str, float]]:
-    """All findings, and what the phases took (time/* in seconds, memory/* in GiB). No parameter is changed.
+    """All findings, and the cost of the phases (time/* in seconds, memory/* in GiB). No parameter changes.
 
     Args:
-        trainer: at its first update; its `batch_size` is the size of the examination.
-        folders: role -> the adapter folder that it must still be equal to.
+        trainer: at its first update; the checks use `batch_size` completions.
+        folders: role -> the adapter folder that it must equal.
     """
     with trainer.phases("rollout"):
         episodes, samples, greedy = trainer.rollout()
@@ -38,7 +38,7 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
     with trainer.phases("values"):
         trainer.logprobs_and_values(episodes)
     rewards = trainer.rewards_and_advantages(episodes, greedy_scores)
-    findings = of_rollout(trainer, episodes, rewards)
+    findings = check_rollout(trainer, episodes, rewards)
     with trainer.phases("update"):
         findings += one_minibatch(trainer, episodes)
     findings += [same_as_file(trainer, role, folder) for role, folder in folders.items()]
@@ -50,100 +50,103 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
 
 
 def one_minibatch(trainer: PPOTrainer, episodes: Episodes) -> list[Finding]:
-    """Forward and backward of all episodes as one minibatch: the first ratio, and where gradients arrive."""
+    """Forward and backward of all episodes as one minibatch: the first ratio, and which parameters get gradients."""
     shared = trainer.shared
     _clear(trainer)
     stats = trainer.accumulate(episodes, list(range(len(episodes))), float(episodes.learn.sum()), policy=True)
-    ratio = (2 * float(stats["policy/approxkl_avg"])) ** 0.5
+    log_ratio = (2 * float(stats["policy/approxkl_avg"])) ** 0.5  # root mean square
     learning = {id(p): p for role in trainer.roles for p in shared.parameters_of(role)}
     others = sum(p.grad is not None for p in shared.parameters() if id(p) not in learning)
     norms = {role: float(_flat(trainer, role).norm()) for role in trainer.roles}
-    right = others == 0 and all(0 < norm < float("inf") for norm in norms.values())
+    holds = others == 0 and all(0 < norm < float("inf") for norm in norms.values())
     found = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items()) + f"; {others} other tensors"
     _clear(trainer)
     return [
         Finding(
             "the first ratio is 1",
-            f"log-ratios are {ratio:.2g} on average",
-            ratio <= tolerance(trainer.shared),
+            f"log-ratios are {log_ratio:.2g} on average",
+            log_ratio <= tolerance(trainer.shared),
         ),
-        Finding("gradients reach the learning roles and nothing else", f"norms: {found}", right),
+        Finding("gradients reach the learning roles and nothing else", f"norms: {found}", holds),
     ]
 
 
 def same_as_file(trainer: PPOTrainer, role: str, folder: str) -> Finding:
-    """The role in memory is the adapter of the file, to the last bit, with its head where it has one."""
-    in_file = load_file(f"{folder}/adapter_model.safetensors")
-    stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in in_file.items()}
-    mine = trainer.shared.tensors_of(role)
-    different = sorted(mine.keys() ^ stored.keys()) or [
-        k for k in mine if not torch.equal(mine[k], stored[k])
-    ]
+    """The role's adapter in memory, with its head if it has one, equals the file to the bit."""
+    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
+    loaded = trainer.shared.tensors_of(role)
+    different = sorted(loaded.keys() ^ stored.keys())
+    different = different or [key for key in loaded if not torch.equal(loaded[key], stored[key])]
     found = (
-        f"{len(mine)} tensors"
-        if not different
-        else f"{len(different)} tensors differ, {different[0]} for one"
+        f"{len(different)} tensors differ, {different[0]} for one" if different else f"{len(loaded)} tensors"
     )
     return Finding(f"{role} is the adapter of its file", f"{found} ({folder})", not different)
 
 
 @torch.no_grad()
 def scores_as_trained(trainer: PPOTrainer, role: str, folder: str) -> Finding:
-    """The reward scores its probes as it did at the end of its training, in units of its scores' deviation."""
+    """The reward scores its probes as at the end of its training; differences in standard deviations of its scores."""
     name, shared = f"{role} scores as when it was trained", trainer.shared
-    stored = probes.read(folder)
-    if not stored:
+    stored_scores = probes.read(folder)
+    if not stored_scores:
         return Finding(name, f"{folder} holds no {probes.FILE}: it was not trained by this pipeline", None)
     reward = next(r for r in trainer.rewards if r.name == role)
-    apart = 0.0
-    for ids, score in stored:
+    largest = 0.0
+    for ids, stored_score in stored_scores:
         batch = torch.tensor([ids], device=shared.device)
-        found = shared.scores(role, batch, lengths=torch.tensor([len(ids)], device=shared.device))
-        apart = max(apart, abs(float(found) - score) / reward.std)
-    return Finding(
-        name, f"{len(stored)} scores differ by up to {apart:.2g} deviations", apart <= tolerance(shared)
-    )
+        score = shared.scores(role, batch, lengths=torch.tensor([len(ids)], device=shared.device))
+        largest = max(largest, abs(float(score) - stored_score) / reward.std)
+    found = f"{len(stored_scores)} scores differ by up to {largest:.2g} deviations"
+    return Finding(name, found, largest <= tolerance(shared))
 
 
 def checkpointing_agrees(trainer: PPOTrainer, episodes: Episodes) -> Finding:
-    """Gradients with checkpointing are those without: a layer that runs again in backward finds its own adapter."""
+    """Gradients with and without checkpointing agree: a layer that is recomputed in backward uses the right adapter."""
     name, shared = "checkpointed gradients are the plain ones", trainer.shared
     if not shared.gradient_checkpointing:
         return Finding(name, "off (gradient_checkpointing: false)", None)
     shortest = [min(range(len(episodes)), key=lambda row: episodes.lengths()[row])]
-    found: list[dict[str, Tensor]] = []
-    for on in (True, False):
-        shared.gradient_checkpointing = on
+    gradients: list[dict[str, Tensor]] = []
+    for checkpointing in (True, False):
+        shared.gradient_checkpointing = checkpointing
         _clear(trainer)
         trainer.accumulate(episodes, shortest, float(episodes.learn[shortest].sum()), policy=True)
-        found.append({role: _flat(trainer, role).clone() for role in trainer.roles})
+        gradients.append({role: _flat(trainer, role).clone() for role in trainer.roles})
     shared.gradient_checkpointing = True
     _clear(trainer)
-    apart = {
-        role: float((found[0][role] - found[1][role]).norm() / found[1][role].norm().clamp(min=1e-30))
+    checkpointed, plain = gradients
+    differences = {
+        role: float((checkpointed[role] - plain[role]).norm() / plain[role].norm().clamp(min=1e-30))
         for role in trainer.roles
     }
     limit = max(ROUNDING, tolerance(shared))
     return Finding(
         name,
-        "relative difference: " + ", ".join(f"{role} {value:.2g}" for role, value in apart.items()),
-        all(value <= limit for value in apart.values()),
+        "relative difference: " + ", ".join(f"{role} {value:.2g}" for role, value in differences.items()),
+        all(value <= limit for value in differences.values()),
     )
 
 
-def render(findings: list[Finding], phases: Mapping[str, float], completions: int, asked: PPOConfig) -> str:
-    """The findings as a table, and what an update of the job as `asked` for would take at the speed of these `completions`."""
+def render(findings: list[Finding], phases: Mapping[str, float], completions: int, args: PPOConfig) -> str:
+    """The findings as a table, with an estimate of the seconds that an update of the job would take.
+
+    Args:
+        phases: time/* in seconds and memory/* in GiB, as `examine` returns them.
+        completions: number of completions examined.
+        args: the job's own settings.
+    """
     words = {True: "ok", False: "WRONG", None: "-"}
     width = max(len(finding.check) for finding in findings)
     lines = [f"   {words[f.holds]:<6} {f.check:<{width}}  {f.found}" for f in findings]
     seconds = {k.removeprefix("time/"): v for k, v in phases.items() if k.startswith("time/")}
-    once = sum(v for k, v in seconds.items() if k != "update")
-    update = (once + asked.num_ppo_epochs * seconds["update"]) * asked.batch_size / completions
+    before_update = sum(v for k, v in seconds.items() if k != "update")
+    per_update = (before_update + args.num_ppo_epochs * seconds["update"]) * args.batch_size / completions
     took = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
     lines += [
         "",
         f"   {completions} completions took {took}; peak memory {phases['memory/peak']:.2f} GiB",
-        f"   on one such worker an update of {asked.batch_size} completions, {asked.num_ppo_epochs} epochs, would take {update:.0f} s",
+        f"   on one such worker an update of {args.batch_size} completions, {args.num_ppo_epochs} epochs, would take {per_update:.0f} s",
     ]
     return "\n".join(lines)
 

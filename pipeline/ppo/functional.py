@@ -2,13 +2,13 @@
 
 Conventions, the same everywhere:
 
-* A tensor is (batch, time); time runs over the *actions* of a completion. Action t is a token of the completion; its log-prob
-  comes from the logits one place earlier, and its value is read at that same earlier place (the state *before* the
-  action). Whoever makes the tensors does that shift once, for all of them together.
-* A mask is 1 (or True) on action tokens, the end-of-sequence token included, and 0 on padding. Masked places may hold
+* Tensors are (batch, time); time runs over the *actions* of a completion. Action t is its token t, whose log-prob comes
+  from the logits one position earlier; its value is read at that same earlier position (the state *before* the action).
+  The caller shifts all of them, once.
+* A mask is 1 (or True) on action tokens, the end-of-sequence token included, and 0 on padding. Masked positions may hold
   anything, NaN and inf included: they are replaced before any arithmetic (`torch.where`, not a product: 0 * NaN is NaN,
-  in the gradient too). What these functions return is 0 there.
-* Natural logarithms, so KL and entropy are in nats.
+  in the gradient too). Results are 0 there.
+* Logarithms are natural, so KL and entropy are in nats.
 
 Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347), 2015 (GAE, 1506.02438); "The N implementation details of RLHF
 with PPO" (Huang et al. 2024); Ziegler et al. 2019 (adaptive KL, 1909.08593); Schulman, "Approximating KL divergence"
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""A log-ratio outside +-20 nats is clamped: exp(20) is finite in fp32, its square in a gradient still is."""
+"""Log-ratios are clamped to +-20 nats: exp(20), and its square in a gradient, are finite in fp32."""
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `x` where `mask` is on, over everything or along `dim`; 0 where nothing is on."""
+    """Mean of `x` where `mask` is on, over all elements or along `dim`; 0 where nothing is on."""
     mask = mask.bool()
     total = x.where(mask, 0.0)
     if dim is None:
@@ -46,30 +46,34 @@ def whiten(
     eps: float = 1e-8,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`x` scaled to variance 1 (unbiased, over the mask); mean 0, or its own mean with `shift_mean=False`.
+    """`x` scaled to unit variance (unbiased, over the mask) and mean 0, or its own mean with `shift_mean=False`.
 
-    `all_reduce` sums a small tensor over the workers: statistics must be those of the whole batch, because a worker
-    that whitens its own share pulls its advantages towards a different zero than its neighbour's. The sums are in
-    fp64 and in two passes (first the mean, then the squared distances), so the share a worker has does not show.
-    With fewer than two values there is no variance: the distance from the mean is returned as it is.
+    Mean and variance are summed in fp64 and in two passes, so the result depends on the whole batch and not on how it is
+    split over workers. With fewer than two values the variance is taken as 1.
+
+    Args:
+        eps: added to the variance.
+        all_reduce: sums a small tensor over the workers. Without it each worker whitens its own share, and advantages of
+            different workers are relative to different means. None: one worker.
     """
     mask = mask.bool()
     reduce = all_reduce or (lambda t: t)
-    wide = x.double().where(mask, 0.0)
-    total, count = reduce(torch.stack([wide.sum(), mask.sum().double()]))
+    x64 = x.double().where(mask, 0.0)
+    total, count = reduce(torch.stack([x64.sum(), mask.sum().double()]))
     mean = total / count.clamp(min=1)
-    centred = (wide - mean).where(mask, 0.0)
+    centred = (x64 - mean).where(mask, 0.0)
     squares = reduce((centred**2).sum())
     scale = torch.rsqrt(squares / (count - 1) + eps) if count > 1 else torch.ones_like(mean)
-    out = centred * scale if shift_mean else centred * scale + mean
-    return out.where(mask, 0.0).to(x.dtype)
+    whitened = centred * scale if shift_mean else centred * scale + mean
+    return whitened.where(mask, 0.0).to(x.dtype)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1") -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens the policy sampled.
+    """Per-token estimate of KL(policy || reference), in nats, from tokens that the policy sampled.
 
-    With d = log p - log q: k1 = d (unbiased, negative at times), k2 = d^2 / 2 (biased, low variance, and its gradient
-    is the KL's own), k3 = exp(-d) - 1 + d (unbiased, never negative), abs = |d|. No mask: padding is the caller's.
+    With d = log p_policy - log p_reference: k1 = d (unbiased, can be negative), k2 = d^2 / 2 (biased, low variance, its
+    gradient is that of the KL), k3 = exp(-d) - 1 + d (unbiased, never negative), abs = |d|. Takes no mask: the caller
+    masks the result. Raises ValueError for another estimator.
     """
     difference = (logprobs.float() - ref_logprobs.float()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
@@ -84,14 +88,14 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
 
 
 def last_action(mask: Tensor) -> Tensor:
-    """(batch, time) bool: on at the last action of each row and nowhere else; a row without actions has none."""
+    """(batch, time) bool: on at the last action of each row only; nowhere in a row without actions."""
     mask = mask.bool()
-    remaining = mask.flip(-1).cumsum(-1).flip(-1)  # actions from here on, this place included
+    remaining = mask.flip(-1).cumsum(-1).flip(-1)  # number of actions from here on
     return mask & (remaining == 1)
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Reward of every action: -kl_coef * kl on each, and the row's score (batch,) once, on the last one."""
+    """Reward of every action: -kl_coef * kl on each, plus the row's score (batch,) once, on the last one."""
     mask = mask.bool()
     rewards = (-kl_coef * kl.float()).where(mask, 0.0)
     paid = scores.float().unsqueeze(-1).expand_as(rewards).where(last_action(mask), 0.0)
@@ -106,11 +110,10 @@ def gae(
     lam: float,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. Returns (advantages, returns = advantages + values), both not whitened.
+    """Generalised advantage estimation. Returns advantages and returns (advantages + values), neither whitened.
 
-    The value after the last action of a row is 0 (the completion is over), or `bootstrap` (batch,) for rows cut off by the
-    length limit. Masked places do not exist: the recursion carries the next *action's* value and advantage over them,
-    so gaps inside a row and padding behind it change nothing.
+    The value after a row's last action is 0 (the completion is over), or `bootstrap` (batch,) for truncated completions.
+    The recursion skips masked positions, so gaps inside a row and padding behind it change nothing.
     """
     mask = mask.bool()
     rewards, values = rewards.float().where(mask, 0.0), values.float().where(mask, 0.0)
@@ -140,40 +143,44 @@ def policy_loss(
     dual_clip: float | None = None,
     denominator: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate objective, as a loss. Returns (loss, stats).
+    """Negative clipped surrogate objective. Returns (loss, stats).
 
-    Sums over actions are divided by `denominator`: None is the number of actions here, so that the loss is a mean; the
-    trainer passes the number of actions in the whole optimizer step over all workers, so that the losses of
-    micro-batches and workers *add up* to that mean. `dual_clip` (> 1) bounds the loss at -dual_clip * A where A < 0,
-    which the ordinary clip leaves unbounded. stats: ratio, approxkl (k2 of new against old), clipfrac; sums over the
-    same denominator, without gradient.
+    Args:
+        cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange].
+        dual_clip: above 1; bounds the loss by -dual_clip * A where the advantage A < 0, which the ordinary clip leaves
+            unbounded.
+        denominator: divides the sums over actions. None: the number of actions in `mask`, which makes the loss a mean.
+            The trainer passes the number of actions in the whole optimizer step over all workers, so that losses of
+            micro-batches and workers *add up* to that mean.
+
+    `stats`, without gradient and over the same denominator: ratio; approxkl, k2 of new against old log-probs in nats;
+    clipfrac, the fraction of actions whose ratio was clipped.
     """
     mask = mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     advantages = advantages.float().where(mask, 0.0)
-    log_ratio = (logprobs.float().where(mask, 0.0) - old_logprobs.float().where(mask, 0.0)).clamp(
-        -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
-    )
+    log_ratio = logprobs.float().where(mask, 0.0) - old_logprobs.float().where(mask, 0.0)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
-    free = -advantages * ratio
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - cliprange, 1.0 + cliprange)
-    loss = torch.maximum(free, clipped)
+    loss = torch.maximum(unclipped, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
     with torch.no_grad():
         stats = {
             "ratio": ratio.where(mask, 0.0).sum() / denominator,
             "approxkl": (log_ratio.square() / 2).sum() / denominator,
-            "clipfrac": ((clipped > free) & mask).sum() / denominator,
+            "clipfrac": ((clipped > unclipped) & mask).sum() / denominator,
         }
     return loss.where(mask, 0.0).sum() / denominator, stats
 
 
 def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, limit: float) -> Tensor:
-    """(batch, time) probability of each action by the trainer over that by its sampler, at most `limit`; 0 off the mask.
+    """(batch, time) probability ratio trainer / sampler of each action, truncated at `limit`; 0 off the mask.
 
-    They correct for a sampler of other kernels or precision: truncated importance sampling (Ionides 2008), one action at a
-    time. A weight w >= 0 on the clipped surrogate is the surrogate of w * A.
+    Corrects for a sampler of other kernels or precision by truncated importance sampling (Ionides 2008), per action. As
+    a weight w >= 0 of the clipped surrogate equals the surrogate of w * A, the weights multiply advantages.
     """
     mask = mask.bool()
     log_ratio = logprobs.float().where(mask, 0.0) - sampler_logprobs.float().where(mask, 0.0)
@@ -188,44 +195,41 @@ def value_loss(
     cliprange_value: float | None,
     denominator: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """0.5 * max(clipped, unclipped) squared error; the clip keeps the new value within +-cliprange_value of the old.
+    """0.5 * max(clipped, unclipped) squared error. Returns (loss, stats).
 
-    `denominator` as in `policy_loss`; `cliprange_value=None` does not clip. stats: clipfrac, error (mean squared,
-    unclipped).
+    Args:
+        cliprange_value: the clipped error takes the new value within +- this of the old one. None: no clipping.
+        denominator: as in `policy_loss`.
+
+    `stats`, without gradient: clipfrac, the fraction of values whose clipped error is the larger one.
     """
     mask = mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     values, old_values, returns = (x.float().where(mask, 0.0) for x in (values, old_values, returns))
-    squared = (values - returns).square()
-    if cliprange_value is None:
-        worst = clipped = squared
-    else:
-        # Not old + (new - old): its rounding would count values that are not clipped at all as clipped.
+    unclipped = clipped = (values - returns).square()
+    if cliprange_value is not None:
+        # Not old + (new - old).clamp(): its rounding would count values as clipped that are not.
         bounded = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
         clipped = (bounded - returns).square()
-        worst = torch.maximum(squared, clipped)
     with torch.no_grad():
-        stats = {
-            "clipfrac": ((clipped > squared) & mask).sum() / denominator,
-            "error": squared.sum() / denominator,
-        }
-    return 0.5 * worst.sum() / denominator, stats
+        stats = {"clipfrac": ((clipped > unclipped) & mask).sum() / denominator}
+    return 0.5 * torch.maximum(unclipped, clipped).sum() / denominator, stats
 
 
 class AdaptiveKLController:
     """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2).
 
-    `target` is in nats per *completion* (a sum over its tokens: OpenAI's 6), and so must be the `current` that is given to
-    `update`; a per-token mean here would be tens of times too small and drive the coefficient to 0. Above the target
-    the coefficient grows. `horizon` is in completions: with the error at its clip of 0.2, `horizon` completions change the
-    coefficient by about 20 %.
+    The coefficient grows while the KL is above `target`, nats per *completion* (summed over its tokens; Ziegler et al. use
+    6). `update` takes the KL in the same unit: a mean per token would be tens of times too small and drive the
+    coefficient to 0. `horizon` is in completions: with the error at its clip of 0.2, that many change the coefficient by
+    about 20 %.
     """
 
     def __init__(self, init: float, target: float, horizon: float) -> None:
         self.coef, self.target, self.horizon = float(init), float(target), float(horizon)
 
     def update(self, current: float, n_steps: int) -> float:
-        """Move towards the target after `n_steps` completions (over all workers) with mean KL `current`."""
+        """The new coefficient after `n_steps` completions, over all workers, with a mean KL of `current`."""
         error = min(max(float(current) / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * n_steps / self.horizon
         return self.coef

@@ -1,4 +1,4 @@
-"""What an update is reported as, in the names of TRL's PPOTrainer: means over the episodes of all workers."""
+"""Metrics of an update, under the names of TRL's PPOTrainer: means over the episodes of all workers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from pipeline.ppo.functional import kl_estimate
 def episode_metrics(
     args: PPOConfig, episodes: Episodes, rewards: Tensor, raw: dict[str, list[float]], kl_coef: float
 ) -> dict[str, float]:
-    """Metrics of rollout, scores and values; `rewards` (B, R) are the token rewards, `raw` each reward's own scores.
+    """Metrics of rollout, scores and values.
 
-    KL (k1, whatever estimator is trained with: it is the unbiased one) and entropy are in nats a *completion*.
+    `objective/kl` and `objective/entropy` are nats per *completion*, sums over its tokens (`policy/entropy_avg`, of the
+    optimizer steps, is nats per *token*). The KL is k1, the unbiased estimator, whatever `kl_estimator` trains with.
+    `val/sampler_drift` is the mean |sampler's log-prob - trainer's| per token, in nats.
+
+    Args:
+        rewards: (B, R), the token rewards.
+        raw: each reward's own scores, by its name.
+        kl_coef: KL coefficient of this update.
     """
     mask, device = episodes.mask, episodes.mask.device
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, "k1").where(mask, 0.0).sum(-1)
-    earned = rewards.where(mask, 0.0).sum(-1)
     per_episode = {
         "objective/kl": kl,
         "objective/entropy": -episodes.old_logprobs.where(mask, 0.0).sum(-1),
         "objective/non_score_reward": -kl_coef * kl,
-        "objective/rlhf_reward": earned,
+        "objective/rlhf_reward": rewards.where(mask, 0.0).sum(-1),
         "objective/scores": episodes.scores,
         "val/num_eos_tokens": episodes.ended.float() * args.batch_size,
         "completions/mean_length": episodes.counts.float(),
@@ -37,13 +43,13 @@ def episode_metrics(
     error = (episodes.returns - episodes.values).where(mask, 0.0).double()
     returns = episodes.returns.where(mask, 0.0).double()
     moments = [mask.sum().double(), drift, error.sum(), (error**2).sum(), returns.sum(), (returns**2).sum()]
-    totals = all_reduce(torch.stack([*sums, *moments])).tolist()  # sums and counts of all workers, in one go
-    found = {name: total / args.batch_size for name, total in zip(per_episode, totals, strict=False)}
-    count, drift_sum, e, ee, r, rr = totals[-6:]
-    found["val/sampler_drift"] = drift_sum / max(
-        count, 1
-    )  # |log-prob of the sampler - of the trainer|, a token
+    totals = all_reduce(torch.stack([*sums, *moments])).tolist()  # of all workers, in one all-reduce
+    metrics = {name: total / args.batch_size for name, total in zip(per_episode, totals, strict=False)}
+    actions, drift_sum, error_sum, error_squares, return_sum, return_squares = totals[-6:]
+    actions = max(actions, 1)
+    metrics["val/sampler_drift"] = drift_sum / actions
     if args.uses_critic:
-        variance = rr - r * r / max(count, 1)
-        found["val/explained_variance"] = 1 - (ee - e * e / max(count, 1)) / variance if variance > 0 else 0.0
-    return found
+        variance = return_squares - return_sum * return_sum / actions
+        unexplained = error_squares - error_sum * error_sum / actions
+        metrics["val/explained_variance"] = 1 - unexplained / variance if variance > 0 else 0.0
+    return metrics

@@ -11,10 +11,10 @@ import torch
 
 
 class Phases:
-    """`with phases("rollout"): ...` adds up seconds, and keeps the highest memory, by name.
+    """`with phases("rollout"): ...` adds up seconds and keeps the peak memory of each phase, by name.
 
-    Memory is what torch had allocated on a GPU, or the resident memory of the process on a CPU (Linux; elsewhere 0). The
-    system's own peak figure is reset at each phase: take `memory/peak`, not getrusage, for the whole run.
+    Memory is what torch allocated on a GPU, or the resident set of the process on a CPU (Linux; 0 elsewhere). Each phase
+    resets the operating system's peak, so the peak of the whole run is `memory/peak`, not getrusage's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,21 +29,22 @@ class Phases:
         begin = time.perf_counter()
         yield
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a phase ends when its kernels have
+            torch.cuda.synchronize(self.device)  # kernels run asynchronously: count them in this phase
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 
     def metrics(self) -> dict[str, float]:
-        """time/<phase> in seconds and memory/<phase> in GiB since the last call, memory/peak in GiB of the run."""
-        found = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        found |= {f"memory/{name}": peak / 2**30 for name, peak in self.peak_bytes.items()}
+        """time/<phase> in seconds and memory/<phase> in GiB since the last call; memory/peak in GiB since the start."""
+        metrics = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        metrics |= {f"memory/{name}": peak / 2**30 for name, peak in self.peak_bytes.items()}
         self.highest = max(self.highest, *self.peak_bytes.values(), 0)
-        found["memory/peak"] = self.highest / 2**30
+        metrics["memory/peak"] = self.highest / 2**30
         self.seconds, self.peak_bytes = {}, {}
-        return found
+        return metrics
 
 
 def peak_bytes(device: torch.device) -> int:
+    """Peak memory since the last reset, in bytes; 0 where the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -63,4 +64,5 @@ def _reset_peak(device: torch.device) -> None:
         try:
             clear.write_text("5")  # "reset the peak resident set size" (proc(5))
         except PermissionError:
-            return  # a locked-down container: the figure is then the peak since the start, which is an upper bound
+            # A locked-down container. The peak is then that since the process started: an upper bound.
+            return

@@ -1,7 +1,7 @@
-"""Scores of completions: a reward adapter on the shared base, another sequence-classification model, a Python function.
+"""Rewards: an adapter on the shared base, another sequence-classification model, or a Python function.
 
-Each is a `Reward` with a name, a weight and the constants that make its scores comparable (mean and standard deviation
-on reference samples, stored with the reward model's version). The trainer sums them, weighted.
+Each is a `Reward` with a name, a weight, and the mean and standard deviation that normalise its scores (measured on
+held-out completions, stored with the reward model's version). The score of a completion is their weighted sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipeline.ppo.batch import micro_batches
 
 @dataclass
 class Samples:
-    """Completions to be scored. `rows` are the prompts' rows as they came from the data: `prompt` and all further columns."""
+    """Completions to be scored, with the data rows of their prompts: `prompt` and all further columns."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
@@ -44,7 +44,7 @@ class Samples:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """The prompt as the data has it, or, where it is a list of messages, as the template rendered it."""
+        """The prompts as the data has them, or, where one is a list of messages, as the template rendered it."""
         return [
             row["prompt"]
             if isinstance(row.get("prompt"), str)
@@ -54,32 +54,41 @@ class Samples:
 
     @cached_property
     def completions(self) -> list[str]:
+        """The completions as text, without special tokens."""
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.completion_ids]
 
     def columns(self) -> dict[str, list[Any]]:
-        """The further columns, one value a row (None where a row lacks it); messages keep their list as `messages`."""
+        """The further columns, one value per row (None where a row lacks it). Prompts that are lists of messages are the
+        column `messages`."""
         names = sorted({key for row in self.rows for key in row} - {"prompt", "completion"})
-        found = {name: [row.get(name) for row in self.rows] for name in names}
+        columns = {name: [row.get(name) for row in self.rows] for name in names}
         if any(isinstance(row.get("prompt"), list) for row in self.rows):
-            found.setdefault("messages", [row.get("prompt") for row in self.rows])
-        return found
+            columns.setdefault("messages", [row.get("prompt") for row in self.rows])
+        return columns
 
     def show(self, i: int) -> str:
-        shown = (_brief(value) for value in (self.prompts[i], self.completions[i], self.rows[i]))
-        return "prompt {}, completion {}, row {} (sample {} of {})".format(*shown, i, len(self))
+        """Sample `i` in the words of an error message, shortened."""
+        values = (_brief(value) for value in (self.prompts[i], self.completions[i], self.rows[i]))
+        return "prompt {}, completion {}, row {} (sample {} of {})".format(*values, i, len(self))
 
 
-def _brief(value: Any, most: int = 300) -> str:
-    """A value in an error message: its repr, shortened; only its type where it has none."""
+def _brief(value: Any, limit: int = 300) -> str:
+    """The repr of a value, shortened to `limit` characters; its type where repr fails."""
     try:
         text = repr(value)
-    except Exception:  # an int of 5000 digits, or an object whose __repr__ fails
+    except Exception:  # an int of 5000 digits, or an object whose __repr__ raises
         return f"a {type(value).__name__}"
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 class Reward(ABC):
-    """A source of scores. `normalized` scores are (score - mean) / std."""
+    """A source of scores.
+
+    Args:
+        name: names it in metrics and messages.
+        weight: of its scores in the weighted sum.
+        mean, std: normalised scores are (score - mean) / std.
+    """
 
     def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
         self.name, self.weight, self.mean, self.std = name, weight, mean, std
@@ -90,14 +99,12 @@ class Reward(ABC):
 
     @abstractmethod
     def score(self, samples: Samples) -> list[float]:
-        """One raw score for each sample."""
+        """One raw score for each sample; `checked` verifies that."""
 
     def checked(self, samples: Samples) -> list[float]:
-        """`score`, with the number and the finiteness of the results checked."""
-        return self._check(self.score(samples), samples)
-
-    def _check(self, scores: Any, samples: Samples) -> list[float]:
-        # arrays and tensors, with a gradient too, have tolist
+        """The raw scores of `score`. Raises Failure unless they are one finite number for each sample."""
+        scores: Any = self.score(samples)
+        # Arrays and tensors have tolist, tensors that require gradients included.
         listed = scores.tolist() if hasattr(scores, "tolist") else scores
         if not isinstance(listed, (list, tuple)):
             found = _brief(scores, 100)
@@ -105,11 +112,11 @@ class Reward(ABC):
             found = f"{len(listed)} scores"
         else:
             values = [_number(score) for score in listed]
-            wrong = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-            if wrong is None:
+            i = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
+            if i is None:
                 return values
             raise Failure(
-                f"reward {self} returned {_brief(listed[wrong], 100)} for {samples.show(wrong)}; expected a finite number"
+                f"reward {self} returned {_brief(listed[i], 100)} for {samples.show(i)}; expected a finite number"
             )
         raise Failure(
             f"reward {self} returned {found} for {len(samples)} samples; expected a list of one number for each, of "
@@ -121,33 +128,43 @@ class Reward(ABC):
 
 
 def _number(score: Any) -> float:
-    """A score as a float; NaN where it is no real number, or none that a float holds."""
+    """A score as a float; NaN if it is not a real number, or too large for a float."""
     try:
         if hasattr(score, "item") and not isinstance(score, numbers.Number):
-            score = score.item()  # of a list of arrays or tensors, each of one number
+            score = score.item()  # an array or tensor of one number
         return float(score) if isinstance(score, (numbers.Real, Decimal)) else math.nan
     except (OverflowError, ValueError, RuntimeError):  # 10**400, a signalling NaN, a tensor of two numbers
         return math.nan
 
 
 class AdapterReward(Reward):
-    """A reward adapter and head on the shared base: the score is the head's at the last token of prompt and completion."""
+    """A reward adapter and its head on the shared base. Scores are the head's output at the last token of the completion.
+
+    Args:
+        role: the adapter's role on `shared`.
+        rows: sequences per forward pass.
+        settings: name (default: the role), weight, mean and std of `Reward`.
+    """
 
     def __init__(self, shared: SharedBase, role: str = "reward", rows: int = 64, **settings: Any) -> None:
         super().__init__(**{"name": role, **settings})
         self.shared, self.role, self.rows = shared, role, rows
 
     def score(self, samples: Samples) -> list[float]:
-        texts = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
+        token_ids = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
         run = lambda ids, mask: self.shared.scores(self.role, ids, lengths=mask.sum(-1))  # noqa: E731
-        return in_batches(texts, self.rows, self.shared.device, run)
+        return in_batches(token_ids, self.rows, self.shared.device, run)
 
 
 class ModelReward(Reward):
-    """A sequence-classification model that is not on this base. Held in memory in full, beside the base.
+    """A sequence-classification model of its own, held in memory in full beside the base. Scores are its only logit.
 
-    With `tokenizer=None` it reads the policy's token ids; with a tokenizer of its own, the text, through its own chat
-    template where the prompt is a list of messages. Special tokens in that text are text, or, with `control`, tokens.
+    Args:
+        tokenizer: the model's own; it encodes prompt and completion as text, with its chat template where the prompt is a
+            list of messages. None: the model reads the policy's token ids.
+        rows: sequences per forward pass.
+        control: whether special tokens in the text are encoded as such, or as ordinary text.
+        settings: name (default: model), weight, mean and std of `Reward`.
     """
 
     def __init__(
@@ -159,14 +176,15 @@ class ModelReward(Reward):
 
     def score(self, samples: Samples) -> list[float]:
         if self.control is None:
-            texts = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
+            token_ids = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
         else:
-            texts = [self._encode(samples, i, self.control) for i in range(len(samples))]
+            token_ids = [self._encode(samples, i, self.control) for i in range(len(samples))]
         run = lambda ids, mask: self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float()  # noqa: E731
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
-        return in_batches(texts, self.rows, next(self.model.parameters()).device, run, pad)
+        return in_batches(token_ids, self.rows, next(self.model.parameters()).device, run, pad)
 
     def _encode(self, samples: Samples, i: int, control: ControlTokens) -> list[int]:
+        """Sample `i` as token ids of the model's own tokenizer; plain text that ended gets its eos."""
         prompt, completion = samples.rows[i].get("prompt"), samples.completions[i]
         if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
             messages = [*prompt, {"role": "assistant", "content": completion}]
@@ -177,10 +195,11 @@ class ModelReward(Reward):
 
 
 class FunctionReward(Reward):
-    """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, TRL's convention.
+    """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, as in TRL.
 
-    It gets what its signature names, or with **kwargs everything: `prompts`, `completions`, `completion_ids` and the data's
-    further columns, a list each. What it raises stops the run: a Failure with the sample and the function's own frames.
+    It is called by keyword with those of `prompts`, `completions`, `completion_ids` and the data's further columns, each a
+    list, that its signature names, or with all of them if it takes **kwargs. If it raises, the run stops with a Failure
+    that shows the sample and the function's own stack frames.
     """
 
     def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
@@ -193,15 +212,16 @@ class FunctionReward(Reward):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
-            ordinary = isinstance(error, Exception)
-            more = f" for {self._culprit(samples)}" if ordinary else "; expected a list of numbers"
-            raise Failure(f"reward {self} raised {in_brief(error, 500)}{more}:\n{_frames(error)}") from error
+            is_exception = isinstance(error, Exception)
+            hint = f" for {self._culprit(samples)}" if is_exception else "; expected a list of numbers"
+            raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
 
     def __str__(self) -> str:
-        place = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
-        return f"{self.name!r} ({':'.join(part for part in place if part)})"
+        names = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
+        return f"{self.name!r} ({':'.join(name for name in names if name)})"
 
     def _call(self, samples: Samples, rows: Sequence[int]) -> Any:
+        """What the function returns for some of the samples."""
         texts = {"prompts": samples.prompts, "completions": samples.completions}
         columns = {**samples.columns(), "completion_ids": samples.completion_ids, **texts}
         parameters = inspect.signature(self.function).parameters
@@ -209,17 +229,17 @@ class FunctionReward(Reward):
             columns = {name: values for name, values in columns.items() if name in parameters}
         result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
         if inspect.isawaitable(result):
-            # in a thread of its own: the caller (a notebook) may have a running event loop in this one
+            # In another thread: this one may have a running event loop (a notebook's).
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(asyncio.run, _wait(result)).result()
         return result
 
     def _culprit(self, samples: Samples) -> str:
-        """The first sample that makes the function raise when it gets it alone."""
+        """The first sample on which alone the function raises, in words."""
         for i in range(len(samples)):
             try:
                 self._call(samples, [i])
-            except Exception:  # the original error is on its way up; here only its place is looked for
+            except Exception:  # the caller reports the original error; this only locates it
                 return samples.show(i)
         return f"a batch of {len(samples)} samples (each alone does not make it raise)"
 
@@ -231,39 +251,47 @@ async def _wait(result: Any) -> Any:
 LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
 
 
-def _frames(error: BaseException, most: int = 10) -> str:
-    """The traceback inside a reward function, as text: neither this package's frames nor a library's."""
+def _frames(error: BaseException, limit: int = 10) -> str:
+    """The last `limit` frames inside a reward function as text, without this module's and, if possible, libraries'."""
     frames = traceback.extract_tb(error.__traceback__)
     called = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
     inside = frames[called + 1 :]
-    own = [frame for frame in inside if not frame.filename.startswith(LIBRARIES)]
-    return "".join(traceback.format_list((own or inside)[-most:])).rstrip()
+    users = [frame for frame in inside if not frame.filename.startswith(LIBRARIES)]
+    return "".join(traceback.format_list((users or inside)[-limit:])).rstrip()
 
 
 @torch.no_grad()
 def in_batches(
-    texts: Sequence[Sequence[int]],
+    token_ids: Sequence[Sequence[int]],
     rows: int,
     device: torch.device,
     run: Callable[..., torch.Tensor],
     pad: int = 0,
 ) -> list[float]:
-    """`run(ids, mask) -> (B,)` over right-padded batches of like lengths; results in the order of `texts`."""
-    scores = torch.zeros(len(texts))
-    for some in micro_batches([len(text) for text in texts], rows, None):
-        width = len(texts[some[-1]])
-        ids = torch.tensor([list(texts[i]) + [pad] * (width - len(texts[i])) for i in some], device=device)
-        mask = torch.tensor(
-            [[1] * len(texts[i]) + [0] * (width - len(texts[i])) for i in some], device=device
-        )
-        scores[some] = run(ids, mask).float().cpu()
+    """One number for each sequence of token ids, from batches of like lengths.
+
+    Args:
+        rows: sequences per batch.
+        run: `run(ids, mask) -> (B,)` on a right-padded batch (B, T) and its mask (B, T).
+        pad: token id that fills rows up.
+    """
+    scores = torch.zeros(len(token_ids))
+    for batch in micro_batches([len(ids) for ids in token_ids], rows, None):
+        sequences = [list(token_ids[i]) for i in batch]
+        width = len(sequences[-1])  # the longest
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row in sequences], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in sequences], device=device)
+        scores[batch] = run(ids, mask).float().cpu()
     return scores.tolist()
 
 
 def weighted(
     rewards: Sequence[Reward], samples: Samples, normalize: bool
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """The weighted sum of all rewards for each sample, and each reward's raw scores by name."""
+    """The weighted sum of the rewards' (normalised) scores of each sample, and each reward's raw scores by name.
+
+    Raises ValueError if two rewards have the same name.
+    """
     raw = {reward.name: reward.checked(samples) for reward in rewards}
     if len(raw) < len(rewards):
         raise ValueError(f"two rewards have the same name: {[reward.name for reward in rewards]}")

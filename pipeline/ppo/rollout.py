@@ -1,11 +1,11 @@
 """Rollouts: prompts in, sampled completions out, through one small interface (`Engine`).
 
 Sampling is pure: softmax(logits / temperature), no top-k, no top-p, no repetition penalty. Anything else samples from
-a distribution other than the one whose log-probs are learned from, and the KL to the reference goes negative.
+another distribution than the one whose log-probs enter the loss, and the estimated KL to the reference goes negative.
 
 A completion depends on seed, episode number, prompt and policy, and on nothing else: each episode has its own stream of
-random numbers (a counter-based generator keyed by seed and episode), so that batches, their order, ended neighbours
-and the number of workers change no sample.
+random numbers (a counter-based generator keyed by seed and episode), so that batch composition and order, rows that
+ended and the number of workers do not change a sample.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from pipeline.models.adapters import SharedBase, bar
+from pipeline.models.adapters import SharedBase
+from pipeline.models.logprobs import bar
 from pipeline.models.tokenizer import eos_ids
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `temperature` 0 is greedy. `eos`: every id that ends a completion."""
+    """How to sample."""
 
     max_new_tokens: int
-    eos: tuple[int, ...]
-    min_new_tokens: int = 0
-    temperature: float = 1.0
+    eos: tuple[int, ...]  # every token id that ends a completion
+    min_new_tokens: int = 0  # until then, `eos` has probability 0
+    temperature: float = 1.0  # 0: greedy
     seed: int = 0
 
     @classmethod
     def of(cls, args: Any, tokenizer: Any, shared: SharedBase, eos: Sequence[int] | None = None) -> Sampling:
-        """As `args` say: a PPOConfig, or other settings with its names.
+        """Sampling with the settings of a job.
 
         Args:
-            eos: ids that end a completion; None: those of the tokenizer and the base's generation config. Ids that the base
-                has no logit for are left out.
+            args: a PPOConfig, or other settings with the same names.
+            eos: token ids that end a completion; ids without a logit are dropped. None: those of the tokenizer and the
+                base's generation config.
         """
         ids = eos_ids(tokenizer, shared.base.generation_config) if eos is None else eos
         ends = tuple(i for i in ids if i < shared.vocab_size)
@@ -49,43 +51,44 @@ class Sampling:
 
 @dataclass
 class Completion:
-    """Sampled tokens, the end-of-sequence token included; `ended` is False if the length limit cut the completion off.
+    """One sampled completion."""
 
-    `logprobs` are the sampler's own. They are compared with the trainer's, never trained on: a sampler computes in
-    another order or precision, and the first ratio must be 1.
-    """
-
-    tokens: list[int]
-    ended: bool
+    tokens: list[int]  # token ids, the end-of-sequence token included
+    ended: bool  # False: truncated at the length limit
+    # The sampler's, in nats. Compared with the trainer's, never used as old log-probs: they differ from the training
+    # forward's by rounding, and the first ratio must be 1.
     logprobs: list[float]
 
 
 class Engine(Protocol):
-    """What the trainer needs of a sampler. One that holds its own copy of the model (vllm_engine.py) takes the policy's
-    adapter in `sync`, and must keep the promise above: a completion is a function of seed, episode and prompt."""
+    """A sampler, as the trainer needs it. Completions must depend on seed, episode, prompt and policy alone."""
 
     def sync(self) -> None:
-        """The policy has changed: from the next `generate` on, sample from the new one."""
+        """Called when the policy has changed: later calls of `generate` sample from the new one."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], episodes: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        """One completion to each prompt (token ids), in the order given; `episodes` are their numbers in the run."""
+        """One completion to each prompt (token ids), in their order; `episodes` are the episodes' numbers in the run."""
 
 
 class TransformersEngine:
-    """Decodes on the shared base itself, through an adapter: no second copy of any weight, nothing to synchronise.
+    """Decodes on the shared base itself: no second copy of any weight, nothing to synchronise.
 
-    Prompts are sorted by length and decoded `rows` at a time with a KV cache, padded on the left (so that the cache is
-    one block and sliding windows are right), with positions counted from each row's first token. When a quarter of the
-    rows have ended, they leave the batch.
+    Prompts are sorted by length and decoded `rows` at a time with a KV cache. They are padded on the left, so that the
+    cache is one block and sliding windows are right; positions count from each row's first token. Once a quarter of a
+    batch's rows have ended, they are removed from it.
+
+    Args:
+        role: the role that samples; None: the bare base.
+        pad: token id that fills rows up.
     """
 
     def __init__(self, shared: SharedBase, role: str | None = "policy", rows: int = 64, pad: int = 0) -> None:
         self.shared, self.role, self.rows, self.pad = shared, role, rows, pad
 
     def sync(self) -> None:
-        """Nothing to do: the adapter that learns is the adapter that samples."""
+        """Does nothing: the adapter that is trained is the one that samples."""
 
     @torch.no_grad()
     def generate(
@@ -94,15 +97,16 @@ class TransformersEngine:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         completions: dict[int, Completion] = {}
         with self.shared.use(self.role):
-            for at in range(0, len(order), self.rows):
-                some = order[at : at + self.rows]
-                answers = self._decode([prompts[i] for i in some], [episodes[i] for i in some], sampling)
-                completions.update(zip(some, answers, strict=True))
+            for start in range(0, len(order), self.rows):
+                batch = order[start : start + self.rows]
+                decoded = self._decode([prompts[i] for i in batch], [episodes[i] for i in batch], sampling)
+                completions.update(zip(batch, decoded, strict=True))
         return [completions[i] for i in range(len(prompts))]
 
     def _decode(
         self, prompts: list[Sequence[int]], episodes: list[int], sampling: Sampling
     ) -> list[Completion]:
+        """One completion to each prompt of a batch."""
         device, limit = self.shared.device, sampling.max_new_tokens
         ids, mask = pad_left(prompts, self.pad, room=limit, device=device)
         width = ids.shape[1]
@@ -114,7 +118,7 @@ class TransformersEngine:
         logprobs = torch.zeros(len(prompts), limit, device=device)
         lengths = torch.full((len(prompts),), limit, device=device)
         eos = torch.tensor(sampling.eos, device=device)
-        rows = torch.arange(len(prompts), device=device)  # of the full batch, those still in the cache
+        rows = torch.arange(len(prompts), device=device)  # indices of those still in the cache
         live = torch.ones(len(prompts), dtype=torch.bool, device=device)
         for step in range(limit):
             attention = mask[:, : width + step] if padded else None
@@ -125,18 +129,18 @@ class TransformersEngine:
                 past_key_values=cache,
                 use_cache=True,
             )
-            logits = self.shared.logits(out.last_hidden_state[:, -1])  # of the last place only
+            logits = self.shared.logits(out.last_hidden_state[:, -1])  # of the last position only
             barred = sampling.eos if step < sampling.min_new_tokens else ()
             token, logprob = sample(logits, noise[rows, step], sampling.temperature, barred)
             tokens[rows, step], logprobs[rows, step] = token, logprob
             ending = torch.isin(token, eos) & live
             lengths[rows[ending]] = step + 1
             live &= ~ending
-            left = int(live.sum())
-            if left == 0:
+            n_live = int(live.sum())
+            if n_live == 0:
                 break
-            if left <= 0.75 * len(rows):  # copying the cache pays when a quarter of the rows are gone
-                rows, mask, token, positions, cache = _keep(live, rows, mask, token, positions, cache)
+            if n_live <= 0.75 * len(rows):  # copying the cache pays once a quarter of the rows are gone
+                rows, mask, token, positions, cache = _live_rows(live, rows, mask, token, positions, cache)
                 live = live[live]
             ids, positions = token.unsqueeze(-1), positions[:, -1:] + 1
         ended = torch.isin(tokens[torch.arange(len(prompts), device=device), lengths - 1], eos)
@@ -151,7 +155,13 @@ class TransformersEngine:
 def sample(
     logits: Tensor, noise: Tensor, temperature: float, barred: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """One token (B,) and its log-prob from logits (B, V), by inverting the distribution function at `noise` (B,) in [0, 1)."""
+    """Token ids (B,) and their log-probs (B,) from logits (B, V), by inverse transform sampling.
+
+    Args:
+        noise: (B,) uniform numbers in [0, 1).
+        temperature: divides the logits; 0: greedy.
+        barred: token ids of probability 0.
+    """
     if barred:
         logits = bar(logits, torch.ones(len(logits), dtype=torch.bool, device=logits.device), barred)
     if temperature == 0:
@@ -159,7 +169,7 @@ def sample(
         return token, logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
     probabilities = (logits / temperature).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # right=True: the first place *above* the noise, so that a token of probability 0 is never drawn
+    # right=True: the first index *above* the noise, so that a token of probability 0 is never drawn
     token = torch.searchsorted(cumulative, noise.unsqueeze(-1) * cumulative[:, -1:], right=True)
     token = token.clamp(max=logits.shape[-1] - 1)
     return token.squeeze(-1), probabilities.gather(-1, token).log().squeeze(-1)
@@ -184,24 +194,24 @@ def pad_left(
     return ids, mask
 
 
-def _keep(
+def _live_rows(
     live: Tensor, rows: Tensor, mask: Tensor, token: Tensor, positions: Tensor, cache: DynamicCache
-) -> tuple:
-    """Everything of the batch, reduced to the live rows."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, DynamicCache]:
+    """The state of a batch, reduced to its live rows; the cache in place."""
     index = live.nonzero().squeeze(-1)
     cache.batch_select_indices(index)
     return rows[index], mask[index], token[index], positions[index], cache
 
 
 def growing_cache(shared: SharedBase) -> DynamicCache:
-    """A KV cache that is not copied at every token; layers with a sliding window keep transformers' own kind."""
+    """A KV cache that is not copied at every token; layers with a sliding window keep transformers' class."""
     cache = DynamicCache(config=shared.base.config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 class GrowingLayer(DynamicLayer):
-    """A DynamicLayer with room ahead: it concatenates (that is, copies everything) every `ROOM` tokens, not every one.
+    """A DynamicLayer that allocates `ROOM` tokens ahead, where its parent copies the whole cache at every token.
 
     Overrides what transformers 5.23 calls in a decoding loop. Remove when DynamicCache itself grows in blocks.
     """
@@ -211,16 +221,16 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        before = self.get_seq_length()
-        length = before + key_states.shape[-2]
+        old_length = self.get_seq_length()
+        length = old_length + key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.all_keys, self.all_values = key_states[..., :0, :], value_states[..., :0, :]
         if length > self.all_keys.shape[-2]:
-            self.all_keys = self._grown(self.all_keys, before, length + self.ROOM)
-            self.all_values = self._grown(self.all_values, before, length + self.ROOM)
-        self.all_keys[..., before:length, :] = key_states
-        self.all_values[..., before:length, :] = value_states
+            self.all_keys = self._grown(self.all_keys, old_length, length + self.ROOM)
+            self.all_values = self._grown(self.all_values, old_length, length + self.ROOM)
+        self.all_keys[..., old_length:length, :] = key_states
+        self.all_values[..., old_length:length, :] = value_states
         self.keys, self.values = self.all_keys[..., :length, :], self.all_values[..., :length, :]
         return self.keys, self.values
 

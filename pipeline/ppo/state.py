@@ -1,6 +1,6 @@
-"""What a PPO run is, beyond its job: written to a folder, and read back so that the run continues bit for bit (on a CPU).
+"""The state of a PPO run in a folder, read back so that the run continues bit for bit (on a CPU).
 
-No pickle: tensors by safetensors, or torch.save read with weights_only; everything else JSON.
+No pickle is ever loaded: tensors are safetensors, or torch.save read with weights_only; everything else is JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATE_FILE = "ppo_state.json"
 
 
 def save_state(trainer: PPOTrainer, folder: str | Path) -> None:
-    """Rank 0 writes adapters, optimizer and state; each rank its random number generators. Not atomic: whoever calls it is."""
+    """Rank 0 writes adapters, optimizer and state; every rank its random state. Not atomic: the caller commits it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rank, workers = world()
@@ -46,7 +46,7 @@ def save_state(trainer: PPOTrainer, folder: str | Path) -> None:
 
 
 def restore_state(trainer: PPOTrainer, folder: str | Path) -> None:
-    """Continue from `folder`. With another number of workers the generators of rewards that draw numbers start anew."""
+    """Continue from `folder`. Random states, which only rewards draw from, need the same number of workers."""
     folder = Path(folder)
     state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     for role in trainer.stored_roles():
@@ -68,7 +68,7 @@ def restore_state(trainer: PPOTrainer, folder: str | Path) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators of Python, numpy and torch, as what torch.load(weights_only=True) reads."""
+    """States of the global generators of Python, numpy and torch, in types that a weights_only load accepts."""
     version, words, gauss = random.getstate()
     numpy: Any = np.random.get_state()
     kind, keys, position, has_gauss, cached = numpy
@@ -88,15 +88,16 @@ def rng_state() -> dict[str, Any]:
 
 @contextmanager
 def kept_rng_state() -> Iterator[None]:
-    """After the block the global generators are as they were before it: what it draws changes nothing that follows."""
-    before = rng_state()
+    """Restores the global generators after the block, so that numbers drawn in it do not change what follows."""
+    state = rng_state()
     try:
         yield
     finally:
-        set_rng_state(before)
+        set_rng_state(state)
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

@@ -1,12 +1,12 @@
 """PPO on one shared base, in the order in which things happen.
 
-An update: sample prompts -> rollout -> score -> old and reference log-probs, values -> token rewards -> advantages ->
+One update: prompts -> rollout -> scores -> old and reference log-probs, values -> token rewards -> advantages ->
 epochs x minibatches x micro-batches -> metrics. Policy, reference, critic and reward are adapters on one frozen base
-(see models/adapters.py); each role runs forward and backward by itself, one after the other.
+(models/adapters.py); each role runs its forward and backward by itself, one after the other.
 
 Workers (torch.distributed, if it is initialised) share the episodes of an update. There is no DDP: losses are sums
-divided by the number of actions in the whole optimizer step over all workers, so gradients just add up, in one
-all-reduce of the adapters' gradients for each step. Micro-batches, accumulation and workers then change nothing.
+divided by the number of actions in the whole optimizer step over all workers, so gradients simply add up, in one
+all-reduce of the adapters' gradients per step. How a step is split into micro-batches and over workers does not matter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from transformers import get_scheduler
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
-from pipeline.ppo.batch import Episodes, all_reduce, collate, deal, micro_batches, prompt_order, world
-from pipeline.ppo.checks import check_first_ratio, of_rollout, require
+from pipeline.ppo.batch import Episodes, all_reduce, collate, micro_batches, minibatches, prompt_order, world
+from pipeline.ppo.checks import check_first_ratio, check_rollout, require
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.functional import (
     AdaptiveKLController,
@@ -51,21 +51,25 @@ POLICY_STATS = (
 VALUE_STATS = ("loss/value_avg", "val/clipfrac_avg")
 
 Rows = Sequence[dict[str, Any]]
-OnStep = Callable[[dict[str, float], int, int], None]
+OnUpdate = Callable[[dict[str, float], int, int], None]
 
 
 class PPOTrainer:
     """Trains the `policy` role (and `critic`) of `shared` on `prompts` against `rewards`.
 
     Args:
-        shared: with roles `policy`; `critic` with a head (for `gae`); `reference`, or none: the bare base is it.
-        tokenizer: decodes completions for Python rewards and for show; its pad id fills batches up.
+        shared: has the roles `policy`; `critic` with a head, for `gae`; and `reference`, without which the bare base is
+            the reference.
+        tokenizer: decodes completions for Python rewards; its pad id fills batches up.
         prompts: rows with `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and further columns).
-        rewards: their weighted sum is the score.
-        evaluate: figures of the policy on held-out prompts, asked for on every rank after each `eval_steps` updates.
-        eos: ids that end a completion; None: those of the tokenizer and the base's generation config.
-        engine: samples the completions; None: the base itself.
-        on_step: called after each update with its metrics, its number (from 1) and the number of updates.
+        rewards: the weighted sum of their scores is an episode's score.
+        evaluate: returns metrics of the policy on held-out prompts; called on every rank every `eval_steps` updates.
+        eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
+        engine: samples the completions. None: the base itself.
+        on_update: called after each update with its metrics, its number (from 1) and the total number of updates.
+
+    Raises:
+        ValueError: when a role, a reward or a prompt is missing, or there are more workers than prompts in an update.
     """
 
     def __init__(
@@ -78,11 +82,11 @@ class PPOTrainer:
         evaluate: Callable[[], dict[str, float]] | None = None,
         eos: Sequence[int] | None = None,
         engine: Engine | None = None,
-        on_step: OnStep | None = None,
+        on_update: OnUpdate | None = None,
     ) -> None:
         self.shared, self.tokenizer, self.args = shared, tokenizer, args
         self.prompts, self.rewards, self.evaluate = prompts, rewards, evaluate
-        self.on_step, self.device = on_step, shared.device
+        self.on_update, self.device = on_update, shared.device
         self.rank, self.workers = world()
         self.prompts_per_update = args.batch_size // args.num_generations
         self._check_inputs()
@@ -98,19 +102,20 @@ class PPOTrainer:
         for role in self.roles:
             shared.set_trainable(role, True)
             for parameter in shared.parameters_of(role):
-                if self.workers > 1:  # new heads and adapters are random: all start from rank 0's
+                if self.workers > 1:  # new heads and adapters are random: every rank starts from rank 0's
                     dist.broadcast(parameter.data, src=0)
-        own = args.critic_learning_rate  # 0 is a rate, too
-        rates = {"policy": args.learning_rate, "critic": args.learning_rate if own is None else own}
+        learning_rates = {"policy": args.learning_rate, "critic": args.learning_rate}
+        if args.critic_learning_rate is not None:  # it may be 0
+            learning_rates["critic"] = args.critic_learning_rate
         self.optimizer = torch.optim.AdamW(
-            [{"params": shared.parameters_of(role), "lr": rates[role]} for role in self.roles],
+            [{"params": shared.parameters_of(role), "lr": learning_rates[role]} for role in self.roles],
             betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,  # 1e-5 in PPO's lineage, not torch's 1e-8
+            eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
         )
         self.total = args.total_updates(len(prompts))
         self.scheduler = get_scheduler(args.lr_scheduler_type, self.optimizer, args.warmup_steps, self.total)
-        self.update = 0  # updates done; with the seed it is also the position in the data
+        self.update = 0  # updates done; with the seed, this is also the position in the data
         self.kl_coef = args.kl_coef
         self.moments = RunningMoments()
         self.skipped_steps = 0
@@ -139,16 +144,16 @@ class PPOTrainer:
     # ------------------------------------------------------------------------------------------ the loop
 
     def train(self) -> list[dict[str, float]]:
-        """Run to the last update (from wherever `restore` left off). Returns the history of metrics."""
+        """Run to the last update, from the first or from where `restore` left off. Returns the logged metrics."""
         while self.update < self.total:
-            metrics = self.step()
+            metrics = self.run_update()
             if self.args.logs(self.update, self.total):
                 self.history.append(metrics)
-            if self.on_step is not None:
-                self.on_step(metrics, self.update, self.total)
+            if self.on_update is not None:
+                self.on_update(metrics, self.update, self.total)
         return self.history
 
-    def step(self) -> dict[str, float]:
+    def run_update(self) -> dict[str, float]:
         """One update, from prompts to metrics."""
         args = self.args
         with self.phases("rollout"):
@@ -158,18 +163,17 @@ class PPOTrainer:
             greedy_scores = self.greedy_scores(greedy)
         with self.phases("values"):
             self.logprobs_and_values(episodes)
-        kl_coef, learns = self.kl_coef, self.update >= args.critic_warmup_steps
+        kl_coef = self.kl_coef
         rewards = self.rewards_and_advantages(episodes, greedy_scores)
         if self.update == 0:
-            require(of_rollout(self, episodes, rewards))
+            require(check_rollout(self, episodes, rewards))
         with self.phases("update"):
-            learned = self.learn(episodes, policy=learns)
-        metrics = episode_metrics(args, episodes, rewards, raw, kl_coef) | learned
+            learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)
+        metrics = episode_metrics(args, episodes, rewards, raw, kl_coef) | learning_metrics
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
 
         self.scheduler.step()
         if args.kl_controller == "adaptive":
-            # nats per completion against a target per completion; the coefficient goes into the checkpoint
             controller = AdaptiveKLController(self.kl_coef, args.kl_target, args.kl_horizon)
             self.kl_coef = controller.update(metrics["objective/kl"], args.batch_size)
         if args.normalize_values:
@@ -192,69 +196,79 @@ class PPOTrainer:
     # --------------------------------------------------------------------------------- rollout and scores
 
     def rollout(self) -> tuple[Episodes, Samples, Samples | None]:
-        """This worker's share of the next prompts, `num_generations` completions to each, and for remax a greedy one."""
+        """Sample `num_generations` completions to each of this worker's share of the next prompts.
+
+        Returns:
+            The episodes; the same completions as samples for the rewards; for remax, samples of one greedy completion to
+            each prompt, else None.
+        """
         n = self.args.num_generations
-        numbers = prompt_order(
+        order = prompt_order(
             self.update * self.prompts_per_update, self.prompts_per_update, len(self.prompts), self.args.seed
         )
         mine = range(self.rank, self.prompts_per_update, self.workers)
-        rows = [self.prompts[numbers[i]] for i in mine]
+        rows = [self.prompts[order[i]] for i in mine]
         # Indices in the global batch. Sampling is keyed by these, not by rank.
-        places = [i * n + g for i in mine for g in range(n)]
-        ids = [self._prompt_ids(row) for row in rows]
-        prompts = [p for p in ids for _ in range(n)]
+        indices = [i * n + g for i in mine for g in range(n)]
+        prompt_ids = [self._prompt_ids(row) for row in rows]
+        prompts = [ids for ids in prompt_ids for _ in range(n)]
         self.engine.sync()
         first = self.update * self.args.batch_size
-        completions = self.engine.generate(prompts, [first + place for place in places], self.sampling)
+        completions = self.engine.generate(prompts, [first + index for index in indices], self.sampling)
         samples = self._samples([row for row in rows for _ in range(n)], prompts, completions)
         greedy = None
         if self.args.advantage_estimator == "remax":
-            greedy = self._samples(rows, ids, self.engine.generate(ids, range(len(ids)), self._greedy()))
-        return collate(prompts, completions, places, self.pad, self.device), samples, greedy
+            greedy_completions = self.engine.generate(prompt_ids, range(len(rows)), self._greedy())
+            greedy = self._samples(rows, prompt_ids, greedy_completions)
+        return collate(prompts, completions, indices, self.pad, self.device), samples, greedy
 
     def score(self, episodes: Episodes, samples: Samples) -> dict[str, list[float]]:
-        """Fill `scores`; returns each reward's raw scores."""
+        """Fill `scores`, and `learn` if truncated completions are excluded. Returns each reward's raw scores by name."""
         total, raw = weighted(self.rewards, samples, self.args.normalize_rewards)
-        episodes.scores = torch.tensor(self._bounded(total, episodes.ended.tolist()), device=self.device)
+        scores = self._clip_and_penalise(total, episodes.ended.tolist())
+        episodes.scores = torch.tensor(scores, device=self.device)
         if self.args.mask_truncated_completions:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
         return raw
 
     def greedy_scores(self, greedy: Samples | None) -> Tensor | None:
-        """remax's baseline, one for each episode: the score of the greedy completion to its prompt."""
+        """(B,) baseline of remax: the score of the greedy completion to each episode's prompt. None without `greedy`."""
         if greedy is None:
             return None
         total, _ = weighted(self.rewards, greedy, self.args.normalize_rewards)
-        baseline = torch.tensor(self._bounded(total, greedy.ended), device=self.device)
+        baseline = torch.tensor(self._clip_and_penalise(total, greedy.ended), device=self.device)
         return baseline.repeat_interleave(self.args.num_generations)
 
-    def _bounded(self, scores: list[float], ended: list[bool]) -> list[float]:
-        """Clip, then take the penalty off completions that were cut off (so that no clip hides it)."""
+    def _clip_and_penalise(self, scores: list[float], ended: list[bool]) -> list[float]:
+        """Scores clipped, and then less the penalty for truncation, which clipping would otherwise hide."""
         limit, penalty = self.args.reward_clip, self.args.missing_eos_penalty or 0.0
         clipped = scores if limit is None else [min(max(s, -limit), limit) for s in scores]
         return [s if e else s - penalty for s, e in zip(clipped, ended, strict=True)]
 
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:
-        """Fill old and reference log-probs, values and bootstrap: each once, by the code that training runs."""
-        everything, size = range(len(episodes)), self.args.local_rollout_forward_batch_size
-        for rows in self._micro_batches(episodes, size, everything):
+        """Fill old and reference log-probs, values and bootstrap, by the same code as the training forward."""
+        size = self.args.local_rollout_forward_batch_size
+        for rows in self._micro_batches(episodes, size, range(len(episodes))):
             part = episodes.take(rows)
             width = part.mask.shape[1]
-            # Not the sampler's: only these agree with the training forward, so that the first ratio is 1.
+            # Not the sampler's, which differ from the training forward by rounding: the first ratio must be 1.
             episodes.old_logprobs[rows, :width] = self.logprobs("policy", part)[0]
             episodes.ref_logprobs[rows, :width] = self.logprobs(self.reference, part)[0]
             if self.args.uses_critic:
-                values, after = self.values(part)
-                values, after = (v * self.moments.std + self.moments.mean for v in (values, after))
+                values, last_value = self.values(part)
+                values, last_value = (v * self.moments.std + self.moments.mean for v in (values, last_value))
                 episodes.values[rows, :width] = values.where(part.mask, 0.0)
-                # After the end there is no value (0); a completion that was cut off would have gone on.
-                episodes.bootstrap[rows] = after.where(~part.ended, 0.0)
+                # The value after an end is 0; a truncated completion would have gone on.
+                episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
 
     def logprobs(
         self, role: str | None, part: Episodes, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (B, R) of the actions, with the temperature and the barred ends that they were sampled with."""
+        """Log-probs (B, R) of the actions by a role (None: the bare base), and the entropies (B, R) if asked for.
+
+        With the temperature and the minimum length that the completions were sampled with.
+        """
         sampling = self.sampling
         barred = sampling.eos if sampling.min_new_tokens else ()
         actions = (part.input_ids, part.starts, part.mask)
@@ -263,26 +277,26 @@ class PPOTrainer:
         )
 
     def values(self, part: Episodes) -> tuple[Tensor, Tensor]:
-        """The critic's output (B, R) before each action, one place earlier like its log-prob, and (B,) after the last."""
-        everywhere = self.shared.values("critic", part.input_ids)
+        """The critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last."""
+        values = self.shared.values("critic", part.input_ids)  # (B, T)
         steps = torch.arange(part.mask.shape[1], device=self.device)
-        places = (part.starts.unsqueeze(-1) + steps - 1).clamp(max=everywhere.shape[1] - 1)
+        positions = (part.starts.unsqueeze(-1) + steps - 1).clamp(max=values.shape[1] - 1)
         last = (part.starts + part.counts - 1).unsqueeze(-1)
-        return everywhere.gather(1, places), everywhere.gather(1, last).squeeze(-1)
+        return values.gather(1, positions), values.gather(1, last).squeeze(-1)
 
     @torch.no_grad()
     def rewards_and_advantages(self, episodes: Episodes, greedy_scores: Tensor | None) -> Tensor:
-        """Fill advantages and returns; returns the token rewards (B, R)."""
+        """Fill `advantages` and `returns` of the episodes. Returns the token rewards (B, R)."""
         args = self.args
         scores, bootstrap = episodes.scores, torch.zeros_like(episodes.bootstrap)
         if args.bootstrap_truncated:
-            # the value takes the score's place: with both, the completion's worth would count twice
+            # The value replaces the score: with both, the completion would be rewarded twice.
             scores, bootstrap = scores.where(episodes.ended, 0.0), episodes.bootstrap
         kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
         coefficient = self.kl_coef if args.kl_in == "reward" else 0.0
         rewards = token_rewards(scores, kl, episodes.mask, coefficient)
         if args.whiten_rewards:
-            # the mean stays: to move it would pay or fine every token for existing
+            # Keep the mean: shifting it would reward or punish length.
             rewards = whiten(rewards, episodes.mask, shift_mean=False, all_reduce=all_reduce)
         episodes.advantages, episodes.returns = estimate_advantages(
             args, rewards, episodes.values, episodes.mask, bootstrap, greedy_scores, episodes.learn
@@ -299,28 +313,32 @@ class PPOTrainer:
     # ----------------------------------------------------------------------------------------- learning
 
     def learn(self, episodes: Episodes, policy: bool = True) -> dict[str, float]:
-        """Epochs x minibatches, an optimizer step each; returns means over the steps. `policy=False`: the critic alone."""
+        """Epochs x minibatches, one optimizer step each. Returns the means of their statistics over the steps.
+
+        `policy=False` trains the critic alone.
+        """
         args, steps = self.args, 0
         sums: dict[str, float] = {}
-        # Actions of each episode of the *global* batch, so that every worker knows every minibatch's count.
+        # Actions of each episode of the *global* batch: every worker needs the count of every minibatch.
         actions = torch.zeros(args.batch_size, device=self.device)
-        actions[episodes.places] = episodes.learn.sum(-1).float()
+        actions[episodes.indices] = episodes.learn.sum(-1).float()
         actions = all_reduce(actions).cpu()
-        row_of = {place: row for row, place in enumerate(episodes.places.tolist())}
-        dealt = deal(args.batch_size, args.num_ppo_epochs, args.num_mini_batches, args.seed, self.update)
-        for places in dealt:
-            rows = [row_of[place] for place in places.tolist() if place in row_of]
-            tokens = float(actions[places].sum())
+        row_of = {index: row for row, index in enumerate(episodes.indices.tolist())}
+        for minibatch in minibatches(
+            args.batch_size, args.num_ppo_epochs, args.num_mini_batches, args.seed, self.update
+        ):
+            rows = [row_of[index] for index in minibatch.tolist() if index in row_of]
+            tokens = float(actions[minibatch].sum())
             if tokens == 0:
-                continue  # no action on any worker: no step, for Adam's momentum would move the weights by itself
+                continue  # no action on any worker: Adam's momentum alone would still move the weights
             self.optimizer.zero_grad(set_to_none=True)
             stats = self.sync(self.accumulate(episodes, rows, tokens, policy), policy)
-            # Of all workers, so that they agree on what follows.
+            # Summed over the workers: all of them take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if policy and steps == 0:
                 check_first_ratio(self.shared, self.update, approxkl)
             if args.early_stop_kl and approxkl > 1.5 * args.early_stop_kl:
-                break  # too far already: not this step, and no further one
+                break  # before this step, and without further ones
             stats |= self.optimizer_step()
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
             steps += 1
@@ -330,18 +348,23 @@ class PPOTrainer:
     def accumulate(
         self, episodes: Episodes, rows: list[int], tokens: float, policy: bool
     ) -> dict[str, Tensor]:
-        """Forward and backward of a minibatch, in micro-batches, each role by itself; returns statistics.
+        """Forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
 
-        `tokens` is the number of actions of the whole minibatch, over all workers: every sum is divided by it, so that
-        gradients and statistics of micro-batches and workers add up. One backward a role, before the next role's forward:
-        activations of one role at a time, and a checkpointed layer that runs again in backward finds its own adapter.
+        A role's backward runs before the next role's forward: only one role's activations are in memory, and a
+        checkpointed layer is recomputed with the adapter it ran with.
+
+        Args:
+            rows: of `episodes`, in the minibatch.
+            tokens: number of actions of the whole minibatch over all workers. All sums are divided by it, so that gradients
+                and statistics of micro-batches and workers add up.
+            policy: whether the policy learns, too, or the critic alone.
         """
         names = POLICY_STATS * policy + VALUE_STATS * self.args.uses_critic
         total = {name: torch.zeros((), device=self.device) for name in names}
-        teaches = episodes.learn.any(-1).tolist()  # a row without an action to learn from costs nothing
-        rows = [row for row in rows if teaches[row]]
-        for some in self._micro_batches(episodes, self.args.per_device_train_batch_size, rows):
-            part = episodes.take(some)
+        has_actions = episodes.learn.any(-1).tolist()
+        rows = [row for row in rows if has_actions[row]]
+        for micro_batch in self._micro_batches(episodes, self.args.per_device_train_batch_size, rows):
+            part = episodes.take(micro_batch)
             stats: tuple[Tensor, ...] = ()
             if policy:
                 loss, stats = self.policy_objective(part, tokens)
@@ -355,7 +378,7 @@ class PPOTrainer:
         return total
 
     def policy_objective(self, part: Episodes, tokens: float) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Clipped surrogate, with the KL in the loss and the entropy bonus where they are asked for; and POLICY_STATS."""
+        """The policy's loss (clipped surrogate, plus KL and entropy bonus if configured), and its POLICY_STATS."""
         args = self.args
         logprobs, entropy = self.logprobs("policy", part, entropy=args.entropy_coef > 0)
         loss, stats = policy_loss(
@@ -364,22 +387,23 @@ class PPOTrainer:
         if args.kl_in == "loss":
             kl = kl_estimate(logprobs, part.ref_logprobs, args.kl_estimator)
             loss = loss + self.kl_coef * kl.where(part.learn, 0.0).sum() / tokens
-        if entropy is None:  # by sampling: minus the mean log-prob of what was drawn
-            bonus = -part.old_logprobs.where(part.learn, 0.0).sum() / tokens
+        if entropy is None:  # estimated from the sampled tokens alone
+            mean_entropy = -part.old_logprobs.where(part.learn, 0.0).sum() / tokens
         else:
-            bonus = entropy.where(part.learn, 0.0).sum() / tokens
-            loss = loss - args.entropy_coef * bonus
-        return loss, (loss.detach(), stats["approxkl"], stats["clipfrac"], stats["ratio"], bonus.detach())
+            mean_entropy = entropy.where(part.learn, 0.0).sum() / tokens
+            loss = loss - args.entropy_coef * mean_entropy
+        policy_stats = (loss, stats["approxkl"], stats["clipfrac"], stats["ratio"], mean_entropy)
+        return loss, tuple(value.detach() for value in policy_stats)
 
     def value_objective(self, part: Episodes, tokens: float) -> tuple[Tensor, Tensor]:
-        """Clipped value loss, in the critic's own units (normalised returns with `normalize_values`)."""
+        """Clipped value loss and its clip fraction, in the critic's units (normalised returns with `normalize_values`)."""
         values, _ = self.values(part)
         old, returns = ((x - self.moments.mean) / self.moments.std for x in (part.values, part.returns))
         loss, stats = value_loss(values, old, returns, part.learn, self.args.cliprange_value, tokens)
         return loss, stats["clipfrac"]
 
     def sync(self, stats: dict[str, Tensor], policy: bool) -> dict[str, float]:
-        """Add up gradients and statistics over the workers: one flat all-reduce."""
+        """Sum gradients and statistics over the workers, in one flat all-reduce. Returns the statistics."""
         values = torch.stack(list(stats.values()))
         if self.workers > 1:
             learning = self.roles if policy else ["critic"]
@@ -392,7 +416,10 @@ class PPOTrainer:
         return dict(zip(stats, values.tolist(), strict=True))
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip policy and critic each by its own norm, and step; with a gradient that is not finite, leave all as it is."""
+        """Clip the gradients of policy and critic, each by its own norm, and step. Returns the norms before clipping.
+
+        Skips the step, and counts it, if a norm is not finite.
+        """
         stats, finite = {}, True
         for role in self.roles:
             grads = [p.grad for p in self.shared.parameters_of(role) if p.grad is not None]
@@ -409,20 +436,21 @@ class PPOTrainer:
             self.skipped_steps += 1
         return stats
 
-    # -------------------------------------------------------------------------------------------- small
+    # ------------------------------------------------------------------------------------------- helpers
 
     def _samples(self, rows: Rows, prompts: list[list[int]], completions: list[Completion]) -> Samples:
-        tokens, ended = [r.tokens for r in completions], [r.ended for r in completions]
+        tokens, ended = [c.tokens for c in completions], [c.ended for c in completions]
         return Samples(prompts, tokens, ended, [json.loads(row["row"]) for row in rows], self.tokenizer)
 
     def _prompt_ids(self, row: dict[str, Any]) -> list[int]:
+        """The prompt's token ids. Raises ValueError if there are none, or no room for a completion behind them."""
         ids = [int(i) for i in row["input_ids"]]
         config = self.shared.base.config.get_text_config()
-        room = getattr(config, "max_position_embeddings", None)
-        if not ids or (room is not None and len(ids) + self.args.response_length > room):
+        positions = getattr(config, "max_position_embeddings", None)
+        if not ids or (positions is not None and len(ids) + self.args.response_length > positions):
             raise ValueError(
                 f"a prompt of {len(ids)} tokens with response_length {self.args.response_length}; expected at least one token, "
-                f"and together no more than the model's {room} positions: {str(row['row'])[:200]}"
+                f"and together no more than the model's {positions} positions: {str(row['row'])[:200]}"
             )
         return ids
 
@@ -431,18 +459,19 @@ class PPOTrainer:
         return Sampling(s.max_new_tokens, s.eos, s.min_new_tokens, temperature=0.0, seed=s.seed)
 
     def _micro_batches(self, episodes: Episodes, size: int, rows: Sequence[int]) -> list[list[int]]:
-        """Rows sorted by length, cut by number or by token budget."""
+        """`rows` of the episodes in batches of like length, of at most `size` rows or `micro_batch_tokens` tokens."""
         lengths = episodes.lengths()
         batches = micro_batches([lengths[row] for row in rows], size, self.args.micro_batch_tokens)
         return [[rows[i] for i in batch] for batch in batches]
 
     def stored_roles(self) -> list[str]:
+        """Roles that a checkpoint holds: those that change."""
         return [*self.roles, "reference"] if self.args.sync_ref_model else self.roles
 
     def save(self, folder: str | Path) -> None:
-        """Write everything that `restore` needs. Every rank calls it, with its own or the same folder."""
+        """Write everything that `restore` needs. Called on every rank, with the same folder or one each."""
         save_state(self, folder)
 
     def restore(self, folder: str | Path) -> None:
-        """Continue from a folder that `save` wrote."""
+        """Continue from a folder that `save` wrote. Called on every rank."""
         restore_state(self, folder)

@@ -1,11 +1,11 @@
-"""Rollouts by vLLM, beside the trainer on the same device: `trainer.use_vllm`. The extra `vllm` brings it.
+"""Rollouts by vLLM, beside the trainer on the same device: `trainer.use_vllm`. Needs the extra `vllm`.
 
-It is the one thing that costs a second copy of the base, and pays where decoding is most of an update: large models, long
-completions. Only the policy's adapter travels to it, after each update; the base does not change.
+It holds a second copy of the base, and pays where decoding is most of an update: large models, long completions. Only
+the policy's adapter is sent to it, before each rollout.
 
-vLLM computes by other kernels than the trainer, so its log-probs are a little off. Old log-probs are the trainer's all the
-same (the first ratio stays 1), and what is left is weighed (functional.importance_weights). A completion is a function of
-seed, episode and prompt here too, but for rounding: vLLM's sums depend on the batch that a row is in.
+vLLM uses other kernels than the trainer, so its log-probs differ slightly. Old log-probs are the trainer's all the same
+(the first ratio stays 1), and functional.importance_weights corrects for the difference. A completion is a function of
+seed, episode, prompt and policy here too, up to rounding: vLLM's sums depend on the batch that a row is in.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class VllmEngine:
     """An `Engine` (rollout.py) that decodes in vLLM, in a process of its own.
 
     Args:
-        shared: holds the role that samples.
-        model: folder or hub id of the base, as vLLM is to load it.
-        folder: where adapters lie on their way to it.
+        shared: has the role that samples.
+        model: folder or hub id of the base, for vLLM to load.
+        folder: adapters are handed over in it; removed on `close`.
         longest: tokens of the longest prompt and its completion together.
-        role: whose adapter samples.
+        role: the role that samples.
         options: further arguments of vllm.LLM: revision, dtype, quantization, gpu_memory_utilization, ...
+
+    Raises:
+        ValueError: when vLLM cannot run the adapter: DoRA, or a rank that is too large.
     """
 
     def __init__(
@@ -66,15 +69,15 @@ class VllmEngine:
                 max_lora_rank=accepted_rank(max(config.r, *config.rank_pattern.values(), 1)),
                 max_model_len=longest,
                 max_logprobs=1,
-                logprobs_mode="processed_logprobs",  # with the temperature, as the trainer's
-                generation_config="vllm",  # not the model's own top-p and temperature
+                logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
+                generation_config="vllm",  # ignore top-p and temperature of the model's generation config
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 **options,
             )
 
     def sync(self) -> None:
-        """Hands the adapter over, under a new number: vLLM keeps keys and values of prompts by it."""
+        """Hand the adapter over under a new number: vLLM caches keys and values of prompts by that number."""
         self.synced += 1
         self.shared.save(self.role, self.folder / str(self.synced))
         shutil.rmtree(self.folder / str(self.synced - 1), ignore_errors=True)
@@ -86,46 +89,47 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
 
         adapter = LoRARequest(str(self.synced), self.synced, str(self.folder / str(self.synced)))
-        asked = [
+        params = [
             SamplingParams(
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_new_tokens,
-                min_tokens=sampling.min_new_tokens,  # bars the model's own ends too: the trainer's ends hold them
+                min_tokens=sampling.min_new_tokens,  # also bars the model's own eos, which is one of ours
                 stop_token_ids=list(sampling.eos),
-                ignore_eos=True,  # the ends are those above and no other
+                ignore_eos=True,  # stop at the ids above and at no others
                 seed=seed_of(sampling.seed, episode),
                 logprobs=0,  # of the sampled token alone
                 detokenize=False,
             )
             for episode in episodes
         ]
-        texts = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(texts, asked, lora_request=adapter, use_tqdm=False)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.llm.generate(inputs, params, lora_request=adapter, use_tqdm=False)
         return [completion_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:
-        """Ends vLLM's process, which gives its memory back.
+        """End vLLM's process, which frees its memory.
 
-        vLLM 0.30 has no public way. Remove the private one when it has: https://github.com/vllm-project/vllm/pull/36283.
+        By a private attribute: vLLM 0.30 has no public way. Remove when it has one:
+        https://github.com/vllm-project/vllm/pull/36283.
         """
         self.llm.llm_engine.engine_core.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def completion_of(output: Any) -> Completion:
-    """From vLLM's CompletionOutput: it holds the end token, as ours does."""
+    """A vLLM CompletionOutput as ours; both include the end-of-sequence token."""
     tokens = list(output.token_ids)
-    logprobs = [float(at[token].logprob) for at, token in zip(output.logprobs, tokens, strict=True)]
+    logprobs = [float(by_id[token].logprob) for by_id, token in zip(output.logprobs, tokens, strict=True)]
     return Completion(tokens=tokens, ended=output.finish_reason == "stop", logprobs=logprobs)
 
 
 def seed_of(seed: int, episode: int) -> int:
-    """A request's own stream of random numbers: 32 bits of a hash of both, so that neighbours have nothing in common."""
+    """A seed for one request: 32 bits of a hash of run seed and episode, so that streams are independent."""
     return int(np.random.SeedSequence([seed, episode]).generate_state(1)[0])
 
 
 def accepted_rank(rank: int) -> int:
-    """The smallest rank that vLLM makes room for and that holds `rank`."""
+    """The smallest maximum rank that vLLM offers for an adapter of this rank. Raises ValueError if it is too large."""
     from typing import get_args
 
     from vllm.config.lora import MaxLoRARanks  # undocumented; remove when LLM takes any rank
@@ -140,17 +144,17 @@ def accepted_rank(rank: int) -> int:
 
 @contextmanager
 def own_device(device: torch.device) -> Iterator[None]:
-    """Within it, a new process sees only this worker's GPU: Ray Train shows each worker all of its node's."""
+    """Processes started within the block see only this worker's GPU: Ray Train shows each worker all GPUs of its node."""
     if device.type != "cuda":
         yield
         return
     key, index = "CUDA_VISIBLE_DEVICES", torch.cuda.current_device() if device.index is None else device.index
-    before = os.environ.get(key)
-    os.environ[key] = before.split(",")[index] if before else str(index)
+    visible = os.environ.get(key)
+    os.environ[key] = visible.split(",")[index] if visible else str(index)
     try:
         yield
     finally:
-        if before is None:
+        if visible is None:
             del os.environ[key]
         else:
-            os.environ[key] = before
+            os.environ[key] = visible

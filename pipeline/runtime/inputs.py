@@ -72,7 +72,7 @@ def check_paths(job: Job) -> None:
         InputError: when one is not there.
     """
     from pipeline.data import source
-    from pipeline.models.base import require_local
+    from pipeline.models.base_files import require_local
 
     met = set()
     for name in ("train", "eval", "pairs"):
@@ -155,7 +155,7 @@ def check_reward_model(job: Job, where: str) -> None:
     Raises:
         InputError: naming what it is.
     """
-    from pipeline.models.base import base_config
+    from pipeline.models.base_files import base_config
     from pipeline.models.fit import check_base
     from pipeline.models.tokenizer import load_tokenizer
 
@@ -277,7 +277,7 @@ def unfilled(source: str, columns: set[str]) -> str | None:
 
 def check_experts(job: Job) -> None:
     """Refuses a loss that balances experts, of a base that has none: TRL says so when it has loaded the model."""
-    from pipeline.models.base import base_config
+    from pipeline.models.base_files import base_config
 
     if not job.trainer.get("router_aux_loss_coef"):
         return

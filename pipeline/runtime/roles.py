@@ -1,17 +1,25 @@
 """From a job's inputs to roles on one base: which adapter plays the policy, the reference, the rewards and the critic."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import check_function
 from pipeline.runtime.worker import Worker
 
+if TYPE_CHECKING:
+    from pipeline.models.adapters import SharedBase
+    from pipeline.ppo.config import PPOConfig
+    from pipeline.ppo.rewards import Reward
+    from pipeline.ppo.rollout import Engine
 
-def shared_base(worker: Host) -> Any:
+
+def shared_base(worker: Host) -> SharedBase:
     """The job's frozen base on this process's device, with no role yet."""
     import torch
 
@@ -22,7 +30,7 @@ def shared_base(worker: Host) -> Any:
     return SharedBase(load_base(worker.job.model, device=worker.device), autocast=autocast)
 
 
-def add_rewards(worker: Host, shared: Any) -> list[Any]:
+def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
     """The job's rewards, in order; a reward adapter becomes the role `reward` (`reward_1`, ... if there are several)."""
     return [
         _reward(worker, shared, f"reward.{index}", _reward_role(index), weight)
@@ -30,7 +38,7 @@ def add_rewards(worker: Host, shared: Any) -> list[Any]:
     ]
 
 
-def _reward(worker: Host, shared: Any, name: str, role: str, weight: float = 1.0) -> Any:
+def _reward(worker: Host, shared: SharedBase, name: str, role: str, weight: float = 1.0) -> Reward:
     """The reward of one input of the job: an adapter on the base, another model, or a Python function."""
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
@@ -63,12 +71,12 @@ def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
     return load_base(settings, tokenizer), None if same else tokenizer
 
 
-def judge(worker: Host, shared: Any) -> Any:
+def judge(worker: Host, shared: SharedBase) -> Reward | None:
     """The job's judge (a Python function or a second reward model, never trained on); None if it names none."""
     return _reward(worker, shared, "judge", "judge") if worker.job.judge else None
 
 
-def add_frozen(worker: Host, shared: Any, name: str, role: str) -> str | None:
+def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | None:
     """A frozen role from the input `name` of the job; None, the bare base, where the job names no adapter."""
     if name not in worker.work.inputs:
         return None
@@ -76,7 +84,7 @@ def add_frozen(worker: Host, shared: Any, name: str, role: str) -> str | None:
     return role
 
 
-def add_policy(worker: Host, shared: Any, args: Any) -> str | None:
+def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
     """The role `policy`, trainable, and its reference: the frozen sft adapter that it starts from.
 
     Returns:
@@ -97,14 +105,14 @@ def add_policy(worker: Host, shared: Any, args: Any) -> str | None:
     return "reference"
 
 
-def start(worker: Host, shared: Any, reference: str | None) -> str | None:
+def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None:
     """The role that the policy began as, which it is compared with: the reference, unless that follows the policy."""
     if reference is None or not worker.job.args.sync_ref_model:
         return reference
     return add_frozen(worker, shared, "policy", "start")
 
 
-def add_critic(worker: Host, shared: Any) -> None:
+def add_critic(worker: Host, shared: SharedBase) -> None:
     """The role `critic`, trainable: a copy of the first reward adapter and its head; a new adapter if no reward is one."""
     if rewards := _reward_adapters(worker, shared):
         shared.add("critic", copy_of=next(iter(rewards)), head=True, trainable=True)
@@ -112,7 +120,7 @@ def add_critic(worker: Host, shared: Any) -> None:
         shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
 
 
-def _reward_adapters(worker: Host, shared: Any) -> dict[str, str]:
+def _reward_adapters(worker: Host, shared: SharedBase) -> dict[str, str]:
     """{role: input of the job} of the rewards that are adapters on the base, in the job's order."""
     named = {_reward_role(index): f"reward.{index}" for index in range(len(worker.job.rewards))}
     return {role: name for role, name in named.items() if role in shared.roles}
@@ -123,7 +131,7 @@ def _reward_role(index: int) -> str:
 
 
 @contextmanager
-def sampler(worker: Worker, shared: Any, args: Any) -> Iterator[Any]:
+def sampler(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Engine | None]:
     """The engine of the policy's rollouts for the block: vLLM where the job asks for it; None: the trainer's own, on the base."""
     if not args.use_vllm:
         yield None
@@ -150,7 +158,7 @@ def sampler(worker: Worker, shared: Any, args: Any) -> Iterator[Any]:
         engine.close()
 
 
-def folders(worker: Host, shared: Any) -> dict[str, str]:
+def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     """role -> the folder of the adapter that it started as."""
     sources: dict[str, str] = {}
     if "policy" in worker.work.inputs:
@@ -161,11 +169,14 @@ def folders(worker: Host, shared: Any) -> dict[str, str]:
     return {role: folder for role, folder in sources.items() if role in shared.roles}
 
 
-def verify_reload(shared: Any, folder: str, rows: list[list[int]]) -> None:
-    """Proves that the saved policy, loaded back onto the same base, gives the same log-probs to the last bit.
+def verify_reload(shared: SharedBase, folder: str, rows: list[list[int]]) -> None:
+    """Check that the saved policy, loaded back onto the same base, gives the same hidden states, to the bit.
+
+    Args:
+        rows: token ids of a few sequences to compare on.
 
     Raises:
-        RuntimeError: when it does not.
+        RuntimeError: when they differ.
     """
     import torch
 
@@ -173,9 +184,9 @@ def verify_reload(shared: Any, folder: str, rows: list[list[int]]) -> None:
     with torch.no_grad():
         for row, ids in enumerate(rows):
             batch = torch.tensor([ids], device=shared.device)
-            ours, theirs = (shared.hidden(role, batch) for role in ("policy", "reloaded"))
-            if not torch.equal(ours, theirs):
+            trained, reloaded = (shared.hidden(role, batch) for role in ("policy", "reloaded"))
+            if not torch.equal(trained, reloaded):
                 raise RuntimeError(
                     f"the saved policy does not reload as it was: row {row} differs by "
-                    f"{(ours - theirs).abs().max().item():.3g}; nothing was registered"
+                    f"{(trained - reloaded).abs().max().item():.3g}; nothing was registered"
                 )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
+from pipeline.models import adapter_files
 from pipeline.runtime.worker import Worker
 
 
@@ -157,15 +158,23 @@ def _train(worker: Worker, trainer: Any) -> dict[str, float]:
 
 
 def save(trainer: Any, folder: str) -> None:
-    """The trained adapter, with its head where it has one, in peft's own format."""
-    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, selected_adapters=["default"])
+    """Write the trained adapter, with its head if it has one.
+
+    Not by peft's save_pretrained, which adds the base's own weights where an adapter is on the lm head or the embedding,
+    and looks the base up on the hub.
+    """
+    from peft import get_peft_model_state_dict
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    tensors = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
+    adapter_files.write(folder, model.peft_config["default"], tensors)
 
 
 def verify_reload(trainer: Any, folder: str, rows: list[list[int]]) -> None:
-    """Proves that the saved adapter, loaded back, gives the same numbers as the one in memory, to the last bit.
+    """Check that the saved adapter, loaded back, gives the same outputs as the one in memory, to the bit.
 
-    It is loaded beside the trained one onto the same frozen base. Lost heads and renamed keys are the most reported
-    fault of LoRA checkpoints, and peft only warns about them.
+    It is loaded beside the trained one, onto the same frozen base. Lost heads and renamed keys are the faults of LoRA
+    checkpoints that are reported most often, and peft only warns about them.
 
     Args:
         rows: token ids of a few sequences to compare on.
@@ -179,11 +188,11 @@ def verify_reload(trainer: Any, folder: str, rows: list[list[int]]) -> None:
     expected = [logits(model, row) for row in rows]
     model.load_adapter(folder, adapter_name="reloaded", is_trainable=False)
     model.set_adapter("reloaded")
-    found = [logits(model, row) for row in rows]
+    reloaded = [logits(model, row) for row in rows]
     model.set_adapter("default")
     model.delete_adapter("reloaded")
     model.train(was_training)
-    for row, (a, b) in enumerate(zip(expected, found, strict=True)):
+    for row, (a, b) in enumerate(zip(expected, reloaded, strict=True)):
         if not torch.equal(a, b):
             raise RuntimeError(
                 f"the saved adapter does not reload as it was: row {row} differs by {(a - b).abs().max().item():.3g}; "
@@ -193,6 +202,6 @@ def verify_reload(trainer: Any, folder: str, rows: list[list[int]]) -> None:
 
 @torch.no_grad()
 def logits(model: Any, row: list[int]) -> torch.Tensor:
-    """What the model says of one sequence, in fp32 on the CPU: (1, T, V), or (1, 1) of a reward model."""
+    """The model's fp32 logits of one sequence, on the CPU: (1, T, V), or (1, 1) of a reward model."""
     ids = torch.tensor([row], device=model.device)
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().cpu()

@@ -325,7 +325,7 @@ SHOWN = {
     "eval_judge_win_rate": "judge's",
     "eval_kl": "held-out kl",
     "objective/kl": "kl",
-    "objective/entropy": "entropy",
+    "objective/entropy": "entropy/completion",
     "completions/mean_length": "length",
     "val/explained_variance": "explained",
     "policy/clipfrac_avg": "clipped",

@@ -39,14 +39,14 @@ def train(worker: Worker) -> dict[str, Any]:
         worker, shared, held_out, rewards, roles.judge(worker, shared), roles.start(worker, shared, reference)
     )
 
-    def on_step(metrics: dict[str, float], step: int, total: int) -> None:
-        if args.logs(step, total):
-            worker.log(metrics, step, total)
-        due = step == total or (args.save_steps and step % args.save_steps == 0)
-        if worker.leaving(step) or due:
-            folder = os.path.join(worker.scratch, f"checkpoint-{step}")
+    def on_update(metrics: dict[str, float], update: int, total: int) -> None:
+        if args.logs(update, total):
+            worker.log(metrics, update, total)
+        due = update == total or (args.save_steps and update % args.save_steps == 0)
+        if worker.leaving(update) or due:
+            folder = os.path.join(worker.scratch, f"checkpoint-{update}")
             trainer.save(folder)
-            worker.checkpoint(folder, metrics, step)
+            worker.checkpoint(folder, metrics, update)
 
     with roles.sampler(worker, shared, args) as engine:
         trainer = PPOTrainer(
@@ -57,7 +57,7 @@ def train(worker: Worker) -> dict[str, Any]:
             rewards=rewards,
             evaluate=(lambda: comparison.of("policy")[0]) if comparison else None,
             engine=engine,
-            on_step=on_step,
+            on_update=on_update,
         )
         if worker.resume:
             trainer.restore(worker.resume)

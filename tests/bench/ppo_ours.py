@@ -45,14 +45,14 @@ def main(name: str, case: str) -> None:
     )
     phases: list[dict[str, float]] = []
 
-    def on_step(metrics: dict[str, float], step: int, total: int) -> None:
-        clock.step(step)
+    def on_update(metrics: dict[str, float], update: int, total: int) -> None:
+        clock.step(update)
         phases.append({k: v for k, v in metrics.items() if k.startswith(("time/", "memory/"))})
         clock.facts.setdefault("lengths", []).append(metrics["completions/mean_length"])
 
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in prompts(name, tokens)]
     before = high_water()  # the trainer resets the system's own figure, and keeps the highest itself
-    trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], eos=[EOS], on_step=on_step)
+    trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], eos=[EOS], on_update=on_update)
     trainer.train()
     clock.facts["phases"] = phases[1:]
     clock.write(max(before, high_water(), int(phases[-1]["memory/peak"] * 2**30)))

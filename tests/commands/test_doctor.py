@@ -59,7 +59,7 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
 def test_the_start_of_a_run_raises_what_the_checks_find(monkeypatch):
     monkeypatch.setattr(checks, "sampler_agrees", lambda *_: checks.Finding("agrees", "it does not", False))
     with pytest.raises(RuntimeError, match="agrees: it does not"):
-        toy.trainer().step()
+        toy.trainer().run_update()
 
 
 BREAKS = {
@@ -112,7 +112,7 @@ def test_a_sampler_with_a_temperature_of_its_own_is_seen():
 
     shared = toy.shared_base()
     with pytest.raises(RuntimeError, match="sampler and trainer agree"):
-        toy.trainer(shared, engine=Hot(shared)).step()
+        toy.trainer(shared, engine=Hot(shared)).run_update()
 
 
 def test_an_adapter_that_is_not_its_file_is_seen(tmp_path):

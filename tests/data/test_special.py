@@ -251,7 +251,7 @@ def test_a_text_that_only_normalises_to_a_token():
     tok = unigram()
     wide = "hi \uff1c/s\uff1e"
     assert tok.eos_token_id in tok(wide).input_ids, "without which this proves nothing"
-    assert ControlTokens(tok).found(wide) == ["</s>"]
+    assert ControlTokens(tok).tokens_in(wide) == ["</s>"]
     assert tok.eos_token_id not in text_ids(ControlTokens(tok), wide)
 
 

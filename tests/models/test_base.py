@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from huggingface_hub import errors
 from running import ROOT
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import InputError
 from pipeline.models import base as base_module
+from pipeline.models import base_files
 from pipeline.models.base import base_identity, load_base, score_head
 from pipeline.models.tokenizer import load_tokenizer
 
@@ -191,36 +191,6 @@ def test_what_is_no_base(folders, tmp_path):
         load_base(settings(tmp_path))
 
 
-def answer(status: int):
-    import httpx2
-
-    return httpx2.Response(status, request=httpx2.Request("HEAD", "https://huggingface.co/x"))
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (lambda: errors.GatedRepoError("gated", response=answer(401)), "no valid HF_TOKEN is set"),
-        (lambda: errors.GatedRepoError("gated", response=answer(403)), "accept its licence"),
-        (
-            lambda: errors.RepositoryNotFoundError("none", response=answer(404)),
-            "neither a folder here nor a model on the hub",
-        ),
-        (lambda: errors.RevisionNotFoundError("none", response=answer(404)), "model.revision"),
-        (lambda: errors.LocalEntryNotFoundError("offline"), "the hub cannot be reached"),
-        (lambda: errors.HfHubHTTPError("broken", response=answer(503)), "the hub answered with an error"),
-    ],
-)
-def test_hub_errors_say_what_to_do(monkeypatch, error, message):
-    def fail(*args, **kwargs):
-        raise error()
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    monkeypatch.setattr(base_module, "_hub_answers", lambda: True)
-    with pytest.raises(InputError, match=message):
-        base_identity("owner/model", "v1")
-
-
 def test_hub_id_is_its_commit(monkeypatch, folders, tmp_path):
     commit = "0123456789abcdef0123456789abcdef01234567"
     snapshot = tmp_path / "snapshots" / commit
@@ -231,6 +201,6 @@ def test_hub_id_is_its_commit(monkeypatch, folders, tmp_path):
         return str(snapshot / filename)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.setattr(base_module, "_hub_answers", lambda: True)
+    monkeypatch.setattr(base_files, "_hub_answers", lambda: True)
     identity = base_identity("owner/model", "main")
     assert identity["digest"] == f"commit:{commit}" and identity["revision"] == commit

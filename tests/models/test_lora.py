@@ -121,11 +121,11 @@ def test_everything_else_is_pefts_own_forward(case, monkeypatch):
     calls = taken(monkeypatch)
     x = torch.randn(3, IN).to(torch.bfloat16 if case == "half" else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
-        found = []
+        outputs = []
         for layer in (fused, own):
             torch.manual_seed(6)  # of the dropout
-            found.append(layer(x))
-        assert torch.equal(*found)
+            outputs.append(layer(x))
+        assert torch.equal(*outputs)
     assert not calls
 
 

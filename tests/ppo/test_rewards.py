@@ -1,5 +1,6 @@
-"""Python rewards: modules that do not import, what is no function, and what is no list of numbers."""
+"""Rewards: Python functions that do not import, are none, or return no numbers; adapters and other models as rewards."""
 
+import asyncio
 import json
 import math
 import os
@@ -9,11 +10,14 @@ import time
 
 import odd_rewards
 import pytest
+import torch
+import toy_ppo as toy
+import transformers
 from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.errors import Failure, InputError
-from pipeline.ppo.rewards import FunctionReward, Samples
+from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward, Samples
 from pipeline.runtime import inputs
 from pipeline.runtime.inputs import check_function
 
@@ -161,7 +165,7 @@ def test_what_is_no_finite_number_is_named_with_its_sample(name):
         return [1.0, *wrong, 1.0]
 
     says = rf"returned {VALUES[name]}.* for prompt 'question 1', completion 'completion 1', row \{{.*\}} \(sample 1 of 3\); expected a finite"
-    with pytest.raises(Failure, match=rf"^reward 'polite' \(test_rewards:.*reward\) {says}") as caught:
+    with pytest.raises(Failure, match=rf"^reward 'polite' \({__name__}:.*reward\) {says}") as caught:
         FunctionReward(reward, name="polite").checked(samples())
     assert len(str(caught.value)) < 1000
 
@@ -173,8 +177,8 @@ def test_a_matrix_is_no_list_of_numbers():
 
 @pytest.mark.parametrize("name", odd_rewards.RIGHT)
 def test_numbers_of_every_library_are_scores(name):
-    found = FunctionReward(odd_rewards._returns(odd_rewards.RIGHT[name])).checked(samples())
-    assert len(found) == 3 and all(type(value) is float for value in found)
+    scores = FunctionReward(odd_rewards._returns(odd_rewards.RIGHT[name])).checked(samples())
+    assert len(scores) == 3 and all(type(score) is float for score in scores)
 
 
 def test_a_reward_that_exits_does_not_end_the_worker_in_silence():
@@ -198,7 +202,7 @@ def test_what_a_reward_raises_is_shown_with_its_own_frames_only():
         with pytest.raises(Failure) as caught:
             FunctionReward(function).checked(samples())
         first, *frames = str(caught.value).splitlines()
-        says = rf"reward '{function.__name__}' \(test_rewards:.*\) raised JSONDecodeError: .* for prompt 'question 0', .*\(sample 0 of 3\):"
+        says = rf"reward '{function.__name__}' \({__name__}:.*\) raised JSONDecodeError: .* for prompt 'question 0', .*\(sample 0 of 3\):"
         assert re.fullmatch(says, first)
         assert f", in {function.__name__}" in frames[0] and "return json.loads(text)" in str(caught.value)
         assert all(f'File "{__file__}"' in line for line in frames if "File" in line)
@@ -213,3 +217,116 @@ def test_long_rows_are_shortened():
     with pytest.raises(Failure) as caught:
         FunctionReward(reward).checked(many)
     assert len(str(caught.value)) < 1500
+
+
+# ----------------------------------------------------------------------------------------------- in a trainer
+
+
+def test_reward_functions_get_text_and_the_datas_columns():
+    seen = {}
+
+    def reward(prompts, completions, answer, **columns):
+        seen.update(prompts=prompts, completions=completions, answer=answer, columns=columns)
+        return [float(a) for a in answer]
+
+    async def slow(completions):
+        await asyncio.sleep(0.01)
+        return [float(len(text)) for text in completions]
+
+    trainer = toy.trainer(reward=[FunctionReward(reward, weight=3.0), FunctionReward(slow, weight=0.5)])
+    episodes, samples, _ = trainer.rollout()
+    trainer.score(episodes, samples)
+    assert seen["prompts"] == [f"question {a}" for a in seen["answer"]] and set(seen["columns"]) == {
+        "completion_ids"
+    }
+    assert seen["completions"][0] == toy.Tokenizer().decode(samples.completion_ids[0])
+    expected = [3.0 * a + 0.5 * len(c) for a, c in zip(seen["answer"], seen["completions"], strict=True)]
+    assert episodes.scores.tolist() == pytest.approx(expected)
+
+
+def test_a_reward_in_a_running_event_loop():
+    async def reward(completions):
+        return [1.0 for _ in completions]
+
+    async def notebook():
+        return toy.trainer(reward=reward).run_update()["objective/scores"]
+
+    assert asyncio.run(notebook()) == 1.0
+
+
+def test_a_reward_that_raises_stops_the_run_and_shows_the_row():
+    def reward(prompts, completions):
+        return [1 / (0 if prompt == "question 7" else 1) for prompt in prompts]
+
+    says = r"raised ZeroDivisionError: division by zero for prompt 'question 7'.*'answer': 7.*\(sample \d+ of 32\):"
+    with pytest.raises(Failure, match=says):
+        toy.trainer(reward=reward, batch_size=32).train()
+
+
+@pytest.mark.parametrize("bad", [math.nan, None, math.inf])
+def test_a_reward_that_is_not_a_number_stops_the_run_and_shows_the_row(bad):
+    def reward(prompts):
+        return [bad if prompt == "question 7" else 1.0 for prompt in prompts]
+
+    with pytest.raises(
+        Failure, match=r"returned (nan|None|inf) for prompt 'question 7'.*\(sample \d+ of 32\)"
+    ):
+        toy.trainer(reward=reward, batch_size=32).train()
+
+
+def test_a_reward_of_the_wrong_length_is_refused():
+    with pytest.raises(Failure, match="returned 2 scores for 16 samples"):
+        toy.trainer(reward=lambda completions: [1.0, 2.0]).run_update()
+    with pytest.raises(Failure, match=r"returned 1\.0 for 16"):
+        toy.trainer(reward=lambda completions: 1.0).run_update()
+
+
+def test_a_reward_adapter_reads_the_last_token_whatever_the_batch():
+    shared = toy.shared_base()
+    trainer = toy.trainer(shared, reward=AdapterReward(shared, rows=3))
+    episodes, samples, _ = trainer.rollout()
+    trainer.score(episodes, samples)
+    for i in (0, 7, 15):
+        text = torch.tensor([samples.prompt_ids[i] + samples.completion_ids[i]])
+        assert episodes.scores[i].item() == pytest.approx(
+            shared.values("reward", text)[0, -1].item(), abs=1e-5
+        )
+
+
+def test_a_reward_model_that_is_not_on_this_base():
+    torch.manual_seed(2)
+    model = transformers.AutoModelForSequenceClassification.from_config(
+        toy.config("gpt2", num_labels=1)
+    ).eval()
+    texts = Samples(
+        [[5, 6], [7]],
+        [[8, 2], [9, 10, 11]],
+        [True, False],
+        [{"prompt": "a"}, {"prompt": "bc"}],
+        toy.Tokenizer(),
+    )
+    own = [model(input_ids=torch.tensor([ids])).logits.item() for ids in ([5, 6, 8, 2], [7, 9, 10, 11])]
+    assert ModelReward(model).score(texts) == pytest.approx(own, abs=1e-5)
+
+    class Letters:  # a tokenizer of its own: one id a character
+        eos_token_id, chat_template = 3, None
+
+        def __call__(self, text):
+            return transformers.BatchEncoding({"input_ids": [ord(c) % 50 + 5 for c in text]})
+
+    other = ModelReward(model, tokenizer=Letters()).score(texts)
+    spelled = [[ord(c) % 50 + 5 for c in "a8"] + [3], [ord(c) % 50 + 5 for c in "bc9 10 11"]]
+    assert other == pytest.approx(
+        [model(input_ids=torch.tensor([ids])).logits.item() for ids in spelled], abs=1e-5
+    )
+    toy.trainer(reward=ModelReward(model)).run_update()
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_rewards_are_normalised_by_the_constants_of_their_version():
+    reward = FunctionReward(toy.low, mean=0.25, std=0.5, weight=2.0)
+    for normalize, expected in ((True, lambda s: 2 * (s - 0.25) / 0.5), (False, lambda s: 2 * s)):
+        trainer = toy.trainer(reward=reward, normalize_rewards=normalize)
+        episodes, samples, _ = trainer.rollout()
+        raw = trainer.score(episodes, samples)["low"]
+        assert episodes.scores.tolist() == pytest.approx([expected(s) for s in raw], abs=1e-6)

@@ -71,9 +71,9 @@ async def manners_later(completions, answer):
 def trained(embedded_ray, tmp_path_factory, request):
     """Folders of the demo's sft and reward adapters, and the table of gains, printed at the end."""
     storage = tmp_path_factory.mktemp("variants")
-    found = {name: stage(name, storage, name)["adapter"] for name in ("sft", "rm")}
+    adapters = {name: stage(name, storage, name)["adapter"] for name in ("sft", "rm")}
     gains = []
-    yield found, gains
+    yield adapters, gains
     terminal = request.config.pluginmanager.getplugin("terminalreporter")  # print would be captured
     head = [
         "",
@@ -110,12 +110,12 @@ def learn(trained, name, changes, reward=None, least=0.1):
     rewards = reward(shared, constants) if reward else [AdapterReward(shared, **constants)]
     trainer = PPOTrainer(shared, tokenizer, args, rows("prompts", tokenizer), rewards)
 
-    def judged():
+    def gold_score():
         return toy_ppo.greedy_score(trainer, rows("prompts_eval", tokenizer), [FunctionReward(gold)])
 
-    start = judged()
+    start = gold_score()
     history = trainer.train()
-    end, kl = judged(), history[-1]["objective/kl"]
+    end, kl = gold_score(), history[-1]["objective/kl"]
     gains.append(f"| {name} | {start:.2f} | {end:.2f} | {kl:.1f} |")
     print(gains[-1], flush=True)
     assert end - start > least

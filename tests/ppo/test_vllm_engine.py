@@ -57,10 +57,10 @@ def test_greedy_completions_are_those_of_the_adapter_as_it_is_now(shared, engine
     for seed in range(3):
         disturb(shared, seed)
         engine.sync()
-        found = engine.generate(prompts(4), range(4), greedy)
+        completions = engine.generate(prompts(4), range(4), greedy)
         expected = TransformersEngine(shared).generate(prompts(4), range(4), greedy)
-        assert [(r.tokens, r.ended) for r in found] == [(r.tokens, r.ended) for r in expected]
-        seen.append([r.tokens for r in found])
+        assert [(r.tokens, r.ended) for r in completions] == [(r.tokens, r.ended) for r in expected]
+        seen.append([r.tokens for r in completions])
     assert seen[0] != seen[1] != seen[2]
 
 
@@ -117,12 +117,12 @@ def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, 
 
 def of_vllm():
     """Numbers of vLLM's processes."""
-    found = set()
+    processes = set()
     for one in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it ended meanwhile
             if Path(f"/proc/{one}/comm").read_text().startswith("VLLM"):
-                found.add(one)
-    return found
+                processes.add(one)
+    return processes
 
 
 def test_a_rank_that_vllm_knows():

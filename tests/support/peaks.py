@@ -86,7 +86,7 @@ def ppo_step(config, dtype, checkpointing):
         local_rollout_forward_batch_size=16, bf16=low, gradient_checkpointing=checkpointing, num_ppo_epochs=1,
         num_mini_batches=1, total_episodes=16,
     )  # fmt: skip
-    return trainer.step
+    return trainer.run_update
 
 
 def planned(stage, folder, dtype, checkpointing):

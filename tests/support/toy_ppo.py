@@ -1,6 +1,7 @@
 """Tiny random models, prompts and rewards for the tests of adapters and PPO."""
 
 import json
+import re
 
 import torch
 import transformers
@@ -10,6 +11,8 @@ from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import FunctionReward, weighted
 from pipeline.ppo.trainer import PPOTrainer
 
+KINDS = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2"]  # architectures that `config` makes
+MEASURED = re.compile("time/|memory/|per_second")  # metrics that differ from run to run
 VOCAB, EOS = 64, [2, 3]
 SMALL = dict(
     vocab_size=VOCAB,
@@ -65,7 +68,7 @@ def base(kind="llama", seed=0, **changes):
 
 
 def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
-    """Roles reference, policy (its copy), reward, critic (its copy). `spread`: makes the policy another than the reference."""
+    """Roles reference, policy (its copy), reward, critic (its copy). `spread` moves policy and critic away from those."""
     shared = SharedBase(base(kind, seed, **changes))
     shared.add("reference", lora=LORA)
     shared.add("policy", copy_of="reference", trainable=True)
@@ -87,11 +90,11 @@ def prompts(count=32, seed=1):
 
 
 def low(completion_ids, **columns):
-    """The share of tokens below 20 in the completion: what the toy runs learn."""
+    """Share of a completion's tokens below 20: the reward that the toy runs learn."""
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
-def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_step=None, **changes):
+def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_update=None, **changes):
     settings = dict(
         total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
         num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
@@ -100,11 +103,11 @@ def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_s
     shared = shared or shared_base(critic=args.uses_critic)
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
-    return PPOTrainer(shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_step)
+    return PPOTrainer(shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_update)
 
 
 def weights(trainer_or_shared, roles=("policy", "critic")):
-    """All trainable numbers in one vector."""
+    """All parameters of the roles in one vector."""
     shared = getattr(trainer_or_shared, "shared", trainer_or_shared)
     return torch.cat([p.data.flatten() for r in roles if r in shared.roles for p in shared.parameters_of(r)])
 
@@ -124,12 +127,47 @@ def greedy_score(trainer, prompts, rewards=None):
 
 def recorded(trainer):
     """A list that fills with the samples of each rollout."""
-    kept, rollout = [], trainer.rollout
+    recorded_samples, rollout = [], trainer.rollout
 
     def record():
-        found = rollout()
-        kept.append(found[1])
-        return found
+        episodes, samples, greedy = rollout()
+        recorded_samples.append(samples)
+        return episodes, samples, greedy
 
     trainer.rollout = record
-    return kept
+    return recorded_samples
+
+
+def first_episodes(trainer, spread=0.0):
+    """Episodes of the first update, scored, with log-probs and values; `spread` moves the policy away from the reference."""
+    for parameter in trainer.shared.parameters_of("policy"):
+        parameter.data += spread * torch.randn_like(parameter)
+    episodes, samples, _ = trainer.rollout()
+    trainer.score(episodes, samples)
+    trainer.logprobs_and_values(episodes)
+    return episodes
+
+
+def in_some_rows(condition):
+    """`condition`, which must be on in some rows and off in others: else its test would prove nothing."""
+    assert condition.any() and not condition.all()
+    return condition
+
+
+def batch(seed=5):
+    """Token ids, positions of the first actions, their counts, and a mask: three rows padded on the right."""
+    torch.manual_seed(seed)
+    ids = torch.randint(4, VOCAB, (3, 12))
+    starts, counts = torch.tensor([3, 5, 2]), torch.tensor([6, 7, 1])
+    mask = torch.arange(7) < counts.unsqueeze(-1)
+    return ids, starts, counts, mask
+
+
+def plain_logprobs(model, ids, starts, counts, temperature=1.0):
+    """Row by row, without padding, through the model's own forward."""
+    rows = []
+    for row, start, count in zip(ids, starts.tolist(), counts.tolist(), strict=True):
+        logits = model(input_ids=row[None, : start + count]).logits[0].float() / temperature
+        logprobs = logits.log_softmax(-1)
+        rows.append([logprobs[start + t - 1, row[start + t]].item() for t in range(count)])
+    return rows

@@ -1,0 +1,82 @@
+"""Log-probs and entropies of actions, in chunks through the lm head: their numbers, gradients and corner cases."""
+
+import pytest
+import torch
+import toy_ppo as toy
+
+from pipeline.models.adapters import SharedBase
+
+
+@pytest.mark.parametrize("kind", toy.KINDS)
+def test_logprobs_are_the_models_own_whatever_the_padding(kind):
+    shared = toy.shared_base(kind, spread=0.2)
+    ids, starts, counts, mask = toy.batch()
+    ours, entropy = shared.logprobs("policy", ids, starts, mask, temperature=0.7, entropy=True)
+    with torch.no_grad(), shared.use("policy"):
+        expected = toy.plain_logprobs(shared.base, ids, starts, counts, 0.7)
+        first = (shared.base(input_ids=ids[:1, :3]).logits[0, -1].float() / 0.7).log_softmax(-1)
+    for row, values, n in zip(ours, expected, counts, strict=True):
+        assert row[:n].tolist() == pytest.approx(values, abs=1e-5)
+        assert (row[n:] == 0).all()
+    assert entropy[0, 0].item() == pytest.approx(-(first.exp() * first).sum().item(), rel=1e-5)
+    bare, _ = shared.logprobs(None, ids, starts, mask)
+    with torch.no_grad(), shared.use(None):
+        assert bare[0, :6].tolist() == pytest.approx(
+            toy.plain_logprobs(shared.base, ids, starts, counts)[0], abs=1e-5
+        )
+    assert (bare - shared.logprobs("policy", ids, starts, mask)[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_through_the_chunked_head_are_autograds(kind, entropy, monkeypatch):
+    monkeypatch.setattr("pipeline.models.logprobs.LOGIT_CHUNK", {"cpu": 3 * toy.VOCAB})  # five chunks
+    shared = toy.shared_base(kind, spread=0.1)
+    ids, starts, _, mask = toy.batch()
+    weight = torch.randn(mask.shape)
+    parameters = shared.parameters_of("policy")
+    logprobs, h = shared.logprobs("policy", ids, starts, mask, 0.8, entropy=entropy)
+    ours = torch.autograd.grad((logprobs * weight).sum() + (h.sum() if entropy else 0), parameters)
+    with shared.use("policy"):
+        full = (shared.base(input_ids=ids).logits.float() / 0.8).log_softmax(-1)
+    rows, steps = mask.nonzero(as_tuple=True)
+    at = full[rows, starts[rows] + steps - 1]
+    loss = (
+        at.gather(-1, ids[rows, starts[rows] + steps].unsqueeze(-1)).squeeze(-1) * weight[rows, steps]
+    ).sum()
+    expected = torch.autograd.grad(loss - ((at.exp() * at).sum() if entropy else 0), parameters)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_an_adapter_on_the_lm_head_learns():
+    shared = SharedBase(toy.base())
+    shared.add("policy", lora=dict(r=2, target_modules=["q_proj", "lm_head"]), trainable=True)
+    ids, starts, _, mask = toy.batch()
+    shared.logprobs("policy", ids, starts, mask)[0].sum().backward()
+    assert all(p.grad is not None for p in shared.parameters_of("policy"))
+    assert any(
+        n.startswith("base.lm_head.lora_B") and p.grad.abs().sum() > 0
+        for n, p in shared.named_parameters()
+        if p.requires_grad
+    )
+
+
+def test_barred_tokens_have_no_probability_in_the_first_steps():
+    shared = toy.shared_base()
+    ids, starts, _, mask = toy.batch()
+    ids[0, 3] = 2
+    assert shared.logprobs("policy", ids, starts, mask, barred=(2, 3), barred_steps=2)[0][0, 0] == float(
+        "-inf"
+    )
+    free = shared.logprobs("policy", ids, starts, mask)[0]
+    barred = shared.logprobs("policy", ids, starts, mask, barred=(2, 3), barred_steps=2)[0]
+    assert (barred[1, :2] > free[1, :2]).all() and torch.equal(barred[:, 2:], free[:, 2:])
+
+
+def test_rows_without_actions_are_harmless():
+    shared = toy.shared_base()
+    ids, starts, _, mask = toy.batch()
+    logprobs, entropy = shared.logprobs("policy", ids, starts, torch.zeros_like(mask), entropy=True)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in shared.parameters_of("policy"))

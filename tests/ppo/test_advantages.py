@@ -1,0 +1,111 @@
+"""From scores to token rewards, advantages and returns, on the episodes of a first update."""
+
+import math
+
+import pytest
+import torch
+import toy_ppo as toy
+
+from pipeline.ppo import advantages as advantages_module
+from pipeline.ppo.functional import gae, whiten
+from pipeline.ppo.rollout import Completion, TransformersEngine
+
+
+def test_score_once_at_the_last_action_and_kl_on_every_action():
+    trainer = toy.trainer(kl_coef=0.1, check_reference=False)
+    episodes = toy.first_episodes(trainer, spread=0.2)
+    rewards = trainer.rewards_and_advantages(episodes, None)
+    kl = episodes.old_logprobs - episodes.ref_logprobs
+    paid = rewards + 0.1 * kl
+    at = torch.zeros_like(paid)
+    at[torch.arange(16), episodes.counts - 1] = episodes.scores
+    toy.in_some_rows(episodes.counts == episodes.mask.shape[1])
+    torch.testing.assert_close(paid * episodes.mask, at, atol=1e-6, rtol=0)
+    assert (rewards[~episodes.mask] == 0).all() and (kl[episodes.mask] != 0).all()
+
+
+def first_and_last_advantage(**changes):
+    trainer = toy.trainer(kl_coef=0.0, lam=0.0, whiten_advantages=False, **changes)
+    episodes = toy.first_episodes(trainer)
+    trainer.rewards_and_advantages(episodes, None)
+    toy.in_some_rows(episodes.ended)
+    last = torch.arange(16), episodes.counts - 1
+    return episodes, episodes.advantages[last] + episodes.values[last]
+
+
+def test_no_value_after_eos():
+    episodes, target = first_and_last_advantage()
+    torch.testing.assert_close(target, episodes.scores)
+    assert (episodes.bootstrap[episodes.ended] == 0).all() and (
+        episodes.bootstrap[~episodes.ended] != 0
+    ).all()
+
+
+def test_cut_off_completions_by_one_explicit_flag():
+    episodes, target = first_and_last_advantage(bootstrap_truncated=True, gamma=0.5)
+    expected = torch.where(episodes.ended, episodes.scores, 0.5 * episodes.bootstrap)
+    torch.testing.assert_close(target, expected)
+    plain, _ = first_and_last_advantage()
+    fined, target = first_and_last_advantage(missing_eos_penalty=2.0, reward_clip=0.3)
+    torch.testing.assert_close(fined.scores, plain.scores.clamp(-0.3, 0.3) - 2.0 * ~plain.ended)
+    torch.testing.assert_close(target, fined.scores)
+
+
+def test_gae_skips_padding_and_returns_are_made_before_whitening():
+    trainer = toy.trainer(lam=0.95, gamma=0.99)
+    episodes = toy.first_episodes(trainer)
+    episodes.values[~episodes.mask] = 7.0  # garbage where there is no action
+    rewards = trainer.rewards_and_advantages(episodes, None)
+    expected = torch.zeros_like(rewards)
+    for b, n in enumerate(episodes.counts.tolist()):
+        row = torch.ones(1, n)
+        expected[b, :n] = gae(rewards[b : b + 1, :n], episodes.values[b : b + 1, :n], row, 0.99, 0.95)[0][0]
+    torch.testing.assert_close(episodes.returns, (expected + episodes.values).where(episodes.mask, 0.0))
+    torch.testing.assert_close(episodes.advantages, whiten(expected, episodes.mask))
+
+
+def test_advantages_are_whitened_over_the_batch_of_all_workers(monkeypatch):
+    trainer = toy.trainer()
+    episodes = toy.first_episodes(trainer)
+    rewards = trainer.rewards_and_advantages(episodes, None)
+    chosen = episodes.advantages[episodes.mask]
+    assert chosen.mean().abs() < 1e-6 and chosen.std() == pytest.approx(1, rel=1e-5)
+    doubled = []
+    # a twin with the same share
+    monkeypatch.setattr(advantages_module, "all_reduce", lambda x: doubled.append(x) or 2 * x)
+    args = (trainer.args, rewards, episodes.values, episodes.mask, torch.zeros(16))
+    twin, _ = advantages_module.estimate_advantages(*args)
+    n = int(episodes.mask.sum())
+    torch.testing.assert_close(twin * math.sqrt((2 * n) / (2 * n - 1) * (n - 1) / n), episodes.advantages)
+    assert len(doubled) == 2
+
+
+def test_whitened_rewards_keep_their_mean():
+    plain, whitened = toy.trainer(kl_coef=0.5), toy.trainer(kl_coef=0.5, whiten_rewards=True)
+    episodes = toy.first_episodes(plain)
+    before = plain.rewards_and_advantages(episodes, None)[episodes.mask]
+    after = whitened.rewards_and_advantages(episodes, None)[episodes.mask]
+    assert after.mean().item() == pytest.approx(before.mean().item(), rel=1e-4) and before.mean().abs() > 0.01
+    assert after.std().item() == pytest.approx(1, rel=1e-3)
+
+
+@pytest.mark.parametrize(("limit", "weight"), [(3.0, math.exp(0.5)), (1.2, 1.2), (None, 1.0)])
+def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
+    class Off(TransformersEngine):
+        def generate(self, *args):
+            return [
+                Completion(r.tokens, r.ended, [p - 0.5 for p in r.logprobs]) for r in super().generate(*args)
+            ]
+
+    def advantages(**changes):
+        shared = toy.shared_base()
+        trainer = toy.trainer(shared, engine=Off(shared), **changes)
+        episodes, samples, _ = trainer.rollout()
+        trainer.score(episodes, samples)
+        trainer.logprobs_and_values(episodes)
+        trainer.rewards_and_advantages(episodes, None)
+        return episodes
+
+    plain, weighed = advantages(), advantages(use_vllm=True, vllm_importance_sampling_clip_max=limit)
+    assert torch.allclose(weighed.advantages, plain.advantages * weight, rtol=1e-4)
+    assert torch.equal(weighed.returns, plain.returns)

@@ -1,0 +1,48 @@
+"""Episodes and how they are split: prompt order, padding and masks, micro-batches."""
+
+import torch
+import toy_ppo as toy
+
+from pipeline.ppo.batch import collate, micro_batches, prompt_order
+from pipeline.ppo.rollout import Completion
+
+
+def test_prompts_come_once_a_pass_in_another_order_each():
+    order = prompt_order(0, 20, 10, seed=1)
+    assert sorted(order[:10]) == sorted(order[10:]) == list(range(10)) and order[:10] != order[10:]
+    assert prompt_order(7, 6, 10, seed=1) == order[7:13] and prompt_order(0, 10, 10, seed=2) != order[:10]
+
+
+def test_eos_is_an_action_and_padding_is_never_found_by_id():
+    completions = [
+        Completion([9, 0, 0, 2], True, [0.0] * 4),
+        Completion([2], True, [0.0]),
+        Completion([0, 0], False, [0.0] * 2),
+    ]
+    episodes = collate([[5], [5, 0], [6, 7, 8]], completions, [0, 1, 2], 0, torch.device("cpu"))
+    assert episodes.mask.tolist() == [[True] * 4, [True] + [False] * 3, [True, True, False, False]]
+    assert episodes.input_ids.tolist() == [[5, 9, 0, 0, 2], [5, 0, 2, 0, 0], [6, 7, 8, 0, 0]]
+    assert episodes.starts.tolist() == [1, 2, 3] and episodes.ended.tolist() == [True, True, False]
+    trainer = toy.trainer()
+    real = toy.first_episodes(trainer)
+    last = real.input_ids[torch.arange(16), real.starts + real.counts - 1]
+    assert torch.equal(torch.isin(last, torch.tensor(toy.EOS)), toy.in_some_rows(real.ended))
+    assert real.old_logprobs[torch.arange(16), real.counts - 1].lt(0).all()
+
+
+def test_a_long_row_does_not_pad_a_batch_that_is_busy_without_it():
+    lengths = [100, 104, 97, 101, 190, 200, 20]
+    assert micro_batches(lengths, 16, None) == [[6, 2, 0, 3], [1, 4], [5]]
+    assert micro_batches([10, 90], 16, None) == [[0, 1]], (
+        "few tokens: a batch more would cost more than padding"
+    )
+    assert micro_batches([100] * 5, 16, None) == [[0, 1, 2, 3, 4]]
+
+
+def test_micro_batches_keep_to_their_budget_and_lose_nothing():
+    lengths = [5, 9, 2, 7, 7, 30, 1]
+    for batches in (micro_batches(lengths, 3, None), micro_batches(lengths, 3, 20)):
+        assert sorted(i for batch in batches for i in batch) == list(range(7))
+    assert max(map(len, micro_batches(lengths, 3, None))) == 3
+    sizes = [len(b) * max(lengths[i] for i in b) for b in micro_batches(lengths, 3, 20)]
+    assert max(size for size in sizes if size != 30) <= 20 and 30 in sizes  # the long row by itself

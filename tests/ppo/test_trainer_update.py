@@ -1,0 +1,225 @@
+"""One update of PPOTrainer from the inside: log-probs, ratios, losses, gradients, and what stays as it is."""
+
+import math
+
+import pytest
+import torch
+import toy_ppo as toy
+
+from pipeline.ppo.batch import collate
+from pipeline.ppo.rewards import AdapterReward
+from pipeline.ppo.rollout import Completion, Sampling
+
+
+def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
+    trainer = toy.trainer()
+    episodes = toy.first_episodes(trainer)
+    trainer.rewards_and_advantages(episodes, None)
+    stats = trainer.accumulate(episodes, list(range(16)), float(episodes.mask.sum()), True)
+    assert stats["val/ratio"].item() == pytest.approx(1, abs=1e-5)
+    episodes.sampler_logprobs += 3.0  # the sampler's own do not enter the ratio
+    assert (
+        trainer.accumulate(episodes, [0, 1], float(episodes.mask[:2].sum()), True)["policy/approxkl_avg"]
+        < 1e-9
+    )
+    # from here on training differs from what was sampled
+    object.__setattr__(trainer.sampling, "temperature", 0.8)
+    with pytest.raises(RuntimeError, match="first ratios are not 1"):
+        trainer.learn(episodes)
+
+
+def test_log_probs_and_values_are_shifted_together():
+    """The last token of a completion is seen by no log-prob but its own, and by no value: all are read one place earlier."""
+    trainer = toy.trainer(shared=toy.shared_base(spread=0.3))
+    completion = [Completion([9, 8, 7, 6], True, [0.0] * 4)]
+    part = collate([[5, 6, 7]], completion, [0], 0, torch.device("cpu"))
+    other = collate([[5, 6, 7]], [Completion([9, 8, 7, 50], True, [0.0] * 4)], [0], 0, torch.device("cpu"))
+    with torch.no_grad():
+        a, b = trainer.logprobs("policy", part)[0][0], trainer.logprobs("policy", other)[0][0]
+        assert torch.equal(a[:3], b[:3]) and a[3] != b[3]
+        (values, after), (values2, after2) = trainer.values(part), trainer.values(other)
+        assert torch.equal(values, values2) and after != after2
+        everywhere = trainer.shared.values("critic", part.input_ids)[0]
+        assert torch.equal(values[0], everywhere[2:6]) and after[0] == everywhere[6]
+        logits = trainer.shared.logits(trainer.shared.hidden(None, part.input_ids))[0]
+        bare = trainer.logprobs(None, part)[0][0]
+    assert bare.tolist() == pytest.approx(
+        [logits.log_softmax(-1)[2 + t, [9, 8, 7, 6][t]].item() for t in range(4)], abs=1e-5
+    )
+
+
+def test_value_loss_is_clipped_against_the_values_of_the_rollout():
+    trainer = toy.trainer(cliprange_value=0.05)
+    episodes = toy.first_episodes(trainer)
+    trainer.rewards_and_advantages(episodes, None)
+    for parameter in trainer.shared.parameters_of("critic"):
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    new, _ = trainer.values(episodes)
+    old, returns, mask = episodes.values, episodes.returns, episodes.mask
+    free, clipped = (new - returns) ** 2, (old + (new - old).clamp(-0.05, 0.05) - returns) ** 2
+    toy.in_some_rows((clipped > free)[mask])
+    loss, _ = trainer.value_objective(episodes, float(mask.sum()))
+    assert loss.item() == pytest.approx(0.5 * torch.maximum(free, clipped)[mask].mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(per_device_train_batch_size=1), dict(per_device_train_batch_size=5), dict(micro_batch_tokens=40)],
+)
+def test_micro_batches_do_not_change_the_update(changes):
+    one, many = toy.trainer(), toy.trainer(**changes)
+    start = toy.weights(one)
+    one.run_update(), many.run_update()
+    moved = toy.weights(one) - start
+    assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 1e-5
+
+
+def test_no_dropout_even_in_train_mode():
+    shared = toy.shared_base("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3)
+    for role in ("policy", "critic"):
+        assert shared.configs[role].lora_dropout == 0
+    trainer = toy.trainer(shared, gradient_checkpointing=True)  # train mode, and both assertions of the start
+    assert trainer.run_update()["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert trainer.shared.base.training
+
+
+def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
+    shared = toy.shared_base()
+    trainer = toy.trainer(shared, reward=AdapterReward(shared), critic_warmup_steps=1, total_episodes=48)
+    episodes, samples, _ = trainer.rollout()
+    trainer.score(episodes, samples)
+    with torch.no_grad():
+        assert trainer.values(episodes)[1].tolist() == pytest.approx(episodes.scores.tolist(), abs=1e-5)
+    policy, critic = toy.weights(shared, ["policy"]), toy.weights(shared, ["critic"])
+    trainer.run_update()
+    assert torch.equal(policy, toy.weights(shared, ["policy"])) and not torch.equal(
+        critic, toy.weights(shared, ["critic"])
+    )
+    trainer.run_update()
+    assert not torch.equal(policy, toy.weights(shared, ["policy"]))
+
+
+def test_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
+    shared = toy.shared_base()
+    for parameter in [*shared.parameters_of("reference"), *shared.parameters_of("policy")]:
+        parameter.data += 0.1 * torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+        )
+    trainer = toy.trainer(shared)  # both moved alike: an sft adapter, not the bare base
+    frozen = toy.weights(shared, ["reference"])
+    assert trainer.run_update()["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert trainer.run_update()["objective/kl"] != pytest.approx(0, abs=1e-4)
+    assert torch.equal(frozen, toy.weights(shared, ["reference"]))
+    with pytest.raises(
+        RuntimeError, match="KL to the reference is 0 before the first step: log-probs differ"
+    ):
+        toy.trainer(toy.shared_base(spread=0.1)).run_update()
+    toy.trainer(toy.shared_base(spread=0.1), check_reference=False).run_update()
+
+
+def test_adams_epsilon():
+    assert toy.trainer().optimizer.defaults["eps"] == 1e-5
+    assert toy.trainer(adam_epsilon=1e-3).optimizer.defaults["eps"] == 1e-3
+
+
+def test_log_ratio_loss_heads_and_adapters_are_fp32_over_a_bf16_base():
+    shared = toy.shared_base()
+    shared.base.to(torch.bfloat16)
+    for role in shared.roles:
+        for parameter in shared.parameters_of(role):
+            parameter.data = parameter.data.float()
+    trainer = toy.trainer(shared, bf16=True)
+    episodes = toy.first_episodes(trainer)
+    trainer.rewards_and_advantages(episodes, None)
+    loss, stats = trainer.policy_objective(episodes, 10.0)
+    value, _ = trainer.value_objective(episodes, 10.0)
+    floats = (
+        loss,
+        value,
+        *stats,
+        episodes.old_logprobs,
+        episodes.values,
+        episodes.scores,
+        episodes.advantages,
+    )
+    assert {x.dtype for x in floats} == {torch.float32}
+    logits = shared.logits(shared.hidden("policy", episodes.input_ids))
+    assert logits.dtype == torch.float32
+    trainer.run_update()
+    assert {p.dtype for r in ("policy", "critic") for p in shared.parameters_of(r)} == {torch.float32}
+    assert {s["exp_avg"].dtype for s in trainer.optimizer.state.values()} == {torch.float32}
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(monkeypatch):
+    trainer = toy.trainer(num_ppo_epochs=1, num_mini_batches=2)
+    objective, calls = trainer.policy_objective, []
+
+    def broken(part, tokens):
+        loss, stats = objective(part, tokens)
+        calls.append(1)
+        return (loss * math.inf if len(calls) == 1 else loss), stats
+
+    monkeypatch.setattr(trainer, "policy_objective", broken)
+    start = toy.weights(trainer)
+    monkeypatch.setattr(trainer.args, "num_mini_batches", 1)
+    monkeypatch.setattr(trainer.args, "per_device_train_batch_size", 16)
+    trainer.run_update()
+    assert (
+        trainer.skipped_steps == 1
+        and torch.equal(start, toy.weights(trainer))
+        and not trainer.optimizer.state
+    )
+    metrics = trainer.run_update()
+    assert metrics["skipped_steps"] == 1 and not torch.equal(start, toy.weights(trainer))
+    assert torch.isfinite(toy.weights(trainer)).all()
+
+
+def test_a_batch_without_an_action_to_learn_from_is_harmless():
+    trainer = toy.trainer(mask_truncated_completions=True)
+    trainer.run_update()  # Adam has momentum now
+    start = toy.weights(trainer)
+    trainer.sampling = Sampling(8, eos=(), seed=1)  # nothing ends any more
+    metrics = trainer.run_update()
+    assert metrics["completions/clipped_ratio"] == 1 and metrics["policy/steps"] == 0
+    assert torch.equal(start, toy.weights(trainer)) and all(map(math.isfinite, metrics.values()))
+
+
+def test_the_base_is_never_merged_into():
+    trainer = toy.trainer()
+    names = [
+        n for n, p in trainer.shared.named_parameters() if "lora_" not in n and not n.startswith("heads.")
+    ]
+    before = {n: p.clone() for n, p in trainer.shared.named_parameters() if n in names}
+    trainer.train()
+    assert len(before) > 10 and all(
+        torch.equal(p, before[n]) for n, p in trainer.shared.named_parameters() if n in before
+    )
+    assert not any(layer.merged for layer in trainer.shared._layers)
+
+
+def test_gradients_of_each_role_are_the_same_with_checkpointing():
+    gradients = []
+    for checkpointing in (False, True):
+        trainer = toy.trainer(
+            toy.shared_base(spread=0.1), gradient_checkpointing=checkpointing, check_reference=False
+        )
+        episodes = toy.first_episodes(trainer)
+        trainer.rewards_and_advantages(episodes, None)
+        trainer.accumulate(episodes, list(range(16)), float(episodes.mask.sum()), True)
+        gradients.append(
+            {r: [p.grad.clone() for p in trainer.shared.parameters_of(r)] for r in ("policy", "critic")}
+        )
+        assert trainer.shared.base.training == checkpointing
+    for role in ("policy", "critic"):
+        assert sum(g.abs().sum() for g in gradients[0][role]) > 0
+        for a, b in zip(*(side[role] for side in gradients), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_every_role_keeps_learning():
+    trainer = toy.trainer()
+    for role in ("policy", "critic"):
+        before = toy.weights(trainer, [role])
+        trainer.run_update()
+        assert not torch.equal(before, toy.weights(trainer, [role]))
+        assert all(p.requires_grad for p in trainer.shared.parameters_of(role))

@@ -1,0 +1,66 @@
+"""What the TRL stages share: the adapter that they save is peft's, and one that the other stages read."""
+
+import json
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import toy_ppo as toy
+import transformers
+from safetensors.torch import load_file
+
+from pipeline.models.adapters import SharedBase
+from pipeline.runtime import training
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    toy.base().save_pretrained(folder)
+    return folder
+
+
+def trained(base, task_type="CAUSAL_LM", **lora):
+    """A trainer with a peft model whose adapter has moved."""
+    heads = {"CAUSAL_LM": {}, "SEQ_CLS": {"num_labels": 1}}[task_type]
+    name = "CausalLM" if task_type == "CAUSAL_LM" else "SequenceClassification"
+    model = getattr(transformers, f"AutoModelFor{name}").from_pretrained(base, **heads)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type=task_type, **{**toy.LORA, **lora}))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    return SimpleNamespace(model=model.eval(), accelerator=accelerator)
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=str)
+@pytest.mark.parametrize("task_type", ["CAUSAL_LM", "SEQ_CLS"])
+def test_the_files_are_those_of_pefts_own_writer(task_type, lora, base, tmp_path):
+    trainer = trained(base, task_type, **lora)
+    training.save(trainer, str(tmp_path / "ours"))
+    assert not trainer.model.peft_config["default"].inference_mode  # the model goes on as it was
+    trainer.model.save_pretrained(tmp_path / "pefts")
+    tensors = [(tmp_path / writer / "adapter_model.safetensors").read_bytes() for writer in ("ours", "pefts")]
+    assert tensors[0] == tensors[1]
+    ours, pefts = (
+        json.loads((tmp_path / writer / "adapter_config.json").read_text()) for writer in ("ours", "pefts")
+    )
+    assert ours == pefts
+
+
+def test_an_adapter_on_the_lm_head_takes_no_weight_of_the_base_along(base, tmp_path):
+    """peft's save_pretrained writes lm_head.base_layer.weight beside it, which no other stage takes for an adapter's."""
+    trainer = trained(base, target_modules=["q_proj", "lm_head"])
+    training.save(trainer, str(tmp_path))
+    assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    rows = [[5, 6, 7, 8], [9, 10]]
+    training.verify_reload(trainer, str(tmp_path), rows)
+    shared = SharedBase(transformers.AutoModelForCausalLM.from_pretrained(base))
+    shared.add("policy", folder=tmp_path)
+    for row in rows:
+        ids = torch.tensor([row])
+        with torch.no_grad(), shared.use("policy"):
+            ours = shared.logits(shared.hidden("policy", ids))
+        torch.testing.assert_close(ours, training.logits(trainer.model, row), rtol=1e-4, atol=1e-4)
