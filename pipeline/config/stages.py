@@ -36,20 +36,23 @@ _ROW_BY_ROW = {
 
 @dataclass(frozen=True)
 class Stage:
-    """The facts of one stage; `unused` has {section or section.key: why the stage has no use for it}."""
+    """The facts of one stage."""
 
-    trainer: str  # the class, as package.module.Class, whose fields are the keys of its `trainer` section
-    inputs: Mapping[str, bool] = field(
-        default_factory=dict
-    )  # models that it takes; True: it cannot run without
-    learns: str | None = None  # the role whose adapter it trains: policy or reward
-    writes: bool = False  # completions, for which the context must have room behind a prompt
-    scores: bool = (
-        False  # by rewards or a judge, Python functions among them, which ask for columns of the rows
-    )
-    runs_in: str = (
-        "train"  # Ray Train's workers; data: actors of Ray Data, each row by itself; here: this process
-    )
+    # the class, as package.module.Class, whose fields are the keys of its `trainer` section
+    trainer: str
+    # the models that it takes; True: it cannot run without
+    inputs: Mapping[str, bool] = field(default_factory=dict)
+    # the kind of rows that data.train and data.eval hold, a key of data.kinds.KIND; None: it reads no rows
+    rows: str | None = None
+    # the role whose adapter it trains: policy or reward
+    learns: str | None = None
+    # whether it writes completions, for which the context must have room behind a prompt
+    writes: bool = False
+    # whether rewards or a judge score completions; Python functions among them ask for columns of the rows
+    scores: bool = False
+    # train: Ray Train's workers; data: actors of Ray Data, each row by itself; here: this process
+    runs_in: str = "train"
+    # {section or section.key: why it has no use for it}
     unused: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -59,12 +62,15 @@ class Stage:
 
 
 STAGE: dict[str, Stage] = {
-    "sft": Stage("trl.trainer.sft_config.SFTConfig", learns="policy", unused=_LEARNS),
-    "rm": Stage("trl.trainer.reward_config.RewardConfig", learns="reward", unused=_LEARNS),
-    "dpo": Stage("trl.trainer.dpo_config.DPOConfig", {"policy": True}, learns="policy", unused=_LEARNS),
+    "sft": Stage("trl.trainer.sft_config.SFTConfig", rows="demonstrations", learns="policy", unused=_LEARNS),
+    "rm": Stage("trl.trainer.reward_config.RewardConfig", rows="whole_preferences", learns="reward", unused=_LEARNS),
+    "dpo": Stage(
+        "trl.trainer.dpo_config.DPOConfig", {"policy": True}, rows="preferences", learns="policy", unused=_LEARNS
+    ),
     "ppo": Stage(
         "pipeline.ppo.config.PPOConfig",
         {"policy": True, "reward": True, "judge": False},
+        rows="prompts",
         learns="policy",
         writes=True,
         scores=True,
@@ -73,6 +79,7 @@ STAGE: dict[str, Stage] = {
     "evaluate": Stage(
         f"{OURS}.Inference",
         {"policy": False, "baseline": False, "reward": False, "judge": False},
+        rows="answered_prompts",
         writes=True,
         scores=True,
         unused={**_NO_SERVER, **_NOTHING_TRAINED, "data.train": "it trains nothing; put the prompts under data.eval"},
@@ -80,12 +87,15 @@ STAGE: dict[str, Stage] = {
     "generate": Stage(
         f"{OURS}.Inference",
         {"policy": True, "reward": False},
+        rows="prompts",
         writes=True,
         scores=True,
         runs_in="data",
         unused={**_NO_SERVER, **_ROW_BY_ROW},
     ),
-    "score": Stage(f"{OURS}.Forward", {"reward": True}, scores=True, runs_in="data", unused=_ROW_BY_ROW),
+    "score": Stage(
+        f"{OURS}.Forward", {"reward": True}, rows="completions", scores=True, runs_in="data", unused=_ROW_BY_ROW
+    ),
     "export": Stage(
         f"{OURS}.Export",
         {"policy": False, "reward": False},

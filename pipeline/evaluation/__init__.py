@@ -155,7 +155,8 @@ def _given(
 ) -> list[tuple[int, float, int]]:
     """(place in `rows`, -log-probability, tokens) of the completions that rows of the data bring along."""
     from pipeline.data.encode import Encoder, Example
-    from pipeline.data.formats import parse
+    from pipeline.data.kinds import kind_of
+    from pipeline.data.parse import parse
     from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 
@@ -163,13 +164,13 @@ def _given(
     ends = eos_ids(worker.tokenizer, shared.base.generation_config)
     special = worker.job.data.special_tokens
     apply = text_as_chat(worker.tokenizer, worker.job.data.apply_chat_template)
-    encoder = Encoder(worker.tokenizer, "score", room, "truncate", apply, ends, special)
+    encoder = Encoder(worker.tokenizer, kind_of("score"), room, "truncate", apply, ends, special)
     places, texts = [], []
     for place, row in enumerate(rows):
         if not row["row"].get("completion"):
             continue
         given = {"prompt": row["row"]["prompt"], "completion": row["row"]["completion"]}
-        [[found]] = encoder.encode([parse(given, "score")])
+        [[found]] = encoder.encode([parse(given, encoder.kind)])
         if isinstance(found, Example):
             places.append(place)
             texts.append((found.columns["prompt_ids"], found.columns["chosen_ids"]))

@@ -15,11 +15,12 @@ from tokenizers import (
     processors,
     trainers,
 )
-from toy_data import CHATML, ROWS, make, rows_of, tokenizer, trained, write
+from toy_data import CHATML, ROWS, make, parsed, rows_of, tokenizer, trained, write
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.formats import RowError, parse
+from pipeline.data.kinds import kind_of
+from pipeline.data.values import RowError
 from pipeline.models.special import ControlTokens, Escaping, chat_ids, text_ids
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
@@ -41,11 +42,11 @@ def encoder(tok, stage, **options):
         "apply_template": True,
         "ends": eos_ids(tok),
     } | options
-    return Encoder(tok, stage, **settings)
+    return Encoder(tok, kind_of(stage), **settings)
 
 
 def encoded(tok, stage, row, **options) -> Example:
-    (example,) = encoder(tok, stage, **options).encode([parse(row, stage)])[0]
+    (example,) = encoder(tok, stage, **options).encode([parsed(row, stage)])[0]
     assert isinstance(example, Example), example
     return example
 
@@ -129,7 +130,7 @@ def test_no_template_helps_to_forge_one(words, template):
 def test_words_that_leave_no_private_characters_are_named():
     every = "".join(map(chr, range(0xF0000, 0x10FFFE, 8)))
     (error,) = encoder(tokenizer(), "ppo", max_length=10**6).encode(
-        [parse({"prompt": f"<s>{every}"}, "ppo")]
+        [parsed({"prompt": f"<s>{every}"}, "ppo")]
     )[0]
     assert isinstance(error, RowError) and error.kind == "special_tokens"
 
