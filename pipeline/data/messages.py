@@ -39,7 +39,7 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
     """[{role, content}] or [{from, value}] -> [{role, content}], with the row's `system` prompt in front if it has one.
 
     Raises:
-        RowError: for what is not a list of messages, and for a role that is none of ROLES.
+        RowError: for what is not a list of messages, and for a role that is none of ROLES in any case of letters.
     """
     if not isinstance(value, list):
         raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
@@ -64,12 +64,12 @@ def message(item: Any, key: str) -> Message:
                 "{role, content}",
             )
     role = text(item[names[0]], f"{key}.{names[0]}")
-    if role not in ROLES:
+    if role.lower() not in ROLES:
         raise RowError("wrong_role", f"{key}.{names[0]}", show(role), "one of " + ", ".join(ROLES))
     content = item[names[1]]
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         content = "".join(text(part["text"], f"{key}.{names[1]}") for part in content)
-    return {"role": ROLES[role], "content": text(content, f"{key}.{names[1]}")}
+    return {"role": ROLES[role.lower()], "content": text(content, f"{key}.{names[1]}")}
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
@@ -186,7 +186,7 @@ def repeats_prompt(value: Any) -> bool:
     if isinstance(value, str):
         return is_transcript(value)
     first = value[0] if isinstance(value, list) and value else None
-    role = str(first.get("role", first.get("from"))) if isinstance(first, dict) else ""
+    role = str(first.get("role", first.get("from"))).lower() if isinstance(first, dict) else ""
     return ROLES.get(role) in ("user", "system")
 
 

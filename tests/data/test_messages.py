@@ -3,6 +3,8 @@
 import pytest
 from toy_data import BOT, NO, SYSTEM, USER, encoder, parsed
 
+from pipeline.data.values import RowError
+
 
 def test_system_turns_and_answers_by_index():
     record = parsed(
@@ -45,3 +47,15 @@ def test_transcripts_split_at_paragraphs_only_and_render_back():
 def test_texts_without_markers_are_cut_at_white_space():
     record = parsed({"chosen": "The cat sat here", "rejected": "The cat saw it"}, "rm")
     assert (record.prompt, record.pairs) == ("The cat", [(" sat here", " saw it")])
+
+
+@pytest.mark.parametrize("case", [str.lower, str.title, str.upper])
+def test_roles_in_any_case(case):
+    turns = [{"role": case("user"), "content": "hi"}, {"role": case("assistant"), "content": "yo"}]
+    assert parsed({"messages": turns}, "sft").pairs == [([BOT],)]
+    shared = [{"from": case("human"), "value": "hi"}, {"from": case("gpt"), "value": "yo"}]
+    assert parsed({"conversations": shared}, "sft").prompt == [USER]
+    pair = {"prompt": "hi", "chosen": turns, "rejected": [turns[0], NO]}  # both sides repeat the prompt
+    assert (parsed(pair, "dpo").prompt, parsed(pair, "dpo").pairs) == ([USER], [([BOT], [NO])])
+    with pytest.raises(RowError, match="expected one of system, user, human"):
+        parsed({"messages": [{"role": case("robot"), "content": "hi"}, BOT]}, "sft")
