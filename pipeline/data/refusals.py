@@ -73,9 +73,12 @@ def complaint(stats: Sequence[Stats], kinds: Counter, read: int) -> str:
         else f"nothing to read ({counts})"
     )
     errors = first_errors(stats)
-    lines = [f"  {error}" for error in errors]
-    if kinds.total() > len(errors):
-        lines.append(f"  and {kinds.total() - len(errors):,} more")
+    if rows == read > 1 and len(set().union(*(stat.ways for stat in stats))) == 1:
+        lines = [f"  rows 1-{read:,}, all in the same way: {errors[0]}"]
+    else:
+        lines = [f"  {error}" for error in errors]
+        if kinds.total() > len(errors):
+            lines.append(f"  and {kinds.total() - len(errors):,} more")
     advice = "fix them, or type data.on_error=skip to leave them out"
     if kinds["missing_field"] == read > 1:
         advice = "no row has the fields of this stage; is it another stage's file? (sft: demonstrations, rm and dpo: pairs)"
