@@ -91,9 +91,9 @@ class Report:
         return cls(**{**value, "splits": splits, "overlap": overlap})
 
     def render(self, samples: bool = True) -> str:
-        source = "reused from the cache" if self.reused else "made now"
+        did = "loaded from the cache into Ray" if self.reused else "read and tokenised"
         lines = [
-            f"data for stage {self.stage}: at most {self.max_length} tokens a row, {source}, {self.seconds:.1f} s"
+            f"data for stage {self.stage}: at most {self.max_length} tokens a row, {did} in {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
             lines += ["", *self._split(name, split), *self._warnings(name, split)]

@@ -28,6 +28,8 @@ def test_rows_become_tokens_in_order_and_are_reused(tmp_path, embedded_ray, monk
     assert rows_of(second.train) == rows_of(first.train)
     split = second.report.splits["train"]
     assert (split.read, split.kept, second.report.duplicates) == (50, 50, 0)
+    assert "read and tokenised in" in first.report.render()
+    assert "loaded from the cache into Ray in" in second.report.render()
     assert "⟦ answer 0</s>⟧" in second.report.render() and json.dumps(second.report.to_dict())
     assert not make(tmp_path, train=path, max_length=100).report.reused  # other options, other parts
     write(tmp_path / "rows.jsonl", [*ROWS, ROWS[0]])
