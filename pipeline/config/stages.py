@@ -1,4 +1,4 @@
-"""One table: what each stage takes, what it trains, and which settings it has no use for.
+"""One table: what each stage takes, which rows it reads, what it trains, and which settings it has no use for.
 
 Code that depends on the stage asks here: STAGE[job.stage].learns, not job.stage in ("sft", "rm", ...).
 """
@@ -62,10 +62,24 @@ class Stage:
 
 
 STAGE: dict[str, Stage] = {
-    "sft": Stage("trl.trainer.sft_config.SFTConfig", rows="demonstrations", learns="policy", unused=_LEARNS),
-    "rm": Stage("trl.trainer.reward_config.RewardConfig", rows="whole_preferences", learns="reward", unused=_LEARNS),
+    "sft": Stage(
+        "trl.trainer.sft_config.SFTConfig",
+        rows="demonstrations",
+        learns="policy",
+        unused=_LEARNS,
+    ),
+    "rm": Stage(
+        "trl.trainer.reward_config.RewardConfig",
+        rows="whole_preferences",
+        learns="reward",
+        unused=_LEARNS,
+    ),
     "dpo": Stage(
-        "trl.trainer.dpo_config.DPOConfig", {"policy": True}, rows="preferences", learns="policy", unused=_LEARNS
+        "trl.trainer.dpo_config.DPOConfig",
+        {"policy": True},
+        rows="preferences",
+        learns="policy",
+        unused=_LEARNS,
     ),
     "ppo": Stage(
         "pipeline.ppo.config.PPOConfig",
@@ -94,7 +108,12 @@ STAGE: dict[str, Stage] = {
         unused={**_NO_SERVER, **_ROW_BY_ROW},
     ),
     "score": Stage(
-        f"{OURS}.Forward", {"reward": True}, rows="completions", scores=True, runs_in="data", unused=_ROW_BY_ROW
+        f"{OURS}.Forward",
+        {"reward": True},
+        rows="completions",
+        scores=True,
+        runs_in="data",
+        unused=_ROW_BY_ROW,
     ),
     "export": Stage(
         f"{OURS}.Export",

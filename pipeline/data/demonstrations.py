@@ -158,9 +158,8 @@ def _mend_ends(
         at = trained.index(True, at)
         stop = trained.index(False, at) if False in trained[at:] else len(ids)
         if ids[stop - 1] not in encoder.ends and stop < len(ids) and ids[stop] in encoder.ends:
-            trained[stop] = (
-                True  # the span (a generation block, or the completion's words) ends before the end token
-            )
+            # the span (a generation block, or the completion's words) ends before the end token
+            trained[stop] = True
             stop += 1
         last = stop - 1
         while last > at and ids[last] not in encoder.ends and not whole[slice(*offsets[last])].strip():

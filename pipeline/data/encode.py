@@ -100,7 +100,7 @@ class Encoder:
         return list(dict.fromkeys(name for text in texts for name in self.control.found(text)))
 
     def unlearned_end(self) -> tuple[str, str] | None:
-        """(what the chat template ends a completion with, what generation stops on), where it does not stop on the first."""
+        """What the chat template ends a completion with, and what generation stops on; None: it stops on the first."""
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
@@ -117,7 +117,7 @@ class Encoder:
         return whole[whole.rfind(completion["content"]) + len(completion["content"]) :], stops
 
     def _huge(self, record: Record) -> Outcome | None:
-        """The outcome of a row that is certainly too long, before it is tokenised at a second a megabyte; None: it may fit."""
+        """The outcome of a row that is certainly too long; None: it may fit. Tokenising takes a second for a megabyte."""
         pairs = [sum(map(size_of, pair)) for pair in record.pairs]
         size = size_of(record.prompt) + max(pairs, default=0)
         if size <= self.room or self.too_long == "truncate":

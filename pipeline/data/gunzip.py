@@ -14,8 +14,8 @@ BARREN = 128 << 20  # unpacked bytes without a row, twice those of the largest r
 class Gunzip(io.RawIOBase):
     """A gzip stream that ends where it is damaged, with `.damage` saying how.
 
-    The rows before the damage are read, so the error has a line number. A stream may unpack to a thousand times its size, as
-    repeated rows do; but only to BARREN bytes without a row: the reader sets `barren` to 0 at each row.
+    The rows before the damage are read, so the error has a line number. A stream may unpack to a thousand times its size,
+    as repeated rows do; but only to BARREN bytes without a row: the reader sets `barren` to 0 at each row.
     """
 
     def __init__(self, raw: Any):

@@ -29,7 +29,7 @@ class Kind:
     stage: str = ""  # whose rows they are, for messages
 
 
-_IDS = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids"), list)
+_PAIR = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids"), list)
 _PROMPT: dict[str, type] = {"input_ids": list, "row": str}
 
 KIND = {
@@ -41,7 +41,7 @@ KIND = {
         "learned",
         packs=True,
     ),
-    "preferences": Kind(preferences.SHAPES, preferences.parse, preferences.encode_apart, _IDS, "learned"),
+    "preferences": Kind(preferences.SHAPES, preferences.parse, preferences.encode_apart, _PAIR, "learned"),
     "whole_preferences": Kind(
         preferences.SHAPES,
         preferences.parse,
@@ -51,8 +51,8 @@ KIND = {
     ),
     "prompts": Kind(prompts.SHAPES, prompts.parse, prompts.encode, _PROMPT, "written"),
     "answered_prompts": Kind(prompts.SHAPES, prompts.parse_answered, prompts.encode, _PROMPT, "written"),
-    "completions": Kind(scored.SHAPES, scored.parse, scored.encode, {**_IDS, "row": str}, "scored"),
-    "pairs": Kind(preferences.SHAPES, scored.parse, scored.encode, {**_IDS, "row": str}, "scored"),
+    "completions": Kind(scored.SHAPES, scored.parse, scored.encode, {**_PAIR, "row": str}, "scored"),
+    "pairs": Kind(preferences.SHAPES, scored.parse, scored.encode, {**_PAIR, "row": str}, "scored"),
 }
 
 

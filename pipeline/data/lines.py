@@ -19,7 +19,7 @@ Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, i
 
 
 def range_lines(raw: Any, start: int, stop: int, digest: "hashlib._Hash") -> Iterator[bytes]:
-    """The lines that begin in bytes [start, stop); the last one is read to its end, or until it is too large for a row."""
+    """The lines that begin in bytes [start, stop); the last is read to its end, or until it is too large for a row."""
     at = max(start - 1, 0)
     raw.seek(at)
     data = raw.read(stop - at)

@@ -10,7 +10,7 @@ from pipeline.data.chunks import Chunk, where
 from pipeline.data.parts import columns_of
 from pipeline.data.refusals import first_errors
 from pipeline.data.report import Report, Split
-from pipeline.data.tasks import HASHES, Options, Stats, encoder_of
+from pipeline.data.tasks import HASHES, Options, Stats, encoder_of, of_split
 from pipeline.data.values import show
 
 
@@ -35,17 +35,12 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
         parts[name] = [stat.parts[name] for stat in with_split if name in stat.parts]
     report.skipped = [str(error) for error in first_errors(stats)]
     report.samples = [text for stat in stats for text in stat.samples][: reports.SAMPLES]
-    counts = [
-        duplicates([s.hashes for s, c in zip(stats, chunks, strict=True) if c.split == name])
-        for name in ("train", "eval")
-    ]
+    train, held_out = of_split("train", stats, chunks), of_split("eval", stats, chunks)
+    counts = [duplicates([stat.hashes for stat in part]) for part in (train, held_out)]
     report.duplicates = None if None in counts else sum(filter(None, counts))
-    if "eval" in (chunk.split for chunk in chunks):
+    if held_out:
         report.overlap = overlap(
-            *(
-                [s.row_digests for s, c in zip(stats, chunks, strict=True) if c.split == n]
-                for n in ("train", "eval")
-            )
+            [stat.row_digests for stat in train], [stat.row_digests for stat in held_out]
         )
     report.packed = sum(rows for _, rows in parts["train"]) if options.packing else None
     margins = any(stat.margins for stat in stats)
@@ -102,7 +97,7 @@ def duplicates(hashes: list[bytes | None]) -> int | None:
 
 
 def overlap(train: list[bytearray | None], held_out: list[bytearray | None]) -> tuple[int, int] | None:
-    """(rows of `eval` whose prompt is in `train` too, rows that are there with their completions); None: too many to compare."""
+    """(rows of `eval` whose prompt is in `train`, rows that are in it with their completions); None: too many rows."""
     import numpy as np
 
     if None in train or None in held_out or sum(map(len, train + held_out)) > 16 * HASHES:  # type: ignore[arg-type]
@@ -118,7 +113,7 @@ def overlap(train: list[bytearray | None], held_out: list[bytearray | None]) -> 
 def content_digest(name: str, stats: list[Stats], chunks: list[Chunk], options: Options) -> str:
     """sha256 over the bytes of the rows, by chunk; both sides of a hold-out also carry how it was made."""
     origin = "train" if options.eval_fraction else name
-    digests = [stat.digest for stat, chunk in zip(stats, chunks, strict=True) if chunk.split == origin]
+    digests = [stat.digest for stat in of_split(origin, stats, chunks)]
     held = f"{name}:{options.eval_fraction}:{options.seed}" if options.eval_fraction else ""
     return hashlib.sha256("".join([*digests, held]).encode()).hexdigest()
 

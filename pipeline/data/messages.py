@@ -182,7 +182,7 @@ def is_transcript(value: str) -> bool:
 
 
 def repeats_prompt(value: Any) -> bool:
-    """Whether `chosen` or `rejected` repeats the prompt: a transcript, or messages that begin with a user or system turn."""
+    """Whether `chosen` or `rejected` repeats the prompt: a transcript, or messages from a user or system turn on."""
     if isinstance(value, str):
         return is_transcript(value)
     first = value[0] if isinstance(value, list) and value else None

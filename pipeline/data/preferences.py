@@ -34,8 +34,8 @@ SHAPES = {
     "chosen+rejected": ("chosen", "rejected"),
 }
 SIDES = ("chosen", "rejected")
-# Of a pair. TRL's RewardTrainer minimises -logsigmoid(score_chosen - score_rejected - margin): beyond some tens the gradient
-# no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
+# Of a pair. TRL's RewardTrainer minimises -logsigmoid(score_chosen - score_rejected - margin): beyond some tens the
+# gradient no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
 LARGEST_MARGIN = 100.0
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------
@@ -73,8 +73,8 @@ def parse(row: dict[str, Any], shape: str) -> Record:
 def agreed(repeated: Text, given: Text, key: str) -> Text:
     """The prompt of a row that has it in the field `key` (`given`) and again in `chosen` and `rejected` (`repeated`).
 
-    The longer one, where one is the end of the other: the field often holds one question of a conversation, or adds system
-    turns. Otherwise they must agree.
+    The longer one, where one is the end of the other: the field often holds one question of a conversation, or adds
+    system turns. Otherwise they must agree.
     """
     repeated_turns, given_turns = as_turns(repeated), as_turns(given)
     for longer, shorter in ((repeated_turns, given_turns), (given_turns, repeated_turns)):

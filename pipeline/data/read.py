@@ -1,8 +1,8 @@
 """Ray Data reads, validates, templates and tokenises a job's rows once, into parquet parts in a cache folder.
 
-One task for each chunk of a file streams its rows and writes its part (tasks.py); only small statistics come back to the
-driver, whose memory does not grow with the data. It merges them into the report (merge.py), refuses what cannot be trained
-on (refusals.py), and loads the parts as tables (cache.py).
+One task for each chunk of a file streams its rows and writes its part (tasks.py); only small statistics come back to
+the driver, whose memory does not grow with the data. It merges them into the report (merge.py), refuses what cannot be
+trained on (refusals.py), and loads the parts as tables (cache.py).
 """
 
 import functools

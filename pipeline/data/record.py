@@ -39,13 +39,13 @@ class Record:
         return self.prompt[0]["content"].strip() if len(self.prompt) == 1 else self.prompt_key()
 
     def digests(self) -> bytes:
-        """8 bytes of the prompt, then 8 of prompt and completions: equal for a text and for messages of the same content."""
+        """8 bytes of the prompt, 8 of prompt and completions: equal for text and messages with the same content."""
         prompt = self.prompt_content()
         completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
         return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
 
     def preferences(self) -> list[int]:
-        """64 bits for each pair: a digest of prompt and both completions, whose lowest bit says which one is preferred."""
+        """64 bits for each pair: a digest of prompt and both completions; the lowest bit says which one is preferred."""
         keys = []
         for pair in self.pairs:
             if len(pair) == 2:

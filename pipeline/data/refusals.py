@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.data import report as reports
 from pipeline.data.chunks import Chunk, locate
-from pipeline.data.tasks import Options, Stats, note_bad
+from pipeline.data.tasks import Options, Stats, note_bad, of_split
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 
@@ -26,19 +26,19 @@ def note_empty(stats: list[Stats], chunks: list[Chunk]) -> None:
 def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) -> None:
     """Raises InputError for bad rows, unless data.on_error skips them, and for a set of which no row is left."""
     for name in dict.fromkeys(chunk.split for chunk in chunks):
-        mine = [stat for stat, chunk in zip(stats, chunks, strict=True) if chunk.split == name]
-        kinds = sum((stat.kinds for stat in mine), Counter())
-        read = sum(split.read for stat in mine for split in stat.splits.values())
+        part = of_split(name, stats, chunks)
+        kinds = sum((stat.kinds for stat in part), Counter())
+        read = sum(split.read for stat in part for split in stat.splits.values())
         if kinds and options.on_error == "raise":
-            raise InputError(complaint(mine, kinds, read), key=f"data.{name}")
-        if not sum(split.kept for stat in mine for split in stat.splits.values()):
+            raise InputError(complaint(part, kinds, read), key=f"data.{name}")
+        if not sum(split.kept for stat in part for split in stat.splits.values()):
             dropped = sum(
-                (Counter(split.dropped) for stat in mine for split in stat.splits.values()), Counter()
+                (Counter(split.dropped) for stat in part for split in stat.splits.values()), Counter()
             )
             why = ", ".join(
                 f"{count} {reports.KINDS.get(kind, kind)}" for kind, count in dropped.most_common()
             )
-            first = next((f"; first: {error}" for stat in mine for error in stat.errors), "")
+            first = next((f"; first: {error}" for stat in part for error in stat.errors), "")
             advice = ""
             if "too_long" in dropped:
                 advice = "; data.too_long=truncate or a larger data.max_length keeps long rows"

@@ -1,4 +1,4 @@
-"""Completions to be scored: one of a demonstration, or the two of a pair. Rows -> Records -> token ids of prompt and completions."""
+"""Completions to be scored: one of a demonstration, or the two of a pair. Rows -> Records -> token ids."""
 
 import json
 from collections.abc import Sequence

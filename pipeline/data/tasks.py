@@ -7,7 +7,7 @@ import functools
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,11 @@ class Stats:
     def split(self, name: str) -> Split:
         self.lengths.setdefault(name, (Counter(), Counter()))
         return self.splits.setdefault(name, Split())
+
+
+def of_split(name: str, stats: Sequence[Stats], chunks: Sequence[Chunk]) -> list[Stats]:
+    """The statistics of those chunks that were read for `train` or `eval`."""
+    return [stat for stat, chunk in zip(stats, chunks, strict=True) if chunk.split == name]
 
 
 def make_part(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:

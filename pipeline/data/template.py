@@ -1,9 +1,10 @@
 """Messages -> the text of a chat template, and the spans of the completions in it.
 
-A completion spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`; or it is the template's
-own `{% generation %}` block. Some templates render an earlier completion differently from the last one (Qwen3 removes its
-thoughts): its span is then what changes in the text when another content is put in its place. Rows are refused one by one where
-the template leaves out a completion, changes its words, or renders the last one elsewhere than behind its generation prompt.
+A completion spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`; or it is the
+template's own `{% generation %}` block. Some templates render an earlier completion differently from the last one (Qwen3
+removes its thoughts): its span is then what changes in the text when another content is put in its place. A row is
+refused where the template leaves out a completion, changes its words, or does not render the last one behind its
+generation prompt.
 """
 
 import re
@@ -93,7 +94,7 @@ class ChatTemplate:
             raise distorted(len(turns) - 1, content)
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
-        """The rendered conversation, and the spans in it of the assistant turns that are trained, from message `first` on."""
+        """The rendered conversation, and the spans in it of the trained assistant turns from message `first` on."""
         whole = self.render(turns, False)  # refuses what the template refuses
         completions = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]
         trained = [i for i in completions if i not in untrained]

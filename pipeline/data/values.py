@@ -20,7 +20,7 @@ DEEPEST = 64  # lists and objects inside each other: later readers of a row recu
 class RowError(Exception):
     """One bad row. `line` counts from 1; in a JSON array it is the number of the element (`unit`).
 
-    `kind` is a key of report.KINDS; `field` names the field as a path (`messages[0].role`), or is empty for the whole row.
+    `kind` is a key of report.KINDS; `field` is a path (`messages[0].role`), or empty for the whole row.
     """
 
     kind: str
@@ -60,7 +60,7 @@ def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_values(value: Any, name: str = "", depth: int = 0) -> None:
-    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, or too deep a nesting."""
+    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, or deep nesting."""
     if isinstance(value, str):
         check_text(value, name)
     elif isinstance(value, float | int):
