@@ -124,9 +124,8 @@ def _render(encoder: Encoder, record: Record) -> tuple[Rendered, list[Span], boo
         first = 0 if record.all_turns else len(prompt)
         whole, spans = encoder.chat.spans(turns, first, record.untrained)  # type: ignore[arg-type]
         if not holds(whole, prompt[-1]["content"].strip()):
-            encoder.chat.asking(
-                prompt
-            )  # raises where the template leaves out or changes the last turn of the prompt
+            # raises where the template leaves out or changes the last turn of the prompt
+            encoder.chat.asking(prompt)
         return (whole, escaping), spans, len(turns) - 1 not in record.untrained
     except RowError as error:
         return error

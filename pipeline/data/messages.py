@@ -12,7 +12,7 @@ from pipeline.data.record import Message, Text, Turns, plain
 from pipeline.data.values import RowError, fields_of, nearest, show, some, type_name
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
-# Known roles and those of the chat template that they stand for.
+# A role in any case of letters -> the role that the chat template knows.
 ROLES = {
     "system": "system",
     "user": "user",

@@ -19,12 +19,13 @@ class Record:
 
     prompt: Text
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
-    all_turns: bool = False  # train on the assistant turns inside `prompt` too
-    untrained: frozenset[int] = (
-        frozenset()
-    )  # turns that are not trained, numbered through prompt and completion
+    # train on the assistant turns inside `prompt` too
+    all_turns: bool = False
+    # turns that are not trained, numbered through prompt and completion
+    untrained: frozenset[int] = frozenset()
     margin: float | None = None
-    row: str = ""  # JSON: the prompt and all further columns, as a Python reward gets them
+    # JSON: the prompt and all further columns, as a Python reward gets them
+    row: str = ""
 
     def prompt_key(self) -> str:
         """Equal for two rows with the same prompt, whatever their completions; the hold-out is split by it."""

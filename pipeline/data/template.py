@@ -133,10 +133,8 @@ class ChatTemplate:
         if i and whole.startswith(head) and whole.startswith(so_far):
             return len(head), len(so_far)
         begin, stop = self._changing(whole, turns, i)
-        if i and whole.startswith(
-            head
-        ):  # what the template itself writes in front of the content is learned, too
-            begin = min(begin, len(head))
+        if i and whole.startswith(head):
+            begin = min(begin, len(head))  # what the template writes in front of the content is learned, too
         return begin, len(so_far) if whole.startswith(so_far) else stop
 
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:

@@ -30,7 +30,7 @@ def test_an_array_without_end_is_not_decoded_again_and_again(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("[{},,{}]", "behind a comma"),
         ("[{} {}]", "behind an element"),
@@ -38,8 +38,8 @@ def test_an_array_without_end_is_not_decoded_again_and_again(tmp_path, monkeypat
         ("[,{}]", "behind the bracket"),
     ],
 )
-def test_an_array_is_json_to_its_last_comma(text, says):
-    *_, (_, wrong, _) = array.elements(io.BytesIO(text.encode()), hashlib.sha256())
-    assert isinstance(wrong, RowError) and says in str(wrong)
+def test_an_array_is_json_to_its_last_comma(text, expected):
+    *_, (_, error, _) = array.elements(io.BytesIO(text.encode()), hashlib.sha256())
+    assert isinstance(error, RowError) and expected in str(error)
     good = array.elements(io.BytesIO(b"[{} ,\n {}, []]"), hashlib.sha256())
     assert [value for _, value, _ in good] == [{}, {}, []]

@@ -64,10 +64,11 @@ def test_a_row_without_end_is_passed_over(tmp_path, monkeypatch):
     for name, data in (("a.jsonl", text.encode()), ("a.jsonl.gz", gzip.compress(text.encode()))):
         (tmp_path / name).write_bytes(data)
         for size in (100, 3000, 1 << 20):
-            found = read_rows(tmp_path / name, size)
-            assert [row for _, row in found[::2]] == [{"a": 1}] * 2 and [n for n, _ in found] == [1, 2, 3]
-            assert found[1][1].kind == "too_large"
+            numbered = read_rows(tmp_path / name, size)
+            assert [row for _, row in numbered[::2]] == [{"a": 1}] * 2
+            assert [number for number, _ in numbered] == [1, 2, 3]
+            assert numbered[1][1].kind == "too_large"
     (tmp_path / "a.json").write_text(f"[{good}, {large}, {good}]")
-    found = read_rows(tmp_path / "a.json")
-    assert [n for n, _ in found] == [1, 2] and found[1][1].kind == "too_large"
-    assert "what stands behind it was not read" in str(found[1][1])
+    numbered = read_rows(tmp_path / "a.json")
+    assert [n for n, _ in numbered] == [1, 2] and numbered[1][1].kind == "too_large"
+    assert "what stands behind it was not read" in str(numbered[1][1])

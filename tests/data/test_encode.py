@@ -32,11 +32,11 @@ def test_words_that_the_tokenizer_does_not_see_are_none(stage):
     tok.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
     row = {"prompt": "\u200b" if stage == "ppo" else "hi", "completion": "\u200b"}
     row |= {"chosen": "yo", "rejected": "\u200b"} if stage in ("rm", "dpo") else {}
-    (found,) = Encoder(tok, kind_of(stage), 99, "error", False, [tok.eos_token_id]).encode(
+    (outcome,) = Encoder(tok, kind_of(stage), 99, "error", False, [tok.eos_token_id]).encode(
         [parsed(row, stage)]
     )[0]
-    assert isinstance(found, RowError), found
-    assert found.kind == ("empty_prompt" if stage == "ppo" else "empty_completion")
+    assert isinstance(outcome, RowError), outcome
+    assert outcome.kind == ("empty_prompt" if stage == "ppo" else "empty_completion")
 
 
 def test_a_huge_text_is_not_tokenised(monkeypatch):
@@ -44,9 +44,9 @@ def test_a_huge_text_is_not_tokenised(monkeypatch):
     for too_long, outcome in (("error", RowError), ("drop", Dropped)):
         made = encoder("sft", too_long=too_long)
         monkeypatch.setattr(made, "encodings", lambda texts, _: texts and pytest.fail("tokenised"))
-        found = made.encode([parsed(row, "sft"), parsed(row, "sft")])
-        assert [isinstance(one, outcome) for (one,) in found] == [True, True]
-    _, (found,) = encoded("sft", row)
-    assert found.found == "2,097,155 characters"
+        results = made.encode([parsed(row, "sft"), parsed(row, "sft")])
+        assert [isinstance(one, outcome) for (one,) in results] == [True, True]
+    _, (outcome,) = encoded("sft", row)
+    assert outcome.found == "2,097,155 characters"
     tok, (example,) = encoded("sft", row, too_long="truncate", max_length=9)
     assert tok.decode(example.columns["input_ids"]) == "<s>abcddddd"

@@ -42,13 +42,13 @@ def test_files_that_are_not_there(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}")
     (tmp_path / "empty").mkdir()
     (tmp_path / "table.parquet").write_text("")
-    for spec, said in [
+    for spec, expected in [
         ("row.jsonl", "rows.jsonl"),
         ("*.txt", "matches no file"),
         ("empty", "holds no data file"),
         ("table.parquet", "is not JSON"),
     ]:
-        with pytest.raises(InputError, match=said) as caught:
+        with pytest.raises(InputError, match=expected) as caught:
             files.find(str(tmp_path / spec), "data.train")
         assert "data.train" in str(caught.value)
     assert len(files.find([str(tmp_path), str(tmp_path / "*.jsonl")], "data.train")) == 2

@@ -22,8 +22,8 @@ def test_repeated_rows_pack_well_and_are_read(tmp_path):
         packed = gzip.compress(unpacked, 9)
         assert len(unpacked) > 200 * len(packed) and len(unpacked) > 24 << 20
         (tmp_path / name).write_bytes(packed)
-        found = read_rows(tmp_path / name)
-        assert len(found) == 32_000 and found[-1] == (32_000, row)
+        numbered = read_rows(tmp_path / name)
+        assert len(numbered) == 32_000 and numbered[-1] == (32_000, row)
 
 
 @pytest.mark.parametrize("content", [b"\n", b" ", b" \n", b"\0", b"[" + b" " * 99, b'{"a": "' + b"b" * 99])
@@ -41,8 +41,8 @@ def test_a_gzip_stream_without_rows_is_not_read_to_its_end(tmp_path, monkeypatch
         "read1",
         lambda self, size, was=gzip.GzipFile.read1: unpacked.append(was(self, size)) or unpacked[-1],
     )
-    found = read_rows(tmp_path / "a.jsonl.gz")
-    errors = [error for _, error in found if isinstance(error, RowError)]
-    assert len(found) - len(errors) == 5000 and 1 <= len(errors) <= 2, found[-3:]
+    numbered = read_rows(tmp_path / "a.jsonl.gz")
+    errors = [error for _, error in numbered if isinstance(error, RowError)]
+    assert len(numbered) - len(errors) == 5000 and 1 <= len(errors) <= 2, numbered[-3:]
     assert errors[-1].kind in ("truncated_gzip", "too_large", "not_json", "nested")
     assert sum(map(len, unpacked)) < 2 << 20

@@ -1,4 +1,4 @@
-"""The table of kinds: each stage that reads rows finds its own there, and no entry is unused."""
+"""The table of kinds: each stage that reads rows has its kind, and no entry is unused."""
 
 import pytest
 

@@ -59,8 +59,8 @@ def test_pairs_in_both_orders_are_named(tmp_path, embedded_ray, monkeypatch):
     for stage in ("rm", "dpo"):
         report = make(tmp_path, stage, train=[path, other]).report
         assert report.splits["train"].contradictions == 1
-        said = "1 pair of completions in both orders, A preferred to B and B to A for the same prompt"
-        assert said in report.render() and f"first: {path}:4 and {other}:1" in report.render()
+        warning = "1 pair of completions in both orders, A preferred to B and B to A for the same prompt"
+        assert warning in report.render() and f"first: {path}:4 and {other}:1" in report.render()
     chats = write(tmp_path / "chats.jsonl", [{**swapped, "prompt": turns}, {**rows[7], "prompt": turns}])
     path = write(
         tmp_path / "pairs.jsonl",
@@ -97,9 +97,9 @@ def test_an_end_that_generation_does_not_know(tmp_path, embedded_ray, stage):
     path = write(tmp_path / "rows.jsonl", [row])
     for end, known in (("<|stop|>\n", False), ("<|im_end|>\n", True), ("</s>\n", True)):
         tok = tokenizer(CHATML.replace("<|im_end|>\n", end))
-        found = prepare(stage, Data(train=path), tok, 400, str(tmp_path / "cache")).report
-        said = 'the chat template ends a completion with "<|stop|>\\n", generation stops on </s> (id '
-        assert (said in found.render()) == (not known and stage != "rm"), found.render()
-        assert ("only at the end of a row" in found.render()) == (not known and stage in ("sft", "dpo"))
+        report = prepare(stage, Data(train=path), tok, 400, str(tmp_path / "cache")).report
+        warning = 'the chat template ends a completion with "<|stop|>\\n", generation stops on </s> (id '
+        assert (warning in report.render()) == (not known and stage != "rm"), report.render()
+        assert ("only at the end of a row" in report.render()) == (not known and stage in ("sft", "dpo"))
     tok.generation_eos = [1]  # of generation_config.json
     assert 1 in eos_ids(tok)

@@ -97,13 +97,13 @@ def test_a_misspelt_field_names_the_near_one_and_the_shapes():
 
 @pytest.mark.skipif(not SHARED.exists(), reason="third-party data is not here")
 def test_real_preferences():
-    bad = {}
+    kinds = {}
     with gzip.open(SHARED / "data" / "hh_harmless_test.jsonl.gz") as file:
         for line in file:
             try:
                 parsed(json.loads(line), "rm")
             except RowError as error:
-                bad[error.kind] = bad.get(error.kind, 0) + 1
-    assert bad == {"empty_completion": 4, "prompts_differ": 5}
+                kinds[error.kind] = kinds.get(error.kind, 0) + 1
+    assert kinds == {"empty_completion": 4, "prompts_differ": 5}
     for row in json.loads((SHARED / "data" / "lf_dpo_en_demo.json").read_text()):
         assert parsed(row, "dpo").prompt[-1]["role"] == "user"

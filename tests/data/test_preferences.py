@@ -73,7 +73,7 @@ def test_a_pair_of_equal_tokens_is_refused(stage):
     made = encoder(stage)
     made.backend.normalizer = normalizers.Lowercase()
     row = {"prompt": [USER], "chosen": "Yo", "rejected": "yO"}
-    ((found,),) = made.encode([parsed(row, stage)])
-    assert isinstance(found, RowError) and (found.kind, found.field) == ("equal_pair", "chosen")
-    ((found,),) = made.encode([parsed({**row, "rejected": "yo!"}, stage)])
-    assert isinstance(found, Example)
+    ((outcome,),) = made.encode([parsed(row, stage)])
+    assert isinstance(outcome, RowError) and (outcome.kind, outcome.field) == ("equal_pair", "chosen")
+    ((outcome,),) = made.encode([parsed({**row, "rejected": "yo!"}, stage)])
+    assert isinstance(outcome, Example)

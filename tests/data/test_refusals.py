@@ -18,13 +18,13 @@ def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, embedded_ray, monkey
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(InputError) as caught:
         make(tmp_path, train=path)
-    said = str(caught.value)
-    assert f"{path}:18: `completion`" in said and f"{path}:31: found" in said
+    message = str(caught.value)
+    assert f"{path}:18: `completion`" in message and f"{path}:31: found" in message
     assert (
         f"{path}:42: found a row of shape instruction+output; expected shape prompt+completion, as in row 1"
-        in said
+        in message
     )
-    assert "3 of 50 rows" in said and "data.on_error=skip" in said
+    assert "3 of 50 rows" in message and "data.on_error=skip" in message
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
     made = make(tmp_path, train=path, on_error="skip")
     split = made.report.splits["train"]
@@ -40,7 +40,7 @@ def test_elements_of_an_array_are_named_as_such(tmp_path, embedded_ray):
 
 
 @pytest.mark.parametrize(
-    "options,said",
+    "options,expected",
     [
         ({"max_length": 500}, "context of 400"),
         ({"max_length": 8}, "data.too_long=truncate"),
@@ -52,23 +52,23 @@ def test_elements_of_an_array_are_named_as_such(tmp_path, embedded_ray):
         ({"train": "empty.jsonl", "on_error": "skip"}, "no row is left of 0"),
     ],
 )
-def test_refused_before_training(tmp_path, embedded_ray, monkeypatch, options, said):
+def test_refused_before_training(tmp_path, embedded_ray, monkeypatch, options, expected):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=expected):
         make(tmp_path, **{"train": "rows.jsonl", **options})
 
 
 def test_truncation_is_not_advised_to_those_who_truncate(tmp_path, embedded_ray):
     path = write(tmp_path / "rows.jsonl", [{"prompt": "p" * 50, "chosen": "a", "rejected": "b"}])
-    for too_long, said in (
+    for too_long, expected in (
         ("truncate", "their prompts alone fill the 20 tokens"),
         ("drop", "data.too_long=truncate"),
     ):
         with pytest.raises(InputError, match=r"no row is left of 1 read \(1 too long\)") as caught:
             make(tmp_path, "dpo", train=path, max_length=20, too_long=too_long)
-        assert said in str(caught.value) and ("data.too_long=truncate" in said) == (
+        assert expected in str(caught.value) and ("data.too_long=truncate" in expected) == (
             "too_long=" in str(caught.value)
         )
 

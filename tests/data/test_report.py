@@ -72,12 +72,12 @@ def test_no_completion_is_trained_to_end(tmp_path, embedded_ray):
         [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}],
     )
     apart = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %} </s>{% endfor %}"
-    found = prepare("sft", Data(train=rows), tokenizer(apart), 400, str(tmp_path / "cache")).report
-    assert "no completion is trained with a token that generation stops on" in found.render()
-    assert "the chat template leaves it out (model.chat_template)" in found.render()
+    report = prepare("sft", Data(train=rows), tokenizer(apart), 400, str(tmp_path / "cache")).report
+    assert "no completion is trained with a token that generation stops on" in report.render()
+    assert "the chat template leaves it out (model.chat_template)" in report.render()
     path = write(tmp_path / "long.jsonl", ROWS)
-    said = make(tmp_path, train=path, max_length=15, too_long="truncate").report.render()
-    assert "all of them are truncated (data.max_length)" in said
+    text = make(tmp_path, train=path, max_length=15, too_long="truncate").report.render()
+    assert "all of them are truncated (data.max_length)" in text
     assert "stops on" not in make(tmp_path, train=path).report.render()
 
 
@@ -85,6 +85,6 @@ def test_one_of_a_kind_is_not_plural(tmp_path, embedded_ray):
     path = write(tmp_path / "rows.jsonl", [ROWS[0]])
     assert "read        1 row\n" in make(tmp_path, train=path).report.render()
     path = write(tmp_path / "rows.jsonl", [ROWS[0], ROWS[0], {**ROWS[1], "completion": "a</s>"}])
-    said = make(tmp_path, train=path).report.render()
-    assert "1 row repeats an earlier row (not removed)" in said
-    assert "1 row contains special tokens in its text (</s> in 1); they are encoded as ordinary text" in said
+    text = make(tmp_path, train=path).report.render()
+    assert "1 row repeats an earlier row (not removed)" in text
+    assert "1 row contains special tokens in its text (</s> in 1); they are encoded as ordinary text" in text

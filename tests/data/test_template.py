@@ -34,7 +34,7 @@ def bare(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("base", "template", "said", "expected"),
+    ("base", "template", "applies", "expected"),
     [
         ("bare", None, None, False),
         ("bare", "plain", None, True),
@@ -46,9 +46,9 @@ def bare(tmp_path_factory):
         ("demo", None, False, False),
     ],
 )
-def test_a_template_that_is_named_applies_to_text(base, template, said, expected, bare):
+def test_a_template_that_is_named_applies_to_text(base, template, applies, expected, bare):
     tokenizer = load_tokenizer(bare if base == "bare" else BASE, chat_template=template)
-    assert text_as_chat(tokenizer, said) is expected
+    assert text_as_chat(tokenizer, applies) is expected
 
 
 @pytest.fixture(scope="module")
@@ -57,31 +57,31 @@ def policies(bare, tmp_path_factory):
     folder = tmp_path_factory.mktemp("policies")
     made = {}
     make(str(folder / "one"), 0, head=False)
-    for said in (True, False, None):
-        made[said] = str(folder / f"policy-{said}")
-        shutil.copytree(folder / "one", made[said])
+    for applies in (True, False, None):
+        made[applies] = str(folder / f"policy-{applies}")
+        shutil.copytree(folder / "one", made[applies])
         facts = lineage.describe("sft", base_identity(bare), load_tokenizer(bare), {}, {})
-        lineage.write(made[said], facts if said is None else {**facts, "text_as_chat": said})
-        load_tokenizer(bare).save_pretrained(made[said])
+        lineage.write(made[applies], facts if applies is None else {**facts, "text_as_chat": applies})
+        load_tokenizer(bare).save_pretrained(made[applies])
     return made
 
 
-@pytest.mark.parametrize("said", [True, False, None])
+@pytest.mark.parametrize("applies", [True, False, None])
 @pytest.mark.parametrize("stage", ["generate", "ppo", "evaluate"])
-def test_what_comes_after_training_does_as_training_did(said, stage, policies, bare, tmp_path):
-    overrides = [f"model.name_or_path={bare}", f"policy={policies[said]}", f"run.storage_path={tmp_path}"]
+def test_what_comes_after_training_does_as_training_did(applies, stage, policies, bare, tmp_path):
+    overrides = [f"model.name_or_path={bare}", f"policy={policies[applies]}", f"run.storage_path={tmp_path}"]
     job = load_job(ROOT / f"jobs/demo/{stage}.yaml", overrides, stage)
-    tokenizer = models(job, {"policy": policies[said]}).tokenizer
-    assert text_as_chat(tokenizer, job.data.apply_chat_template) is bool(said)
+    tokenizer = models(job, {"policy": policies[applies]}).tokenizer
+    assert text_as_chat(tokenizer, job.data.apply_chat_template) is bool(applies)
     job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [*overrides, "model.chat_template=plain"], stage)
-    assert text_as_chat(models(job, {"policy": policies[said]}).tokenizer, None)
+    assert text_as_chat(models(job, {"policy": policies[applies]}).tokenizer, None)
 
 
 def test_the_report_says_whether_text_rows_are_chats(tmp_path, embedded_ray):
     path = write(tmp_path / "rows.jsonl", [ROW, {**ROW, "prompt": "And this?"}])
-    said = prepared(tmp_path, train=path).report.render()
+    text = prepared(tmp_path, train=path).report.render()
     assert (
-        "template    no chat template is applied to 2 rows of plain text (model.chat_template=plain " in said
+        "template    no chat template is applied to 2 rows of plain text (model.chat_template=plain " in text
     )
     report = prepared(tmp_path, train=path, apply_chat_template=True).report
     assert "template    the chat template is applied to 2 rows of plain text" in report.render()
@@ -94,19 +94,19 @@ def test_the_report_says_whether_text_rows_are_chats(tmp_path, embedded_ray):
 def test_several_templates_without_a_default(tmp_path):
     base = tmp_path / "base"
     shutil.copytree(BASE, base)
-    own = (base / "chat_template.jinja").read_text()
+    template = (base / "chat_template.jinja").read_text()
     (base / "chat_template.jinja").unlink()
     config = json.loads((base / "tokenizer_config.json").read_text())
-    named = [{"name": "rag", "template": own}, {"name": "tool_use", "template": own}]
+    named = [{"name": "rag", "template": template}, {"name": "tool_use", "template": template}]
     (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     with pytest.raises(
         InputError, match=r"has several chat templates \(rag, tool_use\) and none is called default"
     ):
         load_tokenizer(str(base))
     assert load_tokenizer(str(base), chat_template="plain").text_as_chat
-    named.append({"name": "default", "template": own})
+    named.append({"name": "default", "template": template})
     (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
-    assert load_tokenizer(str(base)).chat_template == own
+    assert load_tokenizer(str(base)).chat_template == template
 
 
 def test_a_template_in_the_home_folder_and_one_that_is_no_file(tmp_path, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_template_in_the_home_folder_and_one_that_is_no_file(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("loop", "seconds", "says"),
+    ("loop", "seconds", "expected"),
     [
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -132,7 +132,7 @@ def test_a_template_in_the_home_folder_and_one_that_is_no_file(tmp_path, monkeyp
         ("{{ 'a' * 90000000 }}", 300.0, "90,000,.* characters for one row"),
     ],
 )
-def test_a_template_that_is_endless_for_one_row_only(loop, seconds, says, monkeypatch):
+def test_a_template_that_is_endless_for_one_row_only(loop, seconds, expected, monkeypatch):
     from pipeline.data import template
 
     tok = load_tokenizer(str(ROOT / "jobs/demo/model"))
@@ -140,7 +140,7 @@ def test_a_template_that_is_endless_for_one_row_only(loop, seconds, says, monkey
     monkeypatch.setattr(template, "SECONDS", seconds)
     written = template.ChatTemplate(tok)
     assert written.render([{"role": "user", "content": "Hello."}], True)
-    with pytest.raises(RowError, match=says):
+    with pytest.raises(RowError, match=expected):
         written.render([{"role": "user", "content": "aaaa"}], True)
 
 
@@ -244,9 +244,9 @@ A_ROW_OF = {
 def test_a_template_that_leaves_a_turn_out_is_refused(stage, template):
     tok = tokenizer(template)
     ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
-    _, (found,) = encoded(stage, A_ROW_OF[stage], template=template, ends=ends)
+    _, (outcome,) = encoded(stage, A_ROW_OF[stage], template=template, ends=ends)
     kind = "empty_prompt" if template is FORGETS_THE_PROMPT else "empty_completion"
-    assert isinstance(found, RowError) and found.kind == kind, found
+    assert isinstance(outcome, RowError) and outcome.kind == kind, outcome
 
 
 CUTS = HEAD + "{{ m.content[:20] if m.role == 'assistant' else m.content }}" + TAIL
@@ -278,16 +278,17 @@ def test_a_template_that_changes_words_is_refused(stage, template):
     row = {"sft": {"messages": [*turns, LONG]}, "ppo": {"prompt": turns}}.get(
         stage, {"prompt": turns, "chosen": [LONG], "rejected": [other]}
     )
-    _, (found,) = encoded(stage, row, template=template)
+    _, (outcome,) = encoded(stage, row, template=template)
     unread = stage == "ppo" and template is CUTS  # an assistant's turn there is none
     unlearned = stage != "sft" and template is CUTS_EARLIER
     if template is STRIPS or unread or unlearned:
-        assert isinstance(found, Example), found
+        assert isinstance(outcome, Example), outcome
     else:
-        assert isinstance(found, RowError) and (found.kind, found.field[:9]) == ("template", "messages["), (
-            found
-        )
-        assert "changes the words" in found.found
+        assert isinstance(outcome, RowError) and (outcome.kind, outcome.field[:9]) == (
+            "template",
+            "messages[",
+        ), outcome
+        assert "changes the words" in outcome.found
 
 
 def test_a_template_may_raise_anything():

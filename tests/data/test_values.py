@@ -42,9 +42,9 @@ def test_values_that_no_row_may_hold(tmp_path, form, text, kind, field):
     }[form]
     data = content.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if form == "gzip" else data)
-    (_, first), (line, found) = read_rows(tmp_path / name, stage="rm")
+    (_, first), (line, second) = read_rows(tmp_path / name, stage="rm")
     parsed(first, "rm")
     with pytest.raises(RowError) as caught:
-        raise found if isinstance(found, RowError) else parsed(found, "rm")
+        raise second if isinstance(second, RowError) else parsed(second, "rm")
     assert (line, caught.value.kind) == (2, kind)
     assert caught.value.field.startswith(field) and len(str(caught.value)) < 400
