@@ -579,7 +579,7 @@ def test_a_chat_template_is_still_compiled_as_it_is_applied():
 
 
 def test_the_spans_of_generation_blocks_are_still_characters_of_the_text():
-    """pipeline/data/encode.py, _spans: render_jinja_template. If this fails, other tokens than the completions are trained."""
+    """pipeline/data/template.py, _marked: render_jinja_template. If this fails, other tokens than the completions are trained."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = "{% for m in messages %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endfor %}"

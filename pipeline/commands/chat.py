@@ -50,6 +50,7 @@ class Chat:
 
     def __init__(self, host: Host):
         from pipeline.data.encode import Encoder
+        from pipeline.data.kinds import kind_of
         from pipeline.models.tokenizer import eos_ids
         from pipeline.ppo.rollout import Sampling
         from pipeline.runtime import roles
@@ -62,7 +63,8 @@ class Chat:
         self.room = room_for_prompts(host.job, host.work.base["context_length"]) or sys.maxsize
         ends = eos_ids(host.tokenizer, self.shared.base.generation_config)
         special = host.job.data.special_tokens
-        self.encoder = Encoder(host.tokenizer, "generate", self.room, "error", True, ends, special)
+        kind = kind_of("generate")
+        self.encoder = Encoder(host.tokenizer, kind, self.room, "error", True, ends, special)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
         self.completions = 0  # each has its own stream of random numbers
@@ -115,7 +117,8 @@ class Chat:
     def _prompt(self) -> list[int] | None:
         """Ids of the conversation; its oldest turns are forgotten where it no longer fits. None: it cannot be asked."""
         from pipeline.data.encode import Example
-        from pipeline.data.formats import Record, RowError
+        from pipeline.data.record import Record
+        from pipeline.data.values import RowError
 
         kept = list(self.turns)
         while True:

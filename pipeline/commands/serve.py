@@ -29,8 +29,9 @@ from urllib.parse import urlsplit
 
 from pipeline.config import Job
 from pipeline.data.encode import Dropped, Encoder
-from pipeline.data.formats import RowError, parse
-from pipeline.data.values import mapping
+from pipeline.data.kinds import kind_of
+from pipeline.data.parse import parse
+from pipeline.data.values import RowError, mapping
 from pipeline.errors import InputError
 from pipeline.registry import first_line
 from pipeline.runtime.host import Host
@@ -139,7 +140,8 @@ class Scores:
         context = host.job.data.max_length or host.work.base["context_length"] or 1 << 20
         apply = text_as_chat(tokenizer, host.job.data.apply_chat_template)
         data, ends = host.job.data, eos_ids(tokenizer)
-        self.encoder = Encoder(tokenizer, "score", context, data.too_long, apply, ends, data.special_tokens)
+        kind = kind_of("score")
+        self.encoder = Encoder(tokenizer, kind, context, data.too_long, apply, ends, data.special_tokens)
         self.score = scorer(host)
         self.functions = functions(host.job)
         self.rows = host.job.args.local_rollout_forward_batch_size
@@ -176,7 +178,7 @@ class Scores:
 
     def _columns(self, row: Any, number: int) -> dict[str, Any]:
         try:
-            [outcomes] = self.encoder.encode([parse(row, "score")])
+            [outcomes] = self.encoder.encode([parse(row, self.encoder.kind)])
             for key, source in self.functions.items():
                 if wanted := unfilled(source, {*row, "messages"}):
                     raise RowError("missing", wanted, "no such field", f"one, since {key} asks for it")

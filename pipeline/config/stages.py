@@ -1,4 +1,4 @@
-"""One table: what each stage takes and trains, which settings it has no use for, and what its figures are called.
+"""One table: what each stage takes, which rows it reads, what it trains, which settings it has no use for, and its figures.
 
 Code that depends on the stage asks here: STAGE[job.stage].learns, not job.stage in ("sft", "rm", ...).
 """
@@ -54,6 +54,8 @@ class Stage:
     summary: str
     # The models that it takes; True: required.
     inputs: Mapping[str, bool] = field(default_factory=dict)
+    # The kind of rows that data.train and data.eval hold, a key of data.kinds.KIND; None: it reads no rows.
+    rows: str | None = None
     # The role whose adapter it trains: policy or reward.
     learns: str | None = None
     # It keeps the adapter that training starts from, frozen, as the reference.
@@ -88,6 +90,7 @@ STAGE: dict[str, Stage] = {
     "sft": Stage(
         "trl.trainer.sft_config.SFTConfig",
         "supervised fine-tuning on demonstrations",
+        rows="demonstrations",
         learns="policy",
         unused=_LEARNS,
         title="Supervised fine-tuning",
@@ -99,6 +102,7 @@ STAGE: dict[str, Stage] = {
     "rm": Stage(
         "trl.trainer.reward_config.RewardConfig",
         "a reward model from preference pairs",
+        rows="whole_preferences",
         learns="reward",
         sequences=2,
         unused=_LEARNS,
@@ -112,6 +116,7 @@ STAGE: dict[str, Stage] = {
         "trl.trainer.dpo_config.DPOConfig",
         "direct preference optimisation, from the sft adapter",
         {"policy": True},
+        rows="preferences",
         learns="policy",
         keeps_reference=True,
         sequences=2,
@@ -127,6 +132,7 @@ STAGE: dict[str, Stage] = {
         "pipeline.ppo.config.PPOConfig",
         "PPO against the reward model, from the sft adapter",
         {"policy": True, "reward": True, "judge": False},
+        rows="prompts",
         learns="policy",
         keeps_reference=True,
         writes=True,
@@ -145,6 +151,7 @@ STAGE: dict[str, Stage] = {
         f"{OURS}.Inference",
         "compare a policy with a baseline on held-out prompts; evaluate a reward model on held-out pairs",
         {"policy": False, "baseline": False, "reward": False, "judge": False},
+        rows="answered_prompts",
         writes=True,
         scores=True,
         unused={**_NO_SERVER, **_NOTHING_TRAINED, "data.train": "it trains nothing; put the prompts under data.eval"},
@@ -161,6 +168,7 @@ STAGE: dict[str, Stage] = {
         f"{OURS}.Inference",
         "completions of a file of prompts",
         {"policy": True, "reward": False},
+        rows="prompts",
         writes=True,
         scores=True,
         runs_in="data",
@@ -170,6 +178,7 @@ STAGE: dict[str, Stage] = {
         f"{OURS}.Forward",
         "a reward model's scores of a file of pairs or completions",
         {"reward": True},
+        rows="completions",
         scores=True,
         runs_in="data",
         unused=_ROW_BY_ROW,

@@ -1,1 +1,14 @@
-"""The data plane: JSON rows -> validated, templated, tokenised Arrow blocks, made once by Ray Data and fed to a trainer."""
+"""JSON rows -> validated, templated, tokenised Arrow blocks, made once by Ray Data and fed to a trainer.
+
+A row passes through the files in this order:
+
+    files, chunks, lines | array, gunzip    files of a job -> decoded rows with their line numbers
+    parse, kinds, values, messages          a row of any accepted shape -> a Record (record.py)
+    demonstrations, preferences, prompts,   the kinds of rows: their shapes, their parser, their encoder
+      scored
+    template, encode                        Record -> text -> token ids
+    tasks, parts                            a Ray Data task: one chunk -> one parquet file of token rows, and counts
+    merge, refusals, report                 the counts of all tasks -> the report, or an error
+    read, cache                             the driver: starts the tasks, or takes the parts from the cache
+    feed                                    token tables -> a trainer
+"""

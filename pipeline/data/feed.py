@@ -36,9 +36,9 @@ class ExactBatchSampler:
     """Lists of row numbers for one rank; over all ranks each row comes once an epoch, in equally many steps.
 
     Step i takes rows [i * batch_size * world, ...) of the epoch's order, cut into `world` runs as even as can be. The
-    last step has what is left: with fewer rows than workers some ranks get an empty list. (Joining those rows to the
-    step before would make the number of steps depend on the number of workers, and a resumed run with another
-    number would lose its place.) The order is that of accelerate's SeedableRandomSampler: a permutation by seed + epoch.
+    last step has what is left: with fewer rows than workers some ranks get an empty list. (Merging those rows into the
+    previous step would make the number of steps depend on the number of workers: a run resumed with another number could
+    not find its position.) The order is that of accelerate's SeedableRandomSampler: a permutation by seed + epoch.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class ExactBatchSampler:
 class CountedCollator:
     """A collator that adds how many rows the batch has, and returns a zero-weight dummy batch when this rank has no rows.
 
-    The filler keeps a rank in step with the others where the last global batch has no row for it: `rows` is 0, and
-    no label counts.
+    `filler` is the row of the dummy batch. It keeps a rank in step with the others where the last global batch has no row
+    for it: `rows` is 0, and no label counts.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], filler: dict[str, Any]):
@@ -141,7 +141,7 @@ class ExactBatches(Trainer):
                 seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
             ),
         )
-        # As if for one process: placement on the device and the look-ahead, but no second sharding of the batches.
+        # Prepared as if for one process: placement on the device and look-ahead, but no second sharding of batches.
         prepared = prepare_data_loader(
             loader, device=self.accelerator.device, num_processes=1, process_index=0, put_on_device=True
         )
@@ -159,16 +159,16 @@ class ExactBatches(Trainer):
 
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
-            mine = [batch.pop("rows", None) for batch in batches]
+            rows = [batch.pop("rows", None) for batch in batches]
             if self.args.world_size == 1:  # any tensor of a batch will do: only proportions count
-                mine = [len(next(iter(batch.values()))) for batch in batches]
-            ranks = [mine]
+                rows = [len(next(iter(batch.values()))) for batch in batches]
+            by_rank = [rows]
             if self.args.world_size > 1:
-                ranks = self.accelerator.gather(torch.tensor([mine], device=device)).tolist()
-            average = sum(map(sum, ranks)) / (len(ranks) * len(batches))
+                by_rank = self.accelerator.gather(torch.tensor([rows], device=device)).tolist()
+            average = sum(map(sum, by_rank)) / (len(by_rank) * len(batches))
             self._shares = deque(
-                (count / average, count, len(set(every)) > 1)
-                for count, every in zip(mine, zip(*ranks, strict=True), strict=True)
+                (count / average, count, len(set(counts)) > 1)
+                for count, counts in zip(rows, zip(*by_rank, strict=True), strict=True)
             )
         return batches, items
 

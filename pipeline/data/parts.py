@@ -1,18 +1,21 @@
 """Parquet files of token rows: what one data task writes and what the trainers' shards are made of."""
 
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.system import storage
+
+if TYPE_CHECKING:
+    from pipeline.data.tasks import Options
 
 GROUP_TOKENS = 1 << 18  # of a parquet row group
 PACK_ROWS = 4096  # rows packed together: bounded, and importing TRL for its packing costs 6 s in every task
 
 
 class PartWriter:
-    """One parquet file, written a bounded row group at a time; its name is new, so that a retried task is harmless."""
+    """One parquet file, written a bounded row group at a time. Its name is unique: a retried task writes another file."""
 
-    def __init__(self, folder: str, stem: str, options: Any):
+    def __init__(self, folder: str, stem: str, options: "Options"):
         import pyarrow.parquet as pq
 
         self.name, self.options = f"{stem}-{uuid.uuid4().hex[:8]}.parquet", options
@@ -34,16 +37,17 @@ class PartWriter:
 
         rows = pack(self.rows, self.options.max_length) if self.options.packing else self.rows
         columns = [
-            pa.array([row.get(name) for row in rows], kind)
-            for name, kind in zip(self.schema.names, self.schema.types, strict=True)
+            pa.array([row.get(name) for row in rows], type)
+            for name, type in zip(self.schema.names, self.schema.types, strict=True)
         ]
         if "margin" in self.schema.names:
-            columns[-1] = columns[-1].fill_null(0.0)  # a margin of nothing is what a row without one means
+            columns[-1] = columns[-1].fill_null(0.0)  # what a row without a margin means
         self.writer.write_table(pa.table(columns, schema=self.schema))
         self.count += len(rows)
         self.rows, self.tokens = [], 0
 
     def close(self) -> tuple[str, int]:
+        """(name of the file, rows in it)."""
         if self.rows:
             self.write()
         self.writer.close()
@@ -51,20 +55,16 @@ class PartWriter:
         return self.name, self.count
 
 
-def schema(options: Any) -> Any:
+def columns_of(options: "Options") -> dict[str, type]:
+    """Columns of the token table, in order."""
+    return {**options.kind.columns, **({"seq_lengths": list} if options.packing else {})}
+
+
+def schema(options: "Options") -> Any:
     import pyarrow as pa
 
-    ids = pa.list_(pa.int32())
-    if options.stage == "sft":
-        names = ["input_ids", "labels", *(["seq_lengths"] if options.packing else [])]
-    elif options.stage in ("rm", "dpo", "score", "pairs"):
-        names = [*(["prompt_ids"] if options.stage != "rm" else []), "chosen_ids", "rejected_ids"]
-    else:
-        names = ["input_ids"]
-    further = {"sft": [], "dpo": [], "rm": [("margin", pa.float32())]}.get(
-        options.stage, [("row", pa.string())]
-    )
-    return pa.schema([(name, ids) for name in names] + further)
+    types = {list: pa.list_(pa.int32()), float: pa.float32(), str: pa.string()}
+    return pa.schema([(name, types[kind]) for name, kind in columns_of(options).items()])
 
 
 def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:

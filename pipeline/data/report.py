@@ -4,11 +4,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline.data.formats import shared_length
+from pipeline.data.kinds import kind_of
+from pipeline.data.messages import shared_length
 from pipeline.errors import visible
 
 FIRST = 10  # bad rows that are named one by one
-SAMPLES = 3
+SAMPLES = 3  # token rows that are shown as text
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
 KINDS = {
     "not_json": "not JSON",
@@ -67,15 +68,13 @@ class Report:
     stage: str
     max_length: int
     splits: dict[str, Split] = field(default_factory=dict)
-    duplicates: int | None = (
-        None  # rows equal to an earlier one of the same set; None: too many rows to count
-    )
+    # rows equal to an earlier one of the same set; None: too many rows to count
+    duplicates: int | None = None
     skipped: list[str] = field(default_factory=list)  # the first bad rows, file:line each
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # packed training rows
-    overlap: tuple[int, int] | None = (
-        None  # rows of eval whose prompt stands in train, and those that do as they are
-    )
+    # rows of eval whose prompt is in train too, and rows that are there with their completions; None: not compared
+    overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     special_tokens: str = "text"  # what they are in the text of a row: text, or control
     notes: list[str] = field(default_factory=list)  # warnings about the set as a whole
@@ -92,9 +91,9 @@ class Report:
         return cls(**{**value, "splits": splits, "overlap": overlap})
 
     def render(self, samples: bool = True) -> str:
-        source = "reused from the cache" if self.reused else "made now"
+        did = "loaded from the cache into Ray" if self.reused else "read and tokenised"
         lines = [
-            f"data for stage {self.stage}: at most {self.max_length} tokens a row, {source}, {self.seconds:.1f} s"
+            f"data for stage {self.stage}: at most {self.max_length} tokens a row, {did} in {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
             lines += ["", *self._split(name, split), *self._warnings(name, split)]
@@ -119,14 +118,15 @@ class Report:
         if split.special_rows:
             tokens = ", ".join(f"{token} in {rows:,}" for token, rows in [*split.special_tokens.items()][:5])
             ways = {"text": "ordinary text", "control": "control tokens"}
-            other = ["control", "text"][self.special_tokens == "control"]
-            one = split.special_rows == 1
+            other = "text" if self.special_tokens == "control" else "control"
+            single = split.special_rows == 1
             lines.append(
-                f"{counted(split.special_rows, 'row')} {'contains' if one else 'contain'} special tokens in "
-                f"{'its' if one else 'their'} text ({tokens}); they are encoded as {ways[self.special_tokens]} "
+                f"{counted(split.special_rows, 'row')} {'contains' if single else 'contain'} special tokens in "
+                f"{'its' if single else 'their'} text ({tokens}); they are encoded as {ways[self.special_tokens]} "
                 f"(data.special_tokens={other} encodes them as {ways[other]}); first: {split.special_first}"
             )
-        if self.stage in ("sft", "dpo") and name == "train" and split.kept and not split.ended:
+        completions = kind_of(self.stage).completions
+        if completions == "learned" and name == "train" and split.kept and not split.ended:
             why = (
                 "all of them are truncated"
                 if split.truncated == split.kept
@@ -143,7 +143,7 @@ class Report:
             )
         if name == "eval" and self.overlap and self.overlap[0]:
             prompts, rows = self.overlap
-            same = f" ({rows:,} with the same completion)" if self.stage in ("sft", "rm", "dpo") else ""
+            same = f" ({rows:,} with the same completion)" if completions != "written" else ""
             verb = "has a prompt that is" if prompts == 1 else "have prompts that are"
             lines.append(
                 f"{counted(prompts, 'row')} of data.eval {verb} also in data.train{same}: metrics on them measure "
@@ -183,7 +183,7 @@ def counted(number: int, what: str) -> str:
 
 def percentiles(histogram: Counter[int]) -> dict[str, int]:
     """{length: rows} -> the lengths that 5, 50, 95 and 100 percent of the rows do not exceed."""
-    total, seen, found = histogram.total(), 0, {}
+    total, seen, lengths = histogram.total(), 0, {}
     if not total:
         return {}
     wanted = iter(PERCENTILES.items())
@@ -191,13 +191,13 @@ def percentiles(histogram: Counter[int]) -> dict[str, int]:
     for length in sorted(histogram):
         seen += histogram[length]
         while seen >= share * total:
-            found[name] = length
+            lengths[name] = length
             name, share = next(wanted, ("", 2.0))
-    return found
+    return lengths
 
 
 def sample(tokenizer: Any, columns: dict[str, Any], limit: int = 1200) -> str:
-    """A token row as text, its trained tokens (for rm and dpo: the two completions) between ⟦ and ⟧."""
+    """A token row as text, its trained tokens (of a pair: the two completions) between ⟦ and ⟧."""
     if "labels" in columns:
         return clip(
             marked(tokenizer, columns["input_ids"], [label != -100 for label in columns["labels"]]), limit

@@ -1,33 +1,32 @@
-"""Messages -> the text of a chat template, and where in it the completions stand.
+"""Messages -> the text of a chat template, and the spans of the completions in it.
 
-A completion spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`; or it is the template's
-own `{% generation %}` block. Some templates write an earlier completion in another way than the last one (Qwen3 takes its thoughts
-out): then it is what changes in the text when that completion says something else. A template that leaves out a completion, changes
-its words, or does not write the last one where it asks for one is refused row by row.
+A completion spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`; or it is the
+template's own `{% generation %}` block. Some templates render an earlier completion differently from the last one (Qwen3
+removes its thoughts): its span is then what changes in the text when another content is put in its place. A row is
+refused where the template leaves out a completion, changes its words, or does not render the last one behind its
+generation prompt.
 """
 
 import re
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.data.formats import RowError, Turns, show
+from pipeline.data.record import Turns
+from pipeline.data.values import RowError, show
 from pipeline.errors import visible
 from pipeline.system import deadline
 
-DATE = (
-    "26 Jul 2024"  # Llama 3.1+ templates write today's date into the prompt: a digest would change every day
-)
-BEGUN = 200  # characters of a completion, at most, that the text which asks for it may end on
-SECONDS, LONGEST = (
-    10.0,
-    1 << 26,
-)  # that a template may take for one row, and characters that it may make of it
+# Llama 3.1+ templates write today's date into the prompt: a digest would change every day.
+DATE = "26 Jul 2024"
+BEGUN = 200  # characters: the most of a completion that the generation prompt may already contain
+SECONDS = 10.0  # that a template may take for one row
+LONGEST = 1 << 26  # characters that it may make of one row
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# Behind it stands the part of a completion that templates keep once the conversation goes on.
+# What stands behind it in a completion is what templates keep once the conversation goes on.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 
-Span = tuple[int, int]
+Span = tuple[int, int]  # characters of a text: begin, end
 
 
 class ChatTemplate:
@@ -63,9 +62,9 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is a program: it raises what it likes, about this row
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
-            said = visible(f"{type(error).__name__}: {error}", lines=False)[:300]
+            reason = visible(f"{type(error).__name__}: {error}", lines=False)[:300]
             raise RowError(
-                "template", "messages", f"roles {roles}", f"what the chat template accepts: {said}"
+                "template", "messages", f"roles {roles}", f"what the chat template accepts: {reason}"
             ) from None
 
     def whole(self, prompt: Turns, completion: Turns) -> tuple[str, str]:
@@ -73,18 +72,18 @@ class ChatTemplate:
         turns = [*prompt, *completion]
         head, whole = self.asking(prompt), self.render(turns, False)
         if not whole.startswith(head):
-            raise unlike_asked(len(prompt), head)
-        self.check_written(turns, whole, len(head))
+            raise not_behind_prompt(len(prompt), head)
+        self.check_rendered(turns, whole, len(head))
         return head, whole
 
     def asking(self, prompt: Turns) -> str:
         """The text of a prompt, up to where the completion begins."""
         head = self.render(prompt, True)
-        self.check_written(prompt, head)
+        self.check_rendered(prompt, head)
         return head
 
-    def check_written(self, turns: Turns, text: str, start: int = 0) -> None:
-        """Raises RowError where the last turn does not stand in `text` from `start` on: it is left out, or other words are."""
+    def check_rendered(self, turns: Turns, text: str, start: int = 0) -> None:
+        """Raises RowError unless `text` contains the last turn from `start` on, in its own words."""
         content, role = turns[-1]["content"].strip(), turns[-1]["role"]
         if holds(text, content, start):
             return
@@ -95,7 +94,7 @@ class ChatTemplate:
             raise distorted(len(turns) - 1, content)
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
-        """The rendered conversation, and where the assistant turns from message `first` on that are trained stand in it."""
+        """The rendered conversation, and the spans in it of the trained assistant turns from message `first` on."""
         whole = self.render(turns, False)  # refuses what the template refuses
         completions = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]
         trained = [i for i in completions if i not in untrained]
@@ -104,12 +103,12 @@ class ChatTemplate:
             spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
         elif not spans or len(trained) < len(completions):
             spans = [self._span(whole, turns, i) for i in trained]
-        apart = len(spans) == len(trained)  # else the blocks are not one for each completion
+        one_each = len(spans) == len(trained)  # else the template's blocks are not one for each completion
         for at, i in enumerate(trained):
             if i + 1 < len(turns):
-                check_kept(whole[slice(*spans[at])] if apart else whole, turns, i)
-        last = apart and trained[-1] + 1 == len(turns)
-        self.check_written(turns, whole, spans[-1][0] if last else 0)
+                check_kept(whole[slice(*spans[at])] if one_each else whole, turns, i)
+        last = one_each and trained[-1] + 1 == len(turns)
+        self.check_rendered(turns, whole, spans[-1][0] if last else 0)
         return whole, spans
 
     def _marked(self, turns: Turns) -> list[Span]:
@@ -128,36 +127,36 @@ class ChatTemplate:
         head = self.render(turns[:i], True) if i else ""
         if i + 1 == len(turns):
             if not whole.startswith(head):
-                raise unlike_asked(i, head)
+                raise not_behind_prompt(i, head)
             return len(head), len(whole)
-        upto = self.render(turns[: i + 1], False)
-        if i and whole.startswith(head) and whole.startswith(upto):
-            return len(head), len(upto)
+        so_far = self.render(turns[: i + 1], False)
+        if i and whole.startswith(head) and whole.startswith(so_far):
+            return len(head), len(so_far)
         begin, stop = self._changing(whole, turns, i)
-        if i and whole.startswith(head):  # what the template itself writes before the words is learned, too
-            begin = min(begin, len(head))
-        return begin, len(upto) if whole.startswith(upto) else stop
+        if i and whole.startswith(head):
+            begin = min(begin, len(head))  # what the template writes in front of the content is learned, too
+        return begin, len(so_far) if whole.startswith(so_far) else stop
 
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:
-        """The part of the text that is another one when turn `i` says something else."""
+        """The part of the text that changes when turn `i` has another content."""
         mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in whole)
         other = self.render([*turns[:i], {**turns[i], "content": mark}, *turns[i + 1 :]], False)
-        before, _, behind = other.partition(mark)
-        stop = len(whole) - len(behind)
-        if mark in behind or stop < len(before) or not (whole.startswith(before) and whole.endswith(behind)):
+        prefix, _, suffix = other.partition(mark)
+        stop = len(whole) - len(suffix)
+        if mark in suffix or stop < len(prefix) or not (whole.startswith(prefix) and whole.endswith(suffix)):
             raise inconsistent(i)
-        return len(before), stop
+        return len(prefix), stop
 
 
 def holds(text: str, content: str, start: int = 0) -> bool:
-    """Whether `content` stands in `text` and ends behind `start`, white space aside.
+    """Whether `text` contains `content`, ending behind `start`, white space aside.
 
-    It may begin before: the text that asks for a completion of some models ends on the "<think>" that the completion begins with.
+    It may begin before `start`: some generation prompts end on the "<think>" that the completion begins with.
     """
     if text.find(content, max(0, start - len(content) + 1)) >= 0:
         return True
-    words, before = squeezed(content), squeezed(text[max(0, start - BEGUN) : start])
-    return words in before[max(0, len(before) - len(words) + 1) :] + squeezed(text[start:])
+    words, prompt_end = squeezed(content), squeezed(text[max(0, start - BEGUN) : start])
+    return words in prompt_end[max(0, len(prompt_end) - len(words) + 1) :] + squeezed(text[start:])
 
 
 def squeezed(text: str) -> str:
@@ -165,7 +164,7 @@ def squeezed(text: str) -> str:
 
 
 def check_kept(text: str, turns: Turns, i: int) -> None:
-    """Raises RowError where `text` lacks words of a completion that is not the last; its thoughts may be taken out."""
+    """Raises RowError where `text` lacks words of a completion that is not the last; its thoughts may be left out."""
     content = turns[i]["content"].strip()
     if not holds(text, content) and not holds(text, END_OF_THOUGHTS.split(content)[-1]):
         raise distorted(i, content)
@@ -174,46 +173,51 @@ def check_kept(text: str, turns: Turns, i: int) -> None:
 # ---- what is wrong with a row and its template -----------------------------------------------------------------
 
 
-def inconsistent(index: int) -> RowError:
+def unusable(index: int, template: str, expected: str) -> RowError:
+    """Message `index` does not go through the chat template."""
     return RowError(
         "template",
         f"messages[{index}]",
-        "a chat template that writes other turns in another way depending on what this one says",
-        "a template with {% generation %} around the completions, or another one (model.chat_template)",
+        f"a chat template that {template}",
+        f"{expected} (model.chat_template)",
     )
 
 
-def unlike_asked(index: int, head: str) -> RowError:
-    return RowError(
-        "template",
-        f"messages[{index}]",
-        f"a chat template that asks for a completion with {show(head[-30:])} but writes this one without that",
-        "a completion that begins as the template asks for it, or another template (model.chat_template)",
+def inconsistent(index: int) -> RowError:
+    return unusable(
+        index,
+        "writes other turns in another way depending on what this one says",
+        "a template with {% generation %} around the completions, or another one",
+    )
+
+
+def not_behind_prompt(index: int, head: str) -> RowError:
+    return unusable(
+        index,
+        f"asks for a completion with {show(head[-30:])} but writes this one without that",
+        "a completion that begins as the template asks for it, or another template",
     )
 
 
 def distorted(index: int, content: str) -> RowError:
+    return unusable(
+        index, f"cuts or changes the words of {show(content)}", "one that writes them as they are"
+    )
+
+
+def without_tokens(part: str, name: str) -> RowError:
+    """The `prompt` or `completion` of a row, in its field `name`, of which no token is left."""
     return RowError(
-        "template",
-        f"messages[{index}]",
-        f"a chat template that cuts or changes the words of {show(content)}",
-        "one that writes them as they are (model.chat_template)",
+        f"empty_{part}",
+        name,
+        f"no token of a {part} after the chat template",
+        f"a {part} that the template renders and the tokenizer knows",
     )
 
 
 def no_completion(name: str = "") -> RowError:
-    return RowError(
-        "empty_completion",
-        name,
-        "no token of a completion after the chat template",
-        "a completion that the template renders and the tokenizer knows",
-    )
+    return without_tokens("completion", name)
 
 
 def no_prompt() -> RowError:
-    return RowError(
-        "empty_prompt",
-        "",
-        "no token of a prompt after the chat template",
-        "a prompt that the template renders and the tokenizer knows",
-    )
+    return without_tokens("prompt", "")

@@ -1,6 +1,6 @@
-"""The values of a row, whatever they are for: JSON as rows are read, what no row may hold, and how an error shows it.
+"""The values of a row, whatever its kind: how JSON is decoded, what no row may hold, and how an error shows a value.
 
-Numbers are finite, text is Unicode, no key stands twice, and nothing is nested deeper than what reads it later can go.
+Numbers are finite, text is Unicode, no key is repeated, and nothing is nested deeper than later readers can recurse.
 """
 
 import difflib
@@ -13,12 +13,15 @@ from typing import Any, Literal
 
 from pipeline.errors import visible
 
-DEEPEST = 64  # lists and objects inside each other: what reads a row later calls itself as often
+DEEPEST = 64  # lists and objects inside each other: later readers of a row recurse as deep
 
 
 @dataclass(eq=False)
 class RowError(Exception):
-    """One bad row. `line` counts from 1; in a JSON array it is the number of the element (`unit`)."""
+    """One bad row. `line` counts from 1; in a JSON array it is the number of the element (`unit`).
+
+    `kind` is a key of report.KINDS; `field` is a path (`messages[0].role`), or empty for the whole row.
+    """
 
     kind: str
     field: str
@@ -42,7 +45,7 @@ class RowError(Exception):
 
 
 class Repeated(dict[str, Any]):
-    """An object with `key` twice. JSON parsers keep the last value; which one was meant is unknown."""
+    """An object with `key` twice. It holds the last value, as JSON parsers do; which one was meant is unknown."""
 
     def __init__(self, pairs: list[tuple[str, Any]]):
         super().__init__(pairs)
@@ -52,12 +55,12 @@ class Repeated(dict[str, Any]):
 
 def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The `object_pairs_hook` that rows are decoded with."""
-    made = dict(pairs)
-    return made if len(made) == len(pairs) else Repeated(pairs)
+    item = dict(pairs)
+    return item if len(item) == len(pairs) else Repeated(pairs)
 
 
 def check_values(value: Any, name: str = "", depth: int = 0) -> None:
-    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, or too deep a nesting."""
+    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, or deep nesting."""
     if isinstance(value, str):
         check_text(value, name)
     elif isinstance(value, float | int):
@@ -111,7 +114,7 @@ def too_deep() -> RowError:
 
 
 def some(keys: Iterable[str]) -> list[str]:
-    """Keys to look for a misspelt one among: not thousands, and none that is a text of its own."""
+    """The keys among which a misspelt one is looked for: not thousands, and none as long as a text."""
     return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
 
 
@@ -137,7 +140,7 @@ def type_name(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value in an error message: JSON, at most 60 characters, none that a terminal obeys."""
+    """A value in an error message: JSON, at most 60 characters, control characters escaped."""
     shown = visible(
         json.dumps(value[:60] if isinstance(value, str) else value, ensure_ascii=False, default=str)
     )

@@ -165,7 +165,8 @@ def _reference_nll(
 ) -> list[tuple[int, float, int]]:
     """(index into `rows`, -log-probability in nats, tokens) of the completions that rows of the data bring along."""
     from pipeline.data.encode import Encoder, Example
-    from pipeline.data.formats import parse
+    from pipeline.data.kinds import kind_of
+    from pipeline.data.parse import parse
     from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 
@@ -173,13 +174,13 @@ def _reference_nll(
     ends = eos_ids(worker.tokenizer, shared.base.generation_config)
     special = worker.job.data.special_tokens
     apply = text_as_chat(worker.tokenizer, worker.job.data.apply_chat_template)
-    encoder = Encoder(worker.tokenizer, "score", room, "truncate", apply, ends, special)
+    encoder = Encoder(worker.tokenizer, kind_of("score"), room, "truncate", apply, ends, special)
     indices, token_ids = [], []
     for index, row in enumerate(rows):
         if not row["row"].get("completion"):
             continue
         reference = {"prompt": row["row"]["prompt"], "completion": row["row"]["completion"]}
-        [[example]] = encoder.encode([parse(reference, "score")])
+        [[example]] = encoder.encode([parse(reference, encoder.kind)])
         if isinstance(example, Example):
             indices.append(index)
             token_ids.append((example.columns["prompt_ids"], example.columns["chosen_ids"]))

@@ -7,6 +7,7 @@ The same `run.name` continues from its last checkpoint; without a name every run
 """
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ def session(job: Job) -> Iterator[None]:
             stack.enter_context(_cluster(job) if os.environ.get("RAY_ADDRESS") else _embedded())
         signals.listen()  # ray.init() has put handlers of its own there
         console.attach(JOBS)
-        _set_up_ray_data()
+        logging.getLogger("ray.train").setLevel(logging.WARNING)
         check_scaling(job)  # again: now Ray says what it has
         yield
 
@@ -91,20 +92,6 @@ def _cluster(job: Job) -> Iterator[None]:
 def _embedded() -> contextlib.AbstractContextManager[None]:
     cpus = max(4, os.cpu_count() or 1)  # logical: data tasks must find a slot beside the workers
     return embedded.ray_session(num_cpus=cpus, **RAY_LOGGING)
-
-
-def _set_up_ray_data() -> None:
-    import logging
-
-    import ray
-
-    context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.print_on_execution_start = False
-    context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that bars are off
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
 
 
 # ------------------------------------------------------------------------------------------------- preflight

@@ -71,7 +71,7 @@ def check_paths(job: Job) -> None:
     Raises:
         InputError: when one is not there.
     """
-    from pipeline.data import source
+    from pipeline.data import files
     from pipeline.models.base_files import require_local
 
     met = set()
@@ -79,9 +79,9 @@ def check_paths(job: Job) -> None:
         spec = getattr(job.data, name) or []
         for item in [spec] if isinstance(spec, str) else spec:
             if not storage.is_remote(item):
-                source.find(item, f"data.{name}")
+                files.find(item, f"data.{name}")
             elif (bucket := tuple(item.split("/")[:3])) not in met:
-                source.reach(item, f"data.{name}")
+                files.reach(item, f"data.{name}")
                 met.add(bucket)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")

@@ -121,7 +121,7 @@ def doubtful(
 
 def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:
     """Prompt and both completions of a token pair; a completion begins behind the template's last call for one."""
-    from pipeline.data.formats import shared_length
+    from pipeline.data.messages import shared_length
 
     question = [{"role": "user", "content": "?"}]
     before, _, call = tokenizer.apply_chat_template(

@@ -39,10 +39,12 @@ def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
     batches = ranks(rows, size, world, seed, epoch)
     one = ranks(rows, size * world, 1, seed, epoch)[0]
     assert (
-        {len(mine) for mine in batches} == {len(one)} == {len(ExactBatchSampler(rows, size, 0, world, seed))}
+        {len(of_rank) for of_rank in batches}
+        == {len(one)}
+        == {len(ExactBatchSampler(rows, size, 0, world, seed))}
     )
     for step, whole in enumerate(one):
-        parts = [mine[step] for mine in batches]
+        parts = [of_rank[step] for of_rank in batches]
         assert flat(parts) == whole  # the same rows in each step as one worker with the whole batch
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert sorted(flat(one)) == list(range(rows))
@@ -178,9 +180,9 @@ CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23)]
 
 def losses_of_all(folder: str) -> None:
     """What each of the two processes runs: 2 rows each, 2 micro-batches a step."""
-    found = [losses(stage, rows, 2, 2, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
+    by_case = [losses(stage, rows, 2, 2, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
     if os.environ["RANK"] == "0":
-        (Path(folder) / "losses.json").write_text(json.dumps(found))
+        (Path(folder) / "losses.json").write_text(json.dumps(by_case))
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +192,12 @@ def two_workers(tmp_path_factory):
     port = str(random.SystemRandom().randrange(20000, 30000))
     code = f"from tests.data.test_feed import losses_of_all; losses_of_all({str(folder)!r})"
     for rank in range(2):
-        place = {
+        variables = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         }  # fmt: skip
         procs.append(
             subprocess.Popen(
-                [sys.executable, "-c", code], env=os.environ | place, cwd=ROOT, stderr=subprocess.PIPE
+                [sys.executable, "-c", code], env=os.environ | variables, cwd=ROOT, stderr=subprocess.PIPE
             )
         )
     for proc in procs:
@@ -208,11 +210,11 @@ def two_workers(tmp_path_factory):
 def test_two_workers_lose_like_one(stage, rows, two_workers, tmp_path, monkeypatch):
     """Also where the last global batch is uneven (23) or has a row for one worker only (21)."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found, folder = two_workers
+    by_case, folder = two_workers
     # TRL's own trainer with the whole batch in one forward: a mean over rows, or tokens, and nothing else.
     stock = losses(stage, rows, 8, 1, tmp_path / "stock", mixed=False)
     assert len(stock) == STEPS
-    assert found[stage, rows] == pytest.approx(stock, abs=1e-5)
+    assert by_case[stage, rows] == pytest.approx(stock, abs=1e-5)
     assert losses(stage, rows, 4, 2, tmp_path / "accumulated") == pytest.approx(stock, abs=1e-5)
     checkpoint = folder / f"{stage}{rows}" / "checkpoint-4"
     resumed = losses(stage, rows, 4, 2, tmp_path / "resumed", resume=str(checkpoint))

@@ -15,11 +15,12 @@ from tokenizers import (
     processors,
     trainers,
 )
-from toy_data import CHATML, ROWS, make, rows_of, tokenizer, trained, write
+from toy_data import CHATML, ROWS, make, parsed, rows_of, tokenizer, trained, write
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.formats import RowError, parse
+from pipeline.data.kinds import kind_of
+from pipeline.data.values import RowError
 from pipeline.models.special import ControlTokens, Escaping, chat_ids, text_ids
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
@@ -41,11 +42,11 @@ def encoder(tok, stage, **options):
         "apply_template": True,
         "ends": eos_ids(tok),
     } | options
-    return Encoder(tok, stage, **settings)
+    return Encoder(tok, kind_of(stage), **settings)
 
 
 def encoded(tok, stage, row, **options) -> Example:
-    (example,) = encoder(tok, stage, **options).encode([parse(row, stage)])[0]
+    (example,) = encoder(tok, stage, **options).encode([parsed(row, stage)])[0]
     assert isinstance(example, Example), example
     return example
 
@@ -120,8 +121,8 @@ def test_no_template_helps_to_forge_one(words, template):
     tok = tokenizer(template)
     turns = [{"role": role, "content": text} for role, text in zip(("system", "user"), words, strict=True)]
     ids = encoded(tok, "ppo", {"prompt": turns}).columns["input_ids"]
-    said = encoder(tok, "ppo").render([{**turn, "content": "x"} for turn in turns], True)
-    written = [i for i in tok(said, add_special_tokens=False).input_ids if i in special_ids(tok)]
+    text = encoder(tok, "ppo").render([{**turn, "content": "x"} for turn in turns], True)
+    written = [i for i in tok(text, add_special_tokens=False).input_ids if i in special_ids(tok)]
     assert [i for i in ids if i in special_ids(tok) and i != tok.bos_token_id] == written
     assert all(text.strip() in tok.decode(ids) for text in words)
 
@@ -129,7 +130,7 @@ def test_no_template_helps_to_forge_one(words, template):
 def test_words_that_leave_no_private_characters_are_named():
     every = "".join(map(chr, range(0xF0000, 0x10FFFE, 8)))
     (error,) = encoder(tokenizer(), "ppo", max_length=10**6).encode(
-        [parse({"prompt": f"<s>{every}"}, "ppo")]
+        [parsed({"prompt": f"<s>{every}"}, "ppo")]
     )[0]
     assert isinstance(error, RowError) and error.kind == "special_tokens"
 
@@ -203,7 +204,7 @@ def test_the_renamed_tokenizer_encodes_as_the_tokenizer_does(name, monkeypatch):
     tok, rng = TOKENIZERS[name](), random.Random(name)
     control = ControlTokens(tok)
     renamed = Escaping(control, 0xF0000, sorted(set("".join(control.names))))
-    mine = {tok.convert_tokens_to_ids(name) for name in control.names} - {tok.unk_token_id}
+    special = {tok.convert_tokens_to_ids(name) for name in control.names} - {tok.unk_token_id}
     parts = [
         *control.names,
         " ",
@@ -230,7 +231,7 @@ def test_the_renamed_tokenizer_encodes_as_the_tokenizer_does(name, monkeypatch):
         assert (again.ids, again.offsets) == (plain.ids, plain.offsets), text
         escaping = control.escaping([text])
         ids = plain.ids if escaping is None else escaping.encode(escaping.escape(text)).ids
-        assert not mine & set(ids), text
+        assert not special & set(ids), text
 
 
 def test_turn_markers_are_control_tokens_without_being_marked_so():
@@ -287,11 +288,11 @@ def test_the_report_names_the_rows(tmp_path, embedded_ray):
     ]
     path = write(tmp_path / "rows.jsonl", forged)
     made = make(tmp_path, train=path)
-    said = made.report.render()
+    text = made.report.render()
     assert (
         "2 rows contain special tokens in their text (</s> in 2, <s> in 1); they are encoded as ordinary text "
         f"(data.special_tokens=control encodes them as control tokens); first: {path}:6"
-    ) in said
+    ) in text
     ends = [row["input_ids"].count(tokenizer().eos_token_id) for row in rows_of(made.train)]
     assert ends == [1] * 7
     other = make(tmp_path, train=path, special_tokens="control")

@@ -16,7 +16,7 @@ from toy_models import settings
 from pipeline.config import Model, load_job
 from pipeline.errors import InputError
 from pipeline.runtime.inputs import check_reward_model
-from pipeline.runtime.run import models
+from pipeline.runtime.preparation import check_models
 
 SINGLE = "model.safetensors"
 
@@ -98,6 +98,6 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
         policy = str(tmp_path / "adapter")
         toy_models.make(policy, seed=0, head=False)
     job = load_job("jobs/demo/dpo.yaml", [f"policy={policy}", *overrides], "dpo")
-    models(job, {} if policy == "base" else {"policy": policy})
+    check_models(job, {} if policy == "base" else {"policy": policy})
     out = capsys.readouterr().out
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned

@@ -1,5 +1,6 @@
 """Rows, files and a tokenizer that are small enough to read, for the tests of pipeline/data."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -7,12 +8,41 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import Data
-from pipeline.data.encode import Example
+from pipeline.data import chunks, files
+from pipeline.data.encode import Encoder, Example
 from pipeline.data.feed import to_hf
+from pipeline.data.kinds import kind_of
+from pipeline.data.parse import parse
 from pipeline.data.read import prepare
 from pipeline.models.template import PLAIN
 
 ROWS = [{"prompt": f"question {i}", "completion": f" answer {i}"} for i in range(50)]
+USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+NO = {"role": "assistant", "content": "no"}
+SYSTEM = {"role": "system", "content": "s"}
+ASIDE = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "so"}]
+PREFERENCES = [  # one row of each shape, all of the same pair
+    {"prompt": [USER], "chosen": "yo", "rejected": "no"},
+    {"prompt": [USER], "chosen": [BOT], "rejected": [NO]},
+    {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]},
+    {"chosen": [USER, BOT], "rejected": [USER, NO]},
+    {"chosen": "\n\nHuman: hi\n\nAssistant: yo", "rejected": "\n\nHuman: hi\n\nAssistant: no"},
+    {"conversations": [{"from": "human", "value": "hi"}], "chosen": {"from": "gpt", "value": "yo"},
+     "rejected": {"from": "gpt", "value": "no"}},
+    {"conversations": [{"from": "human", "value": "hi"}], "chosen": BOT, "rejected": NO},
+    {"prompt": [USER], "pos_answers": ["yo"], "neg_answers": ["no"]},
+]  # fmt: skip  # fmt: skip
+CONVERSATION = {
+    "messages": [USER, BOT, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "bye"}]
+}
+REASONED = {
+    "messages": [
+        USER,
+        {"role": "assistant", "content": "<think>\none\n</think>\n\nyo"},
+        {"role": "user", "content": "yo and?"},
+        {"role": "assistant", "content": "<think>\ntwo\n</think>\n\nbye"},
+    ]
+}
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -36,6 +66,21 @@ def tokenizer(template: str | None = None, bos: bool = True):
     tok.chat_template = PLAIN.read_text() if template is None else template
     tok.text_as_chat = template is not None
     return tok
+
+
+def parsed(row, stage: str):
+    return parse(row, kind_of(stage))
+
+
+def encoder(stage, template=None, max_length=500, too_long="error", apply=False, bos=True, ends=None):
+    tok = tokenizer(template, bos)
+    return Encoder(tok, kind_of(stage), max_length, too_long, apply, ends or [tok.eos_token_id])
+
+
+def encoded(stage, row, **options):
+    """(tokenizer, what becomes of one row)."""
+    made = encoder(stage, **options)
+    return made.tokenizer, made.encode([parsed(row, stage)])[0]
 
 
 def trained(tok, example: Example) -> list[str]:
@@ -65,3 +110,12 @@ def make(tmp_path, stage="sft", packing=False, context=400, **options):
 
 def rows_of(dataset) -> list[dict]:
     return to_hf(dataset, "x").to_list()
+
+
+def read_rows(path, chunk_bytes=chunks.CHUNK, stage="sft") -> list[tuple]:
+    """(number in the file, row) of all chunks of a file."""
+    rows = []
+    for chunk in chunks.plan(files.find(str(path), "data.train"), "train", kind_of(stage), chunk_bytes):
+        before = chunks.lines_before(chunk)
+        rows += [(number + before, row) for number, row, _ in chunks.rows(chunk, hashlib.sha256())]
+    return rows

@@ -1,0 +1,149 @@
+"""How files are cut into the chunks that tasks read, and the rows of one chunk (no Ray here).
+
+A chunk is a byte range of an uncompressed JSON Lines file, aligned to line ends by its reader, or a whole file where that
+cannot be cut (.gz, a JSON array). Rows are streamed: no more than one range is ever in memory.
+"""
+
+import codecs
+import hashlib
+import io
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.data import lines
+from pipeline.data.array import elements
+from pipeline.data.files import File, find, open_bytes, shown, unreadable
+from pipeline.data.gunzip import Gunzip, peek_array
+from pipeline.data.kinds import Kind
+from pipeline.data.lines import BLOCK, Row, decode
+from pipeline.data.parse import shape_of
+from pipeline.data.values import RowError
+from pipeline.system import storage
+
+CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one task reads: bytes [start, stop) of a file."""
+
+    path: str
+    split: str  # train or eval
+    start: int = 0
+    stop: int = -1  # -1: the whole file
+    array: bool = False
+    zipped: bool = False
+    shape: str | None = None  # of the file's first row, where the driver has seen it
+    shape_line: int = 1
+
+
+def plan(files: list[File], split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
+    """The chunks of the files, in order. Only the first bytes of each file are read here."""
+    chunks = []
+    for file in files:
+        head = read_head(file)
+        if head[:2] == b"\x1f\x8b" or file.path.endswith(".gz"):
+            chunks.append(Chunk(storage.absolute(file.path), split, zipped=True))
+        elif head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            chunks.append(Chunk(storage.absolute(file.path), split, array=True))
+        else:
+            line, shape = first_shape(head, kind)
+            starts = range(0, max(file.size, 1), chunk_bytes)
+            chunks += [
+                Chunk(
+                    storage.absolute(file.path),
+                    split,
+                    start,
+                    min(start + chunk_bytes, file.size),
+                    shape=shape,
+                    shape_line=line,
+                )
+                for start in starts
+            ]
+    return chunks
+
+
+def first_rows(spec: str | list[str], key: str, kind: Kind, count: int = 3) -> list[Any]:
+    """The first rows of a set as its files have them, to look at; `key` is what the job calls the set (`data.train`)."""
+    chunk = plan(find(spec, key), "train", kind)[0]
+    return [row for _, row, _ in itertools.islice(rows(chunk, hashlib.sha256()), count)]
+
+
+def read_head(file: File) -> bytes:
+    try:
+        with open_bytes(file.path) as stream:
+            return stream.read(BLOCK // 4)
+    except OSError as error:  # a folder opens, but does not read
+        raise unreadable(file.path, error) from error
+
+
+def first_shape(head: bytes, kind: Kind) -> tuple[int, str | None]:
+    """(line, shape) of the first line of a file that is a row of a known shape."""
+    for number, line in enumerate(head.split(b"\n"), 1):
+        row = decode(line.removeprefix(codecs.BOM_UTF8))  # what is not a row is reported by its own chunk
+        if isinstance(row, dict) and (shape := shape_of(row, kind)):
+            return number, shape
+    return 1, None
+
+
+# ---- rows of a chunk -------------------------------------------------------------------------------------------
+
+
+def rows(chunk: Chunk, digest: "hashlib._Hash") -> Iterator[Row]:
+    """The rows of a chunk with their numbers *inside the chunk*; `digest` is updated with every byte of them.
+
+    Blank lines are skipped, but counted. What cannot be decoded comes as a RowError in place of the row.
+    """
+    with open_bytes(chunk.path) as raw:
+        if not chunk.zipped and not chunk.array:
+            yield from lines.rows_of(lines.range_lines(raw, chunk.start, chunk.stop, digest))
+            return
+        if not chunk.zipped:
+            yield from elements(raw, digest)
+            return
+        unpacked = Gunzip(raw)
+        stream: Any = io.BufferedReader(unpacked)
+        array = peek_array(stream)
+        numbered = elements(stream, digest) if array else lines.rows_of(lines.stream_lines(stream, digest))
+        for row in numbered:
+            unpacked.barren = 0
+            yield row
+
+
+def unit(chunk: Chunk) -> Literal["line", "element"]:
+    """What the numbers of the chunk's rows count."""
+    if not chunk.zipped:
+        return "element" if chunk.array else "line"
+    with open_bytes(chunk.path) as raw:
+        return "element" if peek_array(io.BufferedReader(Gunzip(raw))) else "line"
+
+
+def lines_before(chunk: Chunk) -> int:
+    """How many lines of the file precede the chunk's first one: counted only for the place of an error."""
+    if chunk.start == 0:
+        return 0
+    count, left = 0, chunk.start - 1
+    with open_bytes(chunk.path) as raw:
+        while left and (data := raw.read(min(left, BLOCK))):
+            count, left = count + data.count(b"\n"), left - len(data)
+        while data := raw.read(BLOCK // 16):  # the line that runs into the chunk ends with this one
+            if b"\n" in data:
+                return count + 1
+    return count
+
+
+def locate(errors: list[RowError], chunk: Chunk) -> None:
+    """Gives errors, whose `line` is a number in the chunk, their file, unit, and line in the whole file."""
+    file = chunk.path if storage.is_remote(chunk.path) else shown(chunk.path)
+    before, what = lines_before(chunk), unit(chunk)
+    for error in errors:
+        error.file, error.line, error.unit = file, error.line + before, what
+
+
+def where(chunk: Chunk, number: int) -> str:
+    """file:line of a row by its number in the chunk."""
+    row = RowError("", "", "", "", line=number)
+    locate([row], chunk)
+    return row.where()

@@ -1,0 +1,189 @@
+"""Which files of rows a job names: paths, globs, folders and URIs."""
+
+import difflib
+import fnmatch
+import glob
+import os
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import InputError
+from pipeline.system import storage
+
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
+FOREIGN = (".parquet", ".csv", ".tsv", ".zst", ".bz2", ".xz", ".zip", ".arrow")
+
+
+@dataclass(frozen=True)
+class File:
+    path: str
+    size: int  # bytes
+    mtime: int  # ns
+
+
+def find(spec: str | list[str], key: str) -> list[File]:
+    """The files of a path, glob, folder or URI, or of a list of them; `key` names the setting in errors."""
+    files = [file for item in ([spec] if isinstance(spec, str) else spec) for file in find_one(item, key)]
+    for file in files:
+        if file.path.endswith(FOREIGN):
+            raise InputError(
+                f"{file.path} is not JSON; expected one of {', '.join(SUFFIXES)}; with the datasets library, "
+                "`Dataset.from_parquet(path).to_json('rows.jsonl')` writes JSON Lines",
+                key=key,
+            )
+    return files
+
+
+def reach(item: str, key: str) -> None:
+    """Raises InputError when the bucket or hub of a path cannot be reached."""
+    _readable(storage.reach, item, key)
+
+
+def find_one(item: str, key: str) -> list[File]:
+    """The files of one path, glob, folder or URI.
+
+    Raises:
+        InputError: for a path that leads nowhere, and for a bucket or hub that cannot be reached.
+    """
+    reach(item, key)
+    return _readable(lambda item: matching(item, key), item, key)
+
+
+def _readable(read: Callable[[str], Any], item: str, key: str) -> Any:
+    try:
+        return read(item)
+    except InputError:
+        raise
+    except Exception as error:  # pyarrow and each cloud's client raise types of their own
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise InputError(
+            f"{item!r} cannot be read ({reason}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
+            "the credentials for it in the environment",
+            key=key,
+        ) from error
+
+
+def matching(item: str, key: str) -> list[File]:
+    fs, inner = storage.filesystem(item)
+    pattern = any(char in inner for char in "*?[") and not (
+        not storage.is_remote(item) and os.path.exists(inner)
+    )
+    if pattern:
+        paths = remote_glob(fs, inner) if storage.is_remote(item) else local_glob(inner)
+        infos = [info for info in fs.get_file_info(paths) if info.is_file] if paths else []
+        if not infos:
+            raise InputError(
+                f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds JSON "
+                "files, such as jobs/demo/data/pref*.jsonl",
+                key=key,
+            )
+        return [as_file(item, info) for info in infos]
+    info = fs.get_file_info(inner)
+    if info.is_file:
+        return [as_file(item, info)]
+    if info.type.name == "Directory":
+        return folder(item, fs, inner, key)
+    if info.type.name == "Unknown":
+        raise InputError(
+            f"{item!r} is neither a file nor a folder; rows are read more than once, so write what comes out of a "
+            "pipe or a device into a file first",
+            key=key,
+        )
+    parent = os.path.dirname(inner)
+    names = os.listdir(parent) if not storage.is_remote(item) and os.path.isdir(parent) else []
+    close = difflib.get_close_matches(os.path.basename(inner), names, 1)
+    hint = f"; is {os.path.join(os.path.dirname(item), close[0])!r} meant?" if close else ""
+    raise InputError(
+        f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://", key=key
+    )
+
+
+def folder(item: str, fs: Any, inner: str, key: str) -> list[File]:
+    """The data files below a folder, except hidden ones, in the order of their paths."""
+    import pyarrow.fs as pafs
+
+    below = pafs.FileSelector(inner, recursive=True) if storage.is_remote(item) else files_below(inner)
+    infos = fs.get_file_info(below)
+    infos = [i for i in infos if i.is_file and i.path.endswith(SUFFIXES) and not hidden(i.path[len(inner) :])]
+    if not infos:
+        raise InputError(
+            f"the folder {item!r} holds no data file; expected files named *{', *'.join(SUFFIXES)}", key=key
+        )
+    return [as_file(item, info) for info in sorted(infos, key=lambda info: info.path)]
+
+
+def files_below(folder: str) -> list[str]:
+    """All files below a local folder, each once: a link to a folder above would be followed forever."""
+    seen: set[tuple[int, int]] = set()
+    paths = []
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for path, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        folders.sort()
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        paths += [os.path.join(path, name) for name in names]
+    return paths
+
+
+def local_glob(pattern: str) -> list[str]:
+    """The paths that match, in order. `**` follows no links to folders (pathlib's does not): they may lead back up."""
+    start, double, after = (pattern + "/" * pattern.endswith("/**")).partition("/**/")
+    if not double:
+        return sorted(glob.glob(pattern))
+    below = (
+        (str(path), folder)
+        for folder in glob.glob(start or "/")
+        for path in pathlib.Path(folder).glob(f"**/{after or '*'}")
+    )
+    return sorted(path for path, folder in below if not hidden(path[len(folder) :]) or "/." in after)
+
+
+def hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.strip("/").split("/"))
+
+
+def remote_glob(fs: Any, pattern: str) -> list[str]:
+    import pyarrow.fs as pafs
+
+    parts = pattern.split("/")
+    fixed = next(i for i, part in enumerate(parts) if any(char in part for char in "*?["))
+    selector = pafs.FileSelector("/".join(parts[:fixed]), recursive=True, allow_not_found=True)
+    return sorted(
+        info.path
+        for info in fs.get_file_info(selector)
+        if info.is_file and fnmatch.fnmatch(info.path, pattern)
+    )
+
+
+def as_file(item: str, info: Any) -> File:
+    scheme = item.split("://")[0] + "://" if storage.is_remote(item) else ""
+    path = item if scheme and item.endswith(info.path) else scheme + info.path
+    return File(path if scheme else shown(info.path), info.size or 0, info.mtime_ns or 0)
+
+
+def shown(path: str) -> str:
+    """A path as a person would write it: relative below the current folder."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def open_bytes(path: str) -> Any:
+    try:
+        if not storage.is_remote(path):
+            return open(path, "rb")
+        fs, inner = storage.filesystem(path)
+        return fs.open_input_file(inner)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: str, error: OSError) -> InputError:
+    return InputError(f"data: {path} cannot be read: {error}")

@@ -1,0 +1,262 @@
+"""The content of a row: texts, lists of messages, and transcripts, which become messages.
+
+A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript: it becomes a list of messages, so that the chat
+template of the tokenizer applies to it.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.data.record import Message, Text, Turns, plain
+from pipeline.data.values import RowError, fields_of, nearest, show, some, type_name
+
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
+# A role in any case of letters -> the role that the chat template knows.
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "ipython": "tool",
+}
+
+
+def text(value: Any, key: str) -> str:
+    if value is None:
+        raise RowError("null", key, "null", "a text")
+    if not isinstance(value, str):
+        raise RowError("wrong_type", key, f"{type_name(value)} {show(value)}", "a text")
+    return value
+
+
+def messages(value: Any, key: str, system: Any = None) -> Turns:
+    """[{role, content}] or [{from, value}] -> [{role, content}], with the row's `system` prompt in front if it has one.
+
+    Raises:
+        RowError: for what is not a list of messages, and for a role that is none of ROLES in any case of letters.
+    """
+    if not isinstance(value, list):
+        raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
+    if not value:
+        raise RowError("empty_prompt", key, "an empty list", "at least one message")
+    turns = [message(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if system and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": text(system, "system")})
+    return turns
+
+
+def message(item: Any, key: str) -> Message:
+    if not isinstance(item, dict):
+        raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
+    names = ("from", "value") if "from" in item else ("role", "content")
+    for name in names:
+        if name not in item:
+            raise RowError(
+                "missing_field",
+                f"{key}.{name}",
+                fields_of(some(item)) + nearest(name, item),
+                "{role, content}",
+            )
+    role = text(item[names[0]], f"{key}.{names[0]}")
+    if role.lower() not in ROLES:
+        raise RowError("wrong_role", f"{key}.{names[0]}", show(role), "one of " + ", ".join(ROLES))
+    content = item[names[1]]
+    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        content = "".join(text(part["text"], f"{key}.{names[1]}") for part in content)
+    return {"role": ROLES[role.lower()], "content": text(content, f"{key}.{names[1]}")}
+
+
+def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
+    """A prompt as text, or as messages where it is a list or a transcript; its last turn is not the assistant's."""
+    if isinstance(value, list):
+        turns = messages(value, key, system)
+        if turns[-1]["role"] == "assistant":
+            raise RowError(
+                "wrong_role", key, "a last turn by `assistant`", "a prompt that ends on a `user` turn"
+            )
+        check_prompt(turns, key)
+        return turns
+    prompt = text(value, key)
+    if not prompt.strip():
+        raise RowError("empty_prompt", key, show(prompt), "a text that is not empty")
+    if not is_transcript(prompt):
+        return with_system(prompt, (), system)[0]
+    turns = split_turns(prompt)
+    if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
+        turns.pop()  # the open "\n\nAssistant:" that asks for the completion; the template's generation prompt brings it
+    if not turns or turns[-1]["role"] == "assistant":
+        raise RowError(
+            "wrong_role", key, "a transcript whose last turn is Assistant's", "one that ends on a Human turn"
+        )
+    check_prompt(turns, key)
+    return with_system(turns, (), system)[0]
+
+
+def instruction(row: dict[str, Any]) -> Turns:
+    """The prompt of a row with `instruction` and perhaps `input` and `system`."""
+    content = text(row["instruction"], "instruction")
+    if row.get("input") is not None and text(row["input"], "input").strip():
+        content = f"{content}\n\n{row['input']}"
+    turns = [{"role": "user", "content": content}]
+    if row.get("system"):
+        turns.insert(0, {"role": "system", "content": text(row["system"], "system")})
+    check_prompt(turns, "instruction")
+    return turns
+
+
+def completion_text(value: Any, key: str, prompt: Text) -> Text:
+    """A completion in the form of its prompt: text beside text, assistant messages beside messages."""
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list):
+        turns = messages(value, key)
+        if turns[0]["role"] != "assistant":
+            raise RowError(
+                "wrong_role", key, f"a completion by `{turns[0]['role']}`", "a completion by `assistant`"
+            )
+        ends_on(turns, "assistant", key)
+        return plain(turns) if isinstance(prompt, str) else turns
+    completion = text(value, key)
+    if not completion.strip():
+        raise RowError("empty_completion", key, show(completion), "a text that is not empty")
+    return completion if isinstance(prompt, str) else assistant_turn(completion)
+
+
+def with_system(prompt: Text, completions: tuple[Text, ...], system: Any) -> tuple[Text, tuple[Text, ...]]:
+    """Prompt and completions with the `system` prompt of their row: as messages, unless the row has none."""
+    if not system:
+        return prompt, completions
+    turns = as_turns(prompt)
+    if turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": text(system, "system")}, *turns]
+    return turns, tuple(
+        assistant_turn(completion) if isinstance(completion, str) else completion
+        for completion in completions
+    )
+
+
+def as_turns(prompt: Text) -> Turns:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def assistant_turn(completion: str) -> Turns:
+    """A completion that was written behind its prompt as a message: without the one space between them."""
+    return [{"role": "assistant", "content": completion.removeprefix(" ")}]
+
+
+def ends_on(turns: Turns, role: str, key: str) -> None:
+    if turns[-1]["role"] != role:
+        raise RowError(
+            "wrong_role",
+            key,
+            f"a last turn by `{turns[-1]['role']}`",
+            f"a conversation that ends on `{role}`",
+        )
+    if not turns[-1]["content"].strip():
+        raise RowError("empty_completion", key, show(turns[-1]["content"]), "a last turn that is not empty")
+
+
+def check_prompt(turns: Turns, key: str) -> None:
+    if not any(turn["role"] == "user" and turn["content"].strip() for turn in turns):
+        raise RowError(
+            "empty_prompt",
+            key,
+            "no `user` turn with text before the completion",
+            "a prompt that is not empty",
+        )
+
+
+# ---- transcripts -----------------------------------------------------------------------------------------------
+
+
+def is_transcript(value: str) -> bool:
+    return value.startswith("\n\nHuman:") or (
+        _TURN.match(value) is not None and len(_TURN.findall(value)) > 1
+    )
+
+
+def repeats_prompt(value: Any) -> bool:
+    """Whether `chosen` or `rejected` repeats the prompt: a transcript, or messages from a user or system turn on."""
+    if isinstance(value, str):
+        return is_transcript(value)
+    first = value[0] if isinstance(value, list) and value else None
+    role = str(first.get("role", first.get("from"))).lower() if isinstance(first, dict) else ""
+    return ROLES.get(role) in ("user", "system")
+
+
+def split_turns(value: str) -> Turns:
+    r"""The transcript "\n\nHuman: a\n\nAssistant: b" as messages, without the one space behind each colon."""
+    parts = _TURN.split(value)[1:]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": roles[name], "content": content.removeprefix(" ")}
+        for name, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def split_transcripts(chosen: Any, rejected: Any) -> tuple[Text, tuple[Text, ...]]:
+    """Two whole conversations -> their shared prompt and the two completions."""
+    if isinstance(chosen, list) or isinstance(rejected, list):
+        sides = messages(chosen, "chosen"), messages(rejected, "rejected")
+    else:
+        texts = text(chosen, "chosen"), text(rejected, "rejected")
+        for side, key in zip(texts, ("chosen", "rejected"), strict=True):
+            if not side.strip():
+                raise RowError("empty_completion", key, show(side), "a text that is not empty")
+        if not all(is_transcript(side) for side in texts):
+            return split_texts(*texts)
+        sides = split_turns(texts[0]), split_turns(texts[1])
+    for turns, key in zip(sides, ("chosen", "rejected"), strict=True):
+        ends_on(turns, "assistant", key)
+    if sides[0][:-1] != sides[1][:-1]:
+        at = shared_length(sides[0][:-1], sides[1][:-1])
+        raise RowError(
+            "prompts_differ",
+            "rejected",
+            f"another prompt than in `chosen` (from turn {at + 1} on)",
+            "the same turns on both sides up to the last completion",
+        )
+    check_prompt(sides[0][:-1], "chosen")
+    return sides[0][:-1], (sides[0][-1:], sides[1][-1:])
+
+
+def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
+    """Two texts without turn markers: their prompt is the longest common prefix that ends before white space."""
+    if chosen == rejected:
+        raise RowError(
+            "equal_pair", "chosen", f"the same text on both sides: {show(chosen)}", "two different texts"
+        )
+    at = shared_length(chosen, rejected)
+    while at and not (chosen[at : at + 1] or " ").isspace() and not (rejected[at : at + 1] or " ").isspace():
+        at -= 1
+    head = chosen[:at]
+    while (
+        head
+        and not chosen[len(head) : len(head) + 1].isspace()
+        and not rejected[len(head) : len(head) + 1].isspace()
+    ):
+        head = head[:-1]
+    if not head.strip():
+        raise RowError(
+            "empty_prompt",
+            "chosen",
+            "no text that both sides begin with",
+            "a shared prompt, or a `prompt` field",
+        )
+    completions = chosen[len(head) :], rejected[len(head) :]
+    for value, key in zip(completions, ("chosen", "rejected"), strict=True):
+        if not value.strip():
+            raise RowError("empty_completion", key, "nothing after the shared prompt", "a completion")
+    return head, completions
+
+
+def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many items two sequences begin with in common."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))

@@ -1,0 +1,52 @@
+"""A decoded JSON row -> a Record, or a RowError that says what is wrong with it. Pure Python: no tokenizer, no Ray."""
+
+import difflib
+from typing import Any
+
+from pipeline.data.kinds import Kind
+from pipeline.data.record import Record
+from pipeline.data.values import RowError, check_values, fields_of, nearest, show, some
+
+OPTIONAL = {"input", "margin", "system"}  # fields that no shape needs
+
+
+def parse(row: Any, kind: Kind) -> Record:
+    """A decoded JSON row -> `Record`; raises RowError (without file and line, which the reader adds)."""
+    check_values(row)
+    if not isinstance(row, dict):
+        raise RowError("not_object", "", show(row), "a JSON object, such as " + example(kind))
+    shape = shape_of(row, kind)
+    if shape is None:
+        raise wrong_fields(row, kind)
+    for key in kind.shapes[shape]:
+        if row[key] is None:
+            raise RowError("null", key, "null", "a value")
+    return kind.parse(row, shape)
+
+
+def shape_of(row: dict[str, Any], kind: Kind) -> str | None:
+    """Name of the shape of a row, or None."""
+    return next((name for name, needs in kind.shapes.items() if all(key in row for key in needs)), None)
+
+
+def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
+    """No shape fits: names the field that is missing from the nearest shape, and a field that looks like it."""
+    shapes, keys = kind.shapes.values(), some(row)
+    known = {name for needs in shapes for name in needs}
+    nearest_shape = max(shapes, key=lambda needs: sum(_likeness(need, keys) for need in needs) / len(needs))
+    missing = next(need for need in nearest_shape if need not in row)
+    unknown = [key for key in keys if key not in known | OPTIONAL]
+    return RowError(
+        "missing_field",
+        missing,
+        fields_of(keys) + nearest(missing, unknown),
+        "one of " + " | ".join(kind.shapes) + f" (stage {kind.stage})",
+    )
+
+
+def _likeness(name: str, keys: list[str]) -> float:
+    return 1.0 if name in keys else 0.5 if difflib.get_close_matches(name, keys, 1) else 0.0
+
+
+def example(kind: Kind) -> str:
+    return "{" + ", ".join(f'"{name}": ...' for name in next(iter(kind.shapes.values()))) + "}"

@@ -1,0 +1,241 @@
+"""Preferences: a prompt, a chosen and a rejected completion. Rows -> Records -> token ids of both sides."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.data.encode import (
+    WORD,
+    Dropped,
+    Encoder,
+    Example,
+    Outcome,
+    Rendered,
+    completion_of,
+    equal_pair,
+)
+from pipeline.data.messages import (
+    as_turns,
+    completion_text,
+    prompt_text,
+    repeats_prompt,
+    shared_length,
+    split_transcripts,
+    with_system,
+)
+from pipeline.data.record import Record, Text, Turns, plain
+from pipeline.data.template import no_completion, no_prompt
+from pipeline.data.values import RowError, show
+
+SHAPES = {
+    "prompt+pos_answers+neg_answers": ("prompt", "pos_answers", "neg_answers"),
+    "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
+    "conversations+chosen+rejected": ("conversations", "chosen", "rejected"),
+    "messages+chosen+rejected": ("messages", "chosen", "rejected"),
+    "chosen+rejected": ("chosen", "rejected"),
+}
+SIDES = ("chosen", "rejected")
+# Of a pair. TRL's RewardTrainer minimises -logsigmoid(score_chosen - score_rejected - margin): beyond some tens the
+# gradient no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
+LARGEST_MARGIN = 100.0
+
+# ---- row -> Record ---------------------------------------------------------------------------------------------
+
+
+def parse(row: dict[str, Any], shape: str) -> Record:
+    """A row of one of SHAPES: one pair, or one for each index of `pos_answers` and `neg_answers`."""
+    margin = margin_of(row)
+    key = shape.split("+")[0]
+    if shape == "prompt+pos_answers+neg_answers":
+        prompt, pairs = answers(row)
+    elif shape == "chosen+rejected":
+        prompt, completions = split_transcripts(row["chosen"], row["rejected"])
+        prompt, completions = with_system(prompt, completions, row.get("system"))
+        pairs = [completions]
+    elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both sides repeat it
+        prompt, completions = split_transcripts(row["chosen"], row["rejected"])
+        pairs = [completions]
+        prompt = agreed(prompt, prompt_text(row[key], key, row.get("system")), key)
+    else:
+        prompt = prompt_text(row[key], key, row.get("system"))
+        pairs = [tuple(completion_text(row[side], side, prompt) for side in SIDES)]
+    for index, (chosen, rejected) in enumerate(pairs):
+        if plain(chosen) == plain(rejected):
+            name = f"pos_answers[{index}]" if shape.endswith("neg_answers") else "chosen"
+            raise RowError(
+                "equal_pair",
+                name,
+                f"the same text on both sides: {show(plain(chosen))}",
+                "two different completions",
+            )
+    return Record(prompt, pairs, margin=margin)
+
+
+def agreed(repeated: Text, given: Text, key: str) -> Text:
+    """The prompt of a row that has it in the field `key` (`given`) and again in `chosen` and `rejected` (`repeated`).
+
+    The longer one, where one is the end of the other: the field often holds one question of a conversation, or adds
+    system turns. Otherwise they must agree.
+    """
+    repeated_turns, given_turns = as_turns(repeated), as_turns(given)
+    for longer, shorter in ((repeated_turns, given_turns), (given_turns, repeated_turns)):
+        if stripped(longer[-len(shorter) :]) == stripped(shorter):
+            return longer
+    # the first question of several
+    if isinstance(given, str) and stripped(given_turns)[0] in stripped(repeated_turns):
+        return repeated
+    raise RowError(
+        "prompts_differ",
+        key,
+        f"{show(given_turns[-1]['content'])}, but `chosen` and `rejected` begin with "
+        f"{show(repeated_turns[-1]['content'])}",
+        f"the same prompt there as in `{key}`, or completions without a prompt",
+    )
+
+
+def stripped(turns: Turns) -> list[tuple[str, str]]:
+    """(role, content) of each turn, without white space around the content."""
+    return [(turn["role"], turn["content"].strip()) for turn in turns]
+
+
+def margin_of(row: dict[str, Any]) -> float | None:
+    """By how much the score of `chosen` should exceed that of `rejected`; None: the row does not say."""
+    margin = row.get("margin")
+    if margin is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise RowError("wrong_type", "margin", show(margin), "a number")
+    if margin < 0:
+        raise RowError(
+            "margin",
+            "margin",
+            f"{show(margin)}, which says that `rejected` is the better one",
+            f"a number from 0 to {LARGEST_MARGIN:g}; swap `chosen` and `rejected`",
+        )
+    if margin > LARGEST_MARGIN:
+        raise RowError(
+            "margin",
+            "margin",
+            show(margin),
+            f"a number from 0 to {LARGEST_MARGIN:g}, in units of the reward (usually at most 3)",
+        )
+    return float(margin)
+
+
+def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
+    """Prompt and pairs of a row with lists of good and of bad answers."""
+    prompt = prompt_text(row["prompt"], system=row.get("system"))
+    sides = []
+    for key in ("pos_answers", "neg_answers"):
+        if not isinstance(row[key], list):
+            raise RowError("wrong_type", key, show(row[key]), "a list of texts")
+        if not row[key]:
+            raise RowError("empty_completion", key, "an empty list", "at least one answer")
+        sides.append([completion_text(value, f"{key}[{i}]", prompt) for i, value in enumerate(row[key])])
+    if len(sides[0]) != len(sides[1]):
+        raise RowError(
+            "unequal_answers",
+            "neg_answers",
+            f"{len(sides[0])} pos_answers and {len(sides[1])} neg_answers",
+            "as many neg_answers as pos_answers: one pair for each index",
+        )
+    return prompt, list(zip(*sides, strict=True))
+
+
+# ---- Record -> token ids ---------------------------------------------------------------------------------------
+
+Triple = tuple[Rendered, Rendered, Rendered]  # prompt, prompt + chosen, prompt + rejected
+
+
+def encode_whole(encoder: Encoder, records: Sequence[Record]) -> list[list[Outcome]]:
+    """For a reward model: each side is the prompt and its completion in one sequence."""
+    rendered = [_render(encoder, record) for record in records]
+    ids = iter(
+        encoder.ids([text for triples in _good(rendered) for triple in triples for text in triple[1:]])
+    )
+    return [
+        [triples]
+        if isinstance(triples, RowError)
+        else [_whole(encoder, triple, next(ids), next(ids), record.margin) for triple in triples]
+        for record, triples in zip(records, rendered, strict=True)
+    ]
+
+
+def encode_apart(encoder: Encoder, records: Sequence[Record]) -> list[list[Outcome]]:
+    """For a policy: the prompt and the two completions in columns of their own."""
+    rendered = [_render(encoder, record) for record in records]
+    ids = iter(encoder.ids([text for triples in _good(rendered) for triple in triples for text in triple]))
+    return [
+        [triples]
+        if isinstance(triples, RowError)
+        else [_apart(encoder, triple, next(ids), next(ids), next(ids)) for triple in triples]
+        for triples in rendered
+    ]
+
+
+def _render(encoder: Encoder, record: Record) -> list[Triple] | RowError:
+    triples = []
+    try:
+        for pair in record.pairs:
+            prompt, (chosen, rejected), escaping = encoder.turns(record, pair)
+            head, with_chosen = encoder.whole(prompt, chosen)
+            _, with_rejected = encoder.whole(prompt, rejected)
+            triples.append(((head, escaping), (with_chosen, escaping), (with_rejected, escaping)))
+    except RowError as error:
+        return error
+    return triples
+
+
+def _good(rendered: list[list[Triple] | RowError]) -> list[list[Triple]]:
+    return [triples for triples in rendered if not isinstance(triples, RowError)]
+
+
+def _whole(
+    encoder: Encoder, texts: Triple, chosen: list[int], rejected: list[int], margin: float | None
+) -> Outcome:
+    chosen, rejected = encoder.ended(chosen), encoder.ended(rejected)
+    if chosen == rejected:
+        return equal_pair()
+    for name, text in zip(SIDES, texts[1:], strict=True):
+        completion = completion_of(texts[0], text)
+        # Most completions have a word, and are not tokenised a second time.
+        has_word = WORD.search(encoder.control.pattern.sub("", completion[0]))
+        if not has_word and encoder.blank(encoder.alone(completion)):
+            return no_completion(name)
+    length, prompt = max(len(chosen), len(rejected)), shared_length(chosen, rejected)
+    if length > encoder.max_length:
+        if encoder.too_long != "truncate":
+            return encoder.over_length(f"{length} tokens")
+        chosen, rejected = chosen[: encoder.max_length], rejected[: encoder.max_length]
+        if chosen == rejected:
+            return Dropped("equal_after_truncation")
+    columns = {"chosen_ids": chosen, "rejected_ids": rejected, "margin": margin}
+    return Example(columns, prompt, len(chosen) - prompt, length > encoder.max_length)
+
+
+def _apart(encoder: Encoder, texts: Triple, prompt: list[int], *sides: list[int]) -> Outcome:
+    completions = [
+        # A token that spans the border would be lost in a cut: then the completion is tokenised by itself.
+        encoder.ended(
+            side[len(prompt) :]
+            if side[: len(prompt)] == prompt
+            else encoder.alone(completion_of(texts[0], whole))
+        )
+        for side, whole in zip(sides, texts[1:], strict=True)
+    ]
+    if error := encoder.faulty(completions):
+        return error
+    if not prompt:
+        return no_prompt()
+    room = encoder.max_length - len(prompt)
+    length = max(map(len, completions))
+    if length > room:
+        if encoder.too_long != "truncate":
+            return encoder.over_length(f"{len(prompt) + length} tokens")
+        if room < 1:
+            return Dropped("too_long")
+        completions = [completion[:room] for completion in completions]
+        if completions[0] == completions[1]:
+            return Dropped("equal_after_truncation")
+    columns = {"prompt_ids": prompt, "chosen_ids": completions[0], "rejected_ids": completions[1]}
+    ended = completions[0][-1] in encoder.ends
+    return Example(columns, len(prompt), len(completions[0]), length > room, ended)

@@ -1,0 +1,66 @@
+"""A row in canonical form, whatever the shape of its JSON: what parsers make and encoders read."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+Message = dict[str, str]
+Turns = list[Message]
+Text = str | Turns  # raw text, or messages for the chat template
+
+
+@dataclass
+class Record:
+    """A row in canonical form.
+
+    `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each pair of preferences,
+    nothing for a prompt. Completions are text where `prompt` is text, else messages that begin with an assistant turn.
+    """
+
+    prompt: Text
+    pairs: list[tuple[Text, ...]] = field(default_factory=list)
+    # train on the assistant turns inside `prompt` too
+    all_turns: bool = False
+    # turns that are not trained, numbered through prompt and completion
+    untrained: frozenset[int] = frozenset()
+    margin: float | None = None
+    # JSON: the prompt and all further columns, as a Python reward gets them
+    row: str = ""
+
+    def prompt_key(self) -> str:
+        """Equal for two rows with the same prompt, whatever their completions; the hold-out is split by it."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return json.dumps([[m["role"], m["content"]] for m in self.prompt], ensure_ascii=False)
+
+    def prompt_content(self) -> str:
+        """Equal for a prompt of text and for a single message with the same content."""
+        if isinstance(self.prompt, str):
+            return self.prompt.strip()
+        return self.prompt[0]["content"].strip() if len(self.prompt) == 1 else self.prompt_key()
+
+    def digests(self) -> bytes:
+        """8 bytes of the prompt, 8 of prompt and completions: equal for text and messages with the same content."""
+        prompt = self.prompt_content()
+        completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
+        return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
+
+    def preferences(self) -> list[int]:
+        """64 bits for each pair: a digest of prompt and both completions; the lowest bit says which one is preferred."""
+        keys = []
+        for pair in self.pairs:
+            if len(pair) == 2:
+                sides = [plain(side) for side in pair]
+                both = json.dumps([self.prompt_content(), *sorted(sides)], ensure_ascii=False)
+                keys.append(digest(both) & ~1 | (sides[0] < sides[1]))
+        return keys
+
+
+def plain(value: Text) -> str:
+    """The words of a completion, whether it is text or messages: to compare two of them."""
+    return value.strip() if isinstance(value, str) else "\n\n".join(turn["content"].strip() for turn in value)
+
+
+def digest(text: str) -> int:
+    """The first 64 bits of the BLAKE2 hash of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())

@@ -1,0 +1,98 @@
+"""Which sets of rows are refused before anything is trained, and what the message says."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.data import report as reports
+from pipeline.data.chunks import Chunk, locate
+from pipeline.data.tasks import Options, Stats, note_bad, of_split
+from pipeline.data.values import RowError
+from pipeline.errors import InputError
+
+
+def note_empty(stats: list[Stats], chunks: list[Chunk]) -> None:
+    """A file without rows counts as a bad row, in the first of its chunks."""
+    read: Counter = Counter()
+    for stat, chunk in zip(stats, chunks, strict=True):
+        read[chunk.path] += sum(split.read for split in stat.splits.values())
+    for stat, chunk in zip(stats, chunks, strict=True):
+        if chunk.start == 0 and not read[chunk.path]:
+            empty = RowError("empty_file", "", "no rows", "one JSON object on each line")
+            note_bad(stat, stat.split(chunk.split), 1, empty)
+            locate([empty], chunk)
+
+
+def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) -> None:
+    """Raises InputError for bad rows, unless data.on_error skips them, and for a set of which no row is left."""
+    for name in dict.fromkeys(chunk.split for chunk in chunks):
+        part = of_split(name, stats, chunks)
+        kinds = sum((stat.kinds for stat in part), Counter())
+        read = sum(split.read for stat in part for split in stat.splits.values())
+        if kinds and options.on_error == "raise":
+            raise InputError(complaint(part, kinds, read), key=f"data.{name}")
+        if not sum(split.kept for stat in part for split in stat.splits.values()):
+            dropped = sum(
+                (Counter(split.dropped) for stat in part for split in stat.splits.values()), Counter()
+            )
+            why = ", ".join(
+                f"{count} {reports.KINDS.get(kind, kind)}" for kind, count in dropped.most_common()
+            )
+            first = next((f"; first: {error}" for stat in part for error in stat.errors), "")
+            advice = ""
+            if "too_long" in dropped:
+                advice = "; data.too_long=truncate or a larger data.max_length keeps long rows"
+                if options.too_long == "truncate":
+                    advice = f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
+            raise InputError(
+                f"no row is left of {read} read ({why or 'the files are empty'}){first}{advice}",
+                key=f"data.{name}",
+            )
+    kept = Counter(
+        {
+            name: sum(stat.splits[name].kept for stat in stats if name in stat.splits)
+            for name in ("train", "eval")
+        }
+    )
+    if options.eval_fraction and not (kept["train"] and kept["eval"]):
+        empty = "eval" if kept["train"] else "train"
+        raise InputError(
+            f"{data.eval_fraction} of {kept.total()} rows, by prompt, leaves none for `{empty}`; "
+            "set another share, or name held-out rows: data.eval=eval.jsonl",
+            key="data.eval_fraction",
+        )
+
+
+def complaint(stats: Sequence[Stats], kinds: Counter, read: int) -> str:
+    """What to say of a set with bad rows: how many of which kind, the first of them, and what to do."""
+    counts = ", ".join(f"{count:,} {reports.KINDS.get(kind, kind)}" for kind, count in kinds.most_common())
+    rows = kinds.total() - kinds["empty_file"]
+    what = (
+        f"{rows:,} of {reports.counted(read, 'row')} cannot be used ({counts})"
+        if rows
+        else f"nothing to read ({counts})"
+    )
+    errors = first_errors(stats)
+    if rows == read > 1 and len(set().union(*(stat.ways for stat in stats))) == 1:
+        lines = [f"  rows 1-{read:,}, all in the same way: {errors[0]}"]
+    else:
+        lines = [f"  {error}" for error in errors]
+        if kinds.total() > len(errors):
+            lines.append(f"  and {kinds.total() - len(errors):,} more")
+    advice = "fix them, or type data.on_error=skip to leave them out"
+    if kinds["missing_field"] == read > 1:
+        advice = "no row has the fields of this stage; is it another stage's file? (sft: demonstrations, rm and dpo: pairs)"
+    if "too_long" in kinds:
+        advice += "; data.too_long=truncate (or drop) for long rows"
+    return "\n".join([f"{what}:", *lines, advice + "; nothing was trained"])
+
+
+def first_errors(stats: Sequence[Stats]) -> list[RowError]:
+    """The first bad rows in order, chosen so that no kind crowds out the others."""
+    seen: Counter = Counter()
+    ranked = []
+    for at, error in enumerate(error for stat in stats for error in stat.errors):
+        seen[error.kind] += 1
+        ranked.append((seen[error.kind], at, error))
+    chosen = sorted(ranked, key=lambda item: item[:2])[: reports.FIRST]
+    return [error for _, _, error in sorted(chosen, key=lambda item: item[1])]

@@ -1,0 +1,280 @@
+"""One Ray Data task: reads the rows of a chunk, writes the good ones as a part of token rows, counts the rest.
+
+Only `Stats` come back to the driver: they are small, however long the chunk.
+"""
+
+import functools
+import hashlib
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.data import report as reports
+from pipeline.data.chunks import Chunk, locate, rows, where
+from pipeline.data.encode import Dropped, Encoder, Example
+from pipeline.data.kinds import Kind, kind_of
+from pipeline.data.parse import parse, shape_of
+from pipeline.data.parts import PartWriter
+from pipeline.data.record import Record
+from pipeline.data.report import Split
+from pipeline.data.values import RowError
+
+BATCH = 256  # rows tokenised together
+BATCH_BYTES = 16 << 20  # of them, at most: a row may be a book
+ENOUGH = 10_000  # bad rows of a chunk after which the rest is not read
+# Rows up to which duplicates are counted: 8 bytes a row come to the driver, 16 for those of train and eval.
+HASHES = 1 << 21
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a task needs to know; all of it is part of the cache key."""
+
+    stage: str
+    max_length: int
+    too_long: str
+    on_error: str
+    apply_template: bool
+    ends: tuple[int, ...]
+    eval_fraction: float
+    seed: int
+    packing: bool
+    special_tokens: str = "text"
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.stage)
+
+
+@dataclass
+class Stats:
+    """What one task has counted."""
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    # split -> histograms of the lengths in tokens: of prompts, of completions
+    lengths: dict[str, tuple[Counter, Counter]] = field(default_factory=dict)
+    # split -> (file, rows)
+    parts: dict[str, tuple[str, int]] = field(default_factory=dict)
+    # kind of error -> rows
+    kinds: Counter = field(default_factory=Counter)
+    # the first bad rows of each kind
+    errors: list[RowError] = field(default_factory=list)
+    # (kind, field, expected) of the bad rows; no more than two of them: then they are not all alike
+    ways: set[tuple[str, str, str]] = field(default_factory=set)
+    samples: list[str] = field(default_factory=list)
+    # sha256 of all bytes of the chunk
+    digest: str = ""
+    # 8 bytes for each row; None: too many rows
+    hashes: bytes | None = b""
+    # 16 bytes for each row that is kept, Record.digests; None: too many rows
+    row_digests: bytearray | None = field(default_factory=bytearray)
+    # 16 bytes for each pair: Record.preferences, and the number of its row; None: too many rows
+    preferences: bytearray | None = field(default_factory=bytearray)
+    # whether a row that is kept has a margin
+    margins: bool = False
+
+    def split(self, name: str) -> Split:
+        self.lengths.setdefault(name, (Counter(), Counter()))
+        return self.splits.setdefault(name, Split())
+
+
+def of_split(name: str, stats: Sequence[Stats], chunks: Sequence[Chunk]) -> list[Stats]:
+    """The statistics of those chunks that were read for `train` or `eval`."""
+    return [stat for stat, chunk in zip(stats, chunks, strict=True) if chunk.split == name]
+
+
+def make_part(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
+    """What Ray Data maps over the numbers of chunks; `shared` is a reference to what run_tasks ships once."""
+    chunks, tokenizer, options, folder = _fetched(shared)
+    for index in batch["id"]:
+        stats = tokenise(chunks[int(index)], int(index), tokenizer, options, folder)
+        yield {"index": [int(index)], "stats": [pickle.dumps(stats)]}
+
+
+@functools.lru_cache(maxsize=2)
+def _fetched(reference: Any) -> tuple[list[Chunk], Any, Options, str]:
+    """What the driver shipped, unpickled once in each worker process."""
+    import ray
+
+    return ray.get(reference)
+
+
+def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder: str) -> Stats:
+    """Makes the parts of chunk number `index` in `folder`, one for each split."""
+    task = Task(chunk, index, encoder_of(tokenizer, options), options, folder)
+    stats, kind, digest, hashes = task.stats, task.encoder.kind, hashlib.sha256(), bytearray()
+    shape, line = chunk.shape, chunk.shape_line
+    batch: list[tuple[int, Record | RowError]] = []
+    size = 0
+    stats.split(chunk.split)
+    for number, row, raw in rows(chunk, digest):
+        if len(hashes) <= 8 * HASHES:
+            hashes += hashlib.blake2b(raw, digest_size=8).digest()
+        if isinstance(row, dict) and shape is None:
+            shape, line = shape_of(row, kind), number
+        batch.append((number, row if isinstance(row, RowError) else checked(row, kind, shape, line)))
+        size += len(raw)
+        if len(batch) == BATCH or size >= BATCH_BYTES:
+            task.flush(batch)
+            batch, size = [], 0
+            if hopeless(stats, options):
+                break
+    task.flush(batch)
+    task.close()
+    stats.digest = digest.hexdigest()
+    stats.hashes = bytes(hashes) if len(hashes) <= 8 * HASHES else None
+    return stats
+
+
+def encoder_of(tokenizer: Any, options: Options) -> Encoder:
+    return Encoder(
+        tokenizer,
+        options.kind,
+        options.max_length,
+        options.too_long,
+        options.apply_template,
+        options.ends,
+        options.special_tokens,
+    )
+
+
+def checked(row: Any, kind: Kind, shape: str | None, line: int) -> Record | RowError:
+    """The row as a Record, or what is wrong with it; `shape` is that of the file's first row, in `line`."""
+    try:
+        record = parse(row, kind)
+    except RowError as error:
+        return error
+    other = shape_of(row, kind)
+    if shape is not None and other != shape:
+        return RowError(
+            "mixed_shapes",
+            "",
+            f"a row of shape {other}",
+            f"shape {shape}, as in row {line}; one shape in a file",
+        )
+    return record
+
+
+class Task:
+    """The parts that are made of one chunk, and what has been counted so far."""
+
+    def __init__(self, chunk: Chunk, index: int, encoder: Encoder, options: Options, folder: str):
+        self.chunk, self.index, self.encoder, self.options, self.folder = (
+            chunk,
+            index,
+            encoder,
+            options,
+            folder,
+        )
+        self.stats = Stats()
+        self.writers: dict[str, PartWriter] = {}  # by split
+
+    def flush(self, batch: list[tuple[int, Record | RowError]]) -> None:
+        """Tokenises a batch of (number, row) and writes it; bad rows are counted, the first few with their numbers."""
+        records = [record for _, record in batch if not isinstance(record, RowError)]
+        outcomes = iter(self.encoder.encode(records))
+        for number, record in batch:
+            if isinstance(record, RowError):
+                split = self.stats.split(self.chunk.split)
+                split.read += 1
+                note_bad(self.stats, split, number, record)
+                continue
+            name = "eval" if held_out(record.prompt_key(), self.options) else self.chunk.split
+            split = self.stats.split(name)
+            split.read += 1
+            examples = next(outcomes)
+            error = next((item for item in examples if isinstance(item, RowError)), None)
+            if error is not None:
+                note_bad(self.stats, split, number, error)
+                continue
+            note_record(self.stats, split, number, record, self.encoder.special_in(record))
+            for item in examples:
+                if isinstance(item, Dropped):
+                    split.dropped[item.reason] = split.dropped.get(item.reason, 0) + 1
+                elif isinstance(item, Example):
+                    note_example(self.stats, name, item, self.encoder.tokenizer)
+                    self.write(name, item)
+
+    def write(self, name: str, example: Example) -> None:
+        if name not in self.writers:
+            self.writers[name] = PartWriter(self.folder, f"{self.index:06d}-{name}", self.options)
+        self.writers[name].add(example.columns)
+
+    def close(self) -> None:
+        """Ends the parts, and finds the lines in the file of the rows that are named."""
+        for name, writer in self.writers.items():
+            self.stats.parts[name] = writer.close()
+        locate_named(self.stats, self.chunk)
+
+
+def hopeless(stats: Stats, options: Options) -> bool:
+    """Whether enough is known to refuse the file: hundreds of thousands of bad rows take minutes."""
+    if options.on_error == "raise":
+        return stats.kinds.total() > ENOUGH
+    return stats.kinds.total() > 10 * ENOUGH and not any(split.kept for split in stats.splits.values())
+
+
+def held_out(prompt: str, options: Options) -> bool:
+    """Whether the rows of a prompt go to the hold-out: a hash of seed and prompt against data.eval_fraction."""
+    if not options.eval_fraction:
+        return False
+    digest = hashlib.blake2b(
+        f"{options.seed}:{prompt}".encode("utf-8", "surrogatepass"), digest_size=8
+    ).digest()
+    return int.from_bytes(digest, "big") < options.eval_fraction * 2**64
+
+
+# ---- counting --------------------------------------------------------------------------------------------------
+
+
+def note_bad(stats: Stats, split: Split, number: int, error: RowError) -> None:
+    split.dropped[error.kind] = split.dropped.get(error.kind, 0) + 1
+    stats.kinds[error.kind] += 1
+    if len(stats.ways) < 2:
+        stats.ways.add((error.kind, error.field, error.expected))
+    if stats.kinds[error.kind] <= reports.FIRST:
+        error.line = number
+        stats.errors.append(error)
+
+
+def note_record(stats: Stats, split: Split, number: int, record: Record, special: list[str]) -> None:
+    """Counts a good row; `special` are the special tokens in its text."""
+    stats.margins = stats.margins or record.margin is not None
+    split.text_rows += isinstance(record.prompt, str)
+    if special:
+        split.special_rows += 1
+        split.special_first = split.special_first or str(number)  # its place is found at the end of the chunk
+        for token in special:
+            split.special_tokens[token] = split.special_tokens.get(token, 0) + 1
+    if stats.row_digests is not None:
+        stats.row_digests += record.digests()
+        stats.row_digests = stats.row_digests if len(stats.row_digests) <= 16 * HASHES else None
+    if stats.preferences is not None:
+        for preferred in record.preferences():
+            stats.preferences += preferred.to_bytes(8, "little") + number.to_bytes(8, "little")
+        stats.preferences = stats.preferences if len(stats.preferences) <= 16 * HASHES else None
+
+
+def note_example(stats: Stats, name: str, example: Example, tokenizer: Any) -> None:
+    """Counts a token row of the split `name`."""
+    split = stats.split(name)
+    split.kept += 1
+    split.truncated += example.truncated
+    split.ended += example.ended
+    split.tokens += example.prompt_tokens + example.completion_tokens
+    prompts, completions = stats.lengths[name]
+    prompts[example.prompt_tokens] += 1
+    completions[example.completion_tokens] += 1
+    if name == "train" and len(stats.samples) < reports.SAMPLES:
+        stats.samples.append(reports.sample(tokenizer, example.columns))
+
+
+def locate_named(stats: Stats, chunk: Chunk) -> None:
+    """Gives the rows that are named their file:line: the lines before the chunk are counted only now."""
+    if stats.errors:
+        locate(stats.errors, chunk)
+    for split in stats.splits.values():
+        if split.special_first:
+            split.special_first = where(chunk, int(split.special_first))

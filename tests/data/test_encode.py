@@ -1,0 +1,52 @@
+"""What all kinds of rows share on the way to tokens: lengths, and completions without content."""
+
+import pytest
+from toy_data import encoded, encoder, parsed, tokenizer
+
+from pipeline.data.encode import Dropped, Encoder
+from pipeline.data.kinds import kind_of
+from pipeline.data.values import RowError
+
+
+def test_too_long():
+    row = {"prompt": "abc", "completion": "defghij"}
+    for too_long, outcome in (("error", RowError), ("drop", Dropped)):
+        assert isinstance(encoded("sft", row, max_length=8, too_long=too_long)[1][0], outcome)
+    tok, (example,) = encoded("sft", row, max_length=8, too_long="truncate")
+    assert tok.decode(example.columns["input_ids"]) == "<s>abcdefg" and example.truncated
+    pair = {"prompt": "abc", "chosen": "same then a", "rejected": "same then b"}
+    for stage in ("rm", "dpo"):
+        options = {"max_length": 10, "too_long": "truncate"}
+        assert encoded(stage, pair, **options)[1] == [Dropped("equal_after_truncation")]
+    tok, (example,) = encoded("ppo", {"prompt": "abcdefghij"}, max_length=4, too_long="truncate")
+    assert tok.decode(example.columns["input_ids"]) == "<s>hij"
+    assert encoded("sft", row, max_length=3, too_long="truncate")[1] == [Dropped("too_long")]
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "score", "ppo"])
+def test_words_that_the_tokenizer_does_not_see_are_none(stage):
+    """A normaliser may strike out all that a text says."""
+    from tokenizers import normalizers
+
+    tok = tokenizer()
+    tok.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    row = {"prompt": "\u200b" if stage == "ppo" else "hi", "completion": "\u200b"}
+    row |= {"chosen": "yo", "rejected": "\u200b"} if stage in ("rm", "dpo") else {}
+    (outcome,) = Encoder(tok, kind_of(stage), 99, "error", False, [tok.eos_token_id]).encode(
+        [parsed(row, stage)]
+    )[0]
+    assert isinstance(outcome, RowError), outcome
+    assert outcome.kind == ("empty_prompt" if stage == "ppo" else "empty_completion")
+
+
+def test_a_huge_text_is_not_tokenised(monkeypatch):
+    row = {"prompt": "abc", "completion": "d" * (2 << 20)}
+    for too_long, outcome in (("error", RowError), ("drop", Dropped)):
+        made = encoder("sft", too_long=too_long)
+        monkeypatch.setattr(made, "encodings", lambda texts, _: texts and pytest.fail("tokenised"))
+        results = made.encode([parsed(row, "sft"), parsed(row, "sft")])
+        assert [isinstance(one, outcome) for (one,) in results] == [True, True]
+    _, (outcome,) = encoded("sft", row)
+    assert outcome.found == "2,097,155 characters"
+    tok, (example,) = encoded("sft", row, too_long="truncate", max_length=9)
+    assert tok.decode(example.columns["input_ids"]) == "<s>abcddddd"

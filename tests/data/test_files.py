@@ -1,0 +1,54 @@
+"""Which files a job names."""
+
+import pytest
+from toy_data import read_rows
+
+from pipeline.data import files
+from pipeline.data.values import RowError
+from pipeline.errors import InputError
+
+
+def test_pipes_devices_and_folders_that_lead_back(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "endless.jsonl").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe.jsonl", tmp_path / "endless.jsonl", "/dev/zero"):
+        with pytest.raises(InputError, match="neither a file nor a folder"):
+            files.find(str(path), "data.train")
+    deep = tmp_path / "tree" / "a" / "b"
+    deep.mkdir(parents=True)
+    (deep / "rows.jsonl").write_text("{}\n")
+    for i in range(4):  # each a way back up: 4^40 paths for those who follow them all
+        (deep / f"up{i}").symlink_to(tmp_path / "tree")
+    for spec in ("tree", "tree/**/*.jsonl", "tree/**", "**/b/*.jsonl", "tree/a/*/*.jsonl"):
+        (file,) = files.find(str(tmp_path / spec), "data.train")
+        assert file.path.endswith("b/rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "name", ["a b.jsonl", "%20.jsonl", "a?.jsonl", "[x].jsonl", "'.jsonl", "é東\n\x1b[2J.jsonl", "#&;.jsonl"]
+)
+def test_file_names_of_any_kind(tmp_path, name):
+    (tmp_path / name).write_text('{"a": 1}\n')
+    for spec in (name, ".", "*.jsonl"):
+        (file,) = files.find(str(tmp_path / spec), "data.train")
+        assert read_rows(file.path) == [(1, {"a": 1})]
+    where = RowError("null", "\x1b[2J", "null", "a text", file=name, line=3).where()
+    assert "\n" not in where and "\x1b" not in where
+
+
+def test_files_that_are_not_there(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "table.parquet").write_text("")
+    for spec, expected in [
+        ("row.jsonl", "rows.jsonl"),
+        ("*.txt", "matches no file"),
+        ("empty", "holds no data file"),
+        ("table.parquet", "is not JSON"),
+    ]:
+        with pytest.raises(InputError, match=expected) as caught:
+            files.find(str(tmp_path / spec), "data.train")
+        assert "data.train" in str(caught.value)
+    assert len(files.find([str(tmp_path), str(tmp_path / "*.jsonl")], "data.train")) == 2

@@ -1,0 +1,61 @@
+"""Texts, messages and transcripts as the content of a row."""
+
+import pytest
+from toy_data import BOT, NO, SYSTEM, USER, encoder, parsed
+
+from pipeline.data.values import RowError
+
+
+def test_system_turns_and_answers_by_index():
+    record = parsed(
+        {"system": "s", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+        "sft",
+    )
+    assert record.prompt[0] == {"role": "system", "content": "s"}
+    record = parsed({"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "rm")
+    assert record.pairs == [("a", "c"), ("b", "d")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "completion": "yo"},
+        {"prompt": "\n\nHuman: hi\n\nAssistant:", "completion": "yo"},
+        {"instruction": "hi", "output": "yo"},
+        {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+        {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"]},
+        {"chosen": [USER, BOT], "rejected": [USER, NO]},
+        {"chosen": "hi yo", "rejected": "hi no"},
+        {"prompt": "hi"},
+    ],
+)
+def test_the_system_prompt_of_a_row_is_part_of_it(row):
+    stage = "sft" if {"completion", "output"} & row.keys() else "rm" if len(row) > 1 else "ppo"
+    record = parsed({**row, "system": "s"}, stage)
+    assert record.prompt == [SYSTEM, USER]
+    assert all(completion[0]["content"] in ("yo", "no") for pair in record.pairs for completion in pair)
+
+
+def test_transcripts_split_at_paragraphs_only_and_render_back():
+    text = "\n\nHuman: Is it Human: or\nAssistant: here?\n\nAssistant: No.\n\nA second one.\n\nHuman: ok\n\nAssistant:"
+    record = parsed({"prompt": text}, "ppo")
+    assert [turn["role"] for turn in record.prompt] == ["user", "assistant", "user"]
+    assert record.prompt[1]["content"] == "No.\n\nA second one."
+    assert encoder("ppo").render(record.prompt, True).replace("</s>", "") == "<s>" + text
+
+
+def test_texts_without_markers_are_cut_at_white_space():
+    record = parsed({"chosen": "The cat sat here", "rejected": "The cat saw it"}, "rm")
+    assert (record.prompt, record.pairs) == ("The cat", [(" sat here", " saw it")])
+
+
+@pytest.mark.parametrize("case", [str.lower, str.title, str.upper])
+def test_roles_in_any_case(case):
+    turns = [{"role": case("user"), "content": "hi"}, {"role": case("assistant"), "content": "yo"}]
+    assert parsed({"messages": turns}, "sft").pairs == [([BOT],)]
+    shared = [{"from": case("human"), "value": "hi"}, {"from": case("gpt"), "value": "yo"}]
+    assert parsed({"conversations": shared}, "sft").prompt == [USER]
+    pair = {"prompt": "hi", "chosen": turns, "rejected": [turns[0], NO]}  # both sides repeat the prompt
+    assert (parsed(pair, "dpo").prompt, parsed(pair, "dpo").pairs) == ([USER], [([BOT], [NO])])
+    with pytest.raises(RowError, match="expected one of system, user, human"):
+        parsed({"messages": [{"role": case("robot"), "content": "hi"}, BOT]}, "sft")

@@ -1,0 +1,109 @@
+"""Every row error, with its kind and field."""
+
+import gzip
+import json
+
+import pytest
+from running import SHARED
+from toy_data import BOT, NO, USER, parsed
+
+from pipeline.data.values import RowError
+
+
+def nested(depth: int) -> list:
+    """Lists inside each other."""
+    return [nested(depth - 1)] if depth else []
+
+
+ERRORS = [
+    ("sft", [1], "not_object", ""),
+    ("sft", {"promt": "a", "completion": "b"}, "missing_field", "prompt"),
+    ("sft", {"prompt": "a"}, "missing_field", "completion"),
+    ("sft", {"prompt": "a", "completion": None}, "null", "completion"),
+    ("sft", {"prompt": 7, "completion": "b"}, "wrong_type", "prompt"),
+    ("sft", {"prompt": "a", "completion": 3.5}, "wrong_type", "completion"),
+    ("sft", {"prompt": " ", "completion": "b"}, "empty_prompt", "prompt"),
+    ("sft", {"prompt": "a", "completion": " "}, "empty_completion", "completion"),
+    ("sft", {"messages": []}, "empty_prompt", "messages"),
+    ("sft", {"messages": [BOT]}, "empty_prompt", "messages"),
+    ("sft", {"messages": "hi"}, "wrong_type", "messages"),
+    ("sft", {"messages": [{"role": "user", "text": "x"}]}, "missing_field", "messages[0].content"),
+    ("sft", {"messages": [{"role": "user", "content": None}, BOT]}, "null", "messages[0].content"),
+    ("sft", {"messages": [{"role": "robot", "content": "x"}]}, "wrong_role", "messages[0].role"),
+    ("sft", {"messages": [USER]}, "wrong_role", "messages"),
+    ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_completion", "messages"),
+    ("sft", {"prompt": "a", "completion": "\ud800"}, "not_utf8", "completion"),
+    ("sft", {"prompt": "a", "completion": "b", "x": {"y": ["\udfff"]}}, "not_utf8", "x.y[0]"),
+    ("sft", {"prompt": "a", "completion": "b", "x": float("nan")}, "not_finite", "x"),
+    ("ppo", {"prompt": "a", "weights": [1, {"w": float("-inf")}]}, "not_finite", "weights[1].w"),
+    ("generate", {"prompt": "a", "id": 10**400}, "not_finite", "id"),
+    ("score", {"prompt": "a", "completion": "b", "x": nested(65)}, "nested", ("x" + 64 * "[0]")[:80]),
+    ("evaluate", {"prompt": "a", "completion": 5}, "wrong_type", "completion"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")}, "not_finite", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e38}, "margin", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 101}, "margin", "margin"),
+    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -0.5}, "margin", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, "wrong_type", "margin"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": " b "}, "equal_pair", "chosen"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": ""}, "empty_completion", "rejected"),
+    ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "wrong_type", "margin"),
+    ("rm", {"chosen": "x y", "rejected": "z y"}, "empty_prompt", "chosen"),
+    (
+        "dpo",
+        {"chosen": [USER, BOT], "rejected": [{**USER, "content": "ho"}, NO]},
+        "prompts_differ",
+        "rejected",
+    ),
+    ("dpo", {"chosen": [USER, BOT, USER], "rejected": [USER, NO]}, "wrong_role", "chosen"),
+    (
+        "rm",
+        {"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c", "d"]},
+        "unequal_answers",
+        "neg_answers",
+    ),
+    (
+        "rm",
+        {"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d", "c"]},
+        "equal_pair",
+        "pos_answers[1]",
+    ),
+    ("rm", {"prompt": "a", "pos_answers": "b", "neg_answers": "c"}, "wrong_type", "pos_answers"),
+    ("ppo", {"prompt": [USER, BOT]}, "wrong_role", "prompt"),
+    ("ppo", {"question": "x"}, "missing_field", "prompt"),
+    ("sft", {"messages": [USER, {**BOT, "weight": 0.5}]}, "weight", "messages[1].weight"),
+    ("sft", {"messages": [USER, {**BOT, "train": "no"}]}, "weight", "messages[1].train"),
+    ("sft", {"messages": [{**USER, "weight": 1}, BOT]}, "weight", "messages[0].weight"),
+    ("sft", {"messages": [USER, {**BOT, "weight": 0}]}, "weight", "messages"),
+    ("sft", {"prompt": [USER], "completion": [{**BOT, "weight": 0}]}, "weight", "completion"),
+    ("sft", {"prompt": "a", "completion": "b", "label": False}, "label", "label"),
+    ("sft", {"messages": [USER, BOT], "label": False}, "label", "label"),
+]
+
+
+@pytest.mark.parametrize("stage,row,kind,field", ERRORS)
+def test_row_errors(stage, row, kind, field):
+    with pytest.raises(RowError) as caught:
+        parsed(row, stage)
+    assert (caught.value.kind, caught.value.field) == (kind, field)
+    assert caught.value.found and caught.value.expected
+
+
+def test_a_misspelt_field_names_the_near_one_and_the_shapes():
+    with pytest.raises(RowError) as caught:
+        parsed({"promt": "a", "completion": "b"}, "sft")
+    assert "is `promt` meant to be `prompt`?" in str(caught.value)
+    assert "prompt+completion | prompt+answer" in str(caught.value)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="third-party data is not here")
+def test_real_preferences():
+    kinds = {}
+    with gzip.open(SHARED / "data" / "hh_harmless_test.jsonl.gz") as file:
+        for line in file:
+            try:
+                parsed(json.loads(line), "rm")
+            except RowError as error:
+                kinds[error.kind] = kinds.get(error.kind, 0) + 1
+    assert kinds == {"empty_completion": 4, "prompts_differ": 5}
+    for row in json.loads((SHARED / "data" / "lf_dpo_en_demo.json").read_text()):
+        assert parsed(row, "dpo").prompt[-1]["role"] == "user"
