@@ -22,57 +22,65 @@ BLANK = re.compile(f"[{BLANKS}]*")
 def elements(stream: Any, digest: "hashlib._Hash") -> Iterator[Row]:
     """The elements of the array in `stream`; what is not JSON ends the file, as a RowError in place of the next row."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    text, at, number, ended, block = "", 0, 0, False, BLOCK
-    opened, last = False, ""
+    text, at, number, block, final = "", 0, 0, BLOCK, False
+    last = ""  # what has been read last: "[", "element" or ","
     while True:
         at = BLANK.match(text, at).end()  # type: ignore[union-attr]
         char = text[at : at + 1]
-        if opened and char == "]" and last != ",":
+        if char and not last:
+            last, at = "[", at + 1  # the caller has seen the bracket
+            continue
+        if char == "]" and last != ",":
             yield from behind_array(stream, text[at + 1 :], number, digest)
             return
-        if char and not opened:
-            opened, at = True, at + 1  # the caller has seen the bracket
-            continue
-        if char and char == "," * (last == "element"):
+        if char == "," and last == "element":
             last, at = ",", at + 1
             continue
-        if (char and char in (",", "]")) or (char and last == "element"):
-            previous = "a comma" if last == "," else "an element" if number else "the bracket"
+        if char and (char in ",]" or last == "element"):
+            previous = {"[": "the bracket", "element": "an element", ",": "a comma"}[last]
             found = f"{show(text[at : at + 40])} behind {previous}"
             yield number + 1, RowError("not_json", "", found, "elements with one comma between them"), b""
             return
-        value, stop, failure, error = None, -1, "the array is not closed", None
-        if char:
-            try:
-                value, stop = read_value(text, at)
-            except RecursionError:
-                ended, error = True, too_deep()
-            except json.JSONDecodeError as caught:
-                failure = f"{show(text[at : at + 40])} ({caught.msg})"
-                # An error well inside the text is real; one near its end may only mean that more is to be read.
-                ended = ended or (caught.pos < len(text) - 4096 and not caught.msg.startswith("Unterminated"))
-        if stop >= 0:
+        element = element_at(text, at, final)
+        if isinstance(element, tuple):
             number, last = number + 1, "element"
+            value, stop = element
             yield number, value, text[at:stop].encode("utf-8", "surrogatepass")
             at, block = stop, BLOCK
             continue
-        if not ended and len(text) - at > ROW:
-            ended, error = True, too_large()
-        if ended:
-            error = damaged(stream) if damage_of(stream) else error
-            error = error or RowError("not_json", "", failure, "a JSON array of objects")
+        if element is not None:
+            error = damaged(stream) if damage_of(stream) else element
             error.expected += "; what stands behind it was not read"
             yield number + 1, error, b""
             return
         data = stream.read(block)
         digest.update(data)
-        ended, block = not data, min(block * 2, ROW >> 2)
+        final, block = not data, min(block * 2, ROW >> 2)
         try:
-            text, at = text[at:] + decoder.decode(data, final=ended), 0
+            text, at = text[at:] + decoder.decode(data, final=final), 0
         except UnicodeDecodeError as caught:
             found = f"byte 0x{caught.object[caught.start]:02x}"
             yield number + 1, RowError("not_utf8", "", found, "UTF-8 text"), b""
             return
+
+
+def element_at(text: str, at: int, final: bool) -> tuple[Any, int] | RowError | None:
+    """(value, its end) of the element that begins at `at`, or what is wrong with it; None: more text is to be read.
+
+    `final` says that `text` ends where the file does.
+    """
+    expected = "a JSON array of objects"
+    if at == len(text):
+        return RowError("not_json", "", "the array is not closed", expected) if final else None
+    try:
+        return read_value(text, at)
+    except RecursionError:
+        return too_deep()
+    except json.JSONDecodeError as error:
+        # An error well inside the text is real; one near its end may only mean that more is to be read.
+        if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
+            return RowError("not_json", "", f"{show(text[at : at + 40])} ({error.msg})", expected)
+    return too_large() if len(text) - at > ROW else None
 
 
 def behind_array(stream: Any, rest: str, number: int, digest: "hashlib._Hash") -> Iterator[Row]:

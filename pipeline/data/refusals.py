@@ -28,26 +28,12 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
     for name in dict.fromkeys(chunk.split for chunk in chunks):
         part = of_split(name, stats, chunks)
         kinds = sum((stat.kinds for stat in part), Counter())
-        read = sum(split.read for stat in part for split in stat.splits.values())
+        splits = [split for stat in part for split in stat.splits.values()]
+        read = sum(split.read for split in splits)
         if kinds and options.on_error == "raise":
             raise InputError(complaint(part, kinds, read), key=f"data.{name}")
-        if not sum(split.kept for stat in part for split in stat.splits.values()):
-            dropped = sum(
-                (Counter(split.dropped) for stat in part for split in stat.splits.values()), Counter()
-            )
-            why = ", ".join(
-                f"{count} {reports.KINDS.get(kind, kind)}" for kind, count in dropped.most_common()
-            )
-            first = next((f"; first: {error}" for stat in part for error in stat.errors), "")
-            advice = ""
-            if "too_long" in dropped:
-                advice = "; data.too_long=truncate or a larger data.max_length keeps long rows"
-                if options.too_long == "truncate":
-                    advice = f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
-            raise InputError(
-                f"no row is left of {read} read ({why or 'the files are empty'}){first}{advice}",
-                key=f"data.{name}",
-            )
+        if not sum(split.kept for split in splits):
+            raise InputError(none_left(part, read, options), key=f"data.{name}")
     kept = Counter(
         {
             name: sum(stat.splits[name].kept for stat in stats if name in stat.splits)
@@ -61,6 +47,23 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
             "set another share, or name held-out rows: data.eval=eval.jsonl",
             key="data.eval_fraction",
         )
+
+
+def none_left(stats: Sequence[Stats], read: int, options: Options) -> str:
+    """What to say of a set whose rows have all been dropped."""
+    dropped: Counter = sum(
+        (Counter(split.dropped) for stat in stats for split in stat.splits.values()), Counter()
+    )
+    why = ", ".join(f"{count} {reports.KINDS.get(kind, kind)}" for kind, count in dropped.most_common())
+    first = next((f"; first: {error}" for stat in stats for error in stat.errors), "")
+    advice = ""
+    if "too_long" in dropped:
+        advice = "; data.too_long=truncate or a larger data.max_length keeps long rows"
+        if options.too_long == "truncate":
+            advice = (
+                f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
+            )
+    return f"no row is left of {read} read ({why or 'the files are empty'}){first}{advice}"
 
 
 def complaint(stats: Sequence[Stats], kinds: Counter, read: int) -> str:
