@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from pipeline.ppo.rewards import Reward, Samples, weighted
 from pipeline.ppo.rollout import Completion, Engine, Sampling, TransformersEngine
 from pipeline.ppo.state import kept_rng_state, restore_state, save_state
 
+# Statistics of the optimizer steps, means per action, in the order in which the objectives return them.
 POLICY_STATS = (
     "loss/policy_avg",
     "policy/approxkl_avg",
@@ -455,8 +457,7 @@ class PPOTrainer:
         return ids
 
     def _greedy(self) -> Sampling:
-        s = self.sampling
-        return Sampling(s.max_new_tokens, s.eos, s.min_new_tokens, temperature=0.0, seed=s.seed)
+        return replace(self.sampling, temperature=0.0)
 
     def _micro_batches(self, episodes: Episodes, size: int, rows: Sequence[int]) -> list[list[int]]:
         """`rows` of the episodes in batches of like length, of at most `size` rows or `micro_batch_tokens` tokens."""
