@@ -97,35 +97,48 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     Raises:
         InputError: when rows are wrong, or do not fit what the job makes of them.
     """
-    from pipeline.data.read import prepare as prepare_data
+    from pipeline.data.read import prepare
 
-    job = work.job
-    cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
-    rows: dict[str, Any] = {}
-    digests, fingerprints = {}, {}
+    job, sets = work.job, {}
     if job.data.train or job.data.eval:
         room, packing = room_for_prompts(job, work.base["context_length"]), bool(job.trainer.get("packing"))
-        data = prepare_data(job.stage, job.data, work.tokenizer, room, cache, packing=packing)
-        rows = {name: split for name in ("train", "eval") if (split := getattr(data, name)) is not None}
-        digests, fingerprints, report = dict(data.digests), dict(data.fingerprints), data.report
+        data = prepare(job.stage, job.data, work.tokenizer, room, _cache(job), packing=packing)
+        report = data.report
+        sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
     if job.data.pairs:
-        held_out = replace(job.data, eval=job.data.pairs, max_length=None)
-        try:
-            pairs = prepare_data("pairs", held_out, work.tokenizer, work.base["context_length"], cache)
-        except InputError as error:  # it was given them as rows to evaluate on
-            key = "data.pairs" if error.key == "data.eval" else error.key
-            raise InputError(error.message, key) from error
-        rows["pairs"], digests["pairs"] = pairs.eval, pairs.digests["eval"]
-        fingerprints["pairs"] = pairs.fingerprints["eval"]
-        if not job.data.eval:
-            report = pairs.report
-        else:
+        pairs = _prepare_pairs(work)
+        sets["pairs"] = (pairs, "eval")
+        if job.data.eval:
             report.splits["pairs"] = pairs.report.splits["eval"]
+        else:
+            report = pairs.report
+    rows = {name: getattr(tokenised, split) for name, (tokenised, split) in sets.items()}
     if STAGE[job.stage].scores:
         check_columns(job, rows)
     if job.stage == "ppo":
         check_updates(job, report.splits["train"].kept)
-    return replace(work, digests=digests, fingerprints=fingerprints), rows, report
+    work = replace(
+        work,
+        digests={name: tokenised.digests[split] for name, (tokenised, split) in sets.items()},
+        fingerprints={name: tokenised.fingerprints[split] for name, (tokenised, split) in sets.items()},
+    )
+    return work, rows, report
+
+
+def _prepare_pairs(work: Work) -> Any:
+    """data.pairs, tokenised as held-out rows of a kind of their own. Their length is the base's context."""
+    from pipeline.data.read import prepare
+
+    job = work.job
+    held_out = replace(job.data, train=None, eval=job.data.pairs, max_length=None)
+    try:
+        return prepare("pairs", held_out, work.tokenizer, work.base["context_length"], _cache(job))
+    except InputError as error:  # it was given them as rows to evaluate on
+        raise InputError(error.message, "data.pairs" if error.key == "data.eval" else error.key) from error
+
+
+def _cache(job: Job) -> str:
+    return job.data.cache_dir or storage.join(job.run.storage_path, "data")
 
 
 def check_models(job: Job, inputs: dict[str, str]) -> Work:
