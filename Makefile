@@ -73,14 +73,14 @@ dpo: setup ## direct preference optimisation, from the sft adapter
 ppo: setup ## PPO against the reward model, from the sft adapter
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
-evaluate: setup ## compare a policy with a baseline, judge a reward model, on held-out rows
+evaluate: setup ## compare a policy with a baseline, evaluate a reward model, on held-out rows
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
 generate: setup ## completions of a file of prompts: make generate ARGS="data.train=prompts.jsonl"
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
 chat: JOB = jobs/$(PROFILE)/generate.yaml
-chat: setup ## talk with the policy in the terminal, each completion with its reward
+chat: setup ## talk with the policy in the terminal, each completion with its score
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
 score: setup ## the reward model's scores of a file of pairs or completions
