@@ -6,10 +6,12 @@ The job is that of `generate`; its data is not read. What one types goes through
 trained with. /reset starts anew, /system TEXT sets the instructions, /quit ends; lines may also come from a pipe.
 """
 
+from __future__ import annotations
+
 import io
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
 from pipeline.errors import InputError, visible
@@ -18,6 +20,10 @@ from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import functions, room_for_prompts, unfilled
 from pipeline.runtime.preparation import load_host
 from pipeline.system import signals
+
+if TYPE_CHECKING:
+    from pipeline.models.adapters import SharedBase
+    from pipeline.ppo.rollout import Sampling
 
 HELP = "/reset forgets the conversation, /system TEXT sets the instructions (nothing: none), /quit ends"
 
@@ -152,7 +158,9 @@ class Chat:
         return weighted(self.rewards, samples, normalize=False)[0][0]
 
 
-def stream(shared: Any, role: str | None, prompt: list[int], episode: int, sampling: Any) -> Iterator[int]:
+def stream(
+    shared: SharedBase, role: str | None, prompt: list[int], episode: int, sampling: Sampling
+) -> Iterator[int]:
     """The tokens of one completion as they are sampled: those that TransformersEngine gives for the same episode."""
     import torch
 

@@ -173,7 +173,7 @@ class Report:
         for label, lengths in (("prompt", split.prompt_tokens), ("completion", split.completion_tokens)):
             if lengths.get("max"):
                 values = "   ".join(f"{key} {value}" for key, value in lengths.items())
-                lines.append(f"  {label + ' tokens':<14}{values}")
+                lines.append(f"  {label + ' tokens':<18}{values}")
         return lines
 
 
