@@ -4,8 +4,8 @@
 
 The world is a table of countries with their capitals and continents. The base model knows the facts and has mixed
 manners: it is courteous, plain, curt or gruff, it rambles, and at times it is wrong. `gold` defines a good completion:
-right, a whole sentence, with a courtesy. No model is ever trained on it; the stages have to get there by the
-demonstrations, preferences and prompts. Some countries are known to the base but held out of all training rows: the
+right, a whole sentence, with a courtesy. It labels the preference pairs and judges held-out completions; no stage is
+trained on its scores. Some countries are known to the base but held out of all training rows: the
 `*_eval` files ask about these.
 
 Importing this module imports no torch, so that `python:pipeline.demo:gold` is cheap as a reward.

@@ -254,10 +254,51 @@ def test_what_the_console_silences_is_still_said_by_ray():
 
 
 def test_the_settings_of_ray_data_still_exist():
-    """pipeline/runtime/driver.py, _quiet_data: a setting that is gone would be set in vain, and rows may lose their order."""
+    """pipeline/data/read.py, set_up_ray_data: a setting that is gone would be set in vain, and rows may lose their order."""
     context = ray.data.DataContext()
     assert context.execution_options.preserve_order is False
     assert hasattr(context, "print_on_execution_start") and hasattr(context, "enable_progress_bars")
+
+
+def test_ray_trains_handler_of_ctrl_c_is_still_set_where_it_is_replaced():
+    """pipeline/runtime/driver.py, fit: _register_sigint_handler. If this fails, Ctrl-C ends a run with status 1, workers left."""
+    from ray.train.v2._internal.execution.controller.controller import TrainController
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    assert parameters(DataParallelTrainer._register_sigint_handler) == ["self", "controller"]
+    assert "self._register_sigint_handler(controller)" in inspect.getsource(DataParallelTrainer)
+    assert callable(TrainController.abort)
+
+
+def test_the_states_in_which_workers_are_waited_for_still_have_these_names():
+    """pipeline/runtime/placement.py, callback. An unknown name counts as placed: a run would wait for ever."""
+    from ray.train.v2._internal.execution.callback import ControllerCallback
+    from ray.train.v2._internal.execution.controller import state
+
+    names = {name for name, value in vars(state).items() if inspect.isclass(value)}
+    assert names >= set(placement.WAITING)
+    assert callable(ControllerCallback.after_controller_start)
+    changed = ControllerCallback.after_controller_state_update
+    assert parameters(changed) == ["self", "previous_state", "current_state"]
+
+
+def test_ray_still_says_how_far_a_cluster_may_grow():
+    """pipeline/runtime/placement.py, _autoscaler_limits."""
+    from ray._private.state import state
+
+    assert parameters(state.get_max_resources_from_cluster_config) == []
+
+
+def test_a_head_still_has_the_method_that_a_driver_asks_first(embedded_ray):
+    """pipeline/cloud/address.py, CHECK, and canonicalize_bootstrap_address."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    from pipeline.cloud import address
+
+    assert takes(canonicalize_bootstrap_address, "auto")
+    service, method = address.CHECK.removeprefix("/ray.rpc.").split("/")
+    server = Path(ray.__file__).parent / "core/src/ray/gcs/gcs_server"
+    assert service.encode() in server.read_bytes() and method.encode() in server.read_bytes()
 
 
 def test_the_gpus_of_a_machine_are_still_counted_without_torch():
@@ -599,6 +640,25 @@ def test_packed_rows_are_still_looked_for_where_plan_turns_it_off(monkeypatch):
     )
     tiny()(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
     assert asked
+
+
+def test_rows_that_share_a_packed_row_still_do_not_see_each_other(tmp_path):
+    """pipeline/data/parts.py, `seq_lengths`: TRL's collator makes position_ids of it, from which transformers makes the mask."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    first, second = [5, 6, 7], [8, 9, 10, 11, 12]
+    packed = {"input_ids": [first + second], "labels": [first + second], "seq_lengths": [[3, 5]]}
+    args = settings(SFTConfig, tmp_path, packing=True, dataset_kwargs={"skip_prepare_dataset": True})
+    model = tiny()
+    trainer = SFTTrainer(model, args, train_dataset=Dataset.from_dict(packed), processing_class=tokenizer())
+    (batch,) = trainer.get_train_dataloader()
+    batch.pop("labels")
+    model.eval()
+    with torch.no_grad():
+        together = model(**batch).logits[0]
+        alone = [model(torch.tensor([ids])).logits[0] for ids in (first, second)]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=0)
 
 
 def test_a_growing_cache_is_still_transformers_own():

@@ -50,7 +50,7 @@ def changed(database: str) -> float:
 
 
 def watch(database: str, uri: str) -> None:
-    """Never returns. A bucket that is away for a while delays a copy; it is said, and tried again."""
+    """Copies the database whenever it has changed; never returns. A failed copy is logged and tried again."""
     kept = 0.0
     while True:
         if (now := changed(database)) > kept:

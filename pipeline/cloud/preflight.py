@@ -280,9 +280,11 @@ def local_paths(job: Job) -> list[tuple[str, str]]:
     for key in ("train", "eval", "pairs"):
         value = getattr(job.data, key)
         paths += [(f"data.{key}", path) for path in (value if isinstance(value, list) else [value]) if path]
-    named = {"policy": job.policy, "baseline": job.baseline, "model.name_or_path": job.model.name_or_path}
-    named["model.chat_template"] = job.model.chat_template
-    named |= {f"reward.{index}": source for index, (source, _) in enumerate(job.rewards)}
+    named = {
+        "model.name_or_path": job.model.name_or_path,
+        "model.chat_template": job.model.chat_template,
+        **job.inputs,
+    }
     paths += [
         (key, value) for key, value in named.items() if value and (os.path.exists(value) or value[0] in "/~")
     ]

@@ -80,7 +80,7 @@ def server(host: Host) -> ThreadingHTTPServer:
 
 
 class Server(ThreadingHTTPServer):
-    """One thread a connection, of which there are at most CONNECTIONS; one that is not heard of for SECONDS is closed."""
+    """One thread per connection, at most CONNECTIONS of them; an idle connection is closed after SECONDS."""
 
     daemon_threads = True
     # Connections that wait to be accepted: with the library's 5 a burst of clients is refused.

@@ -18,7 +18,7 @@ from pipeline.config.gates import parse_gate as parse_gate
 from pipeline.config.jobfile import Tree, read_tree
 from pipeline.config.keys import REFUSED, class_of
 from pipeline.config.rules import CHECKS
-from pipeline.config.stages import STAGE
+from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError
 from pipeline.system import storage
 
@@ -144,6 +144,13 @@ class Job:
         ]
 
     @property
+    def inputs(self) -> dict[str, str]:
+        """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
+        named = {key: getattr(self, key) for key in INPUTS if key != "reward"}
+        named |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
+        return {key: name for key, name in named.items() if name}
+
+    @property
     def args(self) -> Any:
         """The `trainer` section as its config class, if that is ours; TRL's are instantiated in a worker."""
         module, _, name = STAGE[self.stage].trainer.rpartition(".")
@@ -204,7 +211,7 @@ def _check_top(tree: Tree, stage: str) -> None:
     for key, value in tree.data.items():
         if key not in sections:
             raise _unknown(tree, stage, "", key, sections)
-        if key in ("policy", "reward", "baseline", "judge"):
+        if key in INPUTS:
             if key not in STAGE[stage].inputs:
                 takers = ", ".join(name for name, facts in STAGE.items() if key in facts.inputs)
                 raise tree.error(key, f"`{stage}` takes no {key}; take the line out (it belongs to {takers})")

@@ -161,7 +161,7 @@ def _trainer(asked: dict[str, Any], values: dict[str, Any] | None) -> Any:
         args = config(output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, **given)
     if args.use_liger_kernel:
         _require("liger_kernel")
-    if args.torch_compile and args.torch_compile_backend not in (known := torch._dynamo.list_backends(None)):
+    if args.torch_compile and args.torch_compile_backend not in (known := torch.compiler.list_backends(None)):
         raise ValueError(f"torch_compile_backend is one of {', '.join(known)}")
     made, settings = Trainer.get_optimizer_cls_and_kwargs(args)
     if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 OURS = "pipeline.config"
+# The models that a job may name; which of them a stage takes is in its `inputs`.
+INPUTS = ("policy", "baseline", "reward", "judge")
 _NOTHING_TRAINED = {
     "lora": "it trains nothing",
     "data.eval_fraction": "it holds nothing out",

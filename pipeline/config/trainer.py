@@ -18,7 +18,7 @@ CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "early_stop", "selective
 
 
 def check(tree: Tree, job: Job) -> None:
-    """Refuses values that exclude each other, fail in a worker, or do not fit to the number of workers."""
+    """Refuses values that exclude each other, fail in a worker, or do not fit the number of workers."""
     trainer = job.trainer
     if trainer.get("bf16") and trainer.get("fp16"):
         raise tree.error(
@@ -107,7 +107,7 @@ def _check_dpo(tree: Tree, trainer: dict[str, Any], losses: list[str]) -> None:
         )
     if trainer.get("use_weighting") and {"aot", "aot_unpaired"} & set(losses):
         raise tree.error(
-            "trainer.use_weighting", "weighs pairs, which aot and aot_unpaired take apart; take it out"
+            "trainer.use_weighting", "needs paired losses, and aot and aot_unpaired are not; take it out"
         )
     if trainer.get("sync_ref_model"):
         raise tree.error(

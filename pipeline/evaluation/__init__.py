@@ -56,7 +56,7 @@ class Comparison:
             eval_eos: share of completions that ended by themselves. eval_distinct: share of distinct completions; _1, _2: of
             distinct tokens and bigrams in all completions; eval_repetition: share of a completion's 4-grams that repeat an
             earlier one.
-            eval_perplexity: per token, of the `completion` that rows bring along.
+            eval_perplexity: per token, of the rows' reference completions.
         """
         if self.before is None:
             self.before = self._answer(self.baseline)
@@ -163,7 +163,7 @@ def logprobs(
 def _reference_nll(
     worker: Worker, shared: SharedBase, role: str | None, rows: list[dict[str, Any]], size: int
 ) -> list[tuple[int, float, int]]:
-    """(index into `rows`, -log-probability in nats, tokens) of the completions that rows of the data bring along."""
+    """(index into `rows`, -log-probability in nats, tokens) of the rows' reference completions."""
     from pipeline.data.encode import Encoder, Example
     from pipeline.data.kinds import kind_of
     from pipeline.data.parse import parse

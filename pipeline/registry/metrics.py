@@ -69,7 +69,7 @@ class MetricLog:
             self.pending.clear()  # the thread, should it still wait for an answer, has nothing left to do
         if lost:
             print(
-                f"warning: {lost} metric values of run {self.run_id} were not recorded in MLflow: {self.uri} was away. The "
+                f"warning: {lost} metric values of run {self.run_id} were not recorded in MLflow: {self.uri} was unreachable. The "
                 "checkpoints hold the curve: the same command sends what is missing if the run goes on",
                 flush=True,
             )

@@ -112,7 +112,7 @@ def _check_kind(uri: str) -> None:
 
 
 def look(uri: str) -> None:
-    """The same for somebody who only reads: no file is made, locked or migrated.
+    """Checks that a store can be read, without creating, locking or migrating it.
 
     Raises:
         Exception: of any type, saying why nothing can be read there.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import registry
+from pipeline.config.stages import INPUTS
 from pipeline.errors import InputError
 from pipeline.report import files
 from pipeline.report.panels import History
@@ -43,11 +44,7 @@ class Run:
         """{"policy": "models:/rlhf-sft/3", ...}: pinned where the run got that far, else as the job names them."""
         if "inputs" in self.result:
             return self.result["inputs"]
-        return {
-            key: self.job[key]
-            for key in ("policy", "baseline", "reward")
-            if isinstance(self.job.get(key), str)
-        }
+        return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
 
     @property
     def version(self) -> str | None:

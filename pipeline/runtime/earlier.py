@@ -127,12 +127,11 @@ def unfinished(job: Job) -> dict[str, Any] | None:
 
 def pinned_inputs(left: dict[str, Any], job: Job) -> dict[str, str]:
     """{input: version} that the run was begun with, of the inputs that this job names as it did: aliases may have moved."""
-    names = {"policy": job.policy, "baseline": job.baseline, "judge": job.judge, "reward": job.reward}
     inputs = left.get("begun_with", {}).get("inputs", {})
     return {
         key: version
         for key, version in inputs.items()
-        if left.get(name := key.partition(".")[0]) == names.get(name)
+        if left.get(name := key.partition(".")[0]) == getattr(job, name)
     }
 
 

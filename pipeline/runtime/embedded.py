@@ -149,12 +149,8 @@ def _last_words(root: Path) -> str:
     if not sessions:
         return ""
     logs, last_error = sessions[-1] / "logs", ""
-    for name in (
-        "gcs_server.out",
-        "raylet.out",
-        "gcs_server.err",
-        "raylet.err",
-    ):  # what went wrong first comes first
+    # What went wrong first comes first.
+    for name in ("gcs_server.out", "raylet.out", "gcs_server.err", "raylet.err"):
         with contextlib.suppress(OSError):
             lines = (logs / name).read_text(encoding="utf-8", errors="replace").splitlines()
             errors = [match for line in lines if (match := ERROR_LINE.fullmatch(line))]

@@ -27,14 +27,7 @@ def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
     A base given as `models:/name@alias` stands for the base that this version was trained on.
     """
     uri = registry.tracking_uri(job)
-    named = (
-        job.model.name_or_path,
-        job.policy,
-        job.baseline,
-        job.judge,
-        *(source for source, _ in job.rewards),
-    )
-    if any(str(name).startswith("models:/") for name in named):
+    if any(name.startswith("models:/") for name in (job.model.name_or_path, *job.inputs.values())):
         registry.check(job)
     if job.model.name_or_path.startswith("models:/"):
         with about("model.name_or_path"):
@@ -221,7 +214,7 @@ def _imported(source: str, module_name: str) -> Any:
     Raises:
         InputError: when there is no such module, or its import raises (SystemExit too), or takes longer than IMPORT_SECONDS.
     """
-    late = f"{source}: its module was not imported within {IMPORT_SECONDS} seconds; do what takes long at the first call"
+    late = f"{source}: its module was not imported within {IMPORT_SECONDS} seconds; move slow work out of the module, into the function"
     try:
         with deadline.limited(IMPORT_SECONDS, InputError(late)):
             return importlib.import_module(module_name)

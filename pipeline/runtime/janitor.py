@@ -27,9 +27,8 @@ def main(sessions: str, driver: str) -> None:
 
     sys.stdin.buffer.read()
     for process in psutil.process_iter():
-        with contextlib.suppress(
-            psutil.Error, IndexError
-        ):  # it has ended meanwhile, or belongs to somebody else
+        # It may have ended meanwhile, or belong to somebody else.
+        with contextlib.suppress(psutil.Error, IndexError):
             if process.cmdline()[0].startswith("ray::"):
                 files = (os.path.relpath(file.path, sessions) for file in process.open_files())
                 if any(re.match(rf"session_[^/]*_{driver}/", file) for file in files):

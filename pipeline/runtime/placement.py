@@ -1,4 +1,4 @@
-"""Can the workers of a job be placed at all? Refused at once where they cannot; on a cluster, a wait that is reported and limited.
+"""Checks that the workers of a job can be scheduled; on a cluster, waits for them with a timeout and reports progress.
 
 Ray by itself waits silently and forever, for resources that no node will ever have as well as for nodes that are starting.
 """
@@ -13,6 +13,8 @@ from pipeline.errors import Failure, InputError
 
 ELSEWHERE = "or run on a cluster that has it (RAY_ADDRESS=http://HEAD:8265)"
 EVERY = 30.0  # seconds between two lines about what is waited for
+# States of Ray Train's controller in which it has no workers yet.
+WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState")
 
 
 def check_scaling(job: Job) -> None:
@@ -169,7 +171,7 @@ class Wait:
         if self.limit >= 0 and now - self.since >= self.limit:
             return (
                 f"run.placement_timeout_s: no place for {self.need} was found in {self.limit:g} s; {_there()}. Add "
-                "nodes, lower scaling.num_workers or scaling.resources_per_worker, or wait longer; the same command goes on"
+                "nodes, lower scaling.num_workers or scaling.resources_per_worker, or raise run.placement_timeout_s; the same command resumes"
             )
         if now - self.said >= EVERY:
             self.said = now
@@ -232,7 +234,7 @@ def callback(job: Job) -> Any:
 
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
             name = type(current_state).__name__
-            if name not in ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState"):
+            if name not in WAITING:
                 self.wait.placed()
             elif over := self.wait.waiting():
                 raise Failure(over)

@@ -35,9 +35,8 @@ class Notice:
 
     def arrived(self, step: int) -> bool:
         """Whether a notice has been given, checked every EVERY seconds. Every rank calls this after every step."""
-        if (
-            step >= self.next and not self.terminated
-        ):  # SIGTERM may follow the notice of a node that is drained
+        # Also after a first notice: SIGTERM may follow the notice of a node that is drained.
+        if step >= self.next and not self.terminated:
             self._ask(step)
         return self.given
 
@@ -45,7 +44,7 @@ class Notice:
         import ray.train
 
         now = time.monotonic()
-        pace = (now - self.asked) / max(1, step - self.step)  # seconds a step
+        pace = (now - self.asked) / max(1, step - self.step)  # seconds per step
         gap = max(1, int(EVERY / max(pace, 1e-3))) if self.step else 1
         gap, terminated = self._agree([gap, int(_got_sigterm)])
         self.next, self.step, self.asked = step + gap, step, now

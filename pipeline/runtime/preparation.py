@@ -142,7 +142,7 @@ def _cache(job: Job) -> str:
 
 
 def check_models(job: Job, inputs: dict[str, str]) -> Work:
-    """The base, its tokenizer, and inputs that fit to it: all that can be checked before any row is read."""
+    """The base, its tokenizer, and inputs that fit it: all that can be checked before any row is read."""
     from pipeline.models.base import base_identity
     from pipeline.models.fit import check_base, check_lora
     from pipeline.models.template import is_plain

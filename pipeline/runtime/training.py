@@ -135,9 +135,8 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
 def _train(worker: Worker, trainer: Any) -> dict[str, float]:
     """The summary of trainer.train(); `train_loss` is over all steps, whatever part of them this process made."""
     if worker.resume:
-        trainer.args.eval_on_start = (
-            False  # it was evaluated at step 0; here it would be evaluated in mid-run
-        )
+        # It was evaluated at step 0; here it would be evaluated in mid-run.
+        trainer.args.eval_on_start = False
         state = TrainerState.load_from_json(os.path.join(worker.resume, "trainer_state.json"))
         if state.global_step >= state.max_steps > 0:
             # transformers 5.23 would make one step more, in the middle of an epoch. Remove when train() returns at once.

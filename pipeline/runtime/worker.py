@@ -322,7 +322,7 @@ SHOWN = {
     "eval_rewards/margins": "margin",
     "objective/scores": "score",
     "eval_win_rate": "held-out wins",
-    "eval_judge_win_rate": "judge's",
+    "eval_judge_win_rate": "judge wins",
     "eval_kl": "held-out kl",
     "objective/kl": "kl",
     "objective/entropy": "entropy/completion",

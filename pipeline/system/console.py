@@ -64,9 +64,8 @@ def wrap_streams() -> None:
         stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8, a lone surrogate
         setattr(sys, name, Output(stream))
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # looks for an optional package when it is imported
+    # bitsandbytes looks for an optional package when it is imported.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class Output:
@@ -98,9 +97,9 @@ class Output:
 
 
 @contextlib.contextmanager
-def waiting(for_what: str, seconds: float = 2.0) -> Iterator[None]:
+def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
     """Prints `what` if the block takes more than a moment."""
-    timer = threading.Timer(seconds, print, [for_what], {"flush": True})
+    timer = threading.Timer(seconds, print, [what], {"flush": True})
     timer.daemon = True
     timer.start()
     try:

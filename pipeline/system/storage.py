@@ -89,9 +89,8 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
     """Writes the lines as they come; the file appears whole or not at all."""
     fs, inner = filesystem(path)
     fs.create_dir(inner.rsplit("/", 1)[0], recursive=True)
-    if is_remote(
-        path
-    ):  # an object store shows an upload when its stream is closed, even by what `lines` raises: not yet
+    if is_remote(path):
+        # An object store shows an upload when its stream is closed, even by what `lines` raises: so not yet.
         with tempfile.TemporaryFile() as file:
             file.writelines(f"{line}\n".encode() for line in lines)
             file.seek(0)

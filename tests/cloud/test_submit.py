@@ -50,6 +50,13 @@ SECRETS = [".env", "jobs/.env.prod", "prod.env", ".aws/credentials", ".ssh/id_ed
            "gcloud-credentials.json", "service-account-1.json", "secrets.yaml", ".netrc", ".kube/config"]  # fmt: skip
 
 
+def test_every_local_model_of_a_job_is_looked_for_in_the_upload(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job = load_job("jobs/demo/ppo.yaml", ["policy=/a", "judge=/b", "reward=[/c, /d]"], "ppo")
+    keys = {key for key, path in preflight.local_paths(job) if path in ("/a", "/b", "/c", "/d")}
+    assert keys == {"policy", "judge", "reward.0", "reward.1"}
+
+
 def test_keys_and_tokens_in_the_folder_are_not_uploaded(tmp_path):
     shutil.copy(ROOT / ".rayignore", tmp_path)
     sent = [

@@ -227,7 +227,7 @@ def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
     shutil.copytree(storage / "toy-evaluate", moved)
     settings = [f"run.storage_path={storage / 'moved'}", "run.name=toy-evaluate"]
     job = driver.name_run(load_job(ROOT / "jobs/demo/evaluate.yaml", settings, "evaluate"))
-    found = run.finished(job)
+    found = run.finished_result(job)
     assert found == runs["evaluate"] | {"folder": str(moved)} != runs["evaluate"]
 
 
