@@ -108,7 +108,11 @@ class Report:
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
         if self.samples and samples:
-            lines += ["", "samples, the trained tokens between ⟦ and ⟧:"]
+            marked = {
+                "learned": ", the trained tokens between ⟦ and ⟧",
+                "scored": ", the completions between ⟦ and ⟧",
+            }
+            lines += ["", f"samples{marks.get(kind_of(self.stage).completions, '')}:"]
             for index, sample in enumerate(self.samples, 1):
                 lines += [f"--- {index} " + "-" * 66, visible(sample)]
         return "\n".join(lines)
