@@ -108,7 +108,7 @@ class Report:
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
         if self.samples and samples:
-            marked = {
+            marks = {
                 "learned": ", the trained tokens between ⟦ and ⟧",
                 "scored": ", the completions between ⟦ and ⟧",
             }
