@@ -33,7 +33,7 @@ def run(job: Job) -> dict[str, Any]:
         scaling={**job.scaling, "num_workers": 1},
     )
     storage.require_writable(job.run.storage_path)
-    announce(job)
+    announce(job, "doctor")
     try:
         with prepared(job) as run:
             outcome = driver.fit(run.work, run.rows, train)

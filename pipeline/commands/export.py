@@ -19,7 +19,6 @@ from typing import Any
 from pipeline.commands.card import card
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.registry import lineage
 from pipeline.runtime.host import Host
 from pipeline.runtime.run import open_run, unless_finished
 from pipeline.system import console, storage
@@ -53,11 +52,8 @@ def export(job: Job) -> dict[str, Any]:
         print(f"loading {run.job.model.name_or_path}", flush=True)
         console.silence_libraries()
         host = Host(run.work)
-        if "reward.0" in run.work.inputs and not lineage.is_adapter(host.input("reward.0")):
-            raise InputError(
-                f"{job.reward} is a model of its own already: there is nothing to merge; type reward=null",
-                key="reward",
-            )
+        for left in storage.folders(run.folder):  # by an attempt that was cut short
+            storage.remove(storage.join(run.folder, left))
         exported = {}
         for name in ("policy", "reward.0"):
             if name in run.work.inputs:
@@ -85,7 +81,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
 
     model, adapter = replace(host.job.model, load_in_4bit=False), host.input(name)
     expected = expectations(host, name)
-    partial = f"{folder}.{os.getpid()}.partial"
+    partial = f"{folder}.partial"
     try:
         base = load_base(model, host.tokenizer if name != "policy" else None, host.device)
         merged = merge(base, adapter, model.dtype)
@@ -98,8 +94,6 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
         differences = compare(host, name, partial, expected)
         with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as file:
             file.write(card(host, name, differences))
-        if os.path.isdir(folder):  # of a run of this name that was cut short
-            shutil.rmtree(folder)
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

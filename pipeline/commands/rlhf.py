@@ -27,6 +27,13 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         stage: load_job(Path(folder) / f"{stage}.yaml", overrides_of(stage, overrides), stage)
         for stage in ORDER
     }
+    names = [job.run.name for job in jobs.values() if job.run.name]
+    if len(set(names)) < len(names):
+        raise InputError(
+            f"found {names[0]!r} for several stages, and each is a run of its own; type {next(iter(ORDER))}.run.name=... "
+            "for one of them",
+            key="run.name",
+        )
     for job in jobs.values():  # not after an hour of the stages before
         check_paths(job)
     for job in jobs.values():

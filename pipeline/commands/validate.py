@@ -18,7 +18,7 @@ def run(job: Job) -> dict[str, Any]:
     # Without the name: it looks at rows, whatever was begun or has ended under it.
     job = driver.name_run(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
-    announce(job)
+    announce(job, "validate")
     for warning in rules.warnings(job):
         print(f"warning: {warning}", flush=True)
     # A job for GPUs may be looked at where not all of its packages are.

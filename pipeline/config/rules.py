@@ -57,9 +57,10 @@ def _check_model(tree: Tree, job: Job) -> None:
 
 def _check_lora(tree: Tree, job: Job) -> None:
     """Refuses what peft accepts and then matches with no layer, or fails on in a worker."""
+    from pipeline.models.adapter_files import adapts_lm_head
+
     targets = job.lora.get("target_modules")
-    named = [targets] if isinstance(targets, str) else targets or []
-    if STAGE[job.stage].trl and any(str(name).rpartition(".")[2] == "lm_head" for name in named):
+    if STAGE[job.stage].trl and adapts_lm_head(targets):
         raise tree.error(
             "lora.target_modules", "found lm_head, to which TRL's trainers apply no adapter; take it out"
         )

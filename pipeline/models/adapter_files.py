@@ -6,6 +6,7 @@ Reading and checking look at names and shapes alone, and import no torch.
 from __future__ import annotations
 
 import os
+import re
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,16 @@ def write(folder: str | Path, config: LoraConfig, tensors: dict[str, Tensor]) ->
     config = copy(config)
     config.inference_mode = True
     config.save_pretrained(str(folder))
+
+
+def adapts_lm_head(target_modules: Any) -> bool:
+    """Whether peft's `target_modules`, a list of names or a pattern, stand for the lm head too."""
+    if not isinstance(target_modules, str):
+        return any(str(name).rpartition(".")[2] == "lm_head" for name in target_modules or ())
+    try:
+        return target_modules == "lm_head" or bool(re.fullmatch(target_modules, "lm_head"))
+    except re.error:
+        return False
 
 
 def settings(folder: str | Path) -> dict[str, Any]:

@@ -118,12 +118,13 @@ def repair(run_folder: str) -> list[str]:
             + "\n  ".join(damaged),
             flush=True,
         )
-        if not whole:
-            raise InputError(
-                f"no checkpoint of {run_folder} is whole ({'; '.join(damaged)}); run.fresh=true starts the run "
-                "over, or bring the files back. run.num_to_keep=2 or more keeps one to fall back to",
-                key="run.name",
-            )
+    set_aside = storage.folders(storage.join(run_folder, SET_ASIDE))
+    if noted and not whole and set_aside:  # whenever it is tried: it must not start over unasked
+        raise InputError(
+            f"no checkpoint of {run_folder} is whole ({'; '.join(damaged) or 'see damaged/ there'}); run.fresh=true starts "
+            "the run over, or bring the files back. run.num_to_keep=2 or more keeps one to fall back to",
+            key="run.name",
+        )
     aside = {one.partition(":")[0] for one in damaged}
     if gone := [name for name in noted or () if name not in whole and name not in aside]:
         left = f"continuing from {whole[-1]}" if whole else "none is left, the run starts over"

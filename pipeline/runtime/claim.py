@@ -88,7 +88,7 @@ def wait_for_old_workers(run_folder: str, seconds: float = 60.0) -> None:
 
 
 def clear(run_folder: str) -> None:
-    """Deletes what is in the folder of a run that its user asked to start over; the folder itself may be claimed."""
+    """Deletes what is in the folder of a run; the folder itself may be claimed."""
     if storage.exists(run_folder):
         fs, inner = storage.filesystem(run_folder)
         fs.delete_dir_contents(inner)

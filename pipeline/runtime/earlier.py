@@ -91,6 +91,12 @@ def _check_kinds(left: dict[str, Any], kinds: dict[str, Any]) -> None:
             raise TypeError(f"{key}: left {left[key]!r:.80}, expected texts")
 
 
+def recorded(job: Job) -> dict[str, Any] | None:
+    """job.json of the run of this name; None where there is none, or it is to be started over."""
+    path = storage.join(job.folder, FILE)
+    return None if job.run.fresh or not storage.exists(path) else read(job, path)
+
+
 def unfinished(job: Job) -> dict[str, Any] | None:
     """job.json of the run that this job continues; None for one to be started, or started over.
 
@@ -99,10 +105,9 @@ def unfinished(job: Job) -> dict[str, Any] | None:
     Raises:
         InputError: when this job would continue what is there to another end.
     """
-    path = storage.join(job.folder, FILE)
-    if job.run.fresh or not storage.exists(path):
+    left = recorded(job)
+    if left is None:
         return None
-    left = read(job, path)
     free = _free(job)
     changed = differences(left, job, (*free, *_resolved(job), "begun_with"))
     different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from pipeline import registry
@@ -21,10 +23,13 @@ IMPORT_SECONDS = 15  # for the module of a Python function
 GIVEN = ("prompts", "completions", "completion_ids")  # to every Python reward, whatever the data holds
 
 
-def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
+def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tuple[Job, dict[str, str]]:
     """Every model that the job names, by version instead of alias, so that it cannot change while the job runs.
 
     A base given as `models:/name@alias` stands for the base that this version was trained on.
+
+    Args:
+        pinned: versions that are known already, those that a run was begun with: their aliases are not looked at.
     """
     uri = registry.tracking_uri(job)
     if any(name.startswith("models:/") for name in (job.model.name_or_path, *job.inputs.values())):
@@ -44,12 +49,13 @@ def pin_inputs(job: Job) -> tuple[Job, dict[str, str]]:
         reference = getattr(job, name)
         if reference and reference != "base" and not reference.startswith("python:"):
             with about(name):
-                inputs[name] = registry.pin(os.path.expanduser(reference), uri)
+                inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(reference), uri)
     for index, (source, weight) in enumerate(job.rewards):
         with about(key_of(job, f"reward.{index}")):
             if not math.isfinite(weight):
                 raise InputError(f"weight: found {weight}, expected a finite number")
-            inputs[f"reward.{index}"] = registry.pin(os.path.expanduser(source), uri)
+            name = f"reward.{index}"
+            inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri)
     if job.judge and job.judge.startswith("python:"):
         inputs["judge"] = job.judge
     for key, source in functions(job).items():
@@ -123,6 +129,10 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
         with about(key):
             folder = registry.fetch(reference, registry.tracking_uri(job))
             if scores and not lineage.is_adapter(folder):
+                if STAGE[job.stage].runs_in == "here":
+                    raise InputError(
+                        f"{job.reward} is a model of its own already: there is nothing to merge; type {key}=null"
+                    )
                 check_reward_model(job, folder)
                 continue
             facts = lineage.read(folder, reference)
@@ -130,8 +140,25 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
         with about(key):
             lineage.check_head(folder, scores, reference)
             adapter_files.check(files, folder, scores)
+            _check_lm_head(job, folder)
         adapters[name] = folder
     return adapters
+
+
+def _check_lm_head(job: Job, folder: str) -> None:
+    """Refuses an adapter on the lm head where TRL would copy it, or where merging it would change the embeddings."""
+    from pipeline.models import adapter_files
+    from pipeline.models.base_files import base_config
+
+    if not adapter_files.adapts_lm_head(adapter_files.settings(folder).get("target_modules")):
+        return
+    if STAGE[job.stage].trl:
+        raise InputError("it adapts lm_head, to which TRL's trainers apply no adapter; train one without it")
+    tied = base_config(job.model.name_or_path, job.model.revision).get("tie_word_embeddings")
+    if STAGE[job.stage].runs_in == "here" and tied:
+        raise InputError(
+            "it adapts lm_head, which this base ties to its embeddings: merging it would change both; train one without it"
+        )
 
 
 def makes_adapter(job: Job, adapters: dict[str, str]) -> bool:
@@ -236,11 +263,19 @@ def _imported(source: str, module_name: str) -> Any:
 
 
 def check_columns(job: Job, rows: dict[str, Any]) -> None:
-    """Proves on the first rows that a Python reward or judge will get the columns that it asks for.
+    """Proves on the first rows that data.subset is a column, and that a Python reward or judge gets those that it asks for.
 
     Raises:
-        InputError: naming the parameter that no column fills.
+        InputError: naming the column that is not there, or the parameter that none fills.
     """
+    if job.data.subset and "pairs" in rows:
+        known = {key for row in rows["pairs"].take(100) for key in json.loads(row["row"])}
+        if job.data.subset not in known:
+            raise InputError(
+                f"found {job.data.subset!r}, which the rows of data.pairs do not have; expected one of "
+                f"{', '.join(sorted(known))}",
+                key="data.subset",
+            )
     for name in rows if functions(job) else ():
         some = [json.loads(row["row"]) for row in rows[name].take(100)]
         columns = {key for row in some for key in row} - {"prompt", "completion"}

@@ -53,14 +53,15 @@ class Run:
         return self.work.job.folder
 
 
-def announce(job: Job) -> None:
+def announce(job: Job, verb: str | None = None) -> None:
     """The first second of a command: the paths of the job lead somewhere, and its name is on the screen.
 
     Raises:
         InputError: when one of them does not.
     """
     check_paths(job)
-    print(f"\n== {job.stage}  run {job.run.name}  {job.source}", flush=True)
+    title = f"{verb}  {job.stage}" if verb else f"{job.stage}  run {job.run.name}"
+    print(f"\n== {title}  {job.source}", flush=True)
 
 
 @contextlib.contextmanager
@@ -74,8 +75,7 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool
         ask_libraries: whether TRL and peft are to take their sections of the job.
     """
     started = time.monotonic()
-    job, inputs = pin_inputs(job)
-    inputs |= pinned or {}
+    job, inputs = pin_inputs(job, pinned or {})
     driver.set_environment()
     with libraries.asked(*([job] if ask_libraries else [])) as check_libraries:
         with console.waiting("checking the model"):

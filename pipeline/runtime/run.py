@@ -58,16 +58,23 @@ def launch(
     def execute(job: Job) -> dict[str, Any]:
         with open_run(job) as run:
             result = _train_and_register(run, train, register or publish)
-        drawn = None
-        if job.run.report:
-            from pipeline import report as pages
-
-            with console.waiting("drawing the report"):
-                drawn = pages.attach(result)
-        print_summary(result, drawn)
+        print_summary(result, _draw_report(result) if job.run.report else None)
         return result
 
     return unless_finished(job, execute)
+
+
+def _draw_report(result: dict[str, Any]) -> str | None:
+    """Where the report was drawn, if it could be."""
+    from pipeline import report
+
+    try:
+        with console.waiting("drawing the report"):
+            return report.attach(result)
+    except (KeyboardInterrupt, SystemExit):
+        print_summary(result, None)
+        print(f"the run is finished; its report is drawn by make report RUN={result['folder']}", flush=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -83,6 +90,7 @@ def open_run(job: Job) -> Iterator[Run]:
     announce(job)
     with console.waiting("opening MLflow"):
         registry.check(job)
+    left_behind = earlier.recorded(job)
     left = earlier.unfinished(job)
     pinned = earlier.pinned_inputs(left, job) if left else {}
     for warning in rules.warnings(job):
@@ -98,6 +106,11 @@ def open_run(job: Job) -> Iterator[Run]:
             if not job.run.fresh and storage.exists(storage.join(run.folder, "result.json")):
                 raise InputError(
                     f"{job.run.name!r} was finished by another process meanwhile; the same command shows its result",
+                    key="run.name",
+                )
+            if earlier.recorded(job) != left_behind:
+                raise InputError(
+                    f"{job.run.name!r} was begun by another process meanwhile; type the same command again",
                     key="run.name",
                 )
             wait_for_old_workers(run.folder)

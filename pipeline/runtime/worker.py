@@ -45,6 +45,8 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         worker = Worker(work, resume)
         if worker.rank == 0:
             print(f"loading {work.job.model.name_or_path}", flush=True)
+            if resume:
+                print(f"continuing from {os.path.basename(resume)}", flush=True)
         try:
             outcome = config["train"](worker)
         except BaseException as error:
@@ -177,8 +179,8 @@ class Worker(Host):
         done = step - self.started[1]
         left = (now - self.started[0]) / done * (total - step) if done else None
         clock = f"  left {int(left // 60)}:{int(left % 60):02d}" if left is not None else ""
-        shown = "  ".join(f"{word} {metrics[k]:<8.4g}" for k, word in SHOWN.items() if k in metrics)
-        print(f"step {step:>{len(str(total))}}/{total}  {shown}{clock}", flush=True)
+        shown = "  ".join(f"{word} {metrics[k]:<9.4g}" for k, word in SHOWN.items() if k in metrics)
+        print(f"step {step:>{len(str(total))}}/{total}  {shown}{clock}".rstrip(), flush=True)
         self.metrics.log(metrics, step)
 
     def leaving(self, step: int) -> bool:
@@ -321,15 +323,15 @@ SHOWN = {
     "eval_margin": "margin",
     "eval_rewards/margins": "margin",
     "objective/scores": "score",
-    "eval_win_rate": "held-out wins",
-    "eval_judge_win_rate": "judge wins",
-    "eval_kl": "held-out kl",
     "objective/kl": "kl",
     "objective/entropy": "entropy/completion",
     "completions/mean_length": "length",
-    "val/explained_variance": "explained",
-    "policy/clipfrac_avg": "clipped",
-    "grad_norm": "grad",
+    "val/explained_variance": "explained var",
+    "policy/clipfrac_avg": "clip frac",
+    "grad_norm": "grad norm",
+    "eval_win_rate": "held-out win rate",
+    "eval_judge_win_rate": "judge win rate",
+    "eval_kl": "held-out kl",
 }
 
 

@@ -161,6 +161,28 @@ def test_a_file_that_is_not_what_was_merged_is_not_exported(models, storage, cap
     assert not list((storage / "spoiled").glob("reward*"))
 
 
+def test_a_mistake_does_not_cost_the_run_that_it_was_to_replace(models, storage, capsys, tmp_path, in_root):
+    from transformers import AutoModelForSequenceClassification
+
+    whole = AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1)
+    whole.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    (storage / "precious").mkdir()
+    (storage / "precious/result.json").write_text("{}")
+    name = [f"run.storage_path={storage}", "run.name=precious", "run.fresh=true"]
+    assert main(["export", "jobs/demo/export.yaml", *MODELS, *name, f"reward={tmp_path}"]) == 2
+    assert "reward: " in (said := capsys.readouterr().err) and "there is nothing to merge" in said
+    assert [path.name for path in (storage / "precious").iterdir()] == ["result.json"]
+
+
+def test_what_an_interrupted_export_left_is_gone(models, storage, embedded_ray):
+    for left in ("reward", "policy.partial"):
+        (storage / "again" / left).mkdir(parents=True)
+        (storage / "again" / left / "model.safetensors").write_text("half")
+    stage("export", storage, "again", *MODELS, "reward=null")
+    assert {path.name for path in (storage / "again").iterdir()} == {"job.json", "policy", "result.json"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

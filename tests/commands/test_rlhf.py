@@ -29,6 +29,12 @@ def test_the_table_shows_the_first_headline_figure_of_each_stage():
     assert "12 s in all" in text and "runs/evaluate/result.json" in text
 
 
+def test_one_name_for_four_runs_is_refused_before_the_first(in_root, tmp_path):
+    with pytest.raises(InputError, match=r"run\.name: found 'x' for several stages.*sft\.run\.name="):
+        rlhf.run("jobs/demo", ["run.name=x", f"run.storage_path={tmp_path}"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_override_reaches_every_stage_or_the_one_it_names():
     given = ["trainer.seed=2", "ppo.trainer.kl_coef=0.1"]
     assert rlhf.overrides_of("ppo", given) == ["trainer.seed=2", "trainer.kl_coef=0.1"]

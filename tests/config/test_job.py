@@ -205,6 +205,7 @@ BAD = [
         ["lora.target_modules=[lm_head]"],
         r"lora\.target_modules: found lm_head, to which TRL's trainers apply no adapter",
     ),
+    ("sft", ["lora.target_modules='.*(lm_head|q_proj)'"], r"lora\.target_modules: found lm_head"),
     (
         "sft",
         ["trainer.eval_steps=2", "trainer.eval_strategy=epoch", "data.eval=b.jsonl"],

@@ -135,6 +135,12 @@ def alone(models, storage, some_pairs, embedded_ray):
     return stage("evaluate", storage, "alone", *settings)
 
 
+def test_a_subset_that_is_no_column_is_refused(models, storage, some_pairs, embedded_ray, capsys):
+    given = [*RM, f"data.pairs={some_pairs}", "data.subset=nosuch"]
+    assert stage("evaluate", storage, "no-subset", *given, status=2) == {}
+    assert "data.subset: found 'nosuch'" in (said := capsys.readouterr().err) and "kind" in said
+
+
 def test_its_accuracy_is_that_of_trl(alone, models, some_pairs, tmp_path):
     from datasets import Dataset
     from peft import PeftModel

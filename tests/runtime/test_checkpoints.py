@@ -103,10 +103,11 @@ def test_damage_to_the_newest_is_named_and_the_one_before_is_used(kind, run, cap
 def test_no_whole_checkpoint_is_an_error_not_a_silent_start_from_nothing(run):
     flip(make(run, "checkpoint_00000005"))
     note(run, "checkpoint_00000005")
-    with pytest.raises(
-        InputError, match=r"run\.name: no checkpoint .* is whole.*run\.fresh=true.*num_to_keep"
-    ):
-        checkpoints.repair(str(run))
+    for _ in range(2):  # the damaged one has been set aside by the first
+        with pytest.raises(
+            InputError, match=r"run\.name: no checkpoint .* is whole.*run\.fresh=true.*num_to_keep"
+        ):
+            checkpoints.repair(str(run))
 
 
 def test_what_a_kill_left_half_uploaded_is_deleted(run, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,9 @@ from toy_models import settings
 
 from pipeline.config import Model, load_job
 from pipeline.errors import InputError
-from pipeline.runtime.inputs import check_reward_model
+from pipeline.models.base import base_identity
+from pipeline.registry import lineage
+from pipeline.runtime.inputs import check_reward_model, pin_inputs
 from pipeline.runtime.preparation import check_models
 
 SINGLE = "model.safetensors"
@@ -101,3 +104,33 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
     check_models(job, {} if policy == "base" else {"policy": policy})
     out = capsys.readouterr().out
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "says"),
+    [
+        ("dpo", ["policy={}"], r"policy: it adapts lm_head, to which TRL's trainers apply no adapter"),
+        ("export", ["policy={}", "reward=null"], r"policy: it adapts lm_head, which this base ties to its embeddings"),
+        ("generate", ["policy={}", "reward=null", "data.train=x.jsonl"], None),
+    ],
+)  # fmt: skip
+def test_an_adapter_on_the_lm_head_is_refused_where_it_would_be_lost(stage, given, says, tmp_path, in_root):
+    shared = toy_models.shared_base()
+    shared.add("policy", lora={"r": 2, "target_modules": ["q_proj", "lm_head"]})
+    shared.save("policy", str(tmp_path))
+    lineage.write(
+        str(tmp_path),
+        lineage.describe("ppo", base_identity(str(toy_models.DEMO)), toy_models.tokenizer(), {}, {}),
+    )
+    job = load_job(f"jobs/demo/{stage}.yaml", [text.format(tmp_path) for text in given], stage)
+    with pytest.raises(InputError, match=says) if says else nullcontext():
+        check_models(job, {"policy": str(tmp_path)})
+
+
+def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in_root):
+    shutil.copy(migrated, tmp_path / "mlflow.db")
+    given = ["policy=models:/nothing@gone", f"run.storage_path={tmp_path}"]
+    job = load_job("jobs/demo/dpo.yaml", given, "dpo")
+    with pytest.raises(InputError, match="nothing@gone"):
+        pin_inputs(job)
+    assert pin_inputs(job, {"policy": "models:/nothing/1"})[1] == {"policy": "models:/nothing/1"}
