@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def stopped(how: str, verb: str, status: int) -> int:
     """Prints how a signal ended the run, and how to continue it; returns `status`."""
-    resumable = verb in STAGE or verb == "rlhf"
+    resumable = verb == "rlhf" or (verb in STAGE and STAGE[verb].runs_in != "here")
     further = "; the same command with the same run.name continues from the last checkpoint, if there is one"
     with signals.ignored():
         print(f"\n{how}{further if resumable else ''}", file=sys.stderr)

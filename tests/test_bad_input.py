@@ -138,7 +138,7 @@ ROWS = [
          overrides=["data.pairs=/nowhere/pairs.jsonl", "reward={judging}"]),
     case("nothing held out", "sft", r"data\.eval_fraction: 0\.001 of 1 rows.*leaves none for `eval`; set another share, or name",
          rows=[GOOD], overrides=["data.eval_fraction=0.001"]),
-    case("missing file", "sft", r"data\.train: there is no file 'jobs/demo/data/demonstration\.jsonl'; is '.*demonstrations\.jsonl' meant\?; expected a path",
+    case("missing file", "sft", r"data\.train: there is no file 'jobs/demo/data/demonstration\.jsonl'; did you mean '.*demonstrations\.jsonl'\?; expected a path",
          overrides=["data.train=jobs/demo/data/demonstration.jsonl"]),
     case("glob that matches nothing", "sft", r"data\.train: the pattern 'data/\*\.jsonl' matches no file", r"looked in /.*; expected one that finds JSON", overrides=["data.train=data/*.jsonl"]),
     case("folder without data", "sft", r"data\.train: the folder 'pipeline/ppo' holds no data file; expected files named \*\.jsonl",
@@ -204,7 +204,7 @@ JOB = [
     # inputs
     case("no such registered model", "ppo", r"policy: models:/nothing-sft@champion: no registered model 'nothing-sft' in sqlite.*registered: held-back-rm.*run `make sft` first",
          overrides=["policy=models:/nothing-sft@champion"]),
-    case("alias that the gate held back", "ppo", r"reward: models:/held-back-rm@champion: no such alias.*newest is models:/held-back-rm/1 \(gate failed: eval_accuracy = 0\.5, required >= 0\.95\): by its number it can be used",
+    case("alias that the gate held back", "ppo", r"reward: models:/held-back-rm@champion: no such alias.*newest is models:/held-back-rm/1 \(gate failed: eval_accuracy = 0\.5, required >= 0\.95\); type that to use it anyway",
          overrides=["reward=models:/held-back-rm@champion"]),
     case("no such version", "evaluate", r"baseline: models:/held-back-rm/7: no such alias or version.*newest is models:/held-back-rm/1", overrides=["baseline=models:/held-back-rm/7"]),
     case("version whose files are gone", "ppo", r"reward: models:/held-back-rm/1: .*cannot be fetched from .*/gone .*take another version", overrides=["reward=models:/held-back-rm/1"]),

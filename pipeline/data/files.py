@@ -94,7 +94,7 @@ def matching(item: str, key: str) -> list[File]:
     parent = os.path.dirname(inner)
     names = os.listdir(parent) if not storage.is_remote(item) and os.path.isdir(parent) else []
     close = difflib.get_close_matches(os.path.basename(inner), names, 1)
-    hint = f"; is {os.path.join(os.path.dirname(item), close[0])!r} meant?" if close else ""
+    hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
     raise InputError(
         f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://", key=key
     )

@@ -218,7 +218,7 @@ def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
     aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[name].aliases.items()) or "none"
     newest = _newest(mlflow, name)
     hint = (
-        f"the newest is models:/{name}/{newest.version} (gate {newest.tags.get('gate', '?')}): by its number it can be used"
+        f"the newest is models:/{name}/{newest.version} (gate {newest.tags.get('gate', '?')}); type that to use it anyway"
         if newest
         else ""
     )

@@ -68,7 +68,11 @@ def read(reference: str, runs: str = "runs") -> Run:
         return _from_mlflow(given, runs)
     raise InputError(
         f"{reference}: no run (a folder with job.json, a name under {runs}/, or an MLflow run id of 32 hex digits); "
-        + (f"there are {', '.join(known)}" if (known := _known(runs)) else "train one first, e.g. make sft")
+        + (
+            f"existing runs: {', '.join(known)}"
+            if (known := _known(runs))
+            else "train one first, e.g. make sft"
+        )
     )
 
 

@@ -160,7 +160,7 @@ def nothing_learned(run: Run, adapter: str) -> str | None:
     if adapter_files.learned(adapter, start and registry.fetch(start, registry.tracking_uri(run.job))):
         return None
     return (
-        f"nothing was learned: after training the adapter is the same as {start or 'a new one'}. The learning rate was 0 at "
+        f"nothing was learned: after training the adapter equals {start or 'its initialisation'}. The learning rate was 0 at "
         "every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
     )
 

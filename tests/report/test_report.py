@@ -434,7 +434,9 @@ def test_a_run_whose_folder_is_gone_is_shown_from_mlflow(store, monkeypatch):
     assert run.metrics == {"eval_kl": 2.5} and len(run.history["objective/kl"]) == 3
 
 
-@pytest.mark.parametrize(("given", "says"), [("nope", "there are one-"), ("0" * 32, "no such run in sqlite")])
+@pytest.mark.parametrize(
+    ("given", "says"), [("nope", "existing runs: one-"), ("0" * 32, "no such run in sqlite")]
+)
 def test_a_run_that_is_not_there(given, says, runs, store, monkeypatch, capsys):
     monkeypatch.chdir(store.parent)
     (store.parent / "runs").exists() or (store.parent / "runs").symlink_to(store)
