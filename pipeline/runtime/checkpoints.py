@@ -119,7 +119,8 @@ def repair(run_folder: str) -> list[str]:
             flush=True,
         )
     set_aside = storage.folders(storage.join(run_folder, SET_ASIDE))
-    if noted and not whole and set_aside:  # whenever it is tried: it must not start over unasked
+    # Not only at the first attempt, which sets the damaged ones aside: a run must not start over unasked.
+    if not whole and (damaged or (set_aside and noted != {})):
         raise InputError(
             f"no checkpoint of {run_folder} is whole ({'; '.join(damaged) or 'see damaged/ there'}); run.fresh=true starts "
             "the run over, or bring the files back. run.num_to_keep=2 or more keeps one to fall back to",

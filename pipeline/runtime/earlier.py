@@ -84,11 +84,11 @@ def _check_kinds(left: dict[str, Any], kinds: dict[str, Any]) -> None:
     for key, kind in kinds.items():
         if key in left and not isinstance(left[key], kind):
             raise TypeError(
-                f"{key}: left {left[key]!r:.80}, expected {getattr(kind, '__name__', 'a number')}"
+                f"{key}: found {left[key]!r:.80}, expected {getattr(kind, '__name__', 'a number')}"
             )
     for key in kinds.keys() & {"inputs", "rows"}:
         if not all(isinstance(value, str) for value in left.get(key, {}).values()):
-            raise TypeError(f"{key}: left {left[key]!r:.80}, expected texts")
+            raise TypeError(f"{key}: found {left[key]!r:.80}, expected texts")
 
 
 def recorded(job: Job) -> dict[str, Any] | None:

@@ -100,9 +100,12 @@ def test_damage_to_the_newest_is_named_and_the_one_before_is_used(kind, run, cap
     assert checkpoints.repair(str(run)) == ["checkpoint_00000005"] and capsys.readouterr().out == ""
 
 
-def test_no_whole_checkpoint_is_an_error_not_a_silent_start_from_nothing(run):
+@pytest.mark.parametrize("snapshot", ["whole", "cut off"])
+def test_no_whole_checkpoint_is_an_error_not_a_silent_start_from_nothing(snapshot, run):
     flip(make(run, "checkpoint_00000005"))
     note(run, "checkpoint_00000005")
+    if snapshot == "cut off":
+        os.truncate(run / checkpoints.SNAPSHOT, 1)
     for _ in range(2):  # the damaged one has been set aside by the first
         with pytest.raises(
             InputError, match=r"run\.name: no checkpoint .* is whole.*run\.fresh=true.*num_to_keep"
