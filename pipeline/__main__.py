@@ -43,7 +43,7 @@ examples:
   python -m pipeline chat jobs/demo/generate.yaml policy=models:/rlhf-sft@champion
   python -m pipeline ppo jobs/demo/ppo.yaml policy=models:/rlhf-sft/3 run.name=ppo-kl trainer.kl_coef=0.02
 
-A value is YAML: data.train=[a.jsonl,b.jsonl], data.eval=null. Keys are those of the job file: jobs/demo/*.yaml explains them.
+A value is YAML: data.train=[a.jsonl,b.jsonl], data.eval=null. Keys are the job file's; jobs/demo/*.yaml explains them.
 The same run.name again continues that run; run.fresh=true starts it over.
 """
 
@@ -119,7 +119,7 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
 
 
 def input_error(error: BaseException, kind: Any = InputError) -> Any:
-    """The InputError (or another `kind`) inside what Ray wrapped around it between worker and driver; None if there is none."""
+    """The InputError (or another `kind`) that Ray wrapped on its way from a worker to the driver; None if there is none."""
     for one in causes(error):
         # A RayTaskError may itself pass for an InputError, with a traceback as its text.
         if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):

@@ -1,1 +1,1 @@
-"""Ray clusters, seen from outside: cluster.yaml, checks before money is spent, job submission, spot notices, KubeRay."""
+"""Ray clusters from outside: cluster.yaml, checks before money is spent, job submission, spot notices, KubeRay."""

@@ -122,8 +122,7 @@ def _to_edit(line: str) -> bool:
 
 
 def _check_schema(file: Path, config: dict[str, Any]) -> None:
-    """Runs Ray's own check, with which `ray up` begins. Private in ray 2.60, whose wheel is pinned: import the public one
-    once there is one."""
+    """Runs the check of the file's schema with which `ray up` begins. Private in ray 2.60; use a public one once it exists."""
     from jsonschema import ValidationError
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -166,9 +165,9 @@ def summary(file: Path, config: dict[str, Any]) -> str:
 def up(file: Path, config: dict[str, Any], options: list[str]) -> None:
     """Becomes `ray up`.
 
-    Autoscaler 2, Ray's default, takes a spot type's fallback after a launch that failed. On machines of one's own it
-    counts the head as a worker and starts one too few (ray 2.60, LocalNodeProvider): those get autoscaler 1. Remove when it
-    starts them all.
+    Autoscaler 2, Ray's default, falls back from a spot type after a launch that failed. On machines of one's own it
+    counts the head as a worker and starts one too few (ray 2.60, LocalNodeProvider), so those get autoscaler 1. Remove
+    when it starts them all.
     """
     version = "0" if config["provider"]["type"] == "local" else "1"
     environment = {**os.environ, "RAY_UP_enable_autoscaler_v2": version}

@@ -132,7 +132,7 @@ def _reward_role(index: int) -> str:
 
 @contextmanager
 def sampler(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Engine | None]:
-    """The engine of the policy's rollouts for the block: vLLM where the job asks for it; None: the trainer's own, on the base."""
+    """The engine of the policy's rollouts for the block: vLLM if the job asks for it; None, the trainer's own, if not."""
     if not args.use_vllm:
         yield None
         return
