@@ -27,11 +27,11 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         stage: load_job(Path(folder) / f"{stage}.yaml", overrides_of(stage, overrides), stage)
         for stage in ORDER
     }
-    names = [job.run.name for job in jobs.values() if job.run.name]
-    if len(set(names)) < len(names):
+    named = [(job.run.storage_path, job.run.name) for job in jobs.values() if job.run.name]
+    if twice := next((name for name in named if named.count(name) > 1), None):
+        apart = " ".join(f"{stage}.run.name={twice[1]}-{stage}" for stage in ORDER)
         raise InputError(
-            f"found {names[0]!r} for several stages, and each is a run of its own; type {next(iter(ORDER))}.run.name=... "
-            "for one of them",
+            f"found {twice[1]!r} for several stages, and each is a run of its own; type {apart}",
             key="run.name",
         )
     for job in jobs.values():  # not after an hour of the stages before
