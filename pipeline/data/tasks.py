@@ -161,13 +161,8 @@ class Task:
     """The parts that are made of one chunk, and what has been counted so far."""
 
     def __init__(self, chunk: Chunk, index: int, encoder: Encoder, options: Options, folder: str):
-        self.chunk, self.index, self.encoder, self.options, self.folder = (
-            chunk,
-            index,
-            encoder,
-            options,
-            folder,
-        )
+        self.chunk, self.index, self.encoder = chunk, index, encoder
+        self.options, self.folder = options, folder
         self.stats = Stats()
         self.writers: dict[str, PartWriter] = {}  # by split
 
