@@ -307,8 +307,18 @@ def score_head(model: torch.nn.Module) -> torch.nn.Module:
 
 def _fp32_head(model: torch.nn.Module) -> None:
     head = score_head(model).float()
-    head.register_forward_pre_hook(_to_fp32)
+    kind = type(head)
+    head.__class__ = type(kind.__name__, (_InFp32, kind), {})  # a copy of the module is one, too: peft trains a copy
 
 
-def _to_fp32(head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (args[0].float(), *args[1:])
+class _InFp32:
+    """Mixin of a scalar head: it computes in fp32, under autocast and on a half-precision body alike.
+
+    bf16 has 8 bits for a score: 15.13 becomes 15.125, and pairs that lie closer together come out equal.
+    """
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        with torch.autocast(hidden.device.type, enabled=False):
+            return super().forward(hidden.float())  # type: ignore[misc]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import transformers
@@ -104,6 +105,23 @@ def test_families_load_frozen(folders, family, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scorers_head_computes_in_fp32_under_autocast(folders, dtype):
+    """As TRL trains it with bf16: true. Scores rounded to bf16 tie, and a tie counts as wrong."""
+    scorer = load_base(settings(folders["qwen3"], dtype=dtype), load_tokenizer(str(folders["qwen3"])))
+    scorer = peft.get_peft_model(scorer, peft.LoraConfig(task_type="SEQ_CLS", r=2))
+    head = score_head(scorer.base_model.model).modules_to_save["default"]
+    head.weight.data.fill_(0.5)
+    seen = []
+    head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = scorer(torch.randint(5, 200, (16, 8))).logits
+    exact = seen[0][:, -1].double().sum(-1, keepdim=True) / 2
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-5)
+    scores.sum().backward()
+    assert head.weight.grad.dtype == torch.float32 and head.weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nf4_on_a_cpu(folders, family):
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -114,7 +132,7 @@ def test_nf4_on_a_cpu(folders, family):
     assert torch.isfinite(before).all()
     torch.testing.assert_close(model.train()(ids).logits, before)
     scorer = load_base(settings(folders[family], load_in_4bit=True), load_tokenizer(str(folders[family])))
-    assert type(score_head(scorer)) is torch.nn.Linear and scorer(ids).logits.shape == (1, 1)
+    assert isinstance(score_head(scorer), torch.nn.Linear) and scorer(ids).logits.shape == (1, 1)
 
 
 def test_identity_follows_every_weight_byte(folders, tmp_path):
