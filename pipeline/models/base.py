@@ -308,7 +308,8 @@ def score_head(model: torch.nn.Module) -> torch.nn.Module:
 def _fp32_head(model: torch.nn.Module) -> None:
     head = score_head(model).float()
     kind = type(head)
-    head.__class__ = type(kind.__name__, (_InFp32, kind), {})  # a copy of the module is one, too: peft trains a copy
+    # Not a forward of this one module: peft trains a copy of it.
+    head.__class__ = type(kind.__name__, (_InFp32, kind), {})
 
 
 class _InFp32:

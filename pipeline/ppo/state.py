@@ -68,7 +68,11 @@ def restore_state(trainer: PPOTrainer, folder: str | Path) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """States of the global generators of Python, numpy and torch, in types that a weights_only load accepts."""
+    """States of the global generators of Python, numpy and torch, in types that a weights_only load accepts.
+
+    Of the GPUs that the process sees, that of the current one alone: the others are other workers', and another node may
+    have fewer.
+    """
     version, words, gauss = random.getstate()
     numpy: Any = np.random.get_state()
     kind, keys, position, has_gauss, cached = numpy
@@ -82,7 +86,7 @@ def rng_state() -> dict[str, Any]:
             float(cached),
         ],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
@@ -103,5 +107,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

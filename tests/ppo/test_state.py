@@ -6,6 +6,8 @@ import pytest
 import torch
 import toy_ppo as toy
 
+from pipeline.ppo.state import rng_state, set_rng_state
+
 
 def test_a_restored_run_ends_with_the_same_numbers(tmp_path):
     changes = dict(
@@ -72,3 +74,47 @@ def test_kl_controller_counts_nats_a_completion_and_is_in_the_checkpoint(tmp_pat
     below = toy.trainer(toy.shared_base(spread=0.2), **{**changes, "kl_target": 1000.0})
     below.run_update()
     assert below.kl_coef < 0.1
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A node with GPUs, of which this process uses one: `node(count, current)`. Their generators are CPU ones."""
+
+    def of(count, current):
+        generators = [torch.Generator().manual_seed(100 + i) for i in range(count)]
+        patched = {
+            "is_available": lambda: count > 0,
+            "get_rng_state": lambda: generators[current].get_state(),
+            "set_rng_state": lambda state: generators[current].set_state(state),
+            "get_rng_state_all": lambda: [g.get_state() for g in generators],
+            "set_rng_state_all": lambda states: [generators[i].set_state(s) for i, s in enumerate(states)],
+        }
+        for name, function in patched.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        return generators
+
+    return of
+
+
+@pytest.mark.parametrize(("count", "current"), [(1, 0), (8, 2), (0, 0)])
+def test_random_state_of_a_gpu_goes_on_on_a_node_with_other_gpus(node, tmp_path, count, current):
+    generators = node(8, 5)
+    torch.save(rng_state(), tmp_path / "rng.pt")
+    expected, here = torch.rand(3, generator=generators[5]), torch.rand(3)
+    generators = node(count, current)
+    others = [g for i, g in enumerate(generators) if i != current]
+    untouched = [g.get_state() for g in others]
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert torch.equal(torch.rand(3), here)
+    if count:
+        assert torch.equal(torch.rand(3, generator=generators[current]), expected)
+    assert all(torch.equal(g.get_state(), state) for g, state in zip(others, untouched, strict=True))
+
+
+def test_a_state_without_a_gpu_is_restored_beside_one(node):
+    state = rng_state()
+    expected = torch.rand(3)
+    generators = node(1, 0)
+    set_rng_state(state)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(generators[0].get_state(), torch.Generator().manual_seed(100).get_state())
