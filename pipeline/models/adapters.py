@@ -12,7 +12,6 @@ gets a context that restores the role of its forward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -100,7 +99,8 @@ class SharedBase(nn.Module):
             lora: of a new adapter, the fields of peft.LoraConfig.
             folder: of a saved adapter. Its head, if any, is loaded whatever `head` says.
             copy_of: the role to copy.
-            head: whether the role has a scalar head: that of the folder or of the copied role, else a new one.
+            head: whether the role has a scalar head: that of the folder or of the copied role, else a new one of zeros, so
+                that a critic without a reward adapter to start from predicts 0 and not noise as large as the reward.
             trainable: whether its parameters get gradients.
 
         Raises:
@@ -130,8 +130,7 @@ class SharedBase(nn.Module):
         else:
             self._inject(role, LoraConfig(**{"task_type": "CAUSAL_LM", **(lora or {})}), trainable)
         if head and role not in self.heads:
-            # Small, as OpenAI's and TRL's value heads: initial values are near 0 and not noise as large as the reward.
-            self._new_head(role, torch.randn(1, self.hidden_size) / math.sqrt(self.hidden_size + 1))
+            self._new_head(role, torch.zeros(1, self.hidden_size))
         self.set_trainable(role, trainable)
 
     def _inject(self, role: str, config: LoraConfig, trainable: bool) -> None:

@@ -104,7 +104,7 @@ class PPOTrainer:
         for role in self.roles:
             shared.set_trainable(role, True)
             for parameter in shared.parameters_of(role):
-                if self.workers > 1:  # new heads and adapters are random: every rank starts from rank 0's
+                if self.workers > 1:  # new adapters are random: every rank starts from rank 0's
                     dist.broadcast(parameter.data, src=0)
         learning_rates = {"policy": args.learning_rate, "critic": args.learning_rate}
         if args.critic_learning_rate is not None:  # it may be 0

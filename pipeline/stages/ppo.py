@@ -27,7 +27,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.runtime import roles
 
     args = worker.job.args
-    set_seed(args.seed)  # a head that is made of random numbers is the same on every rank
+    set_seed(args.seed)  # new adapters are made of random numbers: the same ones on every rank
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
     rewards = roles.add_rewards(worker, shared)

@@ -99,6 +99,16 @@ def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
     assert not torch.equal(policy, toy.weights(shared, ["policy"]))
 
 
+def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
+    """Values as large as the reward, and random, explain less than nothing of the returns: the first updates unlearn them."""
+    shared = toy.shared_base(critic=False)
+    shared.add("critic", lora=toy.LORA, head=True, trainable=True)
+    trainer, start = toy.trainer(shared), toy.weights(shared, ["critic"])
+    assert trainer.run_update()["val/explained_variance"] == pytest.approx(0, abs=1e-6)
+    moved = toy.weights(shared, ["critic"]) != start
+    assert moved[-32:].all() and moved[:-32].any()  # the head, and through it the adapter
+
+
 def test_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
     shared = toy.shared_base()
     for parameter in [*shared.parameters_of("reference"), *shared.parameters_of("policy")]:

@@ -74,6 +74,7 @@ def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
     shared.add("policy", copy_of="reference", trainable=True)
     if critic:
         shared.add("reward", lora={**LORA, "r": 3}, head=True)
+        shared.heads["reward"].weight.data.normal_(std=33**-0.5)  # as if trained: a new head is zeros
         shared.add("critic", copy_of="reward", head=True, trainable=True)
     for role in ("policy", "critic") if spread else ():
         for parameter in shared.parameters_of(role) if role in shared.roles else ():
