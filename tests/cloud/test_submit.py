@@ -72,6 +72,12 @@ def test_keys_and_tokens_in_the_folder_are_not_uploaded(tmp_path):
     assert set(preflight.upload_files(str(tmp_path))) - {".rayignore"} == set(sent)
 
 
+def test_the_whole_pipeline_is_uploaded():
+    """A module named like a file of secrets, too."""
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*.py")}
+    assert not modules - set(preflight.upload_files(str(ROOT)))
+
+
 # ------------------------------------------------------------------------------------------- refused, with a head
 
 
