@@ -338,12 +338,9 @@ class SharedBase(nn.Module):
         of_actions = (hidden[rows, positions - 1], input_ids[rows, positions], steps < barred_steps)
         blank = torch.zeros(mask.shape, device=mask.device)
         with self.use(role):
-            logprobs = per_action(self, *of_actions, temperature, tuple(barred))
-            logprobs = blank.index_put((rows, steps), logprobs)
-            if not entropy:
-                return logprobs, None
-            entropies = per_action(self, *of_actions, temperature, tuple(barred), want_entropy=True)
-            return logprobs, blank.index_put((rows, steps), entropies)
+            found = per_action(self, *of_actions, temperature, tuple(barred), want_entropy=entropy)
+        logprobs, *entropies = (blank.index_put((rows, steps), values) for values in found)
+        return logprobs, entropies[0] if entropy else None
 
     def _head(self, role: str, hidden: Tensor) -> Tensor:
         """(...) fp32 output of the role's scalar head on hidden states (..., H). Raises ValueError if it has none."""

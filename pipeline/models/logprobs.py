@@ -26,21 +26,21 @@ def per_action(
     barred: tuple[int, ...],
     want_entropy: bool = False,
 ) -> Tensor:
-    """(N,) fp32 log-probs of actions, or entropies of their distributions, in the role in use.
+    """(1, N) fp32 log-probs of actions, or (2, N) with the entropies of their distributions below, in the role in use.
 
-    The logits of a chunk of rows exist at a time, and none are kept for backward.
+    The logits of a chunk of rows exist at a time, once for both, and none are kept for backward.
 
     Args:
         hidden: (N, H) hidden states, each one position before its action.
         targets: (N,) token ids of the actions.
         early: (N,) bool, on where `barred` token ids have probability 0.
         temperature: divides the logits.
-        want_entropy: whether entropies are wanted instead of log-probs.
+        want_entropy: whether entropies are wanted, too.
     """
     head = shared.base.get_output_embeddings()
     size = max(1, LOGIT_CHUNK.get(hidden.device.type, LOGIT_CHUNK["cpu"]) // shared.vocab_size)
     # Without actions, an empty result that is still part of the graph.
-    chunks = [hidden.sum(-1).float() * 0.0] if len(hidden) == 0 else []
+    chunks = [hidden.new_zeros(1 + want_entropy, 0).float() + hidden.sum() * 0.0] if len(hidden) == 0 else []
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
         run = partial(_from_logits, shared, targets[part], early[part], temperature, barred, want_entropy)
@@ -51,7 +51,7 @@ def per_action(
             chunks.append(checkpoint(run, hidden[part], use_reentrant=False, context_fn=contexts))
         else:
             chunks.append(_RowWise.apply(hidden[part], run))
-    return torch.cat(chunks)
+    return torch.cat(chunks, dim=1)
 
 
 def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -62,11 +62,11 @@ def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 class _RowWise(torch.autograd.Function):
-    """y (N,) = run(x) of hidden states x (N, H), where y[n] depends on x[n] alone and `run` has no trainable parameters.
+    """y (K, N) = run(x) of hidden states x (N, H), where y[:, n] depends on x[n] alone and `run` trains no parameters.
 
-    The gradient of sum(y) then holds every row's own derivative. It is computed in the forward, while the chunk's logits
-    are in memory, and (N, H) is kept for backward instead of (N, V): two products with the lm head, where recomputing
-    the logits takes three.
+    The gradient of sum(y[k]) then holds the derivative of every y[k, n]. All K are computed in the forward, while the
+    chunk's logits are in memory, and K x (N, H) are kept for backward instead of (N, V): 1 + K products with the lm head,
+    where recomputing the logits takes one more.
     """
 
     @staticmethod
@@ -74,14 +74,14 @@ class _RowWise(torch.autograd.Function):
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = run(leaf)
-            (derivative,) = torch.autograd.grad(y.sum(), leaf)
-        ctx.save_for_backward(derivative)
+            derivatives = [torch.autograd.grad(row.sum(), leaf, retain_graph=True)[0] for row in y]
+        ctx.save_for_backward(*derivatives)
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (derivative,) = ctx.saved_tensors
-        return (grads[0].unsqueeze(-1) * derivative).to(derivative.dtype), None
+        weighted = [g.unsqueeze(-1) * d for g, d in zip(grads[0], ctx.saved_tensors, strict=True)]
+        return torch.stack(weighted).sum(0).to(ctx.saved_tensors[0].dtype), None
 
 
 def _from_logits(
@@ -93,13 +93,17 @@ def _from_logits(
     want_entropy: bool,
     hidden: Tensor,
 ) -> Tensor:
-    """(N,) fp32 log-probs of `targets`, or entropies, of hidden states (N, H)."""
+    """(1, N) fp32 log-probs of `targets`, with the entropies (2, N), of hidden states (N, H)."""
     logits = shared.logits(hidden)
     if temperature != 1.0:  # saves a pass over the largest tensor
         logits = logits / temperature
     if barred:
         logits = bar(logits, early, barred)
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser
     if not want_entropy:
-        return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-    logprobs = logits.log_softmax(-1)
-    return -(logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)).sum(-1)
+        return logprobs.unsqueeze(0)
+    of_all = logits - normaliser.unsqueeze(-1)
+    # A barred token has probability 0, and 0 * -inf is NaN.
+    entropies = -(of_all.exp() * of_all.masked_fill(of_all == float("-inf"), 0.0)).sum(-1)
+    return torch.stack([logprobs, entropies])
