@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-20 nats: exp(20), and its square in a gradient, are finite in fp32."""
+"""Log-ratios are clamped to +-20 nats before exp, and nowhere else: exp(20), and its square in a gradient, are finite in
+fp32."""
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
@@ -72,15 +73,17 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
     """Per-token estimate of KL(policy || reference), in nats, from tokens that the policy sampled.
 
     With d = log p_policy - log p_reference: k1 = d (unbiased, can be negative), k2 = d^2 / 2 (biased, low variance, its
-    gradient is that of the KL), k3 = exp(-d) - 1 + d (unbiased, never negative), abs = |d|. Takes no mask: the caller
-    masks the result. Raises ValueError for another estimator.
+    gradient is that of the KL), k3 = exp(-d) - 1 + d (unbiased, never negative), abs = |d|. k3 alone needs an exp: where
+    d < -LOG_RATIO_LIMIT it is constant and has no gradient. Takes no mask: the caller masks the result. Raises ValueError
+    for another estimator.
     """
-    difference = (logprobs.float() - ref_logprobs.float()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    difference = logprobs.float() - ref_logprobs.float()
     if estimator == "k1":
         return difference
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
+        difference = difference.clamp(min=-LOG_RATIO_LIMIT)
         return torch.expm1(-difference) + difference
     if estimator == "abs":
         return difference.abs()
@@ -160,8 +163,7 @@ def policy_loss(
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     advantages = advantages.float().where(mask, 0.0)
     log_ratio = logprobs.float().where(mask, 0.0) - old_logprobs.float().where(mask, 0.0)
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - cliprange, 1.0 + cliprange)
     loss = torch.maximum(unclipped, clipped)

@@ -74,6 +74,27 @@ def test_kl_estimators_by_hand():
         F.kl_estimate(p, q, "k9")
 
 
+def test_kl_estimators_far_from_the_reference():
+    """Only what goes through exp is clamped: a token 29 nats away says so, and pulls back."""
+    for sign in (1.0, -1.0):
+        policy, reference = torch.tensor([sign * 29.0], requires_grad=True), torch.zeros(1)
+        for estimator, value, gradient in (
+            ("k1", sign * 29, 1),
+            ("abs", 29, sign),
+            ("k2", 29**2 / 2, sign * 29),
+        ):
+            kl = F.kl_estimate(policy, reference, estimator)
+            assert kl.item() == value
+            assert torch.autograd.grad(kl.sum(), policy)[0].item() == gradient
+        k3 = F.kl_estimate(policy, reference, "k3")
+        assert k3.item() == pytest.approx(
+            28 if sign > 0 else math.expm1(F.LOG_RATIO_LIMIT) - F.LOG_RATIO_LIMIT
+        )
+        assert torch.autograd.grad(k3.sum(), policy)[0].item() == (1 if sign > 0 else 0)
+    _, stats = F.policy_loss(t([29.0]), t([0.0]), t([1.0]), t([1]), 0.2)
+    assert stats["approxkl"].item() == 29**2 / 2
+
+
 def test_kl_estimators_agree_with_the_true_kl_in_the_mean():
     torch.manual_seed(0)
     p, q = torch.randn(6).log_softmax(-1), torch.randn(6).log_softmax(-1)
