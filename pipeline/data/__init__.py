@@ -3,7 +3,7 @@
 A row passes through the files in this order:
 
     files, chunks, lines | array, gunzip    files of a job -> decoded rows with their line numbers
-    parse, kinds, values, messages          a row of any accepted shape -> a Record (record.py)
+    parse, kinds, values, messages, tools   a row of any accepted shape -> a Record (record.py)
     demonstrations, preferences, prompts,   the kinds of rows: their shapes, their parser, their encoder
       scored
     template, encode                        Record -> text -> token ids

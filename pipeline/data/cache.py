@@ -15,7 +15,7 @@ from pipeline.data.tasks import Options
 from pipeline.data.template import DATE
 from pipeline.system import storage
 
-VERSION = 4  # of the parts: raise it when the same rows would become other tokens
+VERSION = 5  # of the parts: raise it when the same rows would become other tokens
 
 
 def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) -> str:

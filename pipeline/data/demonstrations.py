@@ -24,20 +24,24 @@ SHAPES = {
     "prompt+answer": ("prompt", "answer"),
     "instruction+output": ("instruction", "output"),
 }
+# Columns that say whether a completion is good (trl.KTOTrainer's, LLaMA-Factory's), and their values where it is not.
+LABELS = {"label", "kto_tag"}
+BAD = (False, -1, "false", "0", "-1", "bad", "rejected", "undesirable", "negative")  # 0 is False
 WEIGHTS = {"weight", "train"}  # fields of a message that say whether it is trained
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------
 
 
 def parse(row: dict[str, Any], shape: str) -> Record:
-    """A demonstration of one of SHAPES, to be imitated; one that trl.KTOTrainer's `label` calls bad is refused."""
-    if row.get("label") in (False, "false", "False"):  # 0 is False
-        raise RowError(
-            "label",
-            "label",
-            "false: a completion that is not to be imitated",
-            "good completions only; leave this row out, or make pairs (chosen, rejected) for rm or dpo of such rows",
-        )
+    """A demonstration of one of SHAPES, to be imitated; one that one of LABELS calls bad is refused."""
+    for name in LABELS & row.keys():
+        if (row[name].lower() if isinstance(row[name], str) else row[name]) in BAD:
+            raise RowError(
+                "label",
+                name,
+                f"{show(row[name])}: a completion that is not to be imitated",
+                "good completions only; data.on_error=skip trains on those alone; rm and dpo learn from pairs (chosen, rejected)",
+            )
     return demonstration(row, shape)
 
 
@@ -122,10 +126,11 @@ def _render(encoder: Encoder, record: Record) -> tuple[Rendered, list[Span], boo
             return (whole, escaping), [(len(prompt), len(whole))], True
         turns = [*prompt, *completion]
         first = 0 if record.all_turns else len(prompt)
-        whole, spans = encoder.chat.spans(turns, first, record.untrained)  # type: ignore[arg-type]
+        chat = encoder.chat.offering(record.tools)
+        whole, spans = chat.spans(turns, first, record.untrained)  # type: ignore[arg-type]
         if not holds(whole, prompt[-1]["content"].strip()):
             # raises where the template leaves out or changes the last turn of the prompt
-            encoder.chat.asking(prompt)
+            chat.asking(prompt)
         return (whole, escaping), spans, len(turns) - 1 not in record.untrained
     except RowError as error:
         return error

@@ -6,6 +6,7 @@ text (models/special.py). Completions are compared as tokens: an empty one or a 
 No torch import.
 """
 
+import json
 import operator
 import re
 from collections.abc import Sequence
@@ -98,6 +99,12 @@ class Encoder:
         """The special tokens in the text of a row."""
         texts = contents(record.prompt, *(completion for pair in record.pairs for completion in pair))
         return list(dict.fromkeys(name for text in texts for name in self.control.tokens_in(text)))
+
+    def unread(self, record: Record) -> tuple[str, ...]:
+        """The columns of a row that the model does not see: those that nothing reads, and `tools` if no template writes it."""
+        chat = self.apply_template or not isinstance(record.prompt, str)
+        hidden = record.tools and not (chat and self.chat.writes("tools"))
+        return (*record.unread, "tools") if hidden else record.unread
 
     def unlearned_end(self) -> tuple[str, str] | None:
         """What the chat template ends a completion with, and what generation stops on; None: it stops on the first."""
@@ -204,6 +211,12 @@ class Encoder:
                 [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
                 for completion in completions
             )
+        turns = [turn for part in (prompt, *completions) if not isinstance(part, str) for turn in part]
+        called = [record.tools, *(turn.get("tool_calls") for turn in turns)]
+        if any(called) and self.control.as_text:
+            for name in self.control.tokens_in(json.dumps(called, ensure_ascii=False)):
+                expected = "tools and calls without it, or data.special_tokens=control"
+                raise RowError("special_tokens", "tools", show(name), expected)
         try:
             escaping = self.control.escaping(contents(prompt, *completions))
         except ValueError as error:
@@ -216,11 +229,11 @@ class Encoder:
             escaping,
         )
 
-    def whole(self, prompt: Text, completion: Text) -> tuple[str, str]:
-        """(text of the prompt, text of prompt and completion); the second begins with the first."""
+    def whole(self, record: Record, prompt: Text, completion: Text) -> tuple[str, str]:
+        """(text of the record's prompt, text of prompt and completion); the second begins with the first."""
         if isinstance(prompt, str):
             return prompt, prompt + str(completion)
-        return self.chat.whole(prompt, list(completion))  # type: ignore[arg-type]
+        return self.chat.offering(record.tools).whole(prompt, list(completion))  # type: ignore[arg-type]
 
     def faulty(self, completions: Sequence[list[int]]) -> RowError | None:
         """What is wrong with the token ids of a prompt's completions: one is empty, or both are equal."""

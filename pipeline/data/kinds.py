@@ -25,11 +25,13 @@ class Kind:
     # What becomes of the completions: the policy learns to write those of the rows, or a reward model scores those of the
     # rows, or the policy writes them and the rows have prompts only.
     completions: Literal["learned", "scored", "written"]
+    further: frozenset[str] = frozenset()  # fields that no shape needs, and that it reads
     packs: bool = False  # whether trainer.packing joins several rows into one
     stage: str = ""  # whose rows they are, for messages
 
 
 _PAIR = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids"), list)
+_MARGIN = frozenset({"margin"})
 _PROMPT: dict[str, type] = {"input_ids": list, "row": str}
 
 KIND = {
@@ -39,15 +41,19 @@ KIND = {
         demonstrations.encode,
         {"input_ids": list, "labels": list},
         "learned",
+        frozenset(demonstrations.LABELS),
         packs=True,
     ),
-    "preferences": Kind(preferences.SHAPES, preferences.parse, preferences.encode_apart, _PAIR, "learned"),
+    "preferences": Kind(
+        preferences.SHAPES, preferences.parse, preferences.encode_apart, _PAIR, "learned", _MARGIN
+    ),
     "whole_preferences": Kind(
         preferences.SHAPES,
         preferences.parse,
         preferences.encode_whole,
         {"chosen_ids": list, "rejected_ids": list, "margin": float},
         "scored",
+        _MARGIN,
     ),
     "prompts": Kind(prompts.SHAPES, prompts.parse, prompts.encode, _PROMPT, "written"),
     "answered_prompts": Kind(prompts.SHAPES, prompts.parse_answered, prompts.encode, _PROMPT, "written"),

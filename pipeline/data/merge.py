@@ -53,13 +53,15 @@ def merge_split(name: str, stats: list[Stats]) -> Split:
     """The counts of `train` or `eval` over all tasks that have rows of it."""
     splits = [stat.splits[name] for stat in stats]
     merged = Split(dropped=dict(sum((Counter(split.dropped) for split in splits), Counter())))
-    for label in ("read", "kept", "truncated", "tokens", "text_rows", "ended", "special_rows"):
+    for label in ("read", "kept", "truncated", "tokens", "text_rows", "joined", "ended", "special_rows"):
         setattr(merged, label, sum(getattr(split, label) for split in splits))
     merged.prompt_tokens, merged.completion_tokens = (
         reports.percentiles(sum((stat.lengths[name][side] for stat in stats), Counter())) for side in (0, 1)
     )
     special = sum((Counter(split.special_tokens) for split in splits), Counter())
     merged.special_tokens = dict(special.most_common())
+    merged.unread = dict(sum((Counter(split.unread) for split in splits), Counter()))
+    merged.joined_first = next((split.joined_first for split in splits if split.joined_first), "")
     merged.special_first = next((split.special_first for split in splits if split.special_first), "")
     return merged
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.data.record import Message, Text, Turns, plain
+from pipeline.data.record import Message, Text, Turns, plain, words
+from pipeline.data.tools import decoded, tool_calls
 from pipeline.data.values import RowError, fields_of, nearest, show, some, type_name
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
@@ -24,6 +25,8 @@ ROLES = {
     "bot": "assistant",
     "tool": "tool",
     "ipython": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
 }
 
 
@@ -67,9 +70,19 @@ def message(item: Any, key: str) -> Message:
     if role.lower() not in ROLES:
         raise RowError("wrong_role", f"{key}.{names[0]}", show(role), "one of " + ", ".join(ROLES))
     content = item[names[1]]
+    calls = tool_calls(item.get("tool_calls"), f"{key}.tool_calls")
+    if role.lower() == "function_call":  # LLaMA-Factory's: the content is the call
+        calls, content = tool_calls(decoded(content), f"{key}.{names[1]}"), ""
+    elif calls and content is None:
+        content = ""
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         content = "".join(text(part["text"], f"{key}.{names[1]}") for part in content)
-    return {"role": ROLES[role.lower()], "content": text(content, f"{key}.{names[1]}")}
+    turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{names[1]}")}
+    if calls:
+        turn["tool_calls"] = calls
+    if turn["role"] == "tool":
+        turn |= {name: item[name] for name in ("tool_call_id", "name") if item.get(name)}
+    return turn
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
@@ -121,6 +134,8 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
                 "wrong_role", key, f"a completion by `{turns[0]['role']}`", "a completion by `assistant`"
             )
         ends_on(turns, "assistant", key)
+        if isinstance(prompt, str) and any("tool_calls" in turn for turn in turns):
+            raise RowError("wrong_type", key, "tool calls beside a prompt of text", "a prompt of messages")
         return plain(turns) if isinstance(prompt, str) else turns
     completion = text(value, key)
     if not completion.strip():
@@ -158,7 +173,7 @@ def ends_on(turns: Turns, role: str, key: str) -> None:
             f"a last turn by `{turns[-1]['role']}`",
             f"a conversation that ends on `{role}`",
         )
-    if not turns[-1]["content"].strip():
+    if not words(turns[-1]).strip():
         raise RowError("empty_completion", key, show(turns[-1]["content"]), "a last turn that is not empty")
 
 

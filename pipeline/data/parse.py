@@ -5,6 +5,7 @@ from typing import Any
 
 from pipeline.data.kinds import Kind
 from pipeline.data.record import Record
+from pipeline.data.tools import offered
 from pipeline.data.values import RowError, check_values, fields_of, nearest, show, some
 
 OPTIONAL = {"input", "margin", "system"}  # fields that no shape needs
@@ -21,7 +22,17 @@ def parse(row: Any, kind: Kind) -> Record:
     for key in kind.shapes[shape]:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
-    return kind.parse(row, shape)
+    record = kind.parse(row, shape)
+    record.tools = offered(row.get("tools"))
+    if "row" not in kind.columns:  # else all columns go to Python rewards
+        record.unread = tuple(key for key in row if key not in read_of(record, kind, shape))
+    return record
+
+
+def read_of(record: Record, kind: Kind, shape: str) -> set[str]:
+    """The columns that are read of a row of a shape."""
+    read = {*kind.shapes[shape], *kind.further, "system"}
+    return read | ({"input"} if "instruction" in read else set()) | ({"tools"} if record.tools else set())
 
 
 def shape_of(row: dict[str, Any], kind: Kind) -> str | None:

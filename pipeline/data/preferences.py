@@ -177,8 +177,8 @@ def _render(encoder: Encoder, record: Record) -> list[Triple] | RowError:
     try:
         for pair in record.pairs:
             prompt, (chosen, rejected), escaping = encoder.turns(record, pair)
-            head, with_chosen = encoder.whole(prompt, chosen)
-            _, with_rejected = encoder.whole(prompt, rejected)
+            head, with_chosen = encoder.whole(record, prompt, chosen)
+            _, with_rejected = encoder.whole(record, prompt, rejected)
             triples.append(((head, escaping), (with_chosen, escaping), (with_rejected, escaping)))
     except RowError as error:
         return error

@@ -63,7 +63,7 @@ def encode(encoder: Encoder, records: Sequence[Record]) -> list[list[Outcome]]:
 def _render(encoder: Encoder, record: Record) -> Rendered | RowError:
     try:
         prompt, _, escaping = encoder.turns(record, ())
-        text = prompt if isinstance(prompt, str) else encoder.chat.asking(prompt)
+        text = prompt if isinstance(prompt, str) else encoder.chat.offering(record.tools).asking(prompt)
     except RowError as error:
         return error
     return text[-encoder.room :], escaping

@@ -3,8 +3,9 @@
 import hashlib
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role, content; of a tool call also tool_calls, tool_call_id, name
 Turns = list[Message]
 Text = str | Turns  # raw text, or messages for the chat template
 
@@ -24,14 +25,25 @@ class Record:
     # turns that are not trained, numbered through prompt and completion
     untrained: frozenset[int] = frozenset()
     margin: float | None = None
+    # JSON schemas of the functions that may be called, for the chat template
+    tools: list[dict[str, Any]] | None = None
+    # columns of the row that nothing reads
+    unread: tuple[str, ...] = ()
     # JSON: the prompt and all further columns, as a Python reward gets them
     row: str = ""
+
+    def joined(self) -> str:
+        """The border of a prompt and a completion of text that meet without white space, or nothing."""
+        if not isinstance(self.prompt, str) or self.prompt[-1:].isspace():
+            return ""
+        sides = [str(side) for pair in self.pairs for side in pair]
+        return next((self.prompt[-20:] + side[:20] for side in sides if not side[:1].isspace()), "")
 
     def prompt_key(self) -> str:
         """Equal for two rows with the same prompt, whatever their completions; the hold-out is split by it."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return json.dumps([[m["role"], m["content"]] for m in self.prompt], ensure_ascii=False)
+        return json.dumps([[turn["role"], words(turn)] for turn in self.prompt], ensure_ascii=False)
 
     def prompt_content(self) -> str:
         """Equal for a prompt of text and for a single message with the same content."""
@@ -58,7 +70,13 @@ class Record:
 
 def plain(value: Text) -> str:
     """The words of a completion, whether it is text or messages: to compare two of them."""
-    return value.strip() if isinstance(value, str) else "\n\n".join(turn["content"].strip() for turn in value)
+    return value.strip() if isinstance(value, str) else "\n\n".join(words(turn).strip() for turn in value)
+
+
+def words(turn: Message) -> str:
+    """What a turn says: its content, and its tool calls as JSON."""
+    calls = turn.get("tool_calls")
+    return turn["content"] + (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
 def digest(text: str) -> int:

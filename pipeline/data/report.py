@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.data.kinds import kind_of
 from pipeline.data.messages import shared_length
+from pipeline.data.values import show
 from pipeline.errors import visible
 
 FIRST = 10  # bad rows that are named one by one
@@ -53,6 +54,11 @@ class Split:
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # whose prompt is plain text, not messages
+    joined: int = (
+        0  # of them, whose prompt and completion meet without white space, and no template parts them
+    )
+    joined_first: str = ""  # the border of the first of these
+    unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
     ended: int = 0  # whose trained tokens include one that generation stops on
     contradictions: int = 0  # pairs of completions that stand in both orders
     contradictions_first: str = ""  # file:line of two such rows
@@ -129,6 +135,16 @@ class Report:
                 f"{'its' if single else 'their'} text ({tokens}); they are encoded as {ways[self.special_tokens]} "
                 f"(data.special_tokens={other} encodes them as {ways[other]}); first: {split.special_first}"
             )
+        if split.joined:
+            lines.append(
+                f"{counted(split.joined, 'row')} of plain text {'joins' if split.joined == 1 else 'join'} prompt and completion "
+                f"without white space ({show(split.joined_first)}): model.chat_template=plain puts them into a dialogue"
+            )
+        if tools := split.unread.get("tools"):
+            lines.append(
+                f"the model does not see the `tools` of {counted(tools, 'row')}: the chat template does not write them; one that "
+                "does is named as model.chat_template=FILE"
+            )
         completions = kind_of(self.stage).completions
         if completions == "learned" and name == "train" and split.kept and not split.ended:
             why = (
@@ -169,6 +185,8 @@ class Report:
         ]
         if split.text_rows:
             lines.append(f"  template    {self._template(split.text_rows)}")
+        if split.unread:
+            lines.append(f"  not read    {visible(columns_of(split.unread), lines=False)}")
         lines += [
             f"  dropped     {count:,} {KINDS.get(why, why)}" for why, count in sorted(split.dropped.items())
         ]
@@ -183,6 +201,13 @@ class Report:
 
 def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def columns_of(rows: dict[str, int]) -> str:
+    """The columns that nothing reads, most frequent first."""
+    names = [name[:40] for name, _ in Counter(rows).most_common()]
+    more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
+    return f"column{'s' * (len(names) > 1)} {', '.join(names[:8])}{more}"
 
 
 def percentiles(histogram: Counter[int]) -> dict[str, int]:

@@ -37,7 +37,7 @@ def _encode(encoder: Encoder, record: Record) -> list[Outcome]:
 def _render(encoder: Encoder, record: Record, completions: tuple[Text, ...]) -> list[Rendered]:
     """The prompt, then the prompt with each of the completions."""
     prompt, completions, escaping = encoder.turns(record, completions)
-    wholes = [encoder.whole(prompt, completion) for completion in completions]
+    wholes = [encoder.whole(record, prompt, completion) for completion in completions]
     return [(wholes[0][0], escaping), *((whole, escaping) for _, whole in wholes)]
 
 

@@ -185,6 +185,11 @@ class Task:
                 note_bad(self.stats, split, number, error)
                 continue
             note_record(self.stats, split, number, record, self.encoder.special_in(record))
+            for column in self.encoder.unread(record):
+                split.unread[column] = split.unread.get(column, 0) + 1
+            if not self.options.apply_template and (border := record.joined()):
+                split.joined += 1
+                split.joined_first = split.joined_first or border
             for item in examples:
                 if isinstance(item, Dropped):
                     split.dropped[item.reason] = split.dropped.get(item.reason, 0) + 1

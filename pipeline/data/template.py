@@ -7,6 +7,7 @@ refused where the template leaves out a completion, changes its words, or does n
 generation prompt.
 """
 
+import copy
 import re
 from collections.abc import Collection
 from typing import Any
@@ -36,6 +37,19 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.text = tokenizer.get_chat_template() if tokenizer.chat_template else None
         self.marks_completions = self.text is not None and GENERATION.search(self.text) is not None
+        self.tools: list[dict[str, Any]] | None = None  # of the row that is rendered
+
+    def offering(self, tools: list[dict[str, Any]] | None) -> "ChatTemplate":
+        """This template for a row with these tools."""
+        if not tools:
+            return self
+        other = copy.copy(self)
+        other.tools = tools
+        return other
+
+    def writes(self, name: str) -> bool:
+        """Whether the template mentions a variable or a field of a message, such as `tools` and `tool_calls`."""
+        return self.text is not None and re.search(rf"\b{name}\b", self.text) is not None
 
     def render(self, turns: Turns, generation_prompt: bool) -> str:
         """The chat template's text; raises RowError where the template refuses the messages."""
@@ -52,7 +66,11 @@ class ChatTemplate:
         try:
             with deadline.limited(SECONDS, late):
                 text = self.tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=generation_prompt, date_string=DATE
+                    turns,
+                    tools=self.tools,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    date_string=DATE,
                 )
             if len(text) > LONGEST:
                 found = f"{len(text):,} characters for one row"
@@ -83,7 +101,11 @@ class ChatTemplate:
         return head
 
     def check_rendered(self, turns: Turns, text: str, start: int = 0) -> None:
-        """Raises RowError unless `text` contains the last turn from `start` on, in its own words."""
+        """Raises RowError unless `text` contains the last turn from `start` on, in its own words, and all tool calls."""
+        for index, turn in enumerate(turns):
+            for call in turn.get("tool_calls", ()):
+                if not self.writes("tool_calls") or call["function"]["name"] not in text:
+                    raise unwritten_call(index, call)
         content, role = turns[-1]["content"].strip(), turns[-1]["role"]
         if holds(text, content, start):
             return
@@ -116,6 +138,7 @@ class ChatTemplate:
 
         _, spans = render_jinja_template(
             conversations=[turns],
+            tools=self.tools,
             chat_template=self.text,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
@@ -202,6 +225,12 @@ def not_behind_prompt(index: int, head: str) -> RowError:
 def distorted(index: int, content: str) -> RowError:
     return unusable(
         index, f"cuts or changes the words of {show(content)}", "one that writes them as they are"
+    )
+
+
+def unwritten_call(index: int, call: dict[str, Any]) -> RowError:
+    return unusable(
+        index, f"does not write the call of {show(call['function']['name'])}", "one that writes tool calls"
     )
 
 

@@ -77,6 +77,21 @@ ERRORS = [
     ("sft", {"prompt": [USER], "completion": [{**BOT, "weight": 0}]}, "weight", "completion"),
     ("sft", {"prompt": "a", "completion": "b", "label": False}, "label", "label"),
     ("sft", {"messages": [USER, BOT], "label": False}, "label", "label"),
+    ("sft", {"prompt": "a", "completion": "b", "label": 0}, "label", "label"),
+    ("sft", {"prompt": "a", "completion": "b", "label": "Undesirable"}, "label", "label"),
+    ("sft", {"messages": [USER, BOT], "kto_tag": False}, "label", "kto_tag"),
+    (
+        "sft",
+        {"messages": [USER, {**BOT, "tool_calls": [{"function": {}}]}]},
+        "wrong_type",
+        "messages[1].tool_calls[0]",
+    ),
+    (
+        "sft",
+        {"prompt": "a", "completion": [{**BOT, "tool_calls": [{"name": "f"}]}]},
+        "wrong_type",
+        "completion",
+    ),
 ]
 
 
