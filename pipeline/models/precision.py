@@ -1,0 +1,57 @@
+"""Matrix products of half-precision operands with results in fp32.
+
+torch rounds the product of two bf16 matrices to bf16, 8 bits, though it was summed up in fp32. A logit of 10 is then off
+by up to 0.03, and so is a log-prob.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """(N, M) product of a (N, K) and b (K, M) of one dtype; in fp32 where that is bf16 or fp16."""
+    if a.dtype not in HALF:
+        return a @ b
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    # torch has that on CUDA only. The second product is what the first lost by rounding, small and so hardly rounded itself.
+    rounded = a @ b
+    return rounded.float() + torch.addmm(rounded, a, b, beta=-1).float()
+
+
+def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tensor:
+    """(..., M) output of a frozen layer for x (..., K), in fp32 or better.
+
+    Args:
+        dtype: of the operands; None: that of the layer's weight.
+    """
+    weight = layer.weight
+    # Without a half-precision copy there is nothing to gain on a CPU: to make one costs as much as the product.
+    if dtype is None or (weight.device.type == "cpu" and weight.dtype not in HALF):
+        dtype = weight.dtype
+    with torch.autocast(x.device.type, enabled=False):
+        y = _FrozenLinear.apply(x, weight, dtype)
+        return y if layer.bias is None else y + layer.bias
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """y = x W' by `mm_fp32`, which autograd cannot differentiate, with W frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(W)
+        ctx.dtype, ctx.of_x = dtype, x.dtype
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        return mm_fp32(rows, W.to(dtype).t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (W,) = ctx.saved_tensors
+        flat = grads[0].reshape(-1, W.shape[0]).to(ctx.dtype)
+        return (flat @ W.to(ctx.dtype)).to(ctx.of_x).view(*grads[0].shape[:-1], -1), None, None

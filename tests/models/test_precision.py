@@ -1,0 +1,66 @@
+"""Products in half precision with fp32 results, and the log-probs that come of them."""
+
+import pytest
+import torch
+import toy_ppo as toy
+from torch import nn
+
+from pipeline.models.adapters import SharedBase
+from pipeline.models.precision import linear_fp32, mm_fp32
+
+# dtype of the base, autocast
+PRECISIONS = {
+    "bf16 base": (torch.bfloat16, None),
+    "bf16 base, autocast": (torch.bfloat16, torch.bfloat16),
+    "fp32 base, autocast": (torch.float32, torch.bfloat16),
+    "fp16 base": (torch.float16, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(5, 64, 300), (1, 7, 3), (130, 256, 1000), (0, 8, 4)])
+def test_the_product_of_half_precision_operands_is_not_rounded_to_half_precision(dtype, shape):
+    torch.manual_seed(0)
+    rows, inner, columns = shape
+    a, b = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype).t()
+    result = mm_fp32(a, b)
+    assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(result.double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4 * inner**0.5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("weight", "dtype"), [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)]
+)
+def test_gradient_of_a_frozen_linear(weight, dtype, bias):
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 40, bias=bias, dtype=weight).requires_grad_(False)
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    y = linear_fp32(x, layer, dtype)
+    assert y.dtype == torch.float32 and y.shape == (2, 3, 40)
+    out = torch.randn_like(y)
+    (grad,) = torch.autograd.grad(y, x, out)
+    assert grad.dtype == torch.float32
+    tolerance = 1e-5 if weight == torch.float32 else 3e-2
+    torch.testing.assert_close(grad, out @ layer.weight.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_logprobs_and_entropies_are_fp32_whatever_the_base(precision, kind):
+    dtype, autocast = PRECISIONS[precision]
+    shared = SharedBase(toy.base(kind, initializer_range=1.0).to(dtype), autocast=autocast)
+    shared.add("policy", lora=toy.LORA, trainable=True)
+    ids, starts, _, mask = toy.batch()
+    rows, steps = mask.nonzero(as_tuple=True)
+    with torch.no_grad():
+        hidden = shared.hidden("policy", ids)[rows, starts[rows] + steps - 1]
+        exact = hidden.double() @ shared.base.get_output_embeddings().weight.double().t()
+        if kind == "gemma2":
+            exact = 5.0 * torch.tanh(exact / 5.0)
+        assert exact.std() > 2  # logits so large that a rounded one shows
+        logprobs, entropy = shared.logprobs("policy", ids, starts, mask, entropy=True)
+    exact = exact.log_softmax(-1)
+    expected = exact.gather(-1, ids[rows, starts[rows] + steps].unsqueeze(-1)).squeeze(-1)
+    assert (logprobs[rows, steps] - expected).pow(2).mean().sqrt() < 1e-4
+    assert (entropy[rows, steps] + (exact.exp() * exact).sum(-1)).abs().max() < 1e-3
