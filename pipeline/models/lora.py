@@ -3,8 +3,11 @@
 With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s, a LoRA layer is y = x W' + s (x A') B'. peft
 computes base product, A, B, scaling and sum one after the other; the last three each write a tensor of the layer's full
 width that the next one reads again, and likewise in backward. Here the adapter's part is added to the base's product in
-place (BLAS: C += s A B), forward and backward. Results differ from peft's by the order of additions only; x and x A' are
-kept for backward, as in peft.
+place (BLAS: C += s A B), forward and backward. Results differ from peft's by the order of additions and rounding only; x
+and x A' are kept for backward, as in peft.
+
+Under autocast the operands are cast to its dtype, each once: peft casts x twice, to the adapter's fp32 and back. The
+adapter's parameters stay fp32, and their gradients are not rounded.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
+
+from pipeline.models.precision import mm_fp32
 
 
 def fuse(model: nn.Module) -> None:
@@ -28,21 +33,23 @@ def fuse(model: nn.Module) -> None:
 
 
 class FusedLinear(Linear):
-    """peft's `lora.Linear`, fused while one plain adapter is active on a frozen base of the adapter's dtype.
+    """peft's `lora.Linear`, fused while one plain adapter is active on a frozen base.
 
-    In all other cases peft's forward runs: autocast, a base in half precision (quantised layers have other classes) or one
-    that is trained, dropout, DoRA, merged adapters, several adapters at once.
+    In all other cases peft's forward runs: a base that is trained, or in half precision without autocast, which leaves the
+    adapter's products in fp32 (quantised layers have other classes), dropout, DoRA, merged adapters, several at once.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or not self._plain(x):
+        device = x.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if args or kwargs or not self._plain(x, autocast):
             return super().forward(x, *args, **kwargs)
         base, name = self.get_base_layer(), self.active_adapters[0]
         A, B = self.lora_A[name].weight, self.lora_B[name].weight
-        y = _Product.apply(x, base.weight, A, B, self.scaling[name])
-        return y if base.bias is None else y + base.bias
+        y = _Product.apply(x, base.weight, A, B, self.scaling[name], autocast or x.dtype)
+        return y if base.bias is None else y + base.bias.to(y.dtype)
 
-    def _plain(self, x: Tensor) -> bool:
+    def _plain(self, x: Tensor, autocast: torch.dtype | None) -> bool:
         """Whether the fused forward applies to input `x`."""
         names = self.active_adapters
         if self.disable_adapters or self.merged or len(names) != 1 or names[0] not in self.lora_A:
@@ -53,31 +60,39 @@ class FusedLinear(Linear):
             and self.lora_B[name].bias is None
             and isinstance(self.lora_dropout[name], nn.Identity)
             and not weight.requires_grad
-            and x.dtype == weight.dtype == self.lora_A[name].weight.dtype
-            and not torch.is_autocast_enabled(x.device.type)
+            and (autocast is not None or x.dtype == weight.dtype == self.lora_A[name].weight.dtype)
         )
 
 
 class _Product(torch.autograd.Function):
-    """y = x W' + s (x A') B', with W frozen."""
+    """y = x W' + s (x A') B' with W frozen, in `dtype`; gradients have the dtypes of x, A and B."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, W: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        low = rows @ A.t()
-        y = (rows @ W.t()).addmm_(low, B.t(), alpha=scale)
+    def forward(
+        ctx: Any, x: Tensor, W: Tensor, A: Tensor, B: Tensor, scale: float, dtype: torch.dtype
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        low = rows @ A.t().to(dtype)
+        y = (rows @ W.t().to(dtype)).addmm_(low, B.t().to(dtype), alpha=scale)
         ctx.save_for_backward(rows, low, W, A, B)
-        ctx.scale = scale
+        ctx.scale, ctx.dtype, ctx.of_x = scale, dtype, x.dtype
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         rows, low, W, A, B = ctx.saved_tensors
         # The first layer's x needs no gradient, nor do A and B of a frozen role.
-        for_x, _, for_A, for_B, _ = ctx.needs_input_grad
+        for_x, _, for_A, for_B, _, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
-        low_grad = (flat @ B).mul_(ctx.scale)
-        x_grad = (flat @ W).addmm_(low_grad, A).view(*grad.shape[:-1], -1) if for_x else None
-        A_grad = low_grad.t() @ rows if for_A else None
-        B_grad = (low.t() @ flat).mul_(ctx.scale).t() if for_B else None
-        return x_grad, None, A_grad, B_grad, None
+        low_grad = (flat @ B.to(ctx.dtype)).mul_(ctx.scale)
+        x_grad = A_grad = B_grad = None
+        if for_x:
+            x_grad = (flat @ W.to(ctx.dtype)).addmm_(low_grad, A.to(ctx.dtype))
+            x_grad = x_grad.to(ctx.of_x).view(*grad.shape[:-1], -1)
+        if for_A:
+            A_grad = mm_fp32(low_grad.t(), rows).to(A.dtype)
+        if for_B:
+            B_grad = mm_fp32(low.t(), flat).mul_(ctx.scale).t().to(B.dtype)
+        return x_grad, None, A_grad, B_grad, None, None
