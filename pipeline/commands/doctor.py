@@ -67,6 +67,7 @@ def train(worker: Worker) -> dict[str, Any]:
         roles.add_critic(worker, shared)
     with roles.sampler(worker, shared, args) as engine:
         trainer = PPOTrainer(shared, worker.tokenizer, args, worker.rows("train"), rewards, engine=engine)
+        print("examining one rollout and one minibatch", flush=True)
         findings, phases = doctor.examine(trainer, roles.folders(worker, shared))
     return worker.finish(
         {},

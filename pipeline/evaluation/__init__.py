@@ -15,6 +15,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
 from pipeline.runtime.worker import Worker
+from pipeline.system import console
 
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
 
@@ -58,9 +59,10 @@ class Comparison:
             earlier one.
             eval_perplexity: per token, of the rows' reference completions.
         """
-        if self.before is None:
-            self.before = self._answer(self.baseline)
-        after = self._answer(policy)
+        with console.waiting(f"sampling completions to {len(self.rows)} held-out prompts"):
+            if self.before is None:
+                self.before = self._answer(self.baseline)
+            after = self._answer(policy)
         token_ids = [
             (row["input_ids"], completion["tokens"]) for row, completion in zip(self.rows, after, strict=True)
         ]

@@ -26,6 +26,8 @@ def measure(
     the length of the completion in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same
     side.
     """
+    if worker.rank == 0:
+        print(f"scoring {len(rows)} held-out pairs", flush=True)
     mine = [dict(row) for row in rows.select(range(worker.rank, len(rows), worker.world))]
     given = [json.loads(row["row"]) for row in mine]
     pairs: list[dict[str, Any]] = [

@@ -127,6 +127,7 @@ def load_base(
     scorer = scorer_tokenizer is not None
     config, auto = architecture(model, scorer)
     from pipeline.models.fit import check_weights
+    from pipeline.system.progress import Bar, loading_shown
 
     check_weights(model)
     _no_dropout_in(config)
@@ -141,6 +142,7 @@ def load_base(
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # report them, for check_loaded to refuse
+        "tqdm_class": Bar,
     }
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
@@ -149,7 +151,7 @@ def load_base(
         options["device_map"] = {"": device or "cpu"}
     where = source(model.name_or_path)
     # The report also names a scorer's new head; check_loaded refuses what is really missing.
-    with without_load_report(), unreadable(model):
+    with without_load_report(), loading_shown(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
     check_loaded(where, info, scorer)
     freeze(loaded)

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.errors import InputError, about
 from pipeline.models.config_types import check_types
 from pipeline.models.files import json_object
+from pipeline.system.progress import size
 
 
 def local(name_or_path: str) -> Path:
@@ -142,6 +143,18 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
     raise InputError(
         f"{name_or_path!r} has no config.json; expected a model folder or a hub id", key="model.name_or_path"
     )
+
+
+def announcement(name_or_path: str, revision: str | None = None) -> str:
+    """What a process says before it loads a base: with its bytes, or that it is to be fetched first."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = local(name_or_path)
+    if not os.path.isdir(folder):
+        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    total = sum(file.stat().st_size for file in weight_files(folder))
+    return f"loading {name_or_path} ({size(total)})" if total else f"downloading and loading {name_or_path}"
 
 
 def weight_files(folder: Path) -> list[Path]:

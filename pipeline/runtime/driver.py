@@ -59,11 +59,14 @@ def session(job: Job) -> Iterator[None]:
         return
     set_environment()
     with contextlib.ExitStack() as stack:
-        with console.waiting("joining the cluster" if os.environ.get("RAY_ADDRESS") else "starting Ray"):
-            stack.enter_context(_cluster(job) if os.environ.get("RAY_ADDRESS") else _embedded())
+        cluster = os.environ.get("RAY_ADDRESS")
+        print("joining the cluster" if cluster else "starting Ray", flush=True)
+        stack.enter_context(_cluster(job) if cluster else _embedded())
         signals.listen()  # ray.init() has put handlers of its own there
         console.attach(JOBS)
         logging.getLogger("ray.train").setLevel(logging.WARNING)
+        # It expects a hang wherever no CPU happens to be free, for the moment or because the workers have them.
+        logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
         check_scaling(job)  # again: now Ray says what it has
         yield
 
@@ -193,16 +196,29 @@ def _torch_trainer(work: Work, rows: dict[str, Any], train: Callable[[Worker], d
         ScalingConfig,
     )
     from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
     from pipeline.runtime.rendezvous import FileRendezvous
+
+    folder = embedded.session_folder()
+
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without the cleaner of placement groups in an embedded Ray, whose processes all end with the driver.
+
+            It asks a dashboard once a second, of whatever Ray this machine was the last to start, and the end of the run waits
+            12 s for an answer (ray 2.60, private). Remove when it asks the GCS of its own session.
+            """
+            callbacks: list[Any] = super()._create_default_callbacks()
+            return [c for c in callbacks if not (folder and isinstance(c, PlacementGroupCleanerCallback))]
 
     run, scaling = work.job.run, dict(work.job.scaling)
     if isinstance(scaling.get("num_workers"), list):
         scaling["num_workers"] = tuple(scaling["num_workers"])
-    return TorchTrainer(
+    return Trainer(
         main,
         train_loop_config={"train": train, "work": work},
-        torch_config=FileRendezvous(folder=folder) if (folder := embedded.session_folder()) else None,
+        torch_config=FileRendezvous(folder=folder) if folder else None,
         datasets=rows,
         # Every worker sees the whole set: a split shard would be split a second time by accelerate.
         dataset_config=DataConfig(datasets_to_split=[]),

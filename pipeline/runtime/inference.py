@@ -24,7 +24,7 @@ from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preparation import Run
 from pipeline.runtime.run import open_run, unless_finished
 from pipeline.runtime.worker import name_output
-from pipeline.system import storage
+from pipeline.system import console, storage
 
 BATCHES = 4  # forwards of a part: enough to sort its rows by length, little enough to lose in a crash
 
@@ -115,7 +115,8 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
     )
     started, now = time.monotonic(), 0
     batches: Any = iter(done.iter_batches(batch_size=None, batch_format="numpy"))
-    with contextlib.closing(batches):  # after an error too: the actors end before the run's folder is let go
+    # After an error too, the actors end before the run's folder is let go.
+    with console.native_lines_filtered(), contextlib.closing(batches):
         for batch in batches:
             if problem := next(filter(None, batch["problem"]), None):
                 raise pickle.loads(problem)

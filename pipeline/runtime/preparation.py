@@ -85,8 +85,8 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool
             yield Run(work, {}, None, started)
             return
         with driver.session(job):
-            with console.waiting("tokenising the rows"):
-                work, rows, report = tokenise(work)
+            print("reading and tokenising the rows", flush=True)
+            work, rows, report = tokenise(work)
             check_libraries()
             yield Run(work, rows, report, started)
 
@@ -183,10 +183,12 @@ def load_host(job: Job) -> Host:
     Raises:
         InputError: when one of them is not there or does not fit.
     """
+    from pipeline.models.base_files import announcement
+
     driver.set_environment()
     driver.check_scaling(job)
-    print(f"loading {job.model.name_or_path}", flush=True)
     job, inputs = pin_inputs(job)
     work = check_models(job, inputs)
+    print(announcement(job.model.name_or_path, job.model.revision), flush=True)
     console.silence_libraries()
     return Host(work)

@@ -148,8 +148,8 @@ def publish(run: Run, outcome: Outcome) -> registry.Version | None:
             return None
         assert run.mlflow_run_id
         facts = lineage.read(folder, outcome.adapter)
-        with console.waiting(f"registering {run.job.mlflow.registered_model}"):
-            return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts, unchanged)
+        print(f"registering {run.job.mlflow.registered_model}", flush=True)
+        return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts, unchanged)
 
 
 def nothing_learned(run: Run, adapter: str) -> str | None:

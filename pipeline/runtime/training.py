@@ -13,6 +13,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from pipeline.models import adapter_files
 from pipeline.runtime.worker import Worker
+from pipeline.system.progress import Counter
 
 
 def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
@@ -40,11 +41,26 @@ class Reporter(TrainerCallback):
 
     def __init__(self, worker: Worker, trainer: Any):
         self.worker, self.trainer = worker, trainer
+        self.evaluating: tuple[Counter, int] | None = None  # batches done in the evaluation that is under way
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.worker.resume:
             restore_sums(self.trainer, _sums_file(self.worker, self.worker.resume))
             self.worker.replay(_history(state))
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any
+    ) -> None:
+        if self.worker.rank:
+            return
+        if self.evaluating is None:
+            self.evaluating = (Counter("evaluating the held-out rows: batch", len(eval_dataloader)), 0)
+        counter, done = self.evaluating
+        counter(done + 1)
+        self.evaluating = (counter, done + 1)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.evaluating = None
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -118,6 +134,10 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
             parameter.data = parameter.data.float()
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer))
+    if worker.rank == 0:
+        evaluates = trainer.args.eval_on_start and not worker.resume
+        count = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
+        print(f"evaluating {count} held-out rows, then training" if evaluates else "training", flush=True)
     metrics = _train(worker, trainer)
     if trainer.eval_dataset is not None:
         evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]

@@ -19,6 +19,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.errors import Failure, InputError
+from pipeline.models import base_files
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints
 from pipeline.runtime.claim import announce_worker
@@ -35,6 +36,8 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
 
     work: Work = config["work"]
     name_output(work.job.stage)
+    if ray.train.get_context().get_world_rank() == 0:
+        print("worker started; importing transformers, peft and trl", flush=True)
     leave_group_of_one(ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu")))
     announce_worker(work.job.folder)
     with contextlib.ExitStack() as stack:
@@ -44,9 +47,9 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
                 return json.load(file)
         worker = Worker(work, resume)
         if worker.rank == 0:
-            print(f"loading {work.job.model.name_or_path}", flush=True)
             if resume:
                 print(f"continuing from {os.path.basename(resume)}", flush=True)
+            print(base_files.announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
         try:
             outcome = config["train"](worker)
         except BaseException as error:
@@ -277,8 +280,8 @@ class Worker(Host):
                 save(adapter)
                 self.tokenizer.save_pretrained(adapter)
                 lineage.write(adapter, self._lineage(facts or {}))
-                with console.waiting("checking that the adapter reloads"):
-                    verify(adapter)
+                print("checking that the adapter reloads as it was saved", flush=True)
+                verify(adapter)
             if self.metrics:
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
                 self.metrics.log(held_out, self.step, final=True)

@@ -62,6 +62,8 @@ def train(worker: Worker) -> dict[str, Any]:
         if worker.resume:
             trainer.restore(worker.resume)
             worker.replay([(int(m["episode"]) // args.batch_size, m) for m in trainer.history])
+        if worker.rank == 0:
+            print(f"training; each update samples {args.batch_size} completions", flush=True)
         trainer.train()
 
     metrics = dict(trainer.history[-1])

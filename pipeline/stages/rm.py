@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
+from pipeline.system.progress import Counter
 
 TABLE = 4096  # pairs that are kept for the report
 
@@ -90,6 +91,9 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
     mine = rows.select(range(worker.rank, len(rows), worker.world))
     size = trainer.args.per_device_eval_batch_size
     scored: list[dict[str, float]] = []
+    if worker.rank == 0:
+        print(f"scoring {len(rows)} pairs", flush=True)
+    progress = Counter("scoring pairs: batch", -(-len(mine) // size))
     for start in range(0, len(mine), size):
         part = [dict(row) for row in mine.select(range(start, min(start + size, len(mine))))]
         batch = trainer.data_collator(part)
@@ -99,6 +103,8 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
         for row, chosen, rejected in zip(part, *[side.tolist() for side in scores.chunk(2)], strict=True):
             lengths = {f"{side}_tokens": len(row[f"{side}_ids"]) for side in ("chosen", "rejected")}
             scored.append({"chosen": chosen, "rejected": rejected, **lengths})
+        if worker.rank == 0:
+            progress(start // size + 1)
     by_rank = worker.gather(scored)  # rank r has the pairs r, r + world, ...
     return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 

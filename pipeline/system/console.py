@@ -24,7 +24,7 @@ NOISE = (
     # Ray Train repeats the metrics of each checkpoint, which the stage's own line has shown.
     "Reporting training result ",
     # bitsandbytes looks for an optional package of faster CPU kernels when it is imported.
-    "from kernels-community: No module named 'kernels'",
+    "Failed to load CPU gemm_4bit_forward from kernels-community",
 )
 
 # Of every process, set before it imports anything heavy.
@@ -40,9 +40,6 @@ LIBRARIES = (
     "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm",
 )  # fmt: skip
 BLAMED = (*LIBRARIES, "mlflow", "ray", "pipeline")  # in warnings: the last where a library names its caller
-# Ray Train's cleaner asks the dashboard's state API, which an embedded Ray does not start, once a second. Remove when
-# it asks the GCS instead.
-SILENT = ("PlacementGroupCleaner",)
 # Of files that were deleted under a run the driver speaks itself (checkpoints.lost), without Ray's own frames.
 DELETED = re.compile(
     r"Error in control loop iteration: .*\nTraceback \(most recent call last\):\n(?:[ \t].*\n)*FileNotFoundError: .*\n?"
@@ -108,6 +105,34 @@ def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
         timer.cancel()
 
 
+@contextlib.contextmanager
+def native_lines_filtered() -> Iterator[None]:
+    """Keeps NOISE that C++ code of this process writes to its stderr, past Python, off the terminal for the block."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    read, write = os.pipe()
+    os.dup2(write, 2)
+    os.close(write)
+    forward = threading.Thread(target=_forward, args=(read, terminal), daemon=True)
+    forward.start()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(terminal, 2)  # closes the pipe: the thread comes to its end
+        forward.join(5.0)  # unless a child process, started meanwhile, still has it
+        if not forward.is_alive():
+            os.close(terminal)
+
+
+def _forward(read: int, terminal: int) -> None:
+    with open(read, "rb") as lines:
+        for line in lines:
+            if not any(text.encode() in line for text in NOISE):
+                with contextlib.suppress(OSError):  # a terminal that was closed
+                    os.write(terminal, line)
+
+
 def attach(own: Collection[str] = ()) -> None:
     """Replaces the printer of worker logs that ray.init() installed.
 
@@ -127,8 +152,6 @@ def show(data: dict[str, Any], own: Collection[str] = ()) -> None:
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
     name = data.get("actor_name") or data.get("task_name")
-    if name in SILENT:
-        return
     prefix = "" if name in own or not name else f"({name}) "
     sink = sys.stderr if data["is_err"] else sys.stdout
     lines, text = data["lines"], "\n".join(data["lines"])

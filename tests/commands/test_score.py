@@ -57,7 +57,9 @@ def score(storage, name, path, rows, *overrides):
     return result, [json.loads(line) for line in (storage / name / "scores.jsonl").read_text().splitlines()]
 
 
-def test_completions_pairs_and_several_answers_get_their_scores(expected, storage, tmp_path, embedded_ray):
+def test_completions_pairs_and_several_answers_get_their_scores(
+    expected, storage, tmp_path, embedded_ray, capfd
+):
     completions = [
         {"prompt": QUESTION, "completion": completion, "id": i} for i, completion in enumerate(COMPLETIONS)
     ]
@@ -88,6 +90,7 @@ def test_completions_pairs_and_several_answers_get_their_scores(expected, storag
     assert metrics["score"] == pytest.approx(sum(expected.values()) / 4)
     assert metrics["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 7)
     assert metrics["margin"] == pytest.approx(sum(margins) / 7, abs=1e-5)
+    assert capfd.readouterr().err == ""  # nor a line of Ray's C++, which Python does not see
 
 
 @pytest.mark.slow

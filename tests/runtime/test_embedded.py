@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from running import NO_EVAL, ROOT
+from running import ROOT
 from sockets import on_loopback, sockets
 
 from pipeline.runtime import embedded
@@ -82,15 +82,20 @@ def knock(address, port):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A real run of two workers: {(address, port): names} of all that listened during it, and what answered a knock."""
+    """A real run of two workers: {(address, port): names} of all that listened during it, what answered a knock; its output."""
     folder = tmp_path_factory.mktemp("sockets")
     command = [
-        sys.executable, "-m", "pipeline", "sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.report=false", "gate={}",
-        "trainer.max_steps=2", "scaling.num_workers=2", "mlflow.registered_model=null", *NO_EVAL,
+        sys.executable, "-m", "pipeline", "sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.name=one",
+        "run.report=false", "gate={}", "trainer.max_steps=2", "scaling.num_workers=2",
     ]  # fmt: skip
     # Settings of the user that would open it: they do not count.
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     env.pop("RAY_AUTH_TOKEN", None)
+    # A cluster that this machine once started, and that is gone: Ray's own processes look for one there.
+    root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets have short names
+    (root / "ray").mkdir()
+    (root / "ray/ray_current_cluster").write_text("127.0.0.1:1")
+    env["RAY_TMPDIR"] = str(root)
     listening, knocks = {}, {}
     with (
         subprocess.Popen(
@@ -109,13 +114,15 @@ def run(tmp_path_factory):
         finally:
             driver.kill()
         said = driver.stdout.read().decode()
+    shutil.rmtree(root)
     assert driver.returncode == 0, said[-3000:]
     answers = {place: one.result()[0] for place, one in knocks.items()}
-    return listening, answers, {place: one.result()[1] for place, one in knocks.items()}
+    result = json.loads((folder / "one/result.json").read_text())
+    return listening, answers, {place: one.result()[1] for place, one in knocks.items()}, (said, result)
 
 
 def test_a_run_listens_on_loopback_only(run):
-    listening, _, _ = run
+    listening, *_ = run
     outside = {place: name for place, name in listening.items() if not on_loopback(place[0])}
     assert not outside
     names = " ".join(chain.from_iterable(listening.values()))
@@ -125,7 +132,7 @@ def test_a_run_listens_on_loopback_only(run):
 
 
 def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
-    listening, answers, codes = run
+    listening, answers, codes, _ = run
     obeyed = [
         (listening[place], path, status, body)
         for place, some in answers.items()
@@ -141,6 +148,34 @@ def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
         method for some in codes.values() for method, code in some.items() if code == "UNAUTHENTICATED"
     }
     assert refused == set(CALLS), "each of these services was there, and asked for the token"
+
+
+PHASES = [  # of a run, in their order, and the lines between them
+    r"== sft  run one  jobs/demo/sft.yaml", "starting Ray", "reading and tokenising the rows", "<report>", "starting 2 workers",
+    "worker started; importing transformers, peft and trl", r"loading jobs/demo/model \(1\.4 MB\)",
+    "evaluating 60 held-out rows, then training", r"step 0/2  held-out loss .*", r"step 2/2  .*held-out loss .*",
+    "checking that the adapter reloads as it was saved", "registering rlhf-sft", r"   registered rlhf-sft v1 @champion .*",
+    r"   \d+ s  /.*/one/result\.json",
+]  # fmt: skip
+WAITS = [
+    "opening MLflow",
+    "checking the model",
+    r"   \S+ +\S+ -> \S+",
+]  # where they take more than a moment; held-out figures
+
+
+def test_a_run_announces_each_phase_and_says_nothing_else(run):
+    """Not a word of a library, on stdout or stderr: an alarm that means nothing hides the one that does."""
+    from pipeline.data.report import Report
+
+    said, result = run[3]
+    report = Report.from_dict(result["data"]["report"]).render()
+    assert report in said
+    lines = [line for line in said.replace(report, "<report>").splitlines() if line]
+    phases = [phase for line in lines if (phase := next((p for p in PHASES if re.fullmatch(p, line)), None))]
+    assert phases == PHASES, said
+    known = PHASES + WAITS
+    assert [line for line in lines if not any(re.fullmatch(one, line) for one in known)] == []
 
 
 SESSION = """
