@@ -7,12 +7,12 @@ violate one of these long before a reward curve shows them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pipeline.findings import Finding
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.batch import Episodes, all_reduce
 from pipeline.ppo.functional import kl_estimate
@@ -21,25 +21,10 @@ if TYPE_CHECKING:
     from pipeline.ppo.trainer import PPOTrainer
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One check: what must hold, what was found, and whether it holds; None where it does not apply to this job."""
-
-    check: str
-    found: str
-    holds: bool | None
-
-
 def tolerance(shared: SharedBase) -> float:
     """Largest root mean square difference of log-probs, in nats, that rounding explains: batches differ in padding."""
     low = shared.autocast is not None or shared.base.dtype != torch.float32
     return 0.1 if low or getattr(shared.base, "is_quantized", False) else 1e-3
-
-
-def require(findings: list[Finding]) -> None:
-    """Raises RuntimeError that lists every finding that does not hold."""
-    if wrong := [f"{finding.check}: {finding.found}" for finding in findings if finding.holds is False]:
-        raise RuntimeError("PPO self-check failed:\n  " + "\n  ".join(wrong))
 
 
 def check_first_ratio(shared: SharedBase, update: int, approxkl: float) -> None:
@@ -143,17 +128,20 @@ def nothing_after_the_end(trainer: PPOTrainer, episodes: Episodes, rewards: Tens
 
 
 def frozen(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """Exactly the parameters of the learning roles require gradients, all of them fp32, and no dropout is on."""
+    """Exactly the parameters of the learning roles learn: they, fp32, and the optimizer's; heads are fp32, no dropout is on."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     trainable = [p for p in shared.parameters() if p.requires_grad]
     strays = sum(id(p) not in learning for p in trainable) + len(learning - {id(p) for p in trainable})
-    low = sum(p.dtype != torch.float32 for p in trainable)
+    optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    forgotten = len(learning ^ optimized)
+    low = sum(p.dtype != torch.float32 for p in [*trainable, *shared.heads.parameters()])
     dropouts = sum(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in shared.modules())
     found = f"{sum(p.numel() for p in trainable):,} numbers learn ({', '.join(trainer.roles)})"
-    if strays or low or dropouts:
-        found += f"; {strays} tensors learn or rest that should not, {low} are not fp32, {dropouts} dropouts are on"
-    return Finding("only adapters and heads learn", found, not (strays or low or dropouts))
+    if strays or forgotten or low or dropouts:
+        found += f"; {strays} tensors learn or rest that should not, {low} are not fp32, {dropouts} dropouts are on, "
+        found += f"{forgotten} are on one side only of optimizer and roles"
+    return Finding("only adapters and heads learn", found, not (strays or forgotten or low or dropouts))
 
 
 def _actions(episodes: Episodes) -> Tensor:

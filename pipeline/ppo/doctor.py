@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipeline.findings import Finding
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
+from pipeline.ppo import recomputed
 from pipeline.ppo.batch import Episodes
-from pipeline.ppo.checks import Finding, check_rollout, tolerance
+from pipeline.ppo.checks import check_rollout, tolerance
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.trainer import PPOTrainer
 
@@ -39,6 +41,7 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
         trainer.logprobs_and_values(episodes)
     rewards = trainer.rewards_and_advantages(episodes, greedy_scores)
     findings = check_rollout(trainer, episodes, rewards)
+    findings += recomputed.check(trainer, episodes, samples, rewards, greedy_scores)
     with trainer.phases("update"):
         findings += one_minibatch(trainer, episodes)
     findings += [same_as_file(trainer, role, folder) for role, folder in folders.items()]

@@ -22,10 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import get_scheduler
 
+from pipeline.findings import require
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
 from pipeline.ppo.batch import Episodes, all_reduce, collate, micro_batches, minibatches, prompt_order, world
-from pipeline.ppo.checks import check_first_ratio, check_rollout, require
+from pipeline.ppo import recomputed
+from pipeline.ppo.checks import check_first_ratio, check_rollout
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.functional import (
     AdaptiveKLController,
@@ -169,6 +171,7 @@ class PPOTrainer:
         rewards = self.rewards_and_advantages(episodes, greedy_scores)
         if self.update == 0:
             require(check_rollout(self, episodes, rewards))
+            require(recomputed.check(self, episodes, samples, rewards, greedy_scores))
         with self.phases("update"):
             learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)
         metrics = episode_metrics(args, episodes, rewards, raw, kl_coef) | learning_metrics

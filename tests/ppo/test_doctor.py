@@ -5,6 +5,7 @@ import torch
 import toy_ppo as toy
 from running import stage
 
+from pipeline.findings import Finding
 from pipeline.models import probes
 from pipeline.ppo import checks, doctor
 from pipeline.ppo.config import PPOConfig
@@ -57,7 +58,7 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
 
 
 def test_the_start_of_a_run_raises_what_the_checks_find(monkeypatch):
-    monkeypatch.setattr(checks, "sampler_agrees", lambda *_: checks.Finding("agrees", "it does not", False))
+    monkeypatch.setattr(checks, "sampler_agrees", lambda *_: Finding("agrees", "it does not", False))
     with pytest.raises(RuntimeError, match="agrees: it does not"):
         toy.trainer().run_update()
 
