@@ -349,6 +349,15 @@ class SharedBase(nn.Module):
         logprobs, *entropies = (blank.index_put((rows, steps), values) for values in found)
         return logprobs, entropies[0] if entropy else None
 
+    @torch.no_grad()
+    def mean_logprob(self, role: str | None, ids: Sequence[int]) -> float:
+        """Mean log-prob of the tokens of a sequence after its first, in nats."""
+        row = torch.tensor([list(ids)], device=self.device)
+        actions = torch.ones(1, len(ids) - 1, dtype=torch.bool, device=self.device)
+        return float(
+            self.logprobs(role, row, torch.ones(1, dtype=torch.long, device=self.device), actions)[0].mean()
+        )
+
     def _head(self, role: str, hidden: Tensor) -> Tensor:
         """(...) fp32 output of the role's scalar head on hidden states (..., H). Raises ValueError if it has none."""
         stored = self._stored[role]

@@ -1,7 +1,8 @@
-"""Probes: scores of a few sequences, stored with a reward adapter to check that it still scores as when it was trained.
+"""Probes: what an adapter says to a few sequences, stored with it to check that it still says the same.
 
-An adapter with a lost head or a renamed key, or on another base, can load without an error and give other scores. The rm
-stage therefore stores the trained model's scores. The sequences are random token ids: they reveal nothing of the data.
+An adapter with a lost head, another scaling or a renamed key, or on another base, can load without an error and behave
+otherwise. Each stage therefore stores the trained model's outputs: a reward's scores, a policy's log-probs. The sequences
+are random token ids: they reveal nothing of the data.
 """
 
 import json
@@ -20,16 +21,20 @@ def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
     return [rng.choices(ids, k=length) for length in LENGTHS]
 
 
-def write(folder: str, rows: list[list[int]], score: Callable[[list[int]], float]) -> None:
-    """Write `rows` of token ids with their scores into the adapter's folder."""
+def write(folder: str, rows: list[list[int]], output: Callable[[list[int]], float]) -> None:
+    """Write `rows` of token ids with their outputs into the adapter's folder.
+
+    Args:
+        output: of one row; the score of a reward, the mean log-prob of the tokens after the first of a policy, in nats.
+    """
     with open(os.path.join(folder, FILE), "w", encoding="utf-8") as file:
-        json.dump([{"input_ids": row, "score": score(row)} for row in rows], file)
+        json.dump([{"input_ids": row, "output": output(row)} for row in rows], file)
 
 
 def read(folder: str) -> list[tuple[list[int], float]]:
-    """(token ids, score) of an adapter's probes; empty if it has none."""
+    """(token ids, output) of an adapter's probes; empty if it has none."""
     path = os.path.join(folder, FILE)
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8") as file:
-        return [(row["input_ids"], row["score"]) for row in json.load(file)]
+        return [(row["input_ids"], row["output"]) for row in json.load(file)]

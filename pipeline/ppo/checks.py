@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.findings import Finding
@@ -142,6 +143,52 @@ def frozen(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
         found += f"; {strays} tensors learn or rest that should not, {low} are not fp32, {dropouts} dropouts are on, "
         found += f"{forgotten} are on one side only of optimizer and roles"
     return Finding("only adapters and heads learn", found, not (strays or forgotten or low or dropouts))
+
+
+def weights_of(trainer: PPOTrainer) -> dict[str, tuple[float, float]]:
+    """role -> sum and sum of squares of what it learns with, to see whether it has changed."""
+    sums = {}
+    for role in trainer.roles:
+        parameters = [p.detach().double() for p in trainer.shared.parameters_of(role)]
+        sums[role] = (
+            float(sum(p.sum() for p in parameters)),
+            float(sum(p.square().sum() for p in parameters)),
+        )
+    return sums
+
+
+def learned_alike(
+    trainer: PPOTrainer, before: dict[str, tuple[float, float]], metrics: dict[str, float]
+) -> Finding:
+    """After the first update the learning roles have changed, and they are the same on all workers.
+
+    Args:
+        before: `weights_of` before the update.
+        metrics: of `PPOTrainer.learn`.
+    """
+    after = weights_of(trainer)
+    rates = dict(zip(trainer.roles, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
+    still = [
+        role
+        for role in trainer.roles
+        if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0 and after[role] == before[role]
+    ]
+    held: list[dict[str, tuple[float, float]]] = [after]
+    if trainer.workers > 1:
+        held = [after] * trainer.workers
+        dist.all_gather_object(held, after)
+    apart = sorted({role for other in held for role in trainer.roles if other[role] != held[0][role]})
+    skipped = trainer.skipped_steps > 0
+    found = f"{', '.join(trainer.roles)} on {trainer.workers} workers"
+    if still and not skipped:
+        found += (
+            f"; {', '.join(still)} got a gradient and did not move: its parameters are not the optimizer's"
+        )
+    if apart:
+        found += f"; {', '.join(apart)} differs between workers: gradients are not summed over all of them"
+    return Finding(
+        "what learns has moved, alike on all workers", found, not ((still and not skipped) or apart)
+    )
 
 
 def _actions(episodes: Episodes) -> Tensor:

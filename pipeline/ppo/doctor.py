@@ -1,8 +1,8 @@
 """Self-checks of a PPO job on one rollout and one minibatch, before GPU hours are spent on it: `examine`.
 
-Beyond the checks of every run's first rollout (checks.py), these cost a few extra passes: adapters in memory equal
-their files, the reward still scores as it did when it was trained, gradients reach the learning roles and nothing else,
-and gradients are the same with and without gradient checkpointing.
+Beyond the checks of every run's first rollout (checks.py, recomputed.py), these cost a few extra passes: adapters in
+memory equal their files and say what they said when they were trained, the sampler follows the policy, gradients reach the
+learning roles and nothing else, and gradients are the same with and without gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.findings import Finding
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.ppo import recomputed
-from pipeline.ppo.batch import Episodes
+from pipeline.ppo.batch import Episodes, collate
 from pipeline.ppo.checks import check_rollout, tolerance
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.trainer import PPOTrainer
@@ -46,8 +46,9 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
         findings += one_minibatch(trainer, episodes)
     findings += [same_as_file(trainer, role, folder) for role, folder in folders.items()]
     findings += [
-        scores_as_trained(trainer, role, folder) for role, folder in folders.items() if role == "reward"
+        behaves_as_trained(trainer, role, folder) for role, folder in folders.items() if role != "critic"
     ]
+    findings.append(sampler_follows(trainer, episodes))
     findings.append(checkpointing_agrees(trainer, episodes))
     return findings, trainer.phases.metrics()
 
@@ -88,20 +89,57 @@ def same_as_file(trainer: PPOTrainer, role: str, folder: str) -> Finding:
 
 
 @torch.no_grad()
-def scores_as_trained(trainer: PPOTrainer, role: str, folder: str) -> Finding:
-    """The reward scores its probes as at the end of its training; differences in standard deviations of its scores."""
-    name, shared = f"{role} scores as when it was trained", trainer.shared
-    stored_scores = probes.read(folder)
-    if not stored_scores:
+def behaves_as_trained(trainer: PPOTrainer, role: str, folder: str) -> Finding:
+    """The role says to its probes what it said at the end of its training, in units of a reward's deviation or in nats."""
+    shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.rewards}
+    verb = "scores" if role in rewards else "writes"
+    name = f"{role} {verb} as when it was trained"
+    stored = probes.read(folder)
+    if not stored:
         return Finding(name, f"{folder} holds no {probes.FILE}: it was not trained by this pipeline", None)
-    reward = next(r for r in trainer.rewards if r.name == role)
     largest = 0.0
-    for ids, stored_score in stored_scores:
-        batch = torch.tensor([ids], device=shared.device)
-        score = shared.scores(role, batch, lengths=torch.tensor([len(ids)], device=shared.device))
-        largest = max(largest, abs(float(score) - stored_score) / reward.std)
-    found = f"{len(stored_scores)} scores differ by up to {largest:.2g} deviations"
+    for ids, output in stored:
+        if role in rewards:
+            batch = torch.tensor([ids], device=shared.device)
+            score = float(shared.scores(role, batch, lengths=torch.tensor([len(ids)], device=shared.device)))
+            largest = max(largest, abs(score - output) / rewards[role].std)
+        else:
+            largest = max(largest, abs(shared.mean_logprob(role, ids) - output))
+    unit = "deviations" if role in rewards else "nats a token"
+    found = f"{len(stored)} probes differ by up to {largest:.2g} {unit}"
+    if not largest <= tolerance(shared):
+        found += ". Another base, scaling (lora_alpha, r) or precision, or tensors that were lost on the way"
     return Finding(name, found, largest <= tolerance(shared))
+
+
+@torch.no_grad()
+def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> Finding:
+    """After the policy has changed, the engine samples from the policy as it is now. The policy is put back."""
+    name, shared = "the sampler follows the policy", trainer.shared
+    parameters = shared.parameters_of("policy")
+    before = [parameter.detach().clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(0)
+    row = episodes.take([0])
+    old, _ = trainer.logprobs("policy", row)
+    moved, limit = 0.0, 5 * tolerance(shared)
+    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change is plain to see
+        for parameter, start in zip(parameters, before, strict=True):
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.data = start + scale * noise * (start.std() if len(start) > 1 and start.any() else 0.05)
+        moved = float((trainer.logprobs("policy", row)[0] - old).square().mean().sqrt())
+        if moved > limit:
+            break
+    prompt = row.input_ids[0, : int(row.starts[0])].tolist()
+    trainer.engine.sync()
+    completions = trainer.engine.generate([prompt] * 4, range(4), trainer.sampling)
+    sampled = collate([prompt] * 4, completions, range(4), trainer.pad, shared.device)
+    now, _ = trainer.logprobs("policy", sampled)
+    apart = float((now - sampled.sampler_logprobs)[sampled.mask].square().mean().sqrt())
+    for parameter, start in zip(parameters, before, strict=True):
+        parameter.data = start
+    trainer.engine.sync()
+    found = f"the policy moved by {moved:.2g} nats, and then they differ by {apart:.2g}"
+    return Finding(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
 
 
 def checkpointing_agrees(trainer: PPOTrainer, episodes: Episodes) -> Finding:

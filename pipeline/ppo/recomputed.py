@@ -91,7 +91,9 @@ def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes, samples: Sampl
     uncalled = sum(not tokenizer.decode(ids).rstrip().endswith(call) for ids in chats)
     found = f"{len(prompts)} prompts"
     if twice:
-        found += f"; {twice} begin with the begin token twice (the template writes one, and so does the tokenizer)"
+        found += (
+            f"; {twice} begin with the begin token twice (the template writes one, and so does the tokenizer)"
+        )
     if uncalled:
         found += f"; {uncalled} do not end with {call!r} (the template's generation prompt)"
     return Finding(name, found, not (twice or uncalled))

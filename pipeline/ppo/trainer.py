@@ -27,7 +27,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
 from pipeline.ppo.batch import Episodes, all_reduce, collate, micro_batches, minibatches, prompt_order, world
 from pipeline.ppo import recomputed
-from pipeline.ppo.checks import check_first_ratio, check_rollout
+from pipeline.ppo.checks import check_first_ratio, check_rollout, learned_alike, weights_of
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.functional import (
     AdaptiveKLController,
@@ -172,8 +172,11 @@ class PPOTrainer:
         if self.update == 0:
             require(check_rollout(self, episodes, rewards))
             require(recomputed.check(self, episodes, samples, rewards, greedy_scores))
+        weights = weights_of(self) if self.update == 0 else None
         with self.phases("update"):
             learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)
+        if weights is not None:
+            require([learned_alike(self, weights, learning_metrics)])
         metrics = episode_metrics(args, episodes, rewards, raw, kl_coef) | learning_metrics
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
 

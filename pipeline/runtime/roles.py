@@ -169,6 +169,15 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     return {role: folder for role, folder in sources.items() if role in shared.roles}
 
 
+def save_policy(worker: Host, shared: SharedBase, folder: str) -> None:
+    """Write the trained policy and its probes."""
+    from pipeline.models import probes
+
+    shared.save("policy", folder)
+    rows = probes.sequences(shared.vocab_size, worker.tokenizer.pad_token_id)
+    probes.write(folder, rows, lambda ids: shared.mean_logprob("policy", ids))
+
+
 def verify_reload(shared: SharedBase, folder: str, rows: list[list[int]]) -> None:
     """Check that the saved policy, loaded back onto the same base, gives the same hidden states, to the bit.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
-from pipeline.models import adapter_files
+from pipeline.models import adapter_files, probes
 from pipeline.runtime.worker import Worker
 from pipeline.system.progress import Counter
 
@@ -177,7 +177,7 @@ def _train(worker: Worker, trainer: Any) -> dict[str, float]:
 
 
 def save(trainer: Any, folder: str) -> None:
-    """Write the trained adapter, with its head if it has one.
+    """Write the trained adapter, with its head if it has one, and its probes.
 
     Not by peft's save_pretrained, which adds the base's own weights where an adapter is on the lm head or the embedding,
     and looks the base up on the hub.
@@ -187,6 +187,18 @@ def save(trainer: Any, folder: str) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     tensors = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
     adapter_files.write(folder, model.peft_config["default"], tensors)
+    vocab_size = model.config.get_text_config().vocab_size
+    rows = probes.sequences(vocab_size, trainer.processing_class.pad_token_id)
+    probes.write(folder, rows, lambda ids: _output(model.eval(), ids))
+
+
+def _output(model: Any, ids: list[int]) -> float:
+    """What a probe records: the score of a reward model, else the mean log-prob of the tokens after the first."""
+    found = logits(model, ids)
+    if found.ndim == 2:
+        return float(found)
+    actions = torch.tensor(ids[1:]).unsqueeze(-1)
+    return float(found[0, :-1].log_softmax(-1).gather(-1, actions).mean())
 
 
 def verify_reload(trainer: Any, folder: str, rows: list[list[int]]) -> None:

@@ -75,7 +75,7 @@ def train(worker: Worker) -> dict[str, Any]:
     probe = [list(row["input_ids"]) for row in prompts.select(range(min(4, len(prompts))))]
     return worker.finish(
         metrics,
-        save=lambda folder: shared.save("policy", folder),
+        save=lambda folder: roles.save_policy(worker, shared, folder),
         verify=lambda folder: roles.verify_reload(shared, folder, probe),
         samples=samples,
     )

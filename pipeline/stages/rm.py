@@ -26,7 +26,6 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import RewardConfig, RewardTrainer
 
     from pipeline.data.feed import ExactBatches
-    from pipeline.models import probes
     from pipeline.models.base import load_base
     from pipeline.runtime import training
 
@@ -61,16 +60,9 @@ def train(worker: Worker) -> dict[str, Any]:
         metrics["eval_margin"] = sum(margins) / len(margins)
     probe = rows.select(range(min(4, len(rows))))["chosen_ids"]
 
-    def save(folder: str) -> None:
-        training.save(trainer, folder)
-        model = trainer.accelerator.unwrap_model(trainer.model).eval()
-        vocab_size = model.config.get_text_config().vocab_size
-        known = probes.sequences(vocab_size, worker.tokenizer.pad_token_id)
-        probes.write(folder, known, lambda ids: float(training.logits(model, ids)))
-
     return worker.finish(
         metrics,
-        save=save,
+        save=lambda folder: training.save(trainer, folder),
         verify=lambda folder: training.verify_reload(trainer, folder, probe),
         facts={"reward": {"mean": mean, "std": std}},
         tables={"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}

@@ -130,15 +130,15 @@ def test_a_reward_that_scores_otherwise_than_in_training_is_seen(tmp_path):
     shared = toy.shared_base()
     trainer = toy.trainer(shared, reward=[AdapterReward(shared)])
     # no probes: nothing to say
-    assert doctor.scores_as_trained(trainer, "reward", str(tmp_path)).holds is None
+    assert doctor.behaves_as_trained(trainer, "reward", str(tmp_path)).holds is None
 
     def score(ids):
         return float(shared.scores("reward", torch.tensor([ids]), lengths=torch.tensor([len(ids)])))
 
     probes.write(str(tmp_path), probes.sequences(toy.VOCAB, pad=0), score)
-    assert doctor.scores_as_trained(trainer, "reward", str(tmp_path)).holds is True
+    assert doctor.behaves_as_trained(trainer, "reward", str(tmp_path)).holds is True
     shared.heads["reward"].weight.data.normal_()
-    assert doctor.scores_as_trained(trainer, "reward", str(tmp_path)).holds is False
+    assert doctor.behaves_as_trained(trainer, "reward", str(tmp_path)).holds is False
 
 
 def test_probes_hold_nothing_of_the_data_and_no_pad():

@@ -32,7 +32,9 @@ def trained(base, task_type="CAUSAL_LM", **lora):
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn_like(parameter)
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
-    return SimpleNamespace(model=model.eval(), accelerator=accelerator)
+    return SimpleNamespace(
+        model=model.eval(), accelerator=accelerator, processing_class=SimpleNamespace(pad_token_id=0)
+    )
 
 
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=str)
