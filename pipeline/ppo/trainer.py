@@ -24,9 +24,9 @@ from transformers import get_scheduler
 
 from pipeline.findings import require
 from pipeline.models.adapters import SharedBase
+from pipeline.ppo import recomputed
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
 from pipeline.ppo.batch import Episodes, all_reduce, collate, micro_batches, minibatches, prompt_order, world
-from pipeline.ppo import recomputed
 from pipeline.ppo.checks import check_first_ratio, check_rollout, learned_alike, weights_of
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.functional import (
