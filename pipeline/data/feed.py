@@ -3,6 +3,7 @@
 The stock data loader of transformers and accelerate repeats or drops rows when they do not divide by the workers.
 `ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead: the rows of a step, and so its
 loss, are the same for any number of workers with the same global batch. With one worker the stock loader is used.
+Held-out rows are evaluated in batches that do not depend on the workers at all.
 """
 
 from collections import deque
@@ -77,6 +78,24 @@ class ExactBatchSampler:
         return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + self.epoch))
 
 
+class EvaluationSampler:
+    """Batches of consecutive rows, dealt to the ranks in turn: the same batches for any number of workers.
+
+    All ranks make as many steps; one for which no batch is left has an empty list as its last.
+    """
+
+    def __init__(self, rows: int, batch_size: int, rank: int, world: int):
+        self.rows, self.batch_size, self.rank, self.world = rows, batch_size, rank, world
+
+    def __len__(self) -> int:
+        return -(-self.rows // (self.batch_size * self.world))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(len(self)):
+            first = (step * self.world + self.rank) * self.batch_size
+            yield list(range(first, min(first + self.batch_size, self.rows)))
+
+
 class CountedCollator:
     """A collator that adds how many rows the batch has, and returns a zero-weight dummy batch when this rank has no rows.
 
@@ -100,19 +119,20 @@ class ExactBatches(Trainer):
 
     Losses equal those of one worker with `world` times the per-device batch: token-normalised losses (sft) are so by
     `num_items_in_batch`; row means (rm, dpo) are weighted by their share of the rows of the global batch.
+
+    Held-out figures are means over tokens (sft) or rows (rm, dpo): each batch's own figures, weighted by what it has of
+    them. Only what TRL takes from a batch as a whole (min_reward, max_reward) is of batches of per_device_eval_batch_size.
     """
 
     # of the micro-batches fetched: (weight, rows, uneven over the ranks)
     _shares: deque[tuple[float, int, bool]]
     _share = 1.0
+    # of the batches evaluated by this rank: (number, weight, figures)
+    _evaluated: list[tuple[int, int, dict[str, float]]]
 
     def get_train_dataloader(self) -> Any:
         if self.args.world_size == 1:
             return super().get_train_dataloader()
-        from accelerate.data_loader import prepare_data_loader
-        from torch.utils.data import DataLoader
-        from transformers.trainer_utils import seed_worker
-
         args, strategy = self.args, getattr(self.args, "train_sampling_strategy", "random")
         if strategy not in ("random", "sequential"):
             raise InputError(
@@ -121,17 +141,33 @@ class ExactBatches(Trainer):
                 key="trainer.train_sampling_strategy",
             )
         dataset = self._remove_unused_columns(self.train_dataset, description="Training")
+        sampler = ExactBatchSampler(
+            len(dataset),
+            self._train_batch_size,
+            args.process_index,
+            args.world_size,
+            args.data_seed if args.data_seed is not None else args.seed,
+            shuffle=strategy == "random",
+            drop_last=args.dataloader_drop_last,
+        )
+        return self._loader(dataset, sampler)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self._remove_unused_columns(dataset, description="Evaluation")
+        args = self.args
+        sampler = EvaluationSampler(len(dataset), args.eval_batch_size, args.process_index, args.world_size)
+        return self._loader(dataset, sampler)
+
+    def _loader(self, dataset: Any, sampler: Any) -> Any:
+        from accelerate.data_loader import prepare_data_loader
+        from torch.utils.data import DataLoader
+        from transformers.trainer_utils import seed_worker
+
+        args = self.args
         loader = DataLoader(
             dataset,
-            batch_sampler=ExactBatchSampler(
-                len(dataset),
-                self._train_batch_size,
-                args.process_index,
-                args.world_size,
-                args.data_seed if args.data_seed is not None else args.seed,
-                shuffle=strategy == "random",
-                drop_last=args.dataloader_drop_last,
-            ),
+            batch_sampler=sampler,
             collate_fn=CountedCollator(self.data_collator, dataset[0]),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
@@ -189,6 +225,47 @@ class ExactBatches(Trainer):
         if self._share == 1.0 or num_items_in_batch is not None:
             return result
         return (result[0] * self._share, *result[1:]) if return_outputs else result * self._share
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        rows, labels = inputs.pop("rows"), inputs.get("labels")
+        weight = rows if labels is None else int((labels[:, 1:] != -100).sum())
+        loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        figures = {name: values[-1] for name, values in self._metrics["eval"].items() if values}
+        number = len(self._evaluated) * self.args.world_size + self.args.process_index
+        self._evaluated.append((number, weight, figures | {"loss": loss.item()}))
+        return loss, *rest
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
+        """TRL's, each rank for itself; then the figures of all batches, in their order, are averaged by weight."""
+        from accelerate.utils import gather_object
+
+        self._evaluated = []
+        with each_rank_alone(self):
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
+        batches = sorted((one for one in gather_object(self._evaluated) if one[1]), key=lambda one: one[0])
+        total = max(1, sum(weight for _, weight, _ in batches))
+        means = {
+            name: sum(weight * figures[name] for _, weight, figures in batches) / total
+            for name in (batches[0][2] if batches else {})
+        }
+        output.metrics[f"{metric_key_prefix}_loss"] = means.pop("loss", 0.0)
+        self._metrics["eval"].clear()  # what TRL's `log` adds to them
+        self._metrics["eval"].update({name: [mean] for name, mean in means.items()})
+        return output
+
+
+@contextmanager
+def each_rank_alone(trainer: Any) -> Iterator[None]:
+    """For the block, a trainer that gathers nothing from other ranks: its figures are those of its own batches."""
+    accelerator = trainer.accelerator
+    accelerator.gather = accelerator.gather_for_metrics = trainer.gather_function = lambda value, *_: value
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.gather_for_metrics  # the instance's: the methods show again
+        trainer.gather_function = accelerator.gather_for_metrics
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import ROOT
 
-from pipeline.data.feed import CountedCollator, ExactBatchSampler, to_hf
+from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatchSampler, to_hf
 
 
 def flat(lists):
@@ -81,6 +81,15 @@ def test_drop_last_sequential_and_skipping():
     assert list(SkipBatchSampler(sampler, 1)) == list(sampler)[1:]
 
 
+@settings(max_examples=80, deadline=None)
+@given(rows=st.integers(1, 90), size=st.integers(1, 7), world=st.integers(1, 5))
+def test_held_out_batches_do_not_depend_on_workers(rows, size, world):
+    dealt = [list(EvaluationSampler(rows, size, rank, world)) for rank in range(world)]
+    assert {len(batches) for batches in dealt} == {len(EvaluationSampler(rows, size, 0, world))}
+    in_turn = [batch for step in zip(*dealt, strict=True) for batch in step if batch]
+    assert in_turn == list(EvaluationSampler(rows, size, 0, 1)) and flat(in_turn) == list(range(rows))
+
+
 def test_a_batch_of_no_rows_has_no_weight():
     import torch
 
@@ -112,8 +121,10 @@ def test_arrow_blocks_are_not_copied():
 STEPS = 6  # of 21 or 23 rows at a global batch of 8: three an epoch, the last one partial
 
 
-def trainer(stage: str, rows: int, size: int, accumulate: int, folder: str, mixed: bool = True):
-    """A toy TRL trainer on random rows; `mixed` False is TRL's own."""
+def trainer(
+    stage: str, rows: int, size: int, accumulate: int, folder: str, mixed: bool = True, held_out: int = 5
+):
+    """A toy TRL trainer on random rows, evaluated on the same in batches of `held_out`; `mixed` False is TRL's own."""
     import torch
     import trl
     from datasets import Dataset
@@ -162,11 +173,13 @@ def trainer(stage: str, rows: int, size: int, accumulate: int, folder: str, mixe
     else:
         options_peft = {}
     args = config(
-        output_dir=folder, per_device_train_batch_size=size, gradient_accumulation_steps=accumulate, max_length=None,
+        output_dir=folder, per_device_train_batch_size=size, per_device_eval_batch_size=held_out, gradient_accumulation_steps=accumulate, max_length=None,
         max_steps=STEPS, logging_steps=1, save_steps=4, learning_rate=1e-2, report_to="none", disable_tqdm=True,
         bf16=False, use_cpu=True, gradient_checkpointing=False, **options,
     )  # fmt: skip
-    return Trainer(model=model, args=args, train_dataset=data, processing_class=tok, **options_peft)
+    return Trainer(
+        model=model, args=args, train_dataset=data, eval_dataset=data, processing_class=tok, **options_peft
+    )
 
 
 def losses(stage, rows, size, accumulate, folder, mixed=True, resume=None):
@@ -175,14 +188,26 @@ def losses(stage, rows, size, accumulate, folder, mixed=True, resume=None):
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
+def evaluated(stage, rows, folder, mixed=True, held_out=5):
+    """The held-out figures before training."""
+    made = trainer(stage, rows, 2, 2, str(folder), mixed, held_out)
+    made.evaluate()
+    [figures] = [entry for entry in made.state.log_history if "eval_loss" in entry]
+    return {
+        k: v for k, v in figures.items() if not k.endswith(("_runtime", "per_second", "preparation_time"))
+    }
+
+
 CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23)]
 
 
 def losses_of_all(folder: str) -> None:
     """What each of the two processes runs: 2 rows each, 2 micro-batches a step."""
+    figures = [evaluated(stage, rows, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
     by_case = [losses(stage, rows, 2, 2, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
     if os.environ["RANK"] == "0":
         (Path(folder) / "losses.json").write_text(json.dumps(by_case))
+        (Path(folder) / "figures.json").write_text(json.dumps(figures))
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +244,20 @@ def test_two_workers_lose_like_one(stage, rows, two_workers, tmp_path, monkeypat
     checkpoint = folder / f"{stage}{rows}" / "checkpoint-4"
     resumed = losses(stage, rows, 4, 2, tmp_path / "resumed", resume=str(checkpoint))
     assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker goes on where two stopped
+
+
+@pytest.mark.parametrize("stage,rows", CASES)
+def test_held_out_figures_do_not_depend_on_the_number_of_workers(stage, rows, two_workers, tmp_path):
+    """Nor does a short last batch weigh as much as a whole one: the loss is that of all rows at once."""
+    _, folder = two_workers
+    figures = dict(zip(CASES, json.loads((folder / "figures.json").read_text()), strict=True))
+    alone = evaluated(stage, rows, tmp_path)
+    assert figures[stage, rows] == alone  # to the bit
+    at_once = evaluated(stage, rows, tmp_path, mixed=False, held_out=32)
+    same = [name for name in at_once if not name.endswith(("min_reward", "max_reward"))]
+    if stage == "dpo":  # its logits and entropy are means over tokens of a batch, and weighted by rows
+        same = [
+            name for name in same if "logits" not in name and "entropy" not in name and "token" not in name
+        ]
+    assert {"eval_loss"} < set(same)
+    assert {k: alone[k] for k in same} == pytest.approx({k: at_once[k] for k in same}, abs=1e-5)
