@@ -32,6 +32,12 @@ ip = ray.util.get_node_ip_address()
 print(ip, next(name for name, has in psutil.net_if_addrs().items() if ip in [one.address for one in has]))")
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 
+# Ray labels both sizes of the A100 as A100; label selectors of jobs tell them apart. A cluster file's own label stays.
+gpu=$(nvidia-smi --id=0 --query-gpu=name --format=csv,noheader 2>/dev/null || true)
+if [[ $gpu =~ A100.*(40|80)GB ]]; then
+  export RAY_OVERRIDE_LABELS=${RAY_OVERRIDE_LABELS:-"{\"ray.io/accelerator-type\": \"A100-${BASH_REMATCH[1]}G\"}"}
+fi
+
 # Jobs inherit these from Ray, so that nobody has to name MLflow or its password.
 head_ip=${RAY_HEAD_IP:-$node_ip}
 export MLFLOW_TRACKING_URI=http://$head_ip:5000 MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$RAY_AUTH_TOKEN

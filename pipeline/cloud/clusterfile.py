@@ -6,15 +6,18 @@
 """
 
 import os
+import re
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pipeline.errors import InputError
+from pipeline.runtime.placement import ACCELERATOR_TYPE, GPU_LABEL, Bundle
 
 EDIT = "EDIT"  # stands in the value of every line that its user has to fill in
 TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # `ray up` calls them; without them it stops half way
@@ -28,6 +31,7 @@ class NodeType:
     max_workers: int
     instance: str = ""
     spot: bool = False
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 def path() -> Path:
@@ -50,14 +54,23 @@ def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
     head = config.get("head_node_type")
     return {
         name: NodeType(
-            resources={key: float(value) for key, value in (kind.get("resources") or {}).items()},
+            resources=_resources(kind),
             max_workers=int(kind.get("max_workers", config.get("max_workers", 2))),
             instance=kind["node_config"].get("InstanceType", kind["node_config"].get("machineType", "")),
-            spot="InstanceMarketOptions" in kind["node_config"] or "scheduling" in kind["node_config"],
+            spot=(kind.get("labels") or {}).get("ray.io/market-type") == "spot",
+            labels=kind.get("labels") or {},
         )
         for name, kind in (config.get("available_node_types") or {}).items()
         if name != head
     }
+
+
+def _resources(kind: dict[str, Any]) -> dict[str, float]:
+    """A node type's resources, with what Ray adds to them for its kind of GPU: A100 for both sizes of it."""
+    resources = {key: float(value) for key, value in (kind.get("resources") or {}).items()}
+    if gpu := (kind.get("labels") or {}).get(GPU_LABEL):
+        resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
+    return resources
 
 
 def types_of(name: str) -> tuple[dict[str, NodeType], int]:
@@ -70,22 +83,18 @@ def types_of(name: str) -> tuple[dict[str, NodeType], int]:
     return worker_types(config), int(config.get("max_workers", 2))
 
 
-def room(
-    need: dict[str, float], nodes: list[dict[str, float]], types: dict[str, NodeType], max_workers: int
-) -> int:
-    """How many workers that need `need` each fit onto the live nodes, or onto all nodes that may be started.
+def room(need: Bundle, nodes: Iterable[NodeType], types: Iterable[NodeType], max_workers: int) -> int:
+    """How many workers that ask for `need` each fit onto the live nodes, or onto all nodes that may be started.
 
     Live nodes count towards the types' `max_workers` too, so the larger of the two numbers is returned.
     """
-
-    def fit(resources: dict[str, float]) -> int:
-        return int(min((resources.get(name, 0) / amount for name, amount in need.items()), default=0))
-
-    live = sum(fit(node) for node in nodes)
+    live = sum(need.fits(node.resources, node.labels) for node in nodes)
     future, left = 0, max_workers
-    for kind in sorted(types.values(), key=lambda kind: fit(kind.resources), reverse=True):
-        count = min(kind.max_workers, left)
-        future, left = future + count * fit(kind.resources), left - count
+    for fitting, most in sorted(
+        ((need.fits(t.resources, t.labels), t.max_workers) for t in types), reverse=True
+    ):
+        count = min(most, left)
+        future, left = future + count * fitting, left - count
     return max(live, future)
 
 

@@ -22,7 +22,9 @@ from pipeline.cloud import clusterfile
 from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import Job
 from pipeline.errors import InputError
-from pipeline.system import storage
+from pipeline.planning import plan
+from pipeline.runtime import placement
+from pipeline.system import console, storage
 
 # Bytes: Ray keeps an uploaded working directory in the memory of the head, 100 MiB at most.
 LIMIT = 100 * 2**20
@@ -37,7 +39,7 @@ class Cluster:
     address: str
     ray: str  # version
     python: str  # version
-    nodes: list[dict[str, Any]]  # alive: node_ip, is_head_node, resources_total
+    nodes: list[dict[str, Any]]  # alive: node_ip, is_head_node, resources_total, labels
     types: dict[str, NodeType] = field(default_factory=dict)  # what the autoscaler may add; empty: nothing
     max_workers: int = 0
     mlflow_port: str = ""  # of the server that start-node.sh started on the head
@@ -46,6 +48,14 @@ class Cluster:
     def several(self) -> bool:
         """Whether a job's processes can come to lie on more than one node."""
         return len(self.nodes) > 1 or any(kind.max_workers for kind in self.types.values())
+
+    @property
+    def live(self) -> list[NodeType]:
+        """What the nodes that are up offer."""
+        return [
+            NodeType(node.get("resources_total") or {}, 1, labels=node.get("labels") or {})
+            for node in self.nodes
+        ]
 
     @property
     def head_ip(self) -> str:
@@ -121,6 +131,7 @@ def check_jobs(jobs: Iterable[Job], cluster: Cluster, files: dict[str, int]) -> 
         check_token(job)
         check_paths(job, cluster, files)
         check_resources(job, cluster)
+        check_memory(job, cluster)
 
 
 def check_storage(job: Job, cluster: Cluster) -> None:
@@ -180,17 +191,14 @@ def check_token(job: Job) -> None:
 
 def check_resources(job: Job, cluster: Cluster) -> None:
     """Refuses workers that no node of the cluster, present or to come, has room for: Ray would wait for ever."""
-    need = dict(job.scaling.get("resources_per_worker") or {})
-    need.setdefault("CPU", 0 if need else 1)
-    if job.scaling.get("use_gpu"):
-        need.setdefault("GPU", 1)
-    need = {name: amount for name, amount in need.items() if amount}
-    count, live = job.workers[0], [_resources(node) for node in cluster.nodes]
-    room = clusterfile.room(need, live, cluster.types, cluster.max_workers)
+    count, need = job.workers[0], placement.bundles(job)[0]
+    live, types = cluster.live, cluster.types
+    room = clusterfile.room(need, live, types.values(), cluster.max_workers)
     if room >= count:
         return
-    wanted = ", ".join(f"{amount:g} {name}" for name, amount in sorted(need.items()))
-    more = [f"{kind.max_workers} x {name} ({_shown(kind.resources)})" for name, kind in cluster.types.items()]
+    wanted = ", ".join(f"{amount:g} {name}" for name, amount in sorted(need.resources.items()))
+    wanted += "".join(f", {key}: {value}" for key, value in need.selector.items())
+    more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in types.items()]
     has = f"nodes: {'; '.join(_shown(node) for node in live)}; "
     has += (
         f"may start {', '.join(more)}" if more else "no autoscaling known: CLUSTER=file.yaml names its file"
@@ -203,17 +211,51 @@ def check_resources(job: Job, cluster: Cluster) -> None:
         )
     raise InputError(
         f"scaling: a worker wants {wanted}, which no node of the cluster has ({has}); lower "
-        "scaling.resources_per_worker, type scaling.use_gpu=false, or give the cluster such nodes"
+        "scaling.resources_per_worker, type scaling.use_gpu=false or scaling.label_selector=null, or give the cluster such nodes"
     )
 
 
-def _resources(node: dict[str, Any]) -> dict[str, float]:
-    return node.get("resources_total") or {}
+def _shown(node: NodeType) -> str:
+    shown = [f"{node.resources[name]:g} {name}" for name in ("CPU", "GPU") if node.resources.get(name)]
+    return (" + ".join(shown) or "no CPU") + (
+        f" {gpu}" if (gpu := node.labels.get(placement.GPU_LABEL)) else ""
+    )
 
 
-def _shown(resources: dict[str, Any]) -> str:
-    shown = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
-    return " + ".join(shown) or "no CPU"
+def check_memory(job: Job, cluster: Cluster) -> None:
+    """Refuses a job that Ray may place on GPUs with less memory than `plan` counts for a worker.
+
+    A GPU that plan does not know is let pass, and so is a base whose config.json cannot be read from here.
+    """
+    if not job.scaling.get("use_gpu"):
+        return
+    need = placement.bundles(job)[0]
+    nodes = [*cluster.live, *cluster.types.values()]
+    offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
+    gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
+    if not gpus:
+        return
+    with console.waiting("counting the memory of a worker"):
+        planned = plan.make(job)
+    small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
+    if not small:
+        return
+    enough = sorted({*gpus} - {*small}) or plan.fitting(planned)
+    needs = (
+        f"a worker needs {planned.peak / plan.GIB:.0f} GiB (make plan), but Ray may place it on "
+        + " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
+    )
+    if not enough:
+        raise InputError(
+            f"{needs}; no GPU that plan knows holds it: make plan says what to change", key="scaling.use_gpu"
+        )
+    names = ",".join(enough)  # without spaces: Ray takes them as part of the name
+    selector = f"{{{placement.GPU_LABEL}: 'in({names})'}}"
+    nodes_too = "" if {*gpus} - {*small} else " and give the cluster such nodes"
+    raise InputError(
+        f'{needs}; type "scaling.label_selector={selector}"{nodes_too}, or make it smaller (make plan)',
+        key="scaling.label_selector",
+    )
 
 
 # -------------------------------------------------------------------------------------------------- the files

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.config.stages import STAGE
+from pipeline.config.stages import STAGE, TRAINED
 from pipeline.errors import Failure, InputError, about
 from pipeline.planning import plan
 from pipeline.planning.plan import GIB, GPUS, Plan
@@ -21,6 +21,8 @@ EPOCH = 10_000  # rows, where the job does not say how long it runs
 
 
 def run(job: Job) -> dict[str, Any]:
+    if job.stage not in TRAINED:
+        raise InputError(f"found {job.stage}; plan is for {', '.join(TRAINED)} jobs", key="stage")
     folders, notes = started_from(job)
     check(job, folders)
     loras = {name.split(".")[0]: lineage.adapter_config(at) for name, at in folders.items()}

@@ -35,6 +35,13 @@ def check(tree: Tree, job: Job) -> None:
     selectors = job.scaling.get("label_selector")
     if isinstance(selectors, list) and STAGE[job.stage].runs_in == "data":
         raise tree.error("scaling.label_selector", "found a list, expected one mapping, for all actors")
+    for selector in selectors if isinstance(selectors, list) else [selectors or {}]:
+        for key, value in selector.items():
+            if " " in str(value):  # Ray (2.60) takes it as part of the name, and then waits for ever
+                raise tree.error(
+                    f"scaling.label_selector.{short(key)}",
+                    f"found {show(value)}, expected {str(value).replace(' ', '')}",
+                )
     if isinstance(selectors, list) and len(selectors) != job.workers[1]:
         raise tree.error(
             "scaling.label_selector",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.config.stages import STAGE, TRAINED
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.planning.shape import Shape
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by Ray's accelerator type, on the AWS instance that offers it in numbers."""
+    """A GPU on the AWS instance that offers it in numbers."""
 
     memory: float  # GiB that torch can use
     tflops: float  # dense bf16 matrix products
@@ -30,6 +30,7 @@ class Gpu:
     dollars: float  # an hour of the instance on demand, roughly: prices differ by region and change; spot is often a third
 
 
+# By the label that nodes carry (ray.io/accelerator-type): Ray's names (ray.util.accelerators).
 GPUS = {
     "L4": Gpu(22, 121, 300, "g6.12xlarge", 4, 4.60),
     "A10G": Gpu(22, 70, 600, "g5.12xlarge", 4, 5.67),
@@ -69,6 +70,7 @@ class Plan:
     device: str  # cpu, cuda
     layers: int
     tokens: tuple[int, int]  # longest prompt and completion; of sft, rm, dpo: longest row and 0
+    unread: str | None = None  # why the base's config.json could not be read; its shape is then from known.py
 
     @property
     def peak(self) -> float:
@@ -106,6 +108,11 @@ def settings(job: Job, context: int) -> Settings:
     Args:
         context: of the model, in tokens.
     """
+    facts = STAGE[job.stage]
+    if not facts.learns:
+        completion = job.args.response_length if facts.writes else 0
+        prompt, rows = job.data.max_length or context - completion, job.args.local_rollout_forward_batch_size
+        return Settings(0, prompt + completion, job.args.bf16, False, 1, rows, prompt, completion)
     if job.stage == "ppo":  # its arguments are a PPOConfig
         args = job.args
         prompt = job.data.max_length or context - args.response_length
@@ -129,7 +136,7 @@ def settings(job: Job, context: int) -> Settings:
         min(job.data.max_length or context, context),
         given.get("bf16", True),
         given.get("gradient_checkpointing", True),
-        STAGE[job.stage].sequences,
+        facts.sequences,
     )
 
 
@@ -137,24 +144,22 @@ Loras = Mapping[str, dict[str, Any]]  # peft's settings by input: `policy`, `rew
 
 
 def make(job: Job, loras: Loras | None = None) -> Plan:
-    """The plan of a training job.
+    """The plan of a job that runs on workers. Of one that trains nothing it knows the memory alone.
 
     Args:
         loras: peft's settings of the adapters that the job starts from, by input (`policy`, `reward`); where one is not
             known, it is taken to be like the job's own `lora`.
 
     Raises:
-        InputError: for a stage that trains nothing, or a model without a config.
+        InputError: for a model without a config, and for lengths that do not fit it.
     """
-    if not STAGE[job.stage].learns:
-        raise InputError(f"found {job.stage}; plan is for {', '.join(TRAINED)} jobs", key="stage")
     device = "cuda" if job.scaling.get("use_gpu") else "cpu"
     roles, learning = _roles(job)
-    starts = {"policy": "policy", "reference": "policy", "reward": "reward", "critic": "reward"}
+    starts = {"reference": "policy", "critic": "reward"}
     try:
         shape = Shape(job)
         size = {
-            role: 4.0 * shape.adapter((loras or {}).get(starts.get(role, ""), job.lora)) for role in roles
+            role: 4.0 * shape.adapter((loras or {}).get(starts.get(role, role), job.lora)) for role in roles
         }
     except ValueError as error:  # peft's: no such modules, or settings that exclude each other
         raise InputError(
@@ -166,28 +171,39 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     items = [
         Item(f"base, {'nf4' if job.model.load_in_4bit else job.model.dtype}, once", shape.weights),
         Item(f"adapters: {', '.join(roles)}", sum(size.values())),
-        Item(f"gradients and Adam of {', '.join(learning)}", 3 * trainable),
         Item("Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces", RUNTIME[device]),
     ]
+    if learning:
+        items.insert(2, Item(f"gradients and Adam of {', '.join(learning)}", 3 * trainable))
+        items += _update_items(job, shape, asked, device)
+    if asked.rollout_rows:
+        items += _rollout_items(shape, asked, bool(job.trainer.get("use_vllm")))
+    lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
+    return Plan(job, shape.parameters, int(trainable / 4), items, device, shape.layers, lengths, shape.unread)
+
+
+def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[Item]:
+    """What a forward and a backward pass hold."""
     tokens = asked.rows * asked.sequences * asked.width
     kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
-    items.append(
+    return [
         Item(
             f"activations for backward: {tokens:,} tokens, {kind}",
             shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing),
             "update",
-        )
-    )
-    items.append(Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"))
-    if asked.rollout_rows:
-        items += _rollout_items(shape, asked, bool(job.trainer.get("use_vllm")))
-    lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
-    return Plan(job, shape.parameters, int(trainable / 4), items, device, shape.layers, lengths)
+        ),
+        Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"),
+    ]
 
 
 def _rollout_items(shape: Shape, asked: Settings, vllm: bool) -> list[Item]:
     """What sampling holds beside the base: a second base and its cache (vLLM), or the cache and its decoding steps."""
     rows, width = asked.rollout_rows, asked.width
+    forward = Item(
+        "activations of the prompts' forward", rows * asked.prompt * shape.forward(asked.bf16), "rollout"
+    )
+    if not asked.completion:
+        return [forward]
     if vllm:
         return [
             Item("vLLM: a base of its own", shape.weights),
@@ -197,9 +213,7 @@ def _rollout_items(shape: Shape, asked: Settings, vllm: bool) -> list[Item]:
     return [
         Item(f"KV cache: {rows} rows of {width} tokens", rows * grown * shape.cache(asked.bf16), "rollout"),
         Item("logits and probabilities of the next token", rows * shape.vocabulary * 20.0, "rollout"),
-        Item(
-            "activations of the prompts' forward", rows * asked.prompt * shape.forward(asked.bf16), "rollout"
-        ),
+        forward,
     ]
 
 
@@ -219,7 +233,14 @@ def _check_lengths(job: Job, context: int) -> None:
 def _roles(job: Job) -> tuple[list[str], list[str]]:
     """(adapters in memory, those of them that learn)."""
     facts = STAGE[job.stage]
-    learning = [str(facts.learns)]
+    if not facts.learns:
+        adapters = {
+            name.split(".")[0]: at
+            for name, at in job.inputs.items()
+            if at != "base" and not at.startswith("python:")
+        }
+        return list(adapters), []
+    learning = [facts.learns]
     roles = learning + ["reference"] * _has_reference(job)
     if facts.trl:
         return roles, learning
@@ -245,6 +266,16 @@ def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
 
 
 # ------------------------------------------------------------------------------------------------ what follows
+
+
+def called(label: str) -> list[str]:
+    """The GPUs that a node with this accelerator type may have: Ray calls both sizes of the A100 "A100". [] if unknown."""
+    return [name for name in GPUS if label in (name, name.partition("-")[0])]
+
+
+def memory_of(label: str) -> float | None:
+    """GiB of the GPUs of a node with this accelerator type, of the smaller ones where it may have two sizes; None: unknown."""
+    return min((GPUS[name].memory for name in called(label)), default=None)
 
 
 def fitting(plan: Plan) -> list[str]:

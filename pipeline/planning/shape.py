@@ -27,9 +27,9 @@ class Shape:
         from transformers import AutoConfig
 
         from pipeline.models.base import context_length
-        from pipeline.models.base_files import base_config
+        from pipeline.planning.known import config_of
 
-        raw = base_config(job.model.name_or_path, job.model.revision)
+        raw, self.unread = config_of(job.model)  # `unread`: why the shape is one of those kept here
         self.job, self.context = job, context_length(raw) or 2048
         self.config = AutoConfig.for_model(**raw)
         text = self.config.get_text_config()

@@ -94,7 +94,7 @@ def _cluster(job: Job) -> Iterator[None]:
 
 def _embedded() -> contextlib.AbstractContextManager[None]:
     cpus = max(4, os.cpu_count() or 1)  # logical: data tasks must find a slot beside the workers
-    return embedded.ray_session(num_cpus=cpus, **RAY_LOGGING)
+    return embedded.ray_session(num_cpus=cpus, labels=placement.local_labels(), **RAY_LOGGING)
 
 
 # ------------------------------------------------------------------------------------------------- preflight

@@ -127,17 +127,14 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
 
 
 def _resources(job: Job) -> dict[str, Any]:
-    """The job's resources of a worker, in the words of Ray Data."""
-    each = {"CPU": 1, **(job.scaling.get("resources_per_worker") or {})}
-    if job.scaling.get("use_gpu"):
-        each.setdefault("GPU", 1)
+    """What a worker asks for, in the words of Ray Data."""
+    one = placement.bundles(job)[0]
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    options: dict[str, Any] = {named[key]: value for key, value in each.items() if key in named}
-    if further := {key: value for key, value in each.items() if key not in named}:
+    options: dict[str, Any] = {"num_cpus": 0, "label_selector": one.selector or None}
+    options |= {named[key]: value for key, value in one.resources.items() if key in named}
+    if further := {key: value for key, value in one.resources.items() if key not in named}:
         options["resources"] = further
-    return options | {
-        key: job.scaling[key] for key in ("accelerator_type", "label_selector") if job.scaling.get(key)
-    }
+    return options
 
 
 class Parts:

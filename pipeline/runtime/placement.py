@@ -5,13 +5,18 @@ Ray by itself waits silently and forever, for resources that no node will ever h
 
 import logging
 import os
+import re
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 
 ELSEWHERE = "or run on a cluster that has it (RAY_ADDRESS=http://HEAD:8265)"
+GPU_LABEL = "ray.io/accelerator-type"  # a node's label; the name of its GPUs, which Ray takes from the driver
+ACCELERATOR_TYPE = "accelerator_type:"  # prefix of the resource that Ray makes of scaling.accelerator_type
 EVERY = 30.0  # seconds between two lines about what is waited for
 # States of Ray Train's controller in which it has no workers yet.
 WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState")
@@ -33,17 +38,51 @@ def check_scaling(job: Job) -> None:
     _check_amounts(job)
 
 
+@dataclass(frozen=True)
+class Bundle:
+    """What one worker asks Ray for: amounts, and labels of the node (a label selector of Ray's)."""
+
+    resources: dict[str, float]
+    selector: dict[str, str]
+
+    def fits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> int:
+        """How many of it a node with these resources and labels holds."""
+        if not matches(self.selector, labels):
+            return 0
+        return int(
+            min((resources.get(name, 0) / amount for name, amount in self.resources.items()), default=0)
+        )
+
+
+def bundles(job: Job) -> list[Bundle]:
+    """What the job's workers, the fewest with which it starts, ask Ray for; actors of Ray Data ask like workers of Ray Train."""
+    scaling, count = job.scaling, job.workers[0]
+    given = scaling.get("resources_per_worker") or {"GPU" if scaling.get("use_gpu") else "CPU": 1}
+    each = {name: amount for name, amount in given.items() if amount}
+    if scaling.get("use_gpu"):
+        each.setdefault("GPU", 1)
+    if kind := scaling.get("accelerator_type"):
+        each.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
+    selector = scaling.get("label_selector") or {}
+    selectors = selector[:count] if isinstance(selector, list) else [selector] * count
+    return [Bundle(each, one) for one in selectors]
+
+
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Whether a node with these labels satisfies a label selector, decided by Ray's own function (2.60, private)."""
+    from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
+
+    return bool(node_labels_match_selector(dict(labels), dict(selector)))
+
+
 def asked(job: Job) -> dict[str, float]:
     """The resources that one worker requests from Ray."""
-    given = job.scaling.get("resources_per_worker")
-    use_gpu = job.scaling.get("use_gpu")
-    each = dict(given) if given is not None else {"GPU": 1} if use_gpu else {"CPU": 1}
-    return {**({"GPU": 1} if use_gpu else {}), **each}
+    return bundles(job)[0].resources
 
 
 def _check_kinds(job: Job) -> None:
     """Kinds of resources that this machine does not have, whatever the amount."""
-    each, scaling = asked(job), job.scaling
+    each, scaling = job.scaling.get("resources_per_worker") or {}, job.scaling
     if strange := sorted(set(each) - {"CPU", "GPU", "memory"}):
         raise InputError(
             f"found {', '.join(strange)}, which this machine does not have; expected CPU, "
@@ -55,9 +94,13 @@ def _check_kinds(job: Job) -> None:
             f"found GPU: {each['GPU']} without scaling.use_gpu; type scaling.use_gpu=true, or take GPU out",
             key="scaling.resources_per_worker",
         )
-    if scaling.get("label_selector"):
+    here = local_labels()
+    # Without any GPU, _check_amounts says so.
+    if (here or not scaling.get("use_gpu")) and not all(matches(one.selector, here) for one in bundles(job)):
+        has = f"GPUs of the type {here[GPU_LABEL]}" if here else "no labels"
         raise InputError(
-            f"found {scaling['label_selector']}, but this machine has no labels; take it out, {ELSEWHERE}",
+            f"found {scaling['label_selector']}, but this machine has {has}; type scaling.label_selector=null "
+            f"if they have the memory that `make plan` shows, {ELSEWHERE}",
             key="scaling.label_selector",
         )
     if scaling.get("placement_strategy") == "STRICT_SPREAD" and job.workers[0] > 1:
@@ -66,9 +109,9 @@ def _check_kinds(job: Job) -> None:
             key="scaling.placement_strategy",
         )
     wanted = scaling.get("accelerator_type")
-    if wanted is not None and wanted != (here := _local_gpu_type()):
+    if wanted is not None and wanted != (detected := _local_gpu_type()):
         raise InputError(
-            f"found {wanted}, but this machine has {here or 'no GPU'}; take it out, {ELSEWHERE}",
+            f"found {wanted}, but this machine has {detected or 'no GPU'}; take it out, {ELSEWHERE}",
             key="scaling.accelerator_type",
         )
 
@@ -148,6 +191,30 @@ def _local_gpu_type() -> str | None:
     return NvidiaGPUAcceleratorManager.get_current_node_accelerator_type()
 
 
+def local_labels() -> dict[str, str]:
+    """The label of this machine's GPUs; {} without one.
+
+    Ray calls both sizes of the A100 "A100" and leaves it to the user to label them A100-40G or A100-80G, its names for
+    them (ray.util.accelerators); NVIDIA's driver has the size in the card's name. start-node.sh does the same.
+    """
+    kind = _local_gpu_type()
+    if kind == "A100" and (size := re.search(r"(40|80)GB", _local_gpu_name())):
+        kind = f"A100-{size[1]}G"
+    return {GPU_LABEL: kind} if kind else {}
+
+
+def _local_gpu_name() -> str:
+    """What NVIDIA's driver calls the first GPU, e.g. NVIDIA A100-SXM4-80GB."""
+    import ray._private.thirdparty.pynvml as pynvml
+
+    pynvml.nvmlInit()
+    try:
+        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+    finally:
+        pynvml.nvmlShutdown()
+    return name.decode() if isinstance(name, bytes) else name
+
+
 # ------------------------------------------------------------------------------------------------- waiting
 
 
@@ -180,7 +247,9 @@ class Wait:
 
 
 def _need(job: Job) -> str:
-    each = ", ".join(f"{name}: {amount:g}" for name, amount in asked(job).items())
+    each = ", ".join(
+        f"{name}: {amount:g}" for name, amount in asked(job).items() if not name.startswith(ACCELERATOR_TYPE)
+    )
     low, high = job.workers
     more = [
         f"{key} {job.scaling[key]}" for key in ("accelerator_type", "label_selector") if job.scaling.get(key)
@@ -243,14 +312,15 @@ def callback(job: Job) -> Any:
 
 
 def wait_for_one(job: Job) -> None:
-    """Returns when there is a place for one worker: Ray Data starts its pool of actors with the first that it gets.
+    """Returns when there is a place for one worker; Ray Data starts its pool of actors with the first that it gets.
 
     Raises:
         Failure: when there is none within run.placement_timeout_s.
     """
     from ray.util import placement_group, remove_placement_group
 
-    wait, place = Wait(job), placement_group([{"CPU": 1, **asked(job)}])
+    wait, one = Wait(job), bundles(job)[0]
+    place = placement_group([one.resources], bundle_label_selector=[one.selector])
     try:
         while not place.wait(0.5):
             if over := wait.waiting():

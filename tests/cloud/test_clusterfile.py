@@ -17,6 +17,7 @@ from running import ROOT
 
 from pipeline.cloud import clusterfile
 from pipeline.errors import InputError
+from pipeline.runtime.placement import GPU_LABEL
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
@@ -64,7 +65,7 @@ def test_ray_takes_the_file(file, home):
     shown = clusterfile.summary(file, config)
     assert config["cluster_name"] in shown
     if file == AWS:
-        assert "1 x m7i.xlarge: it runs, and is paid for, until `make down`" in shown
+        assert "1 x m7i.2xlarge: it runs, and is paid for, until `make down`" in shown
         assert "0 to 4 x g6.2xlarge (gpu1_spot, spot)" in shown
 
 
@@ -120,10 +121,10 @@ def test_one_ray_and_one_python_everywhere():
 # ------------------------------------------------------------------------------------------------ what it asks for
 
 
-def test_the_head_works_for_nobody_and_workers_start_from_none():
+def test_the_head_has_no_gpu_and_workers_start_from_none():
     config = yaml.safe_load(AWS.read_text())
     types = config["available_node_types"]
-    assert types["head"]["resources"] == {"CPU": 0, "GPU": 0}
+    assert types["head"]["resources"]["GPU"] == 0
     assert config["provider"]["cache_stopped_nodes"] is False
     for name, kind in types.items():
         assert kind["min_workers"] == 0
@@ -136,6 +137,7 @@ def test_the_head_works_for_nobody_and_workers_start_from_none():
         assert spot["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
         assert "InstanceMarketOptions" not in fallback["node_config"]
         assert spot["resources"] == fallback["resources"] and spot["priority"] > fallback["priority"]
+        assert spot["labels"][GPU_LABEL] == fallback["labels"][GPU_LABEL]
         assert spot["node_config"]["InstanceType"] == fallback["node_config"]["InstanceType"]
 
 
@@ -227,7 +229,7 @@ def test_ray_up_asks_ec2_for_the_head(ec2, home):
             up.wait()
     assert listed, (home / "up.log").read_text()[-3000:]
     (head,) = listed
-    assert (head["InstanceType"], head["ImageId"]) == ("m7i.xlarge", IMAGE)
+    assert (head["InstanceType"], head["ImageId"]) == ("m7i.2xlarge", IMAGE)
     assert "InstanceLifecycle" not in head  # on demand: a head that is taken away takes the cluster with it
     assert profile(ec2, head) == "rlhf-head"
     assert disk(ec2, head)["Size"] == 200

@@ -327,6 +327,7 @@ VALUES = [
     ("dpo", ["judge=python:a:b"], r"judge: `dpo` takes no judge"),
     ("generate", ["lora={r: 8}"], r"lora: `generate` has no use for it: it trains nothing; take it out"),
     ("score", ["trainer.temperature=0"], r"trainer\.temperature: unknown key"),
+    ("sft", ["scaling.label_selector={a: 'in(b, c)'}"], r"scaling\.label_selector\.a: found 'in\(b, c\)', expected in\(b,c\)"),
     ("score", ["scaling.label_selector=[{a: b}]"], r"scaling\.label_selector: found a list, expected one mapping, for all actors"),
     ("export", ["scaling.num_workers=2"], r"scaling\.num_workers: `export` has no use for it: it runs in this process"),
     ("score", ["run.port=65536"], r"run\.port: found 65536, expected between 0 and 65535"),

@@ -28,7 +28,7 @@ GPU = ["scaling.use_gpu=true", "trainer.use_cpu=false"]
         (["scaling.num_workers=2", "scaling.resources_per_worker={CPU: 0.5, memory: 9e13}"], "2 workers with memory"),
         (["scaling.accelerator_type=H100"], r"scaling\.accelerator_type: found H100, but this machine has no GPU"),
         ([*GPU, "scaling.accelerator_type=XYZ"], r"scaling\.accelerator_type: found XYZ, but this machine has"),
-        (["scaling.label_selector={zone: a}"], r"scaling\.label_selector: found \{'zone': 'a'\}, but this machine has no labels"),
+        (["scaling.label_selector={zone: a}"], r"scaling\.label_selector: found \{'zone': 'a'\}, but this machine has no labels; type scaling\.label_selector=null"),
         (["scaling.num_workers=2", "scaling.placement_strategy=STRICT_SPREAD", "scaling.resources_per_worker={CPU: 0.5}"], "this is one"),
         (["scaling.num_workers=500"], "500 workers with 1 CPU each"),
         (["scaling.resources_per_worker={CPU: 1, TPU: 1}"], "found TPU, which this machine does not have"),
@@ -48,6 +48,60 @@ def test_what_it_can_hold_is_not(monkeypatch):
     placement.check_scaling(job("scaling.placement_strategy=STRICT_SPREAD"))
     assert placement.asked(job(*GPU)) == {"CPU": 1, "GPU": 1}
     assert placement.asked(job(*GPU, "scaling.resources_per_worker=null")) == {"GPU": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "label"),
+    [
+        ("A100", "NVIDIA A100-SXM4-40GB", "A100-40G"),
+        ("A100", "NVIDIA A100 80GB PCIe", "A100-80G"),
+        ("H100", "NVIDIA H100 80GB HBM3", "H100"),
+    ],
+)
+def test_a_label_selector_is_compared_with_this_machines_gpus(kind, name, label, monkeypatch):
+    """With the names of NVIDIA's driver, as start-node.sh labels a node of a cluster."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(placement, "_local_gpu_type", lambda: kind)
+    monkeypatch.setattr(placement, "_local_gpu_name", lambda: name)
+    monkeypatch.setattr(placement, "_local_gpus", lambda: 8)
+    assert placement.local_labels() == {placement.GPU_LABEL: label}
+    of_80_gb = job(*GPU, "scaling.label_selector={ray.io/accelerator-type: 'in(A100-80G,H100)'}")
+    if label != "A100-40G":
+        placement.check_scaling(of_80_gb)
+        return
+    with pytest.raises(
+        InputError, match=r"but this machine has GPUs of the type A100-40G; type scaling\.label_selector=null"
+    ):
+        placement.check_scaling(of_80_gb)
+
+
+def test_nodes_are_labelled_as_a_single_machine_is(tmp_path):
+    """start-node.sh, with a driver's answer and everything that it starts replaced."""
+    (tmp_path / "bin").mkdir()
+    for tool, says in {
+        "nvidia-smi": "echo NVIDIA A100-SXM4-80GB",
+        "python": "echo 10.0.0.1 eth0",
+        "ray": "echo $RAY_OVERRIDE_LABELS",
+        "setsid": "true",
+    }.items():
+        (tmp_path / "bin" / tool).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / "bin" / tool).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "RAY_HEAD_IP": "10.0.0.1",
+    }
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("t")
+
+    def started(**more):
+        command = ["bash", str(ROOT / "jobs/cloud/start-node.sh"), "worker"]
+        return subprocess.run(
+            command, env={**environment, **more}, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert started() == '{"ray.io/accelerator-type": "A100-80G"}\n'
+    assert started(RAY_OVERRIDE_LABELS='{"a": "b"}') == '{"a": "b"}\n'  # the autoscaler's
 
 
 def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):

@@ -1,0 +1,180 @@
+"""Every shipped job, as Ray's own autoscaler places it with each cluster file: on GPUs that hold what `plan` counts."""
+
+import re
+from collections import Counter
+
+import pytest
+import yaml
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import GangResourceRequest, ResourceRequestByCount
+from ray.core.generated.common_pb2 import LabelSelectorOperator
+from running import ROOT
+
+from pipeline.cloud import clusterfile, preflight
+from pipeline.config import load_job
+from pipeline.config.stages import STAGE
+from pipeline.errors import InputError
+from pipeline.planning import plan
+from pipeline.runtime.placement import GPU_LABEL, bundles
+
+FILES = ["cluster.yaml", "jobs/cloud/gcp.yaml"]
+ON_WORKERS = [name for name, facts in STAGE.items() if facts.runs_in != "here"]
+JOBS = [
+    f"{profile}/{stage}"
+    for profile in ("llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora")
+    for stage in ON_WORKERS
+]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def request(bundle):
+    """The autoscaler's message for a bundle; selectors of the two forms that the jobs use, NAME and in(NAME,...)."""
+    selector = [
+        (
+            key,
+            LabelSelectorOperator.LABEL_OPERATOR_IN,
+            re.fullmatch(r"(?:in\()?(.*?)\)?", value)[1].split(","),
+        )
+        for key, value in bundle.selector.items()
+    ]
+    return ResourceRequestUtil.make(bundle.resources, label_selectors=[selector] if selector else None)
+
+
+def started(file, gang=(), tasks=0, without=()):
+    """{node type: nodes} that the autoscaler starts for a placement group of `gang`, and for tasks of one CPU."""
+    config = yaml.safe_load((ROOT / file).read_text())
+    for name in without:
+        config["available_node_types"][name]["max_workers"] = 0
+    kinds = AutoscalingConfig(config, skip_content_hash=True).get_node_type_configs()
+    del kinds[config["head_node_type"]]  # it is up already
+    reply = ResourceDemandScheduler().schedule(
+        SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=kinds,
+            max_num_nodes=config["max_workers"],
+            gang_resource_requests=[GangResourceRequest(requests=[request(one) for one in gang])]
+            if gang
+            else [],
+            resource_requests=[
+                ResourceRequestByCount(request=ResourceRequestUtil.make({"CPU": 1}), count=tasks)
+            ],
+        )
+    )
+    return Counter({one.instance_type: one.count for one in reply.to_launch}), clusterfile.worker_types(
+        config
+    )
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_gpus_that_a_job_gets_hold_what_plan_counts(name):
+    """Also where the types that fit best cannot be had: then another, or none at all."""
+    job = load_job(f"jobs/{name}.yaml", [])
+    planned = plan.make(job).peak / plan.GIB
+    seen = set()
+    for file in FILES:
+        without = []
+        while True:
+            nodes, types = started(file, bundles(job), without=without)
+            if not nodes:
+                break
+            for kind in nodes:
+                gpu = types[kind].labels[GPU_LABEL]
+                assert planned <= plan.memory_of(gpu), (
+                    f"{name} needs {planned:.0f} GiB and gets {nodes} in {file}"
+                )
+                seen.add(gpu)
+            without += nodes
+    assert seen, f"no node type of {FILES} holds {name}"
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("tasks", [1, 1000])
+def test_a_task_without_a_gpu_rents_no_gpu(file, tasks):
+    nodes, types = started(file, tasks=tasks)
+    assert not [name for name in nodes if types[name].resources.get("GPU")]
+    config = yaml.safe_load((ROOT / file).read_text())
+    head = config["available_node_types"][config["head_node_type"]]
+    assert head["resources"]["CPU"] > 0  # it has a place, too
+    assert f"--num-cpus={head['resources']['CPU']} --num-gpus=0" in config["head_start_ray_commands"][1]
+
+
+@pytest.mark.parametrize("profile", ["demo", "llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora"])
+@pytest.mark.parametrize("stage", ON_WORKERS)
+def test_what_preflight_compares_is_what_ray_train_asks_for(profile, stage):
+    from ray.train import ScalingConfig
+
+    job = load_job(f"jobs/{profile}/{stage}.yaml", [])
+    for more in ({}, {"accelerator_type": "H100"}, {"resources_per_worker": {"CPU": 2, "memory": 1e9}}):
+        job.scaling.update(more)
+        config = ScalingConfig(**job.scaling)
+        mine = bundles(job)
+        assert [one.resources for one in mine] == [config._resources_per_worker_not_none] * config.num_workers
+        assert [one.selector for one in mine] == (
+            config._label_selector_per_worker(config.num_workers) or [{}] * len(mine)
+        )
+
+
+@pytest.fixture
+def aws():
+    """cluster.yaml's cluster before any worker is up."""
+    types, most = clusterfile.types_of("rlhf")
+    head = {"node_ip": "10.0.0.1", "is_head_node": True, "resources_total": {"CPU": 4.0}, "labels": {}}
+    return preflight.Cluster("http://10.0.0.1:8265", "2.60.0", "3.11.7", [head], types, most)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_preflight_lets_every_shipped_job_pass(name, aws):
+    job = load_job(f"jobs/{name}.yaml", [])
+    preflight.check_resources(job, aws)
+    preflight.check_memory(job, aws)
+
+
+def test_preflight_refuses_gpus_that_are_too_small(aws):
+    anywhere = load_job("jobs/llama3-70b-qlora/sft.yaml", ["scaling.label_selector=null"])
+    message = (
+        r"scaling\.label_selector: a worker needs 5\d GiB \(make plan\), but Ray may place it on L4 with 22 or L40S with 44; "
+        r"""type "scaling\.label_selector=(\{ray\.io/accelerator-type: 'in\(A100-80G\)'\})", or"""
+    )
+    with pytest.raises(InputError, match=message) as error:
+        preflight.check_memory(anywhere, aws)
+    typed = re.search(message, str(error.value))[1]
+    mended = load_job("jobs/llama3-70b-qlora/sft.yaml", [f"scaling.label_selector={typed}"])
+    preflight.check_memory(mended, aws)
+    without = preflight.Cluster(**{**vars(aws), "types": {"gpu4_spot": aws.types["gpu4_spot"]}})
+    with pytest.raises(InputError, match=r"in\(A100-80G,H100,H200\).* and give the cluster such nodes"):
+        preflight.check_memory(anywhere, without)
+    with pytest.raises(
+        InputError, match=r"wants 1 GPU, ray\.io/accelerator-type: in\(A100-80G,H100,H200\), which no node"
+    ):
+        preflight.check_resources(load_job("jobs/llama3-70b-qlora/sft.yaml", []), without)
+
+
+def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
+    """Nodes that somebody else started, with the label that Ray gives them by itself."""
+    gpus = {"node_ip": "10.0.0.2", "is_head_node": False, "resources_total": {"CPU": 96.0, "GPU": 8.0}}
+    job = load_job("jobs/llama3-70b-qlora/sft.yaml", [])
+    for label, fits in (("H100", True), ("A100", False), ("A100-80G", True)):
+        up = preflight.Cluster(
+            **{**vars(aws), "types": {}, "nodes": [{**gpus, "labels": {GPU_LABEL: label}}]}
+        )
+        if fits:
+            preflight.check_resources(job, up)
+            preflight.check_memory(job, up)
+        else:
+            with pytest.raises(
+                InputError, match=r"which no node of the cluster has \(nodes: 96 CPU \+ 8 GPU A100;"
+            ):
+                preflight.check_resources(job, up)
+    wanted = load_job(
+        "jobs/llama3-70b-qlora/sft.yaml", ["scaling.label_selector=null", "scaling.accelerator_type=A100"]
+    )
+    preflight.check_resources(wanted, aws)  # the resource that Ray makes of an EC2 type, beside the label
+    aws.types["gpu8_spot"].labels[GPU_LABEL] = "A100"
+    with pytest.raises(InputError, match="A100 with 39"):  # either of the two sizes
+        preflight.check_memory(wanted, aws)
