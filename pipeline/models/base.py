@@ -117,7 +117,7 @@ def load_base(
         model: the job's `model` section. `load_in_4bit` gives nf4 with double quantisation, on a CPU too.
         scorer_tokenizer: asks for an AutoModelForSequenceClassification of one label, with this tokenizer's `pad_token_id`
             and an (untrained) head that computes in fp32. None: an AutoModelForCausalLM.
-        device: to load it to. None: the CPU.
+        device: to load it to, and to quantise it on: on a CPU that takes half an hour for 70B. None: the CPU.
 
     Raises:
         InputError: when the base is missing or damaged, or has no such model class.
@@ -148,7 +148,8 @@ def load_base(
         options["attn_implementation"] = model.attn_implementation
     if model.load_in_4bit:
         options["quantization_config"] = _nf4(dtype)
-        options["device_map"] = {"": device or "cpu"}
+    if device is not None:
+        options["device_map"] = {"": device}
     where = source(model.name_or_path)
     # The report also names a scorer's new head; check_loaded refuses what is really missing.
     with without_load_report(), loading_shown(), unreadable(model):
@@ -159,7 +160,7 @@ def load_base(
         _one_nf4_path(loaded)
     if scorer:
         _fp32_head(loaded)
-    return loaded if device is None or model.load_in_4bit else loaded.to(device)
+    return loaded
 
 
 def model_classes(scorer: bool) -> Any:

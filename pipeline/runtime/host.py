@@ -1,10 +1,15 @@
 """A process that holds the models of a job: what it starts from (Work), and how it finds its inputs (Host)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import registry
 from pipeline.config import Job
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,12 @@ class Host:
     def device(self) -> str:
         """The GPU that this process sees, if the job asks for one, else the CPU."""
         return "cuda" if self.job.scaling.get("use_gpu") else "cpu"
+
+    def load_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+        """The job's frozen base, on this process's device from the start; see models.base.load_base."""
+        from pipeline.models.base import load_base
+
+        return load_base(self.job.model, scorer_tokenizer, self.device)
 
     def input(self, name: str) -> str:
         """The local folder of an input (`policy`, `reward.0`, ...), fetched on this node if it is a registered one."""

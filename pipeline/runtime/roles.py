@@ -24,10 +24,9 @@ def shared_base(worker: Host) -> SharedBase:
     import torch
 
     from pipeline.models.adapters import SharedBase
-    from pipeline.models.base import load_base
 
     autocast = torch.bfloat16 if worker.job.trainer.get("bf16") else None
-    return SharedBase(load_base(worker.job.model, device=worker.device), autocast=autocast)
+    return SharedBase(worker.load_base(), autocast=autocast)
 
 
 def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
@@ -53,9 +52,7 @@ def _reward(worker: Host, shared: SharedBase, name: str, role: str, weight: floa
         return AdapterReward(shared, role, rows=rows, weight=weight, **constants)
     model, tokenizer = _other_model(worker, folder)
     control = worker.job.data.special_tokens == "control"
-    return ModelReward(
-        model.to(shared.device), tokenizer, rows=rows, weight=weight, name=role, control=control
-    )
+    return ModelReward(model, tokenizer, rows=rows, weight=weight, name=role, control=control)
 
 
 def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
@@ -68,7 +65,7 @@ def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
     settings = replace(worker.job.model, name_or_path=where, revision=None, load_in_4bit=False)
     tokenizer = load_tokenizer(where, trust_remote_code=settings.trust_remote_code)
     same = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
-    return load_base(settings, tokenizer), None if same else tokenizer
+    return load_base(settings, tokenizer, worker.device), None if same else tokenizer
 
 
 def judge(worker: Host, shared: SharedBase) -> Reward | None:

@@ -21,7 +21,6 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer
 
     from pipeline.data.feed import ExactBatches
-    from pipeline.models.base import load_base
     from pipeline.runtime import training
 
     class Trainer(ExactBatches, DPOTrainer):
@@ -33,7 +32,7 @@ def train(worker: Worker) -> dict[str, Any]:
             return dataset
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
-    base, adapter = load_base(worker.job.model), None
+    base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
         # TRL copies the adapter that it finds here to one called `ref` and freezes that: the reference.
         base = PeftModel.from_pretrained(base, worker.input("policy"), is_trainable=True)

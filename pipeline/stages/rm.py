@@ -26,7 +26,6 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import RewardConfig, RewardTrainer
 
     from pipeline.data.feed import ExactBatches
-    from pipeline.models.base import load_base
     from pipeline.runtime import training
 
     class Trainer(ExactBatches, RewardTrainer):
@@ -37,7 +36,7 @@ def train(worker: Worker) -> dict[str, Any]:
     args = training.arguments(worker, RewardConfig, max_length=None)
     set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
     trainer = Trainer(
-        model=load_base(worker.job.model, worker.tokenizer),
+        model=worker.load_base(worker.tokenizer),
         args=args,
         # SEQ_CLS is what makes peft train and save the head; any other task type leaves it random and frozen.
         peft_config=LoraConfig(task_type="SEQ_CLS", **worker.job.lora),

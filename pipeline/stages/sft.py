@@ -21,7 +21,6 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
     from pipeline.data.feed import ExactBatches
-    from pipeline.models.base import load_base
     from pipeline.runtime import training
 
     class Trainer(ExactBatches, SFTTrainer):
@@ -29,7 +28,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
     trainer = Trainer(
-        model=load_base(worker.job.model),
+        model=worker.load_base(),
         # Rows come tokenised, labelled, truncated and packed: TRL has nothing left to prepare.
         args=training.arguments(
             worker, SFTConfig, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None
