@@ -2,26 +2,53 @@
 
     python -m pipeline validate jobs/demo/sft.yaml [section.key=value ...]
 
-The tokenised rows stay in the cache: the run that follows does not make them again.
+The tokenised rows stay in the cache: the run that follows does not make them again. Nothing is trained, so neither the
+GPUs and packages of the run nor the models that it starts from need to be here.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Job, rules
+from pipeline.config.stages import INPUTS, STAGE
+from pipeline.errors import InputError
 from pipeline.runtime import driver
+from pipeline.runtime.inputs import functions, pin_inputs
 from pipeline.runtime.preparation import announce, prepared
 from pipeline.system import storage
 
 
 def run(job: Job) -> dict[str, Any]:
+    if STAGE[job.stage].rows is None:
+        raise InputError(f"`{job.stage}` reads no rows: there is nothing to validate", key="stage")
     # Without the name: it looks at rows, whatever was begun or has ended under it.
     job = driver.name_run(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     announce(job, "validate")
     for warning in rules.warnings(job):
         print(f"warning: {warning}", flush=True)
-    # A job for GPUs may be looked at where not all of its packages are.
-    with prepared(job, ask_libraries=not job.scaling.get("use_gpu")) as run:
+    try:
+        driver.check_scaling(job)
+    except InputError as error:
+        print(f"note: the run itself cannot start here: {error}", flush=True)
+    job = without_absent_models(job)
+    with prepared(job, looks=True) as run:
         print(run.report.render(), flush=True)
     return run.report.to_dict()
+
+
+def without_absent_models(job: Job) -> Job:
+    """The job without those of its models that are not there yet; each is named."""
+    for name in INPUTS:
+        only = replace(job, **{other: None for other in INPUTS if other != name})
+        try:
+            pin_inputs(only)
+        except InputError as error:
+            if name in functions(job):
+                raise  # a Python function is found here or nowhere
+            print(
+                f"note: {error}; the rows are read without it, as the base's own template writes them",
+                flush=True,
+            )
+            job = replace(job, **{name: None})
+    return job

@@ -13,7 +13,17 @@ from pipeline.errors import InputError
 from pipeline.system import storage
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
-FOREIGN = (".parquet", ".csv", ".tsv", ".zst", ".bz2", ".xz", ".zip", ".arrow")
+# How to make JSON Lines of other files: by the datasets library, or by a program that unpacks them.
+FOREIGN = {
+    ".parquet": "Dataset.from_parquet({path!r}).to_json('rows.jsonl')",
+    ".csv": "Dataset.from_csv({path!r}).to_json('rows.jsonl')",
+    ".tsv": "Dataset.from_csv({path!r}, sep='\\t').to_json('rows.jsonl')",
+    ".arrow": "Dataset.from_file({path!r}).to_json('rows.jsonl')",
+    ".zst": "zstd -d {path}",
+    ".bz2": "bunzip2 -k {path}",
+    ".xz": "unxz -k {path}",
+    ".zip": "unzip {path}",
+}
 
 
 @dataclass(frozen=True)
@@ -27,11 +37,12 @@ def find(spec: str | list[str], key: str) -> list[File]:
     """The files of a path, glob, folder or URI, or of a list of them; `key` names the setting in errors."""
     files = [file for item in ([spec] if isinstance(spec, str) else spec) for file in find_one(item, key)]
     for file in files:
-        if file.path.endswith(FOREIGN):
+        if convert := FOREIGN.get(os.path.splitext(file.path)[1]):
+            command = convert.format(path=file.path)
+            if convert.startswith("Dataset"):
+                command = f'.venv/bin/python -c "from datasets import Dataset; {command}"'
             raise InputError(
-                f"{file.path} is not JSON; expected one of {', '.join(SUFFIXES)}; with the datasets library, "
-                "`Dataset.from_parquet(path).to_json('rows.jsonl')` writes JSON Lines",
-                key=key,
+                f"{file.path} is not JSON; expected one of {', '.join(SUFFIXES)}; type {command}", key=key
             )
     return files
 

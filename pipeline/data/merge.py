@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.data import report as reports
 from pipeline.data.chunks import Chunk, where
 from pipeline.data.parts import columns_of
-from pipeline.data.refusals import first_errors
+from pipeline.data.refusals import one_of_each
 from pipeline.data.report import Report, Split
 from pipeline.data.tasks import HASHES, Options, Stats, encoder_of, of_split
 from pipeline.data.values import show
@@ -33,7 +33,7 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
         )
         report.splits[name] = split
         parts[name] = [stat.parts[name] for stat in with_split if name in stat.parts]
-    report.skipped = [str(error) for error in first_errors(stats)]
+    report.skipped = one_of_each(stats)
     report.samples = [text for stat in stats for text in stat.samples][: reports.SAMPLES]
     train, held_out = of_split("train", stats, chunks), of_split("eval", stats, chunks)
     counts = [duplicates([stat.hashes for stat in part]) for part in (train, held_out)]

@@ -6,8 +6,17 @@ from typing import Any
 from pipeline.data.kinds import Kind
 from pipeline.data.record import Record
 from pipeline.data.tools import offered
-from pipeline.data.values import RowError, check_values, fields_of, nearest, show, some
+from pipeline.data.values import RowError, check_values, fields_of, show, some
+from pipeline.errors import visible
 
+# What other data sets call a field.
+ALIASES = {
+    "prompt": ("question", "query", "instruction", "input", "problem", "user"),
+    "completion": ("response", "output", "answer", "solution", "target", "reply", "assistant"),
+    "chosen": ("preferred", "accepted", "winner", "better", "positive", "chosen_response"),
+    "rejected": ("dispreferred", "refused", "loser", "worse", "negative", "rejected_response"),
+    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
+}
 OPTIONAL = {"input", "margin", "system"}  # fields that no shape needs
 
 
@@ -45,18 +54,29 @@ def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
     shapes, keys = kind.shapes.values(), some(row)
     known = {name for needs in shapes for name in needs}
     nearest_shape = max(shapes, key=lambda needs: sum(_likeness(need, keys) for need in needs) / len(needs))
-    missing = next(need for need in nearest_shape if need not in row)
+    missing = [need for need in nearest_shape if need not in row]
     unknown = [key for key in keys if key not in known | OPTIONAL]
-    return RowError(
-        "missing_field",
-        missing,
-        fields_of(keys) + nearest(missing, unknown),
-        "one of " + " | ".join(kind.shapes) + f" (stage {kind.stage})",
+    meant = {name: key for name in missing if (key := _meant(name, unknown))}
+    hint = (
+        f" (is {', '.join(f'`{visible(key, lines=False)}` meant to be `{name}`' for name, key in meant.items())}?)"
+        if meant
+        else ""
     )
+    expected = "one of " + " | ".join(kind.shapes) + f" (stage {kind.stage})"
+    if len(meant) == len(missing) and all(key.isidentifier() for key in meant.values()):
+        renamed = ", ".join(f"{name}: .{meant.get(name, name)}" for name in nearest_shape)
+        expected += f"; jq -c '{{{renamed}}}' FILE > rows.jsonl renames"
+    return RowError("missing_field", missing[0], fields_of(keys) + hint, expected)
+
+
+def _meant(name: str, keys: list[str]) -> str | None:
+    """The key that a field is likely to be called, by its spelling or as other data sets do."""
+    close = difflib.get_close_matches(name, keys, 1)
+    return close[0] if close else next((alias for alias in ALIASES.get(name, ()) if alias in keys), None)
 
 
 def _likeness(name: str, keys: list[str]) -> float:
-    return 1.0 if name in keys else 0.5 if difflib.get_close_matches(name, keys, 1) else 0.0
+    return 1.0 if name in keys else 0.5 if _meant(name, keys) else 0.0
 
 
 def example(kind: Kind) -> str:

@@ -43,7 +43,7 @@ def parse(row: dict[str, Any], shape: str) -> Record:
 def parse_answered(row: dict[str, Any], shape: str) -> Record:
     """As `parse`, of rows whose `completion`, where they have one, will be read too: its likelihood is measured."""
     record = parse(row, shape)
-    if row.get("completion"):
+    if row.get("completion") not in (None, ""):
         completion_text(row["completion"], "completion", record.prompt)
     return record
 

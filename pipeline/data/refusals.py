@@ -75,19 +75,61 @@ def complaint(stats: Sequence[Stats], kinds: Counter, read: int) -> str:
         if rows
         else f"nothing to read ({counts})"
     )
-    errors = first_errors(stats)
-    if rows == read > 1 and len(set().union(*(stat.ways for stat in stats))) == 1:
-        lines = [f"  rows 1-{read:,}, all in the same way: {errors[0]}"]
+    ways: Counter = sum((stat.ways for stat in stats), Counter())
+    if rows == read > 1 and len(ways) == 1:
+        lines = [f"  rows 1-{read:,}, all in the same way: {first_errors(stats)[0]}"]
     else:
-        lines = [f"  {error}" for error in errors]
-        if kinds.total() > len(errors):
-            lines.append(f"  and {kinds.total() - len(errors):,} more")
+        lines = [f"  {line}" for line in one_of_each(stats)]
+        if (
+            named := sum(ways[way] for way in {error.way() for error in first_errors(stats)})
+        ) < kinds.total():
+            lines.append(f"  and {kinds.total() - named:,} more")
+    lines += usable(stats)
     advice = "fix them, or type data.on_error=skip to leave them out"
-    if kinds["missing_field"] == read > 1:
+    if kinds["missing_field"] == read > 1 and not any("[" in field for _, field, _ in ways):
         advice = "no row has the fields of this stage; is it another stage's file? (sft: demonstrations, rm and dpo: pairs)"
     if "too_long" in kinds:
         advice += "; data.too_long=truncate (or drop) for long rows"
     return "\n".join([f"{what}:", *lines, advice + "; nothing was trained"])
+
+
+def usable(stats: Sequence[Stats]) -> list[str]:
+    """A line about the rows that are not wrong, if there are any."""
+    splits = [split for stat in stats for split in stat.splits.values()]
+    if not (kept := sum(split.kept for split in splits)):
+        return []
+    lengths = [
+        reports.percentiles(sum((side[at] for stat in stats for side in stat.lengths.values()), Counter()))
+        for at in (0, 1)
+    ]
+    shown = (
+        f"{name} tokens p50 {length['p50']}, max {length['max']}"
+        for name, length in zip(("prompt", "completion"), lengths, strict=True)
+        if length.get("max")
+    )
+    return [
+        f"  {reports.counted(kept, 'row')} can be used: {reports.counted(sum(split.tokens for split in splits), 'token')}; "
+        + "; ".join(shown)
+    ]
+
+
+def one_of_each(stats: Sequence[Stats]) -> list[str]:
+    """The first bad row of each way, with the number of those that are wrong in the same way."""
+    ways: Counter = sum((stat.ways for stat in stats), Counter())
+    alike: dict[tuple[str, str, str], list[RowError]] = {}
+    for error in first_errors(stats):
+        alike.setdefault(error.way(), []).append(error)
+    lines = []
+    for way, errors in alike.items():
+        also = ", ".join(f"{error.line}" for error in errors[1:] if error.file == errors[0].file)
+        count = max(ways[way], len(errors)) - 1
+        more = (
+            f" (and {count:,} more in the same way{': ' + errors[0].unit + ' ' + also if also else ''})"
+            if count
+            else ""
+        )
+        lines.append(f"{errors[0]}{more}")
+    return lines
 
 
 def first_errors(stats: Sequence[Stats]) -> list[RowError]:

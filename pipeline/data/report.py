@@ -233,9 +233,11 @@ def sample(tokenizer: Any, columns: dict[str, Any], limit: int = 1200) -> str:
         )
     if "prompt_ids" in columns:
         prompt, sides = columns["prompt_ids"], (columns["chosen_ids"], columns["rejected_ids"])
+        if cut := len(prompt) - whole_characters(tokenizer, prompt, len(prompt)):
+            prompt, sides = prompt[:-cut], tuple(ids and prompt[-cut:] + ids for ids in sides)
     elif "chosen_ids" in columns:
         whole = columns["chosen_ids"], columns["rejected_ids"]
-        shared = shared_length(*whole)
+        shared = whole_characters(tokenizer, whole[0], shared_length(*whole))
         prompt, sides = whole[0][:shared], (whole[0][shared:], whole[1][shared:])
     else:
         return clip(tokenizer.decode(columns["input_ids"]), limit)
@@ -243,6 +245,12 @@ def sample(tokenizer: Any, columns: dict[str, Any], limit: int = 1200) -> str:
         return clip(tokenizer.decode(prompt) + f"⟦{tokenizer.decode(sides[0])}⟧", limit)
     texts = [clip(tokenizer.decode(ids), limit // 3) for ids in (prompt, *sides)]
     return f"{texts[0]}\n  chosen   ⟦{texts[1]}⟧\n  rejected ⟦{texts[2]}⟧"
+
+
+def whole_characters(tokenizer: Any, ids: list[int], at: int) -> int:
+    """The last border of two characters up to token `at`: bytes of a character that is cut decode to nothing readable."""
+    borders = range(at, max(at - 4, 0), -1)  # UTF-8 has at most 4 bytes, each perhaps a token
+    return next((one for one in borders if not tokenizer.decode(ids[:one]).endswith("\ufffd")), at)
 
 
 def marked(tokenizer: Any, ids: list[int], trained: list[bool]) -> str:

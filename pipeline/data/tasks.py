@@ -61,8 +61,8 @@ class Stats:
     kinds: Counter = field(default_factory=Counter)
     # the first bad rows of each kind
     errors: list[RowError] = field(default_factory=list)
-    # (kind, field, expected) of the bad rows; no more than two of them: then they are not all alike
-    ways: set[tuple[str, str, str]] = field(default_factory=set)
+    # RowError.way of the bad rows -> rows; the first hundred of them
+    ways: Counter = field(default_factory=Counter)
     samples: list[str] = field(default_factory=list)
     # sha256 of all bytes of the chunk
     digest: str = ""
@@ -232,8 +232,8 @@ def held_out(prompt: str, options: Options) -> bool:
 def note_bad(stats: Stats, split: Split, number: int, error: RowError) -> None:
     split.dropped[error.kind] = split.dropped.get(error.kind, 0) + 1
     stats.kinds[error.kind] += 1
-    if len(stats.ways) < 2:
-        stats.ways.add((error.kind, error.field, error.expected))
+    if error.way() in stats.ways or len(stats.ways) < 100:
+        stats.ways[error.way()] += 1
     if stats.kinds[error.kind] <= reports.FIRST:
         error.line = number
         stats.errors.append(error)

@@ -6,6 +6,7 @@ Numbers are finite, text is Unicode, no key is repeated, and nothing is nested d
 import difflib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element"] = "line"
+
+    def way(self) -> tuple[str, str, str]:
+        """Equal for rows that are wrong in the same way, whatever the place in a list."""
+        return self.kind, re.sub(r"\d+", "*", self.field), self.expected
 
     def where(self) -> str:
         file = visible(self.file, lines=False)

@@ -65,26 +65,27 @@ def announce(job: Job, verb: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def prepared(job: Job, pinned: dict[str, str] | None = None, ask_libraries: bool = True) -> Iterator[Run]:
+def prepared(job: Job, pinned: dict[str, str] | None = None, looks: bool = False) -> Iterator[Run]:
     """A run whose job has been checked (its paths already, by `announce`) and whose rows are tokenised, with Ray for the block.
 
     A job that runs in this process reads no rows and needs no Ray.
 
     Args:
         pinned: versions of inputs that the run was begun with: they count, whatever the job's aliases mean by now.
-        ask_libraries: whether TRL and peft are to take their sections of the job.
+        looks: whether the rows are only looked at: a job for GPUs may be where neither they nor all of its packages are.
     """
     started = time.monotonic()
+    on_gpus = bool(job.scaling.get("use_gpu"))
     job, inputs = pin_inputs(job, pinned or {})
     driver.set_environment()
-    with libraries.asked(*([job] if ask_libraries else [])) as check_libraries:
+    with libraries.asked(*([] if looks and on_gpus else [job])) as check_libraries:
         with console.waiting("checking the model"):
-            work = check_models(job, inputs)  # a damaged one is not worth starting Ray for
+            work = check_models(job, inputs, sampler=not looks)  # a damaged one is not worth starting Ray for
         if STAGE[job.stage].runs_in == "here":
             driver.check_scaling(job)
             yield Run(work, {}, None, started)
             return
-        with driver.session(job):
+        with driver.session(replace(job, scaling={}) if looks else job):
             print("reading and tokenising the rows", flush=True)
             work, rows, report = tokenise(work)
             check_libraries()
@@ -141,14 +142,19 @@ def _cache(job: Job) -> str:
     return job.data.cache_dir or storage.join(job.run.storage_path, "data")
 
 
-def check_models(job: Job, inputs: dict[str, str]) -> Work:
-    """The base, its tokenizer, and inputs that fit it: all that can be checked before any row is read."""
+def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work:
+    """The base, its tokenizer, and inputs that fit it: all that can be checked before any row is read.
+
+    Args:
+        sampler: whether completions will be sampled here, by what the job names.
+    """
     from pipeline.models.base import base_identity
     from pipeline.models.fit import check_base, check_lora
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
-    check_sampler(job)
+    if sampler:
+        check_sampler(job)
     check_experts(job)
     model = job.model
     files = check_base(model, gpu=bool(job.scaling.get("use_gpu")))

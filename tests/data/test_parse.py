@@ -39,6 +39,9 @@ ERRORS = [
     ("generate", {"prompt": "a", "id": 10**400}, "not_finite", "id"),
     ("score", {"prompt": "a", "completion": "b", "x": nested(65)}, "nested", ("x" + 64 * "[0]")[:80]),
     ("evaluate", {"prompt": "a", "completion": 5}, "wrong_type", "completion"),
+    ("evaluate", {"prompt": "a", "completion": 0}, "wrong_type", "completion"),
+    ("evaluate", {"prompt": "a", "completion": False}, "wrong_type", "completion"),
+    ("evaluate", {"prompt": "a", "completion": []}, "empty_prompt", "completion"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")}, "not_finite", "margin"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e38}, "margin", "margin"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 101}, "margin", "margin"),
@@ -101,6 +104,19 @@ def test_row_errors(stage, row, kind, field):
         parsed(row, stage)
     assert (caught.value.kind, caught.value.field) == (kind, field)
     assert caught.value.found and caught.value.expected
+
+
+def test_fields_with_the_names_of_other_data_sets_are_recognised():
+    with pytest.raises(RowError) as caught:
+        parsed({"question": "a", "response": "b", "id": 7}, "sft")
+    assert caught.value.field == "prompt"
+    assert "is `question` meant to be `prompt`, `response` meant to be `completion`?" in caught.value.found
+    assert "jq -c '{prompt: .question, completion: .response}' FILE > rows.jsonl" in caught.value.expected
+    with pytest.raises(
+        RowError, match="is `winner` meant to be `chosen`, `loser` meant to be `rejected`"
+    ) as caught:
+        parsed({"prompt": "a", "winner": "b", "loser": "c"}, "rm")
+    assert "jq -c '{prompt: .prompt, chosen: .winner, rejected: .loser}'" in caught.value.expected
 
 
 def test_a_misspelt_field_names_the_near_one_and_the_shapes():

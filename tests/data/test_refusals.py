@@ -1,11 +1,16 @@
 """Which sets are refused before training, and what the message says."""
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 
 import pytest
 from toy_data import ROWS, make, write
 
 from pipeline.data import read
+from pipeline.data.files import find
 from pipeline.errors import InputError
 
 
@@ -92,3 +97,61 @@ def test_rows_that_are_all_wrong_in_the_same_way_are_one_line(tmp_path, embedded
     with pytest.raises(InputError) as caught:
         make(tmp_path, train=path)
     assert len(caught.value.message.splitlines()) == 4, "two ways, a line each"
+
+
+def test_rows_that_are_wrong_in_the_same_way_share_a_line_and_the_good_ones_are_counted(
+    tmp_path, embedded_ray
+):
+    rows = [{"prompt": f"q{i}", "completion": "" if i % 3 == 0 else " a"} for i in range(60)]
+    rows[1] = {"prompt": "q" * 500, "completion": "a"}
+    path = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(InputError) as caught:
+        make(tmp_path, train=path)
+    first, empty, long, usable, _ = caught.value.message.splitlines()
+    assert first == "21 of 60 rows cannot be used (20 empty completion, 1 too long):"
+    assert (
+        empty.startswith(f"  {path}:1: `completion`: found")
+        and "(and 19 more in the same way: line 4, 7, 10, " in empty
+    )
+    assert long.startswith(f"  {path}:2: found 503 tokens") and "more" not in long
+    assert (
+        usable
+        == "  39 rows can be used: 268 tokens; prompt tokens p50 4, max 4; completion tokens p50 3, max 3"
+    )
+    made = make(tmp_path, train=path, on_error="skip")
+    assert [line.split(": ")[0] for line in made.report.skipped] == [f"{path}:1", f"{path}:2"]
+    turns = [{"role": "user", "content": "a"}] * 3
+    wrong = [{"messages": [*turns[: i % 3], {"role": "robot", "content": "b"}]} for i in range(9)]
+    path = write(
+        tmp_path / "turns.jsonl", [*wrong, {"messages": [*turns, {"role": "assistant", "content": "b"}]}]
+    )
+    with pytest.raises(InputError) as caught:
+        make(tmp_path, train=path)
+    assert (
+        f"{path}:1: `messages[0].role`" in caught.value.message and "(and 8 more in" in caught.value.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("rows.csv", "Dataset.from_csv('rows.csv').to_json('rows.jsonl')"),
+        ("rows.tsv", r"Dataset.from_csv('rows.tsv', sep='\t').to_json('rows.jsonl')"),
+        ("rows.parquet", "Dataset.from_parquet('rows.parquet').to_json('rows.jsonl')"),
+        ("rows.jsonl.zst", "zstd -d rows.jsonl.zst"),
+    ],
+)
+def test_other_files_are_told_their_own_conversion(name, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(
+        "prompt\tcompletion\na\tb\n" if name.endswith("tsv") else "prompt,completion\na,b\n"
+    )
+    with pytest.raises(InputError) as caught:
+        find(name, "data.train")
+    assert command in caught.value.message
+    if name.endswith(("csv", "tsv")):  # what is advised works
+        typed = shlex.split(caught.value.message.partition("; type ")[2])
+        subprocess.run(
+            [sys.executable, *typed[1:]], check=True, env={**os.environ, "HF_HOME": str(tmp_path / "hf")}
+        )
+        assert json.loads((tmp_path / "rows.jsonl").read_text()) == {"prompt": "a", "completion": "b"}

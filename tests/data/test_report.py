@@ -4,13 +4,15 @@ import io
 import json
 import sys
 
+from tokenizers import Tokenizer, decoders, models
 from toy_data import ROWS, make, tokenizer, write
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.__main__ import main
 from pipeline.commands.chat import Writer
 from pipeline.config import Data
 from pipeline.data.read import prepare
-from pipeline.data.report import Report
+from pipeline.data.report import Report, sample
 from pipeline.data.values import RowError, show
 from pipeline.errors import InputError, visible
 from pipeline.runtime.summary import sample_table
@@ -89,3 +91,19 @@ def test_one_of_a_kind_is_not_plural(tmp_path, embedded_ray):
     text = make(tmp_path, train=path).report.render()
     assert "1 row repeats an earlier row (not removed)" in text
     assert "1 row contains special tokens in its text (</s> in 1); they are encoded as ordinary text" in text
+
+
+def test_a_shared_prefix_that_cuts_a_character_is_shown_whole():
+    """Without the cut at a character, a run of byte tokens that is no UTF-8 decodes to nothing but replacement characters."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    backend = Tokenizer(
+        models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tok = PreTrainedTokenizerFast(tokenizer_object=backend)
+    prompt, chosen, rejected = (list(text.encode()) for text in ("Farbe? ", "übel", "ölig"))
+    text = sample(tok, {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected})
+    assert text == "Farbe? \n  chosen   ⟦übel⟧\n  rejected ⟦ölig⟧"
+    apart = {"prompt_ids": prompt + chosen[:1], "chosen_ids": chosen[1:], "rejected_ids": rejected[1:]}
+    assert sample(tok, apart) == text
+    assert sample(tok, {**apart, "rejected_ids": None}) == "Farbe? ⟦übel⟧"
