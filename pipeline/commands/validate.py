@@ -40,9 +40,9 @@ def run(job: Job) -> dict[str, Any]:
 def without_absent_models(job: Job) -> Job:
     """The job without those of its models that are not there yet; each is named."""
     for name in INPUTS:
-        only = replace(job, **{other: None for other in INPUTS if other != name})
+        none: dict[str, Any] = dict.fromkeys(INPUTS)
         try:
-            pin_inputs(only)
+            pin_inputs(replace(job, **{**none, name: getattr(job, name)}))
         except InputError as error:
             if name in functions(job):
                 raise  # a Python function is found here or nowhere
@@ -50,5 +50,6 @@ def without_absent_models(job: Job) -> Job:
                 f"note: {error}; the rows are read without it, as the base's own template writes them",
                 flush=True,
             )
-            job = replace(job, **{name: None})
+            absent: dict[str, Any] = {name: None}
+            job = replace(job, **absent)
     return job
