@@ -139,10 +139,11 @@ notebook: $(VENV)/.notebook ## run notebooks/*.ipynb from top to bottom, and say
 
 ui: setup ## MLflow's pages on http://127.0.0.1:5000 (PORT=...): of the local runs, with RAY_ADDRESS of the cluster's
 ifdef RAY_ADDRESS
-	@echo "user admin, password: the token in ~/.ray/auth_token"
+	@echo "http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning (user admin, password: the token in ~/.ray/auth_token)"
 	@PATH=$(abspath $(VENV))/bin:$$PATH ray dashboard $(CLUSTER) --port $(PORT) --remote-port 5000
 else
 	@mkdir -p runs
+	@echo "http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning"
 	@$(PY) -m mlflow ui --backend-store-uri sqlite:///runs/mlflow.db --host 127.0.0.1 --port $(PORT)
 endif
 

@@ -55,7 +55,7 @@ if [ "$role" = head ]; then
     # On all interfaces, since workers log to it too: the security group lets nobody else in, and it asks for a password.
     cd "$HOME/mlflow"   # the user store of its password lies where it runs
     MLFLOW_AUTH_ADMIN_PASSWORD=$RAY_AUTH_TOKEN MLFLOW_FLASK_SERVER_SECRET_KEY=$RAY_AUTH_TOKEN \
-      MLFLOW_SERVER_ALLOWED_HOSTS="$head_ip:5000,localhost:5000,127.0.0.1:5000" \
+      MLFLOW_SERVER_ALLOWED_HOSTS="$head_ip:5000,localhost:*,127.0.0.1:*" \
       setsid nohup mlflow server --app-name basic-auth --workers 2 --host 0.0.0.0 --port 5000 \
       --backend-store-uri "${MLFLOW_BACKEND:-sqlite:///$database}" \
       --artifacts-destination "${MLFLOW_ARTIFACTS:-$HOME/mlflow/artifacts}" > "$logs/mlflow.log" 2>&1 < /dev/null &

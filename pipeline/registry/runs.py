@@ -12,8 +12,11 @@ from pipeline.errors import InputError
 from pipeline.registry.database import file_of_uri
 from pipeline.registry.server import client, flatten, like, metric_key, tracking_uri, wait_for_server
 from pipeline.system import signals, storage
+from pipeline.system.credentials import without_credentials
 
 RUN_TAG = "pipeline.run"  # of an MLflow run: the folder that it belongs to
+# Of an experiment. Without it MLflow's page opens on its traces, of which training has none.
+KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 
 @contextmanager
@@ -34,8 +37,7 @@ def mlflow_run(job: Job, digests: dict[str, str], anew: bool = False) -> Iterato
     else:
         if unfinished and unfinished.status == "RUNNING":
             mlflow.set_terminated(unfinished.run_id, "KILLED")
-        tags = {RUN_TAG: run_key, "stage": job.stage}
-        run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
+        run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=_tags(job)).info.run_id
         _log_inputs(mlflow, run_id, job, digests)
     try:
         yield run_id
@@ -51,6 +53,16 @@ def mlflow_run(job: Job, digests: dict[str, str], anew: bool = False) -> Iterato
     mlflow.set_terminated(run_id, "FINISHED")
 
 
+def _tags(job: Job) -> dict[str, str]:
+    """What finds a run again, and what MLflow's own `start_run` would say of it: who, from which file and commit."""
+    from mlflow.tracking.context.registry import resolve_tags  # (mlflow 3.17, not in its public API)
+
+    ours = {RUN_TAG: storage.absolute(job.folder), "stage": job.stage}
+    if job.source:
+        ours["mlflow.source.name"] = job.source
+    return {key: without_credentials(str(value)) for key, value in resolve_tags(ours).items()}
+
+
 def _experiment(mlflow: Any, job: Job) -> str:
     from mlflow.exceptions import MlflowException
 
@@ -60,7 +72,7 @@ def _experiment(mlflow: Any, job: Job) -> str:
     if experiment := mlflow.get_experiment_by_name(name):
         return experiment.experiment_id
     try:
-        return mlflow.create_experiment(name, artifact_location=location)
+        return mlflow.create_experiment(name, artifact_location=location, tags=KIND)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise

@@ -1,4 +1,4 @@
-"""Versions: the gate, registering with a load back, aliases, lineage as tags, and from a reference to a folder."""
+"""Versions: the gate, registering with a load back, aliases, lineage as tags and description, and from a reference to a folder."""
 
 import hashlib
 import json
@@ -12,18 +12,18 @@ from urllib.parse import urlsplit
 from pipeline.config import OPERATORS, Job, parse_gate
 from pipeline.config.stages import TRAINED
 from pipeline.errors import InputError
+from pipeline.registry.description import DIGEST, describe
 from pipeline.registry.lineage import folder_digests
-from pipeline.registry.server import (
-    client,
-    first_line,
-    flatten,
-    like,
-    metric_key,
-    tracking_uri,
-    wait_for_server,
-)
+from pipeline.registry.server import client, first_line, like, metric_key, tracking_uri, wait_for_server
 from pipeline.system import deadline
 from pipeline.system.credentials import without_credentials
+
+CLOCKS = (
+    "_runtime",
+    "_per_second",
+    "_num_tokens",
+    "_time",
+)  # ends of figures that say nothing about the model
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,23 @@ def publish(
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
     ok, reason = (False, f"failed: {problem}") if problem else passes(job.gate, metrics)
+    run = mlflow.get_run(run_id).info
+    description = describe(job.stage, metrics, lineage, reason, (run.experiment_id, run_id, run.run_name))
     known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
     if known:
         version = known[0].version
         mlflow.set_model_version_tag(name, version, "gate", reason)  # it may have been changed meanwhile
+        mlflow.update_model_version(name, version, description)
     else:
-        model_id, source = _store(mlflow, job, run_id, folder, lineage)
+        model_id, source = _store(mlflow, job, run.experiment_id, run_id, folder, lineage)
         _create_registered_model(mlflow, name)
         tags = {
             **_tags(lineage),
-            **{k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")},
+            **{k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_") and not k.endswith(CLOCKS)},
             "gate": reason,
         }
         version = mlflow.create_model_version(
-            name, source=source, run_id=run_id, model_id=model_id, tags=tags
+            name, source=source, run_id=run_id, model_id=model_id, tags=tags, description=description
         ).version
     if ok:
         mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
@@ -111,14 +114,14 @@ def other_base(job: Job, base: dict[str, Any]) -> str | None:
         return None
     trained_on = newest.tags.get("base_name_or_path", "?")
     digest = newest.tags.get("base_digest")
-    if digest == base["digest"] or (digest is None and trained_on in ("?", base["name_or_path"])):
+    if digest == base["digest"][:DIGEST] or (digest is None and trained_on in ("?", base["name_or_path"])):
         return None
     suggested = (
         f"{name}-{re.sub(r'[^A-Za-z0-9._-]+', '-', os.path.basename(base['name_or_path'].rstrip('/')))}"
     )
     return (
         f"mlflow.registered_model: the newest version of {name!r}, v{newest.version}, was trained on base {trained_on} "
-        f"({str(digest)[:19]}), this run trains on {base['name_or_path']} ({base['digest'][:19]}); models:/{name}@"
+        f"({digest}), this run trains on {base['name_or_path']} ({base['digest'][:DIGEST]}); models:/{name}@"
         f"{job.mlflow.alias} would then be an adapter of another base. Type mlflow.registered_model={suggested}"
     )
 
@@ -138,9 +141,10 @@ def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
     return Version(name, version, job.mlflow.alias if ok else None, reason)
 
 
-def _store(mlflow: Any, job: Job, run_id: str, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
+def _store(
+    mlflow: Any, job: Job, experiment: str, run_id: str, folder: str, lineage: dict[str, Any]
+) -> tuple[str, str]:
     """Uploads the folder as a LoggedModel, downloads it again and compares every file: (model id, location)."""
-    experiment = mlflow.get_run(run_id).info.experiment_id
     model = mlflow.create_logged_model(
         experiment, name=job.stage, source_run_id=run_id, model_type=f"lora-{job.stage}", tags=_tags(lineage)
     )
@@ -172,10 +176,14 @@ def _create_registered_model(mlflow: Any, name: str) -> None:
 
 
 def _tags(lineage: dict[str, Any]) -> dict[str, str]:
-    """Lineage as flat tags: base, tokenizer, parents, data and library versions can be searched for in MLflow."""
-    flat = flatten({key: lineage[key] for key in lineage if key not in ("parents", "data", "versions")})
-    tags = {key.replace(".", "_"): str(value) for key, value in flat}
-    return tags | {key: json.dumps(lineage.get(key, {})) for key in ("parents", "data", "versions")}
+    """What one searches for in MLflow, short enough for its pages: lineage.json, beside the adapter, has all of it in full."""
+    base, reward = lineage.get("base", {}), lineage.get("reward", {})
+    tags = {key: str(lineage[key]) for key in ("stage", "tokenizer", "chat_template") if lineage.get(key)}
+    tags |= {f"base_{key}": str(base[key]) for key in ("name_or_path", "revision", "digest") if base.get(key)}
+    tags |= {f"reward_{key}": f"{value:.6g}" for key, value in reward.items()}
+    tags |= {key: tags[key][:DIGEST] for key in ("tokenizer", "chat_template", "base_digest") if key in tags}
+    data = {name: digest[:12] for name, digest in lineage.get("data", {}).items()}
+    return tags | {"parents": json.dumps(lineage.get("parents", {})), "data": json.dumps(data)}
 
 
 def pin(reference: str, uri: str) -> str:
@@ -239,12 +247,12 @@ def _train_it(name: str) -> str:
 
 
 def version(reference: str, uri: str) -> dict[str, Any]:
-    """What is known about `models:/name/3`: name, version, aliases, and its tags with parents, data and versions parsed."""
+    """What is known about `models:/name/3`: name, version, aliases, and its tags with parents and data parsed."""
     mlflow = client(uri)
     name, number = reference.removeprefix("models:/").split("/")
     registered = mlflow.get_model_version(name, number)
     tags: dict[str, Any] = dict(registered.tags)
-    for key in ("parents", "data", "versions"):
+    for key in ("parents", "data"):
         tags[key] = json.loads(tags.get(key, "{}"))
     return {
         "name": name,

@@ -40,3 +40,18 @@ def test_an_interrupted_run_is_killed_and_not_failed(job):
         with pytest.raises(ending), registry.mlflow_run(job, {}) as run_id:
             raise ending
         assert mlflow(job).get_run(run_id).info.status == "KILLED"
+
+
+def test_a_run_says_who_started_it_from_what(job):
+    """As MLflow's own start_run does; and MLflow's page opens on runs, not on traces that training does not have."""
+    import getpass
+    import subprocess
+
+    with registry.mlflow_run(job, {}) as run_id:
+        pass
+    tags = mlflow(job).get_run(run_id).data.tags
+    assert (tags["mlflow.user"], tags["mlflow.source.name"]) == (getpass.getuser(), "jobs/demo/sft.yaml")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert tags.get("mlflow.source.git.commit", head) == head
+    experiment = mlflow(job).get_experiment_by_name("rlhf")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"

@@ -32,6 +32,31 @@ def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
     assert folder_digests(folder) == folder_digests(adapter)
 
 
+def test_a_version_is_described_in_words_and_links(job, adapter):
+    parents = {"policy": "models:/rlhf-sft/3", "reward.0": "python:my:reward"}
+    lineage = {**LINEAGE, "parents": parents, "versions": {"torch": "2.13.0"}, "data": {"train": "ab" * 32}}
+    with registry.mlflow_run(job, {}) as run_id:
+        registry.publish(
+            job, run_id, adapter, {"before_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}, lineage
+        )
+    version = mlflow(job).get_model_version("rlhf-sft", "1")
+    assert version.description == (
+        "- held-out loss: 0.54 → **0.5**\n- gate: none set\n\n"
+        f"Trained by [one](#/experiments/1/runs/{run_id}) (sft) on `b` (sha256:1), from\n"
+        "- policy: [rlhf-sft v3](#/models/rlhf-sft/versions/3)\n- reward.0: `python:my:reward`\n\n"
+        "Data: train abababababab  \nLibraries: torch 2.13.0"
+    )
+    assert set(version.tags) == {
+        "stage",
+        "base_name_or_path",
+        "base_digest",
+        "parents",
+        "data",
+        "eval_loss",
+        "gate",
+    }
+
+
 def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_name(job, adapter):
     """`mlflow` may change when a run goes on: the alias of the new name is never set to the old name's number."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})

@@ -79,12 +79,18 @@ def test_versions_know_where_they_come_from(runs, storage):
     parents = json.loads(version.tags["parents"])
     assert parents["policy"] == f"models:/rlhf-sft/{runs['sft']['version']}"
     assert parents["reward.0"] == f"models:/rlhf-rm/{runs['rm']['version']}"
-    assert json.loads(version.tags["data"])["train"] == runs["ppo"]["data"]["digests"]["train"]
+    assert json.loads(version.tags["data"])["train"] == runs["ppo"]["data"]["digests"]["train"][:12]
     sft = client(storage).get_model_version("rlhf-sft", runs["sft"]["version"])
     for key in ("base_digest", "tokenizer", "chat_template"):
         assert version.tags[key] == sft.tags[key] != ""
-    assert json.loads(version.tags["versions"])["ray"] == "2.60.0"
-    assert "eval_kl" in version.tags
+    assert "eval_kl" in version.tags and "eval_runtime" not in sft.tags
+    tags = {k: v for k, v in version.tags.items() if not k.startswith(("eval_", "parents", "data"))}
+    assert len(tags) <= 8 and max(map(len, tags.values())) < 40
+    assert (
+        f"- policy: [rlhf-sft v{sft.version}](#/models/rlhf-sft/versions/{sft.version})"
+        in version.description
+    )
+    assert "- KL: **" in version.description and "ray 2.60.0" in version.description
 
 
 def test_a_run_carries_its_job_and_its_data(runs, storage):
