@@ -12,7 +12,8 @@ from pipeline.report.panels import GROUPS, Panel
 from pipeline.report.plots import Draw
 
 FEW = 8  # panels that need no headings between them
-BOX, GAP, ROW = 178, 74, 104  # of the lineage graph: width of a box, between columns, height of a row
+# Of the lineage graph: width of a box, between columns, height of a row, between an arrow and a box that it passes.
+BOX, GAP, ROW, LANE = 178, 74, 104, 8
 
 
 def render(runs: list[Run]) -> str:
@@ -20,6 +21,8 @@ def render(runs: list[Run]) -> str:
     import jinja2
     from markupsafe import Markup
 
+    sections = [section(run, f"r{i}", Markup) for i, run in enumerate(runs)]
+    shown = next((one for one in reversed(sections) if one["samples"]), None)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pipeline.report", "."),
         autoescape=True,
@@ -28,7 +31,8 @@ def render(runs: list[Run]) -> str:
     )
     return environment.get_template("page.jinja").render(
         title=title(runs),
-        runs=[section(run, f"r{i}", Markup) for i, run in enumerate(runs)],
+        runs=sections,
+        first=shown,  # whose samples stand before everything else
         cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
         compared=[comparison(same, Markup) for same in _same_stage(runs)],
         graph=graph(lineage(runs)),
@@ -203,6 +207,9 @@ def as_yaml(job: dict[str, Any]) -> str:
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100)
 
 
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
 def graph(nodes: list[Node]) -> dict[str, Any]:
     """The lineage as boxes and arrows with coordinates, for the template's <svg>."""
     for_key = {node.key: node for node in nodes}
@@ -219,18 +226,24 @@ def graph(nodes: list[Node]) -> dict[str, Any]:
     def height(node: Node) -> float:
         return 28 + 16 * len(node.lines)
 
+    def between(parent: Node, child: Node) -> list[Box]:
+        return [
+            (left(n), top(n), left(n) + BOX, top(n) + height(n))
+            for n in nodes
+            if parent.depth < n.depth < child.depth
+        ]
+
     arrows = []
     for node in nodes:
         for key, role in node.parents.items():
             x1, y1 = left(for_key[key]) + BOX, middle(for_key[key])
             x2, y2 = left(node) - 7, middle(node)
-            bend = (x2 - x1) / 2
             arrows.append(
                 {
-                    "path": f"M{x1:.0f} {y1:.0f}C{x1 + bend:.0f} {y1:.0f} {x2 - bend:.0f} {y2:.0f} {x2:.0f} {y2:.0f}",
+                    "path": arrow(x1, y1, x2, y2, between(for_key[key], node)),
                     "role": role,
                     # Beside its parent: in the middle the names of crossing arrows would meet.
-                    "x": round(x1 + 0.3 * (x2 - x1)), "y": round(y1 - 6),
+                    "x": round(x1 + 0.3 * GAP), "y": round(y1 - 6),
                 }
             )  # fmt: skip
     boxes = [
@@ -245,8 +258,24 @@ def graph(nodes: list[Node]) -> dict[str, Any]:
         "arrows": arrows,
         "box": BOX,
         "width": max((left(n) + BOX + 8 for n in nodes), default=0),
-        "height": max((top(n) + height(n) + 8 for n in nodes), default=0),
+        "height": max((top(n) + height(n) + 8 + LANE for n in nodes), default=0),
     }
+
+
+def arrow(x1: float, y1: float, x2: float, y2: float, between: list[Box]) -> str:
+    """The path from one point to another as SVG, level at both ends; it passes between the boxes of the columns in between."""
+
+    def curve(xa: float, ya: float, xb: float, yb: float) -> str:
+        bend = (xb - xa) / 2
+        return f"C{xa + bend:.0f} {ya:.0f} {xb - bend:.0f} {yb:.0f} {xb:.0f} {yb:.0f}"
+
+    if not between:
+        return f"M{x1:.0f} {y1:.0f}" + curve(x1, y1, x2, y2)
+    lanes = [y for _, top, _, bottom in between for y in (top - LANE, bottom + LANE)] + [y1, y2]
+    free = [y for y in lanes if not any(top - LANE < y < bottom + LANE for _, top, _, bottom in between)]
+    lane = min((y for y in free if y >= 0), key=lambda y: abs(y - y1) + abs(y - y2))
+    first, last = min(box[0] for box in between), max(box[2] for box in between)
+    return f"M{x1:.0f} {y1:.0f}" + curve(x1, y1, first, lane) + f"H{last:.0f}" + curve(last, lane, x2, y2)
 
 
 def _short(text: str, width: int = 25) -> str:

@@ -1,5 +1,6 @@
 """The tracking server of a job: which it is, and that it answers."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -27,10 +28,8 @@ def test_shipped_jobs_use_a_store_beside_the_runs(in_root, monkeypatch):
 
 def test_the_clusters_server_answers_through_a_tunnel_on_any_port():
     """`make ui PORT=5001` is a tunnel to its port 5000: the browser's Host header names 5001."""
-    import re
 
     from mlflow.server.security_utils import is_allowed_host_header
-    from running import ROOT
 
     script = (ROOT / "jobs/cloud/start-node.sh").read_text()
     [hosts] = re.findall(r'MLFLOW_SERVER_ALLOWED_HOSTS="(.*?)"', script)
