@@ -46,6 +46,34 @@ class Failure(Exception):
     """A run or a check failed; the command line prints the message and exits with status 1."""
 
 
+class OutOfMemory(Failure):
+    """Memory ran out. The run ends: a restart would come to the same place.
+
+    Args:
+        phase: of the run: `rollout`, `update`, ...; "" where it is not known.
+        detail: the library's error, in brief.
+        remedy: the settings to change.
+    """
+
+    def __init__(self, phase: str, detail: str, remedy: str = ""):
+        super().__init__(phase, detail, remedy)
+        self.phase, self.detail, self.remedy = phase, detail, remedy
+
+    def __str__(self) -> str:
+        where = f" in phase {self.phase!r}" if self.phase else ""
+        return "; ".join(filter(None, (f"out of memory{where} ({self.detail})", self.remedy)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, torch or cuBLAS says that memory ran out (imports no torch)."""
+    said = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and any(text in str(error) for text in said))
+    )
+
+
 @contextmanager
 def about(key: str) -> Iterator[None]:
     """InputErrors raised within the block get this key of the job, unless they name one other than the base's."""

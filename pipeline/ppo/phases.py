@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 
+from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
+
 
 class Phases:
     """`with phases("rollout"): ...` adds up seconds and keeps the peak memory of each phase, by name.
 
     Memory is what torch allocated on a GPU, or the resident set of the process on a CPU (Linux; 0 elsewhere). Each phase
-    resets the operating system's peak, so the peak of the whole run is `memory/peak`, not getrusage's.
+    resets the operating system's peak, so the peak of the whole run is `memory/peak`, not getrusage's. An error of memory
+    leaves a phase as OutOfMemory, with its name.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +30,12 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         _reset_peak(self.device)
         begin = time.perf_counter()
-        yield
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(name, in_brief(error)) from error
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels run asynchronously: count them in this phase
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import Failure, in_brief
+from pipeline.errors import Failure, in_brief, is_out_of_memory
 from pipeline.models.adapters import SharedBase
 from pipeline.models.special import ControlTokens, chat_ids, text_ids
 from pipeline.ppo.batch import micro_batches
@@ -212,6 +212,8 @@ class FunctionReward(Reward):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
+            if is_out_of_memory(error):
+                raise
             is_exception = isinstance(error, Exception)
             hint = f" for {self._culprit(samples)}" if is_exception else "; expected a list of numbers"
             raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error

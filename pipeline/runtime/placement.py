@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.errors import Failure, InputError
+from pipeline.errors import Failure, InputError, OutOfMemory, causes
 
 ELSEWHERE = "or run on a cluster that has it (RAY_ADDRESS=http://HEAD:8265)"
 GPU_LABEL = "ray.io/accelerator-type"  # a node's label; the name of its GPUs, which Ray takes from the driver
@@ -280,10 +280,11 @@ def _amounts(resources: dict[str, float]) -> str:
 
 
 def callback(job: Job) -> Any:
-    """A callback of Ray Train's controller that ends the run when its workers were waited for too long.
+    """A callback of Ray Train's controller: ends the run when its workers were waited for too long, or are out of memory.
 
-    Ray (2.60) retries a placement for ever and has no setting for it; a controller's callback is called at every change of
-    its state, and at each new try. Remove when FailureConfig has a deadline.
+    Ray (2.60) retries a placement for ever, and after any error of a worker starts it again; it has no setting for either. A
+    controller's callback is called at every change of its state, and at each new try; what it raises ends the run. Remove
+    when FailureConfig has a deadline, and errors that are not retried.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.callback import ControllerCallback
@@ -302,6 +303,9 @@ def callback(job: Job) -> Any:
                 logging.getLogger(f"ray.train.v2._internal.execution.{name}").addFilter(untold)
 
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+            failed = getattr(current_state, "training_failed_error", None)
+            if hopeless := next((e for e in causes(failed) if type(e) is OutOfMemory), None):
+                raise hopeless
             name = type(current_state).__name__
             if name not in WAITING:
                 self.wait.placed()

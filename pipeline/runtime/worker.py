@@ -21,7 +21,7 @@ from pipeline import registry
 from pipeline.errors import Failure, InputError
 from pipeline.models import base_files
 from pipeline.registry import lineage
-from pipeline.runtime import checkpoints
+from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.claim import announce_worker
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preemption import Notice, listen
@@ -51,7 +51,8 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
                 print(f"continuing from {os.path.basename(resume)}", flush=True)
             print(base_files.announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
         try:
-            outcome = config["train"](worker)
+            with memory.explained(work.job):
+                outcome = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
                 # Ray Train 2.60 logs the traceback of what ends a worker; their message is all that there is to say

@@ -12,6 +12,13 @@ def raises(prompts, completions, **_):
     return [scores[prompt] for prompt in prompts]
 
 
+def fills_the_gpu(completions, **_):
+    """What torch raises where a reward's own model finds no room."""
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 def nan(completions, **_):
     return [math.nan] * len(completions)
 

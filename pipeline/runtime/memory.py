@@ -1,0 +1,78 @@
+"""When memory runs out: which part of the run it was, and which settings to change."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.config.fields import fields_of
+from pipeline.config.stages import STAGE
+from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
+
+# Functions on the stack (transformers.Trainer's, and ours) and the part of a run that they are; PPO names its own phases.
+PARTS = {"load_base": "loading the base", "training_step": "update", "evaluation_loop": "evaluate"}
+ROLLOUT = ("rollout", "score", "values", "evaluate")  # phases without gradients
+
+
+@contextmanager
+def explained(job: Job) -> Iterator[None]:
+    """Errors of memory, from torch or Python, leave the block as OutOfMemory: what it was, and what to change."""
+    try:
+        yield
+    except OutOfMemory as error:  # of a phase of PPO
+        raise OutOfMemory(error.phase, error.detail, remedy(job, error.phase)) from error
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        phase = next((part for name, part in PARTS.items() if name in names), "")
+        raise OutOfMemory(phase, in_brief(error), remedy(job, phase)) from error
+
+
+def remedy(job: Job, phase: str) -> str:
+    """The settings to change, mildest first, each with its current value."""
+    lighter = [change for key in _sizes(job, phase) if (change := _halved(job, key))]
+    if phase not in (*ROLLOUT, "loading the base") and STAGE[job.stage].learns:
+        lighter += _switched(job, "trainer.gradient_checkpointing", True)
+    anew = _switched(job, "trainer.bf16", True) if phase != "loading the base" else []
+    anew += _switched(job, "model.dtype", "bfloat16") + _switched(job, "model.load_in_4bit", True)
+    said = [f"type, in this order, {', '.join(lighter)}"] if lighter else []
+    said += [f"if that is not enough, in a new run, {', '.join(anew)}"] if anew else []
+    said += ["`make plan` computes what fits"] if STAGE[job.stage].learns else []
+    return "; ".join(said)
+
+
+def _sizes(job: Job, phase: str) -> tuple[str, ...]:
+    """Keys of the numbers of rows or tokens that are in memory at once."""
+    if phase == "loading the base":
+        return ()
+    if STAGE[job.stage].trl:
+        return (f"per_device_{'eval' if phase == 'evaluate' else 'train'}_batch_size",)
+    if not STAGE[job.stage].learns or phase in ("rollout", "score", "evaluate"):
+        return ("local_rollout_forward_batch_size",)
+    by_tokens = ("micro_batch_tokens",) if job.trainer.get("micro_batch_tokens") else ()
+    return by_tokens or (
+        ("local_rollout_forward_batch_size",) if phase == "values" else ("per_device_train_batch_size",)
+    )
+
+
+def _halved(job: Job, key: str) -> str | None:
+    now = _value(job, key)
+    return f"trainer.{key}={now // 2} (now {now})" if isinstance(now, int) and now > 1 else None
+
+
+def _switched(job: Job, key: str, to: Any) -> list[str]:
+    section, name = key.split(".")
+    now = _value(job, name) if section == "trainer" else getattr(job.model, name)
+    if now is None or now == to or (key == "model.dtype" and now != "float32"):
+        return []
+    return [f"{key}={str(to).lower()} (now {str(now).lower()})"]
+
+
+def _value(job: Job, name: str) -> Any:
+    """A key of the `trainer` section, or its default; None where the stage has no such key."""
+    if name in job.trainer:
+        return job.trainer[name]
+    known = fields_of(STAGE[job.stage].trainer)
+    return known[name].default if name in known else None

@@ -1,0 +1,84 @@
+"""Memory that runs out: which phase it was, which settings to change, and no restart that would repeat it."""
+
+import json
+import re
+
+import dying
+import pytest
+import torch
+from running import ROOT
+
+from pipeline.__main__ import main
+from pipeline.config import load_job
+from pipeline.errors import OutOfMemory
+from pipeline.ppo.phases import Phases
+from pipeline.runtime import memory
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def training_step():
+    """As on the stack of a transformers.Trainer."""
+    raise torch.OutOfMemoryError(FULL)
+
+
+def load_base():
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize(
+    ("stage", "phase", "expected"),
+    [
+        (
+            "ppo",
+            "update",
+            r"per_device_train_batch_size=\d+ \(now \d+\), trainer\.gradient_checkpointing=true \(now false\)",
+        ),
+        ("ppo", "rollout", r"local_rollout_forward_batch_size=\d+ \(now \d+\); if that"),
+        ("sft", training_step, r"'update'.*type, in this order, trainer\.per_device_train_batch_size=\d+"),
+        ("rm", load_base, r"'loading the base'.*; if that .* model\.dtype=bfloat16 \(now float32\), model\.load_in_4bit"),
+        ("generate", "", r"local_rollout_forward_batch_size=\d+ \(now \d+\); if that"),
+    ],
+)  # fmt: skip
+def test_the_message_names_phase_and_settings(stage, phase, expected):
+    job = load_job(str(ROOT / f"jobs/demo/{stage}.yaml"), [], stage)
+    with pytest.raises(OutOfMemory, match=expected) as raised, memory.explained(job):
+        if callable(phase):
+            phase()
+        with Phases(torch.device("cpu"))(phase):
+            raise torch.OutOfMemoryError(FULL)
+    assert phase == "" or str(raised.value).startswith("out of memory in phase '")
+    assert "trainer.per_device_train_batch_size=0" not in str(raised.value)
+
+
+def test_other_errors_stay_as_they_are():
+    job = load_job(str(ROOT / "jobs/demo/ppo.yaml"), [], "ppo")
+    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.explained(job):
+        with Phases(torch.device("cpu"))("update"):
+            raise RuntimeError("shapes")
+
+
+def test_a_worker_out_of_memory_ends_the_run_without_a_restart(
+    storage, tmp_path, capsys, monkeypatch, in_root, embedded_ray
+):
+    starts = tmp_path / "starts"
+
+    def counted(worker):
+        with starts.open("a") as file:
+            file.write("started\n")
+        return dying.train_of("ppo")(worker)
+
+    monkeypatch.setattr("pipeline.stages.ppo.train", counted)
+    given = [
+        "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:fills_the_gpu", "gate={}",
+        f"run.storage_path={storage}", "run.name=full", "run.max_failures=2", "mlflow.registered_model=null",
+        "trainer.total_episodes=8", "trainer.batch_size=8", "trainer.response_length=4",
+    ]  # fmt: skip
+    assert main(["ppo", "jobs/demo/ppo.yaml", *given]) == 1
+    errors = capsys.readouterr().err
+    assert re.search(
+        r"failed: out of memory in phase 'score' \(OutOfMemoryError: CUDA out of memory.*now \d+", errors
+    )
+    assert "Traceback" not in errors
+    assert json.loads((storage / "full/failed.json").read_text())["error"].startswith("OutOfMemory: ")
+    assert starts.read_text() == "started\n"
