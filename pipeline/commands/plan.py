@@ -2,7 +2,8 @@
 
     python -m pipeline plan jobs/llama3-8b/ppo.yaml [section.key=value ...]
 
-No weights are loaded and no GPU is needed. The GPU is the one that `scaling.accelerator_type` names, else all are listed.
+No weights are loaded and no GPU is needed. The GPUs are those that `scaling.accelerator_type` or a `scaling.label_selector`
+on ray.io/accelerator-type names, else all that it knows.
 Exit status 1 if the job does not fit on what is named, with the changes after which it does.
 """
 
@@ -14,8 +15,13 @@ from pipeline.config import Job
 from pipeline.config.stages import STAGE, TRAINED
 from pipeline.errors import Failure, InputError, about
 from pipeline.planning import plan
+from pipeline.planning.known import config_of
 from pipeline.planning.plan import GIB, GPUS, Plan
+from pipeline.planning.rows import Rows, look
 from pipeline.registry import lineage
+from pipeline.runtime import placement
+from pipeline.runtime.inputs import room_for_prompts
+from pipeline.system import console
 
 EPOCH = 10_000  # rows, where the job does not say how long it runs
 
@@ -29,19 +35,44 @@ def run(job: Job) -> dict[str, Any]:
     planned = plan.make(job, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     print("\n".join(table(planned)))
+    if planned.unread:
+        notes.append(
+            f"the base's shape is the one that plan keeps, since its config.json was not read: {planned.unread}"
+        )
     for note in notes:
         print(f"   note: {note}")
     print()
-    wanted = job.scaling.get("accelerator_type") if job.scaling.get("use_gpu") else None
     if not job.scaling.get("use_gpu"):
-        fits = on_this_machine(planned)
-    elif wanted and wanted not in GPUS:
-        raise InputError(f"found {wanted!r}; plan knows {', '.join(GPUS)}", key="scaling.accelerator_type")
+        wanted, fits = [], on_this_machine(planned)
     else:
-        fits = on_gpus(planned, [wanted] if wanted else list(GPUS))
+        wanted = named(job)
+        fits = on_gpus(planned, wanted)
     if not fits:
-        raise Failure(advice(job, loras, planned, GPUS[wanted].memory * GIB if wanted else None))
+        largest = max((GPUS[name].memory for name in wanted), default=None)
+        raise Failure(advice(job, loras, planned, largest * GIB if largest else None))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
+
+
+def named(job: Job) -> list[str]:
+    """The GPUs that the workers may get, by the names that nodes carry.
+
+    Raises:
+        InputError: when plan knows none of them.
+    """
+    names = list(GPUS)
+    if wanted := job.scaling.get("accelerator_type"):
+        names = plan.called(wanted)
+    for bundle in placement.bundles(job):
+        only = {key: value for key, value in bundle.selector.items() if key == placement.GPU_LABEL}
+        names = [name for name in names if placement.matches(only, {placement.GPU_LABEL: name})]
+    if not names:
+        key, found = next(
+            (f"scaling.{key}", job.scaling[key])
+            for key in ("accelerator_type", "label_selector")
+            if job.scaling.get(key)
+        )
+        raise InputError(f"found {found!r}; plan knows {', '.join(GPUS)}", key=key)
+    return names
 
 
 def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
@@ -80,6 +111,9 @@ def check(job: Job, folders: dict[str, str]) -> None:
     from pipeline.models.fit import check_base, check_lora
     from pipeline.runtime.inputs import key_of, makes_adapter
 
+    _, unread = config_of(job.model)
+    if unread:
+        return  # nothing to compare with but the numbers that are kept here
     weights = bool(weight_files(local(job.model.name_or_path)))
     base = check_base(job.model, gpu=bool(job.scaling.get("use_gpu")), weights=weights)
     for name, folder in folders.items():
@@ -120,19 +154,26 @@ def on_this_machine(planned: Plan) -> bool:
 
 def on_gpus(planned: Plan, names: list[str]) -> bool:
     """A line for each kind of GPU: does a worker fit, and what would the whole run take on as many as the job has workers."""
-    fitting = plan.fitting(planned)
-    workers, known = planned.job.workers[1], plan.length_is_known(planned.job)
-    whole = "the run" if known else f"{EPOCH:,} rows an epoch"
-    print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  {whole} on {workers}: about")
+    fitting, workers = plan.fitting(planned), planned.job.workers[1]
+    with console.waiting("reading some of the rows"):
+        rows, how = look(planned.job, room_for_prompts(planned.job, planned.context))
+    if rows is None:
+        longest = planned.tokens[0]
+        rows = Rows(EPOCH, longest)
+        epoch = "" if plan.length_is_known(planned.job) else f"{EPOCH:,} rows an epoch and "
+        how = f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
+    completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
+    print(f"   data: {how}{completions}\n")
+    print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  the run on {workers}: about")
     for name in names:
         gpu = GPUS[name]
         if name not in fitting:
             print(f"   {name:<10} {gpu.memory:>5.0f}  no")
             continue
-        cost = plan.cost(planned, name, EPOCH)
+        cost = plan.cost(planned, name, rows)
         print(
             f"   {name:<10} {gpu.memory:>5.0f}  yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand "
-            f"({cost.nodes} x {gpu.instance})"
+            f"({cost.billed(workers)})"
         )
     print(
         f"   Assumed: {plan.UTILISATION:.0%} of the peak in matrix products, {plan.LAUNCH * 1e3:g} ms a layer and token in "

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 
 GIB = 2**30
@@ -20,25 +21,32 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU on the AWS instance that offers it in numbers."""
+    """A GPU, and the AWS instances that offer it."""
 
     memory: float  # GiB that torch can use
     tflops: float  # dense bf16 matrix products
     bandwidth: float  # GB/s
+    nodes: tuple["Node", ...]  # the smallest first
+
+
+@dataclass(frozen=True)
+class Node:
+    """An instance type."""
+
     instance: str
-    per_node: int
-    dollars: float  # an hour of the instance on demand, roughly: prices differ by region and change; spot is often a third
+    gpus: int
+    dollars: float  # an hour on demand, roughly: prices differ by region and change; spot is often a third
 
 
 # By the label that nodes carry (ray.io/accelerator-type): Ray's names (ray.util.accelerators).
 GPUS = {
-    "L4": Gpu(22, 121, 300, "g6.12xlarge", 4, 4.60),
-    "A10G": Gpu(22, 70, 600, "g5.12xlarge", 4, 5.67),
-    "A100-40G": Gpu(39, 312, 1555, "p4d.24xlarge", 8, 21.96),
-    "L40S": Gpu(44, 362, 864, "g6e.12xlarge", 4, 10.49),
-    "A100-80G": Gpu(79, 312, 2039, "p4de.24xlarge", 8, 27.45),
-    "H100": Gpu(79, 989, 3350, "p5.48xlarge", 8, 55.04),
-    "H200": Gpu(139, 989, 4800, "p5en.48xlarge", 8, 63.30),
+    "L4": Gpu(22, 121, 300, (Node("g6.2xlarge", 1, 0.98), Node("g6.12xlarge", 4, 4.60))),
+    "A10G": Gpu(22, 70, 600, (Node("g5.2xlarge", 1, 1.21), Node("g5.12xlarge", 4, 5.67))),
+    "A100-40G": Gpu(39, 312, 1555, (Node("p4d.24xlarge", 8, 21.96),)),
+    "L40S": Gpu(44, 362, 864, (Node("g6e.2xlarge", 1, 2.24), Node("g6e.12xlarge", 4, 10.49))),
+    "A100-80G": Gpu(79, 312, 2039, (Node("p4de.24xlarge", 8, 27.45),)),
+    "H100": Gpu(79, 989, 3350, (Node("p5.4xlarge", 1, 6.88), Node("p5.48xlarge", 8, 55.04))),
+    "H200": Gpu(139, 989, 4800, (Node("p5en.48xlarge", 8, 63.30),)),
 }
 # Of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it.
 UTILISATION = 0.35
@@ -70,6 +78,8 @@ class Plan:
     device: str  # cpu, cuda
     layers: int
     tokens: tuple[int, int]  # longest prompt and completion; of sft, rm, dpo: longest row and 0
+    context: int  # of the base, in tokens
+    moved: float  # bytes between a GPU and its memory in a decoding step: the weights, and nf4 unpacked
     unread: str | None = None  # why the base's config.json could not be read; its shape is then from known.py
 
     @property
@@ -179,7 +189,19 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     if asked.rollout_rows:
         items += _rollout_items(shape, asked, bool(job.trainer.get("use_vllm")))
     lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
-    return Plan(job, shape.parameters, int(trainable / 4), items, device, shape.layers, lengths, shape.unread)
+    moved = shape.weights + shape.unpacked
+    return Plan(
+        job,
+        shape.parameters,
+        int(trainable / 4),
+        items,
+        device,
+        shape.layers,
+        lengths,
+        shape.context,
+        moved,
+        shape.unread,
+    )
 
 
 def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[Item]:
@@ -343,38 +365,50 @@ class Cost:
     """Hours of a whole run on one kind of GPU, and what the instances cost."""
 
     hours: float
-    nodes: int
-    dollars: float
+    count: int
+    node: Node  # the smallest that holds all workers, else the largest
+    dollars: float  # of whole nodes: GPUs that no worker uses are billed, too
+
+    def billed(self, workers: int) -> str:
+        """The nodes, and how many of their GPUs so many workers use."""
+        gpus = self.count * self.node.gpus
+        unused = f", {workers} of {gpus} GPUs used, all billed" if gpus > workers else ""
+        return f"{self.count} x {self.node.instance}{unused}"
 
 
-def cost(plan: Plan, name: str, rows: int) -> Cost:
+def cost(plan: Plan, name: str, rows: Rows) -> Cost:
     """The cost of a run: matrix products at UTILISATION of the peak, decoding at the larger of bandwidth and launch time.
 
+    Completions are taken to be as long as they may be.
+
     Args:
-        rows: training rows of an epoch, as far as they are known.
+        rows: training rows of an epoch, and their mean length.
     """
     gpu, workers = GPUS[name], plan.job.workers[1]
     flops = gpu.tflops * 1e12 * UTILISATION
     forward = 2.0 * plan.parameters
-    prompt, completion = plan.tokens
+    prompt, completion = min(rows.tokens, plan.tokens[0]), plan.tokens[1]
     if plan.job.stage == "ppo":  # a PPOConfig
         args = plan.job.args
-        episodes = args.total_updates(rows) * args.batch_size
+        episodes = args.total_updates(rows.count) * args.batch_size
         passes = 2 + args.uses_critic  # old, reference, values; the reward is one more
         learn = args.num_ppo_epochs * (1 + args.uses_critic) * (3 if args.gradient_checkpointing else 2)
         seconds = episodes * (prompt + completion) * forward * (passes + 1 + learn) / flops
         batches = math.ceil(episodes / args.local_rollout_forward_batch_size)
-        weights = next(item.size for item in plan.items if item.what.startswith("base"))
         launch = 0.0 if args.use_vllm else plan.layers * LAUNCH  # vLLM replays CUDA graphs
-        step = max(weights / (gpu.bandwidth * 1e9), launch)
+        step = max(plan.moved / (gpu.bandwidth * 1e9), launch)
         seconds += batches * completion * step
     else:
         given, facts = plan.job.trainer, STAGE[plan.job.stage]
         learn = 3 if given.get("gradient_checkpointing", True) else 2
         models = 1 + facts.keeps_reference / learn  # the reference costs a forward, one of `learn` passes
         steps, batch = given.get("max_steps", 0), plan.job.data.batch_size or 8 * workers
-        seen = steps * batch if steps and steps > 0 else rows * given.get("num_train_epochs", 3.0)
-        seconds = seen * facts.sequences * prompt * forward * learn * models / flops
+        if steps and steps > 0:
+            tokens = steps * batch * (plan.tokens[0] if given.get("packing") else prompt)
+        else:
+            tokens = rows.count * prompt * given.get("num_train_epochs", 3.0)
+        seconds = tokens * facts.sequences * forward * learn * models / flops
     hours = seconds / workers / 3600
-    nodes = math.ceil(workers / gpu.per_node)
-    return Cost(hours, nodes, hours * nodes * gpu.dollars)
+    node = next((node for node in gpu.nodes if node.gpus >= workers), gpu.nodes[-1])
+    count = math.ceil(workers / node.gpus)
+    return Cost(hours, count, node, hours * count * node.dollars)

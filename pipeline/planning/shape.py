@@ -41,6 +41,9 @@ class Shape:
         self.parameters = whole["parameters"]
         quantised = whole["linear"] if job.model.load_in_4bit else 0
         self.weights = (self.parameters - quantised) * self.dtype_bytes + quantised * NF4_BYTES
+        # Bytes of a forward of few tokens beside them: bitsandbytes writes each nf4 weight in the compute dtype, and the
+        # matrix product reads it (functional.dequantize_4bit; only for a single token is there a kernel without).
+        self.unpacked = 2.0 * quantised * self.dtype_bytes
 
     def _count(self, layers: int) -> dict[str, int]:
         """Parameters of a model of `layers` layers: all, and those of linear layers without the lm head."""

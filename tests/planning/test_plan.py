@@ -14,8 +14,10 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.config import load_job
+from pipeline.errors import InputError
 from pipeline.models.adapters import SharedBase
-from pipeline.planning import plan
+from pipeline.planning import known, plan
+from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import Shape
 from pipeline.ppo.rollout import growing_cache
 
@@ -24,6 +26,9 @@ LLAMA_8B = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 131072, "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+ROWS = Rows(1000, 512)
 
 
 def job(folder, name="demo/ppo", *overrides):
@@ -110,7 +115,7 @@ def test_vllm_costs_a_second_base_and_saves_time(llama_8b):
     ours, vllm = (job(llama_8b, "llama3-8b/ppo", *more) for more in ([], ["trainer.use_vllm=true"]))
     base = Shape(ours).weights
     assert 0.8 * base < plan.make(vllm).peak - plan.make(ours).peak < 1.5 * base  # less our own cache
-    assert plan.cost(plan.make(vllm), "H100", 1000).hours < plan.cost(plan.make(ours), "H100", 1000).hours
+    assert plan.cost(plan.make(vllm), "H100", ROWS).hours < plan.cost(plan.make(ours), "H100", ROWS).hours
 
 
 def test_a_ppo_checkpoint_of_8b_stays_below_a_gigabyte(llama_8b):
@@ -148,10 +153,30 @@ def test_time_is_matrix_products_over_speed(llama_8b):
         llama_8b, "llama3-8b/sft", "trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"
     )
     planned = dataclasses.replace(plan.make(asked), tokens=(1000, 0))
-    cost = plan.cost(planned, "H100", rows=10_000)
+    cost = plan.cost(planned, "H100", Rows(10_000, 1000))
     flops = 4 * 8_030_261_248 * 1000 * 10_000  # forward, and backward through frozen weights: 2 each
     assert cost.hours == pytest.approx(flops / (989e12 * plan.UTILISATION) / 3600 / asked.workers[1])
-    assert cost.dollars == pytest.approx(cost.hours * plan.GPUS["H100"].dollars)
+    assert (cost.node.instance, cost.count) == ("p5.48xlarge", 1)  # for four workers
+    assert cost.dollars == pytest.approx(cost.hours * cost.node.dollars)
+
+
+def test_a_job_pays_for_the_smallest_node_that_holds_it(llama_8b):
+    one = plan.make(job(llama_8b, "llama3-8b-qlora/sft"))
+    assert plan.cost(one, "L4", ROWS).billed(1) == "1 x g6.2xlarge"
+    assert plan.cost(one, "A100-80G", ROWS).billed(1) == "1 x p4de.24xlarge, 1 of 8 GPUs used, all billed"
+    six = plan.make(job(llama_8b, "llama3-8b-qlora/sft", "scaling.num_workers=6", "data.batch_size=48"))
+    cost = plan.cost(six, "L4", ROWS)
+    assert cost.billed(6) == "2 x g6.12xlarge, 6 of 8 GPUs used, all billed"
+    assert cost.dollars == pytest.approx(cost.hours * 2 * cost.node.dollars)
+
+
+def test_decoding_from_nf4_moves_the_weights_unpacked(llama_8b):
+    """8 B weights of half a byte are read, written with two bytes, and read again: 4.5 bytes where bf16 has 2."""
+    bf16, nf4 = (plan.make(job(llama_8b, f"{name}/ppo")) for name in ("llama3-8b", "llama3-8b-qlora"))
+    assert bf16.moved == 2 * bf16.parameters
+    assert nf4.moved == pytest.approx(
+        4.5 * 6.98e9 + 2 * 1.05e9, rel=0.01
+    )  # linear layers; embedding and lm head
 
 
 def plan_command(folder, name, *overrides):
@@ -160,7 +185,7 @@ def plan_command(folder, name, *overrides):
 
 
 def test_the_command_lists_the_gpus_and_leaves_nothing(llama_8b, capsys):
-    assert plan_command(llama_8b, "llama3-8b/ppo") == 0
+    assert plan_command(llama_8b, "llama3-8b/ppo", "scaling.label_selector=null") == 0
     out = capsys.readouterr().out
     assert "base, bfloat16, once" in out and "nothing is registered yet" in out
     assert [line.split()[2] for line in out.splitlines() if line.startswith(("   L4 ", "   H100 "))] == [
@@ -171,7 +196,7 @@ def test_the_command_lists_the_gpus_and_leaves_nothing(llama_8b, capsys):
 
 
 def test_a_job_that_does_not_fit_exits_1_and_says_what_does(llama_8b, capsys):
-    assert plan_command(llama_8b, "llama3-8b/ppo", "scaling.accelerator_type=A100-40G",
+    assert plan_command(llama_8b, "llama3-8b/ppo", "scaling.label_selector={ray.io/accelerator-type: A100-40G}",
                         "trainer.local_rollout_forward_batch_size=512") == 1  # fmt: skip
     assert "with trainer.local_rollout_forward_batch_size=" in capsys.readouterr().err
 
@@ -183,11 +208,87 @@ def test_on_a_cpu_it_looks_at_this_machine(llama_8b, capsys, in_root):
     assert "a worker needs" in capsys.readouterr().err
 
 
+def rows_of(words, count, file):
+    row = {"prompt": "What is the capital of Norway?", "completion": " ".join(["Oslo"] * words)}
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(count)))
+    return file
+
+
+def test_an_epoch_is_as_long_as_its_rows(tmp_path, in_root, capsys):
+    """Packed rows: twice the rows, or rows twice as long, take twice the time; and the table says what was counted."""
+    overrides = ["scaling.use_gpu=true", "trainer.use_cpu=false", "trainer.packing=true"]
+
+    def hours(file):
+        asked = load_job(ROOT / "jobs/demo/sft.yaml", [f"data.train={file}", *overrides])
+        rows, how = look(asked, 256)
+        assert how == f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average"
+        return rows, plan.cost(plan.make(asked), "L4", rows).hours
+
+    few, short = hours(rows_of(10, 100, tmp_path / "a.jsonl"))
+    many, twice = hours(rows_of(10, 200, tmp_path / "b.jsonl"))
+    longer, more = hours(rows_of(30, 100, tmp_path / "c.jsonl"))
+    assert (few.count, many.count) == (100, 200) and few.tokens == many.tokens < longer.tokens < 256
+    assert twice == pytest.approx(2 * short) and more == pytest.approx(short * longer.tokens / few.tokens)
+    file = rows_of(10, 100, tmp_path / "a.jsonl")
+    assert (
+        main(["plan", "jobs/demo/sft.yaml", f"data.train={file}", *overrides, f"run.storage_path={tmp_path}"])
+        == 0
+    )
+    assert f"data: 100 rows, {few.tokens:.0f} tokens on average" in capsys.readouterr().out
+
+
+def test_a_large_set_is_estimated_from_a_part_of_it(tmp_path, in_root, monkeypatch):
+    monkeypatch.setattr("pipeline.planning.rows.CHUNK", 4096)
+    file = rows_of(10, 2000, tmp_path / "a.jsonl")
+    rows, how = look(load_job(ROOT / "jobs/demo/sft.yaml", [f"data.train={file}"]), 256)
+    assert how.endswith(", estimated") and rows.count == pytest.approx(2000, rel=0.03)
+
+
+def test_where_the_data_is_not_here_rows_count_as_long_as_they_may_be(llama_8b, capsys):
+    assert plan_command(llama_8b, "llama3-8b/sft") == 0
+    assert (
+        "data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed (data.train is not on"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("size", ["8b", "70b"])
+def test_gated_models_are_planned_without_a_token_or_a_network(size, capsys, in_root, tmp_path):
+    """Offline, as the tests are: the shapes come from known.py, and the plan says so."""
+    name = f"jobs/llama3-{size}{'-qlora' * (size == '70b')}/ppo.yaml"
+    assert main(["plan", name, f"run.storage_path={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert {"8b": "8.03 B parameters", "70b": "70.6 B parameters"}[size] in out
+    assert "the base's shape is the one that plan keeps, since its config.json was not read: " in out
+    listed = [line.split()[0] for line in out.splitlines() if " yes " in line or line.endswith("  no")]
+    assert (
+        listed
+        == {"8b": ["A100-40G", "L40S", "A100-80G", "H100", "H200"], "70b": ["A100-80G", "H100", "H200"]}[size]
+    )
+
+
+def test_a_base_that_is_not_kept_is_still_asked_for(tmp_path):
+    with pytest.raises(InputError, match="hub cannot be reached"):
+        known.config_of(load_job(ROOT / "jobs/llama3-8b/sft.yaml", ["model.name_or_path=some/model"]).model)
+
+
+def test_a_gpu_has_the_names_that_nodes_advertise(llama_8b, capsys):
+    assert plan_command(llama_8b, "llama3-8b-qlora/sft", "scaling.accelerator_type=A100") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if " yes " in line] == ["A100-40G", "A100-80G"]
+    from ray.util.accelerators import accelerators
+
+    assert set(plan.GPUS) <= {
+        value for name, value in vars(accelerators).items() if name.startswith("NVIDIA")
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
         ("demo/evaluate", "run.name=x", "stage: found evaluate"),
         ("llama3-8b/sft", "scaling.accelerator_type=TPU", "scaling.accelerator_type: found 'TPU'"),
+        ("llama3-8b/sft", "scaling.label_selector={ray.io/accelerator-type: T4}", "plan knows L4, A10G"),
     ],
 )
 def test_what_cannot_be_planned(name, override, message, llama_8b, capsys):
