@@ -1,7 +1,8 @@
 """The episodes of one update, and how they are split: over workers, minibatches and micro-batches.
 
-The split depends on seed and update only and covers the *global* batch: every worker draws the same permutation and
-takes its own episodes from it. So the number of workers changes who computes, not what is computed.
+A worker samples the completions of its own prompts. What it learns from is dealt anew in each minibatch, by tokens, so that
+no worker waits for another. Minibatches depend on seed and update only and cover the *global* batch: the number of workers
+changes who computes, not what is computed.
 """
 
 from __future__ import annotations
@@ -54,6 +55,24 @@ def minibatches(
     return batches
 
 
+def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
+    """Rows for each worker, as indices into `lengths`, of nearly equally many tokens.
+
+    The longest first, each to the worker with the fewest tokens so far (Graham 1969); so all of them also get rows of like
+    lengths.
+
+    Args:
+        lengths: tokens of each row.
+    """
+    shares: list[list[int]] = [[] for _ in range(workers)]
+    tokens = [0] * workers
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        worker = tokens.index(min(tokens))
+        shares[worker].append(row)
+        tokens[worker] += lengths[row]
+    return shares
+
+
 def micro_batches(lengths: Sequence[int], rows: int, tokens: int | None) -> list[list[int]]:
     """Batches of rows of like length, as indices into `lengths`, shortest first.
 
@@ -79,7 +98,7 @@ def micro_batches(lengths: Sequence[int], rows: int, tokens: int | None) -> list
 
 @dataclass
 class Episodes:
-    """This worker's episodes of an update, padded on the right: B rows, T tokens, R actions.
+    """Episodes of an update, padded on the right: B rows, T tokens, R actions.
 
     Action t of a row is its token `starts` + t.
     """
@@ -119,6 +138,24 @@ class Episodes:
                 tensor = tensor[:, : width if field.name == "input_ids" else actions]
             taken[field.name] = tensor
         return Episodes(**taken)
+
+    def gathered(self, batch_size: int) -> Episodes:
+        """The episodes of all workers, the same on each: row i is that of index i. `batch_size` is their number."""
+        if world()[1] == 1:
+            return self
+        shape = torch.tensor([self.input_ids.shape[1], self.mask.shape[1]], device=self.indices.device)
+        dist.all_reduce(shape, op=dist.ReduceOp.MAX)
+        width, actions = shape.tolist()
+        whole = {}
+        for field in fields(self):
+            mine = getattr(self, field.name)
+            columns = [] if mine.dim() == 1 else [width if field.name == "input_ids" else actions]
+            # Each row is one worker's, and 0 on the others: the sum is exact.
+            dtype = torch.uint8 if mine.dtype == torch.bool else mine.dtype
+            rows = torch.zeros(batch_size, *columns, dtype=dtype, device=mine.device)
+            rows[(self.indices, *(slice(n) for n in mine.shape[1:]))] = mine.to(dtype)
+            whole[field.name] = all_reduce(rows).to(mine.dtype)
+        return Episodes(**whole)
 
 
 def collate(

@@ -26,7 +26,16 @@ from pipeline.findings import require
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import recomputed
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
-from pipeline.ppo.batch import Episodes, all_reduce, collate, micro_batches, minibatches, prompt_order, world
+from pipeline.ppo.batch import (
+    Episodes,
+    all_reduce,
+    collate,
+    deal,
+    micro_batches,
+    minibatches,
+    prompt_order,
+    world,
+)
 from pipeline.ppo.checks import check_first_ratio, check_rollout, learned_alike, weights_of
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.functional import (
@@ -327,18 +336,17 @@ class PPOTrainer:
         """
         args, steps = self.args, 0
         sums: dict[str, float] = {}
-        # Actions of each episode of the *global* batch: every worker needs the count of every minibatch.
-        actions = torch.zeros(args.batch_size, device=self.device)
-        actions[episodes.indices] = episodes.learn.sum(-1).float()
-        actions = all_reduce(actions).cpu()
-        row_of = {index: row for row, index in enumerate(episodes.indices.tolist())}
+        episodes = episodes.gathered(args.batch_size)
+        actions, lengths = episodes.learn.sum(-1).tolist(), episodes.lengths()
         for minibatch in minibatches(
             args.batch_size, args.num_ppo_epochs, args.num_mini_batches, args.seed, self.update
         ):
-            rows = [row_of[index] for index in minibatch.tolist() if index in row_of]
-            tokens = float(actions[minibatch].sum())
+            rows = [row for row in minibatch.tolist() if actions[row]]
+            tokens = float(sum(actions[row] for row in rows))
             if tokens == 0:
                 continue  # no action on any worker: Adam's momentum alone would still move the weights
+            share = deal([lengths[row] for row in rows], self.workers)[self.rank]
+            rows = [rows[i] for i in share]
             self.optimizer.zero_grad(set_to_none=True)
             stats = self.sync(self.accumulate(episodes, rows, tokens, policy), policy)
             # Summed over the workers: all of them take the same branch below.
@@ -362,15 +370,13 @@ class PPOTrainer:
         checkpointed layer is recomputed with the adapter it ran with.
 
         Args:
-            rows: of `episodes`, in the minibatch.
+            rows: this worker's, of `episodes`.
             tokens: number of actions of the whole minibatch over all workers. All sums are divided by it, so that gradients
                 and statistics of micro-batches and workers add up.
             policy: whether the policy learns, too, or the critic alone.
         """
         names = POLICY_STATS * policy + VALUE_STATS * self.args.uses_critic
         total = {name: torch.zeros((), device=self.device) for name in names}
-        has_actions = episodes.learn.any(-1).tolist()
-        rows = [row for row in rows if has_actions[row]]
         for micro_batch in self._micro_batches(episodes, self.args.per_device_train_batch_size, rows):
             part = episodes.take(micro_batch)
             stats: tuple[Tensor, ...] = ()

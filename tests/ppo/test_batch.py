@@ -1,9 +1,11 @@
 """Episodes and how they are split: prompt order, padding and masks, micro-batches."""
 
+import numpy as np
+import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.ppo.batch import collate, micro_batches, prompt_order
+from pipeline.ppo.batch import collate, deal, micro_batches, minibatches, prompt_order
 from pipeline.ppo.rollout import Completion
 
 
@@ -28,6 +30,25 @@ def test_eos_is_an_action_and_padding_is_never_found_by_id():
     last = real.input_ids[torch.arange(16), real.starts + real.counts - 1]
     assert torch.equal(torch.isin(last, torch.tensor(toy.EOS)), toy.in_some_rows(real.ended))
     assert real.old_logprobs[torch.arange(16), real.counts - 1].lt(0).all()
+
+
+@pytest.mark.parametrize(
+    ("episodes", "num_mini_batches", "workers", "by_prompt"), [(512, 4, 4, 1.16), (1024, 8, 16, 1.61)]
+)
+def test_workers_have_equal_shares_of_every_minibatch(episodes, num_mini_batches, workers, by_prompt):
+    """The slowest worker's load by the mean: where each learns from what it sampled, and as it is dealt."""
+    draw = np.random.default_rng(0)
+    lengths = 100 + draw.integers(1, 400, episodes)
+    sampled, dealt = [], []
+    for minibatch in minibatches(episodes, 2, num_mini_batches, 1, 0):
+        rows = np.bincount(minibatch % workers, minlength=workers)
+        sampled.append(rows.max() / rows.mean())
+        shares = deal(lengths[minibatch].tolist(), workers)
+        assert sorted(row for share in shares for row in share) == list(range(len(minibatch)))
+        tokens = [lengths[minibatch[share]].sum() for share in shares]
+        dealt.append(max(tokens) / np.mean(tokens))
+    assert np.mean(sampled) == pytest.approx(by_prompt, abs=0.1)
+    assert max(dealt) < 1.03
 
 
 def test_a_long_row_does_not_pad_a_batch_that_is_busy_without_it():

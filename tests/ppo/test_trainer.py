@@ -163,18 +163,26 @@ def shared_run(number, spread=0.0):
     shared = toy.shared_base(critic="advantage_estimator" not in changes)
     for parameter in [p for r in ("policy", "critic") if r in shared.roles for p in shared.parameters_of(r)]:
         parameter.data += spread
-    trainer, path = toy.trainer(shared, **changes), [toy.weights(shared)]
+    trainer, path, loads = toy.trainer(shared, **changes), [toy.weights(shared)], []
     trainer.on_update = lambda *_: path.append(toy.weights(shared))
+    accumulate = trainer.accumulate
+
+    def counted(episodes, rows, *rest):
+        loads.append(sum(episodes.lengths()[row] for row in rows))
+        return accumulate(episodes, rows, *rest)
+
+    trainer.accumulate = counted
     trainer.train()
-    return trainer, path
+    return trainer, path, loads
 
 
 def worker(rank, port, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for number in range(len(SHARED_RUNS)):
-        trainer, path = shared_run(number, spread=rank * 0.5)  # rank 0's weights are the ones that count
-        torch.save((path, trainer.history), f"{folder}/{number}_{rank}.pt")
+        # rank 0's weights are the ones that count
+        trainer, path, loads = shared_run(number, spread=rank * 0.5)
+        torch.save((path, trainer.history, loads), f"{folder}/{number}_{rank}.pt")
         trainer.save(f"{folder}/{number}")
 
 
@@ -184,11 +192,14 @@ def test_two_workers_do_what_one_does(tmp_path):
         port = probe.getsockname()[1]
     mp.spawn(worker, (port, str(tmp_path)), nprocs=2)
     for number in range(len(SHARED_RUNS)):
-        one, path = shared_run(number)
-        (mine, history), (theirs, history2) = (
+        one, path, whole = shared_run(number)
+        (mine, history, load), (theirs, history2, load2) = (
             torch.load(tmp_path / f"{number}_{rank}.pt", weights_only=True) for rank in (0, 1)
         )
         assert all(torch.equal(a, b) for a, b in zip(mine[1:], theirs[1:], strict=True))
+        longest = 7 + 8  # tokens of a prompt and its completion
+        for a, b, both in zip(load, load2, whole, strict=True):
+            assert a + b == both and abs(a - b) <= longest
         for update, limit in ((1, 1e-5), (2, 1e-4), (3, 1e-4)):  # rounding grows from update to update
             assert (mine[update] - path[update]).norm() / (path[update] - path[0]).norm() < limit
         for a, b, c in zip(one.history, history, history2, strict=True):
