@@ -37,8 +37,8 @@ TRAINED = """train_loss train_runtime train_samples_per_second train_steps_per_s
 UPDATE = """objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores objective/kl_coef
     val/num_eos_tokens val/sampler_drift val/explained_variance val/ratio val/clipfrac_avg completions/mean_length
     completions/clipped_ratio rewards/reward/mean loss/policy_avg loss/value_avg policy/approxkl_avg policy/clipfrac_avg
-    policy/entropy_avg policy/steps grad_norm/policy grad_norm/critic skipped_steps lr episode train_samples_per_second
-    train_tokens_per_second time/rollout time/score time/values time/update memory/rollout memory/score memory/values
+    policy/first_ratio_rms policy/entropy_avg policy/steps grad_norm/policy grad_norm/critic skipped_steps lr episode
+    train_samples_per_second train_tokens_per_second time/rollout time/score time/values time/update memory/rollout memory/score memory/values
     memory/update memory/peak"""
 _PAIRS = """accuracy accuracy_low accuracy_high margin loss ece accuracy_chosen_shorter accuracy_chosen_longer
     length_correlation"""

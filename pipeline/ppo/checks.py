@@ -28,22 +28,23 @@ def tolerance(shared: SharedBase) -> float:
     return 0.1 if low or getattr(shared.base, "is_quantized", False) else 1e-3
 
 
-def check_first_ratio(shared: SharedBase, update: int, approxkl: float) -> None:
-    """Before the first optimizer step of an update the policy *is* the old policy: every ratio is 1, up to rounding.
+def check_first_ratio(shared: SharedBase, rms: float) -> None:
+    """Before the first optimizer step the policy *is* the old policy: every ratio is 1, up to rounding.
+
+    For the first update that trains the policy. In low precision rounding has no sharp limit, and no run of days should end
+    over one outlier: later updates report the same figure as `policy/first_ratio_rms`.
 
     Args:
-        update: updates before this one.
-        approxkl: mean of half the squared log-ratio, over all workers.
+        rms: root mean square of the log-ratio, over all workers.
 
     Raises:
         RuntimeError: when the ratios differ from 1 by more than rounding.
     """
-    rms = (2 * approxkl) ** 0.5
     if not rms <= tolerance(shared):  # written so that NaN raises, too
         raise RuntimeError(
-            f"update {update + 1}: the first ratios are not 1 (log-ratio {rms:.2g} on average, rounding is up to "
-            f"{tolerance(shared):.2g}). Old and new log-probs differ before any step: dropout, another temperature or mask, "
-            "or another adapter on one of the sides"
+            f"the first ratios are not 1 (log-ratio {rms:.2g} on average, rounding is up to {tolerance(shared):.2g}). "
+            "Old and new log-probs differ before any step: dropout, another temperature or mask, or another adapter on one "
+            "of the sides"
         )
 
 

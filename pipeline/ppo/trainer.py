@@ -330,12 +330,15 @@ class PPOTrainer:
     # ----------------------------------------------------------------------------------------- learning
 
     def learn(self, episodes: Episodes, policy: bool = True) -> dict[str, float]:
-        """Epochs x minibatches, one optimizer step each. Returns the means of their statistics over the steps.
+        """Epochs x minibatches, one optimizer step each. Returns the means of their statistics over the steps, and
+        `policy/first_ratio_rms`: the root mean square of the log-ratio before the first step, in nats; above rounding, old
+        and new log-probs are not of the same policy.
 
         `policy=False` trains the critic alone.
         """
         args, steps = self.args, 0
         sums: dict[str, float] = {}
+        first_ratio: dict[str, float] = {}
         episodes = episodes.gathered(args.batch_size)
         actions, lengths = episodes.learn.sum(-1).tolist(), episodes.lengths()
         for minibatch in minibatches(
@@ -351,15 +354,17 @@ class PPOTrainer:
             stats = self.sync(self.accumulate(episodes, rows, tokens, policy), policy)
             # Summed over the workers: all of them take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
-            if policy and steps == 0:
-                check_first_ratio(self.shared, self.update, approxkl)
+            if policy and not first_ratio:
+                rms = first_ratio["policy/first_ratio_rms"] = (2 * approxkl) ** 0.5
+                if self.update == args.critic_warmup_steps:
+                    check_first_ratio(self.shared, rms)
             if args.early_stop_kl and approxkl > 1.5 * args.early_stop_kl:
                 break  # before this step, and without further ones
             stats |= self.optimizer_step()
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
             steps += 1
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
-        return {key: value / max(steps, 1) for key, value in sums.items()} | counts
+        return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 
     def accumulate(
         self, episodes: Episodes, rows: list[int], tokens: float, policy: bool

@@ -216,8 +216,9 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             Panel(
                 "Sampler against trainer",
                 "nats per token",
-                {"val/sampler_drift": ""},
-                "Mean difference between the sampler's and the trainer's log-probs: rounding errors only, if all is well.",
+                {"val/sampler_drift": "sampler", "policy/first_ratio_rms": "first ratio"},
+                "Difference of the trainer's log-probs to the sampler's, and at the first step of an update to the old ones: "
+                "rounding errors only, if all is well.",
                 zero=True,
             ),
             Panel(

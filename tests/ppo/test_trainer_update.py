@@ -26,6 +26,14 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     object.__setattr__(trainer.sampling, "temperature", 0.8)
     with pytest.raises(RuntimeError, match="first ratios are not 1"):
         trainer.learn(episodes)
+    trainer.update = 1  # a run that has begun well goes on, and says so
+    assert trainer.learn(episodes)["policy/first_ratio_rms"] > 0.1
+
+
+def test_the_first_ratio_of_every_update_is_a_metric():
+    history = toy.trainer(critic_warmup_steps=1).train()
+    assert "policy/first_ratio_rms" not in history[0]  # the critic alone learns
+    assert all(metrics["policy/first_ratio_rms"] < 1e-5 for metrics in history[1:])
 
 
 def test_log_probs_and_values_are_shifted_together():
