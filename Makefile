@@ -31,7 +31,8 @@ define install
 	  $$found -m venv --clear $(VENV); \
 	fi
 	@echo "installing $(1) into $(VENV) (the first time takes a minute or two)"
-	@$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e "$(1)"
+	@$(PY) -m pip install --progress-bar off --root-user-action ignore --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e "$(1)" \
+	  | awk '/^ *Downloading .* MB\)/ { print "  downloading " $$2 " " $$3 " " $$4; fflush() } /^Installing collected/ { print "  unpacking"; fflush() }'
 	@touch $(VENV)/.core $@
 endef
 
@@ -129,12 +130,12 @@ format: $(VENV)/.dev ## rewrite the sources in the format that `make lint` asks 
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-report: setup ## a page about a run, or several: make report RUN=runs/NAME
+report: setup ## a page about a run, or several: make report RUN="runs/NAME ..."
 	@$(PY) -m pipeline $@ $(RUN)
 
 notebook: $(VENV)/.notebook ## run notebooks/*.ipynb from top to bottom, and say how to open them
 	@$(PY) notebooks/execute.py $(NOTEBOOK)
-	@echo "To read and change them, open them in an editor with the kernel $(PY), or in a JupyterLab of your own:"
+	@echo "To change them, open them in an editor with the kernel $(PY), or in a JupyterLab of your own:"
 	@echo "  $(PY) -m ipykernel install --user --name rlhf; pipx run --spec jupyterlab jupyter-lab notebooks"
 
 ui: setup ## MLflow's pages on http://127.0.0.1:5000 (PORT=...): of the local runs, with RAY_ADDRESS of the cluster's

@@ -1,6 +1,7 @@
-"""Runs notebooks from top to bottom, each in a fresh kernel without a browser, and writes their outputs back.
+"""Runs notebooks from top to bottom, each in a fresh kernel without a browser; the executed copies go to runs/notebooks.
 
     make notebook    or    python notebooks/execute.py [NOTEBOOK.ipynb ...]
+    python notebooks/execute.py --in-place      writes the outputs into the notebooks themselves, to be committed
 
 Outputs that are committed say nothing about the machine: paths are shown relative to the repository.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+EXECUTED = ROOT / "runs/notebooks"
 NOTEBOOKS = ("llama3_reward_model.ipynb", "ppo.ipynb")  # the second goes on with what the first trained
 
 
@@ -36,11 +38,17 @@ def execute(path: Path, timeout: int = 1800, **parameters: Any) -> Any:
         # Errors only: it would say that its ports, which are on loopback, are not encrypted.
         "extra_arguments": ["--IPKernelApp.log_level=40"],
     }
-    NotebookClient(notebook, **settings).execute()
+    NotebookClient(notebook, on_cell_start=_announce, **settings).execute()
     cell.source = before
     for cell in notebook.cells:
         cell.get("outputs", [])[:] = list(_tidy(cell.get("outputs", [])))
     return notebook
+
+
+def _announce(cell: Any, **_: Any) -> None:
+    """The headings, as they are reached."""
+    if cell.cell_type == "markdown" and cell.source.startswith("#"):
+        print(f"  {cell.source.partition(chr(10))[0].lstrip('# ')}", flush=True)
 
 
 def _tidy(outputs: list[Any]) -> list[Any]:
@@ -56,14 +64,18 @@ def _tidy(outputs: list[Any]) -> list[Any]:
     return found
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str], executed: Path = EXECUTED) -> None:
     import nbformat
 
+    names = [name for name in arguments if name != "--in-place"]
     for path in [Path(name) for name in names] or [ROOT / "notebooks" / name for name in NOTEBOOKS]:
         started = time.monotonic()
-        print(f"{path.name} ...", flush=True)
-        nbformat.write(execute(path), path)
-        print(f"{path.name} executed in {time.monotonic() - started:.0f} s; its outputs are in the file")
+        print(f"{path.name}: starting a kernel", flush=True)
+        notebook = execute(path)
+        target = path if "--in-place" in arguments else executed / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(notebook, target)
+        print(f"{path.name} executed in {time.monotonic() - started:.0f} s, with its outputs in {target}")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         )
         if verb == "report":
             sub.add_argument(
-                "job", metavar="RUN", help="a run's folder, its name under runs/, or its MLflow id"
+                "job", nargs="?", metavar="RUN", help="a run's folder, its name under runs/, or its MLflow id"
             )
             sub.add_argument(
                 "overrides", nargs="*", default=[], metavar="RUN", help="further runs, on the same page"
@@ -109,7 +109,7 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
         importlib.import_module("pipeline.commands.rlhf").run(path, overrides)
         return 0
     if verb == "report":
-        importlib.import_module("pipeline.commands.report").run([path, *overrides])
+        importlib.import_module("pipeline.commands.report").run([*filter(None, [path]), *overrides])
         return 0
     from pipeline.config import STAGES, load_job
 

@@ -4,7 +4,7 @@ import re
 
 import nbformat
 import pytest
-from execute import NOTEBOOKS, execute
+from execute import NOTEBOOKS, execute, main
 from running import ROOT
 
 QUICK = ["gate={}", "trainer.max_steps=2", "data.batch_size=16", "trainer.per_device_train_batch_size=8"]
@@ -84,6 +84,22 @@ def test_the_ppo_notebook_runs(tmp_path):
     )
     assert clean_but_for(notebook, tmp_path) and pictures(notebook) == 3
     assert "rlhf-ppo v2 @champion" in printed(notebook)
+
+
+def test_the_notebooks_of_the_repository_stay_as_they_are(tmp_path, capsys):
+    """`make notebook` writes executed copies: a tree that it changed could not be pulled into."""
+    cells = [
+        nbformat.v4.new_markdown_cell("# A title\n\nand text"),
+        nbformat.v4.new_code_cell("X = 1", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell("print(X + 1)"),
+    ]
+    source = tmp_path / "one.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), source)
+    before = source.read_bytes()
+    main([str(source)], executed=tmp_path / "executed")
+    assert source.read_bytes() == before
+    assert printed(nbformat.read(tmp_path / "executed/one.ipynb", as_version=4)) == "2\n"
+    assert "\n  A title\n" in capsys.readouterr().out
 
 
 def clean_but_for(notebook, folder):

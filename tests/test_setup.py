@@ -67,7 +67,7 @@ case "$*" in
   *sys.version_info*) exit ${FAKE_TOO_OLD:-0} ;;
   --version) echo "Python 3.9.1" ;;
   "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
-  "-m pip install "*) echo "$*" >> "$FAKE_LOG"; exit ${FAKE_PIP:-0} ;;
+  "-m pip install "*) echo "$*" >> "$FAKE_LOG"; printf "${FAKE_SAYS:-}"; exit ${FAKE_PIP:-0} ;;
   *) echo "ran: $*" ;;
 esac
 """
@@ -120,6 +120,13 @@ def test_setup_installs_once_and_again_when_the_pins_change(make):
         now = later + 0.5
         # the clock catches up with the file from the future
         os.utime(make.folder / ".venv/.core", (now, now))
+
+
+def test_an_install_says_what_it_waits_for(make):
+    """The large files, not the 190 packages."""
+    pip = "Collecting torch\\n  Downloading torch-2-cp311.whl.metadata (27 kB)\\nDownloading torch-2-cp311.whl (188.9 MB)\\nInstalling collected packages: a, b\\n"
+    said = make("setup", FAKE_SAYS=pip).stdout.splitlines()
+    assert said[-2:] == ["  downloading torch-2-cp311.whl (188.9 MB)", "  unpacking"]
 
 
 def test_a_failed_install_is_tried_again(make):

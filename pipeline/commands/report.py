@@ -6,6 +6,9 @@ A RUN is its folder, its name under runs/, or its MLflow id. One run's page goes
 which runs of one stage are drawn over each other, into runs/report.
 """
 
+import os
+from pathlib import Path
+
 from pipeline import registry, report
 from pipeline.errors import InputError
 from pipeline.system import storage
@@ -13,6 +16,10 @@ from pipeline.system import storage
 
 def run(references: list[str]) -> str:
     """Writes the page and says where it is."""
+    if not references:
+        newest = sorted(Path("runs").glob("*/job.json"), key=os.path.getmtime, reverse=True)
+        named = " ".join(str(path.parent) for path in newest[:5]) or "none here yet"
+        raise InputError(f"which run? make report RUN=runs/NAME; the newest under runs/: {named}")
     runs = [report.read(reference) for reference in references]
     try:
         path = report.write(runs, folder_for(runs))

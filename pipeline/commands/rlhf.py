@@ -5,6 +5,7 @@
 An override holds for every stage, or for one alone when it begins with the stage's name.
 """
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from pipeline import report
 from pipeline.config import STAGES, libraries, load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError
+from pipeline.registry import file_of_uri
 from pipeline.runtime import driver
 from pipeline.runtime.inputs import check_paths
 from pipeline.stages import evaluate, ppo, rm, sft
@@ -51,7 +53,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
                     f"change the gate: {stage}.gate.METRIC=..."
                 )
     page = report.together(results) if jobs["evaluate"].run.report else None
-    print(table(results, time.monotonic() - started, page), flush=True)
+    print(table(results, folder, time.monotonic() - started, page), flush=True)
     return results
 
 
@@ -69,20 +71,43 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
     return mine
 
 
-def table(results: list[dict[str, Any]], seconds: float, page: str | None) -> str:
-    """Stage, metric, before, after, version, seconds; and where to look next."""
+def table(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
+    """Stage, its most telling metric, before, after, version, seconds; and where to look next.
+
+    Args:
+        folder: of the job files.
+        page: the report on all of them, if it could be drawn.
+    """
     rows = [("stage", "metric", "before", "after", "registered", "seconds")]
     for result in results:
-        label, before, after, _ = STAGE[result["stage"]].headline[0]
+        metrics, figures = result.get("metrics", {}), STAGE[result["stage"]].headline
+        # A profile without a judge, say, has none of its figures.
+        figure = next((one for one in figures if one.after in metrics), figures[0])
         version = f"{result['registered_model']} v{result['version']}" if result.get("version") else ""
-        numbers = (_number(result.get("metrics", {}).get(key)) for key in (before, after))
-        rows.append((result["stage"], label, *numbers, version, f"{result.get('seconds', 0):.0f}"))
+        numbers = (_number(metrics.get(key)) for key in (figure.before, figure.after))
+        rows.append((result["stage"], figure.label, *numbers, version, f"{result.get('seconds', 0):.0f}"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     rule = "-" * max(map(len, lines))
     last = results[-1]
+    store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
+    local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"
+    jobs = Path(folder)
+    profile = "" if jobs.name == "demo" else f" PROFILE={jobs.name}"
+    again = f'make ppo{profile} ARGS="trainer.kl_coef=0.1"'
+    if jobs.parent != Path("jobs"):
+        again = f"python -m pipeline ppo {jobs / 'ppo.yaml'} trainer.kl_coef=0.1"
+    look = [
+        (page, "curves, samples, lineage of all four, on one page"),
+        (f"{last['folder']}/result.json", "every number, and samples before and after"),
+        (
+            "make ui" if local else store,
+            "curves and lineage in MLflow" + (", at http://127.0.0.1:5000" if local else ""),
+        ),
+        (str(jobs / "ppo.yaml"), f"what to change, and what it does; then: {again}"),
+    ]
     return "\n".join(
         [
             "",
@@ -92,10 +117,7 @@ def table(results: list[dict[str, Any]], seconds: float, page: str | None) -> st
             *lines[1:],
             rule,
             f"{seconds:.0f} s in all. Look next at",
-            *([f"  {page}   curves, samples, lineage of all four, on one page"] if page else []),
-            f"  {last['folder']}/result.json   every number, and samples before and after",
-            "  make ui                         curves and lineage in MLflow, at http://127.0.0.1:5000",
-            '  jobs/demo/ppo.yaml              what to change, and what it does; then: make ppo ARGS="trainer.kl_coef=0.1"',
+            *(f"  {where:<31} {what}" for where, what in look if where),
         ]
     )
 

@@ -496,6 +496,18 @@ def test_a_run_whose_folder_is_gone_is_shown_from_mlflow(store, monkeypatch):
     assert run.metrics == {"eval_kl": 2.5} and len(run.history["objective/kl"]) == 3
 
 
+def test_without_a_run_the_newest_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == 2
+    assert "make report RUN=runs/NAME; the newest under runs/: none here yet" in capsys.readouterr().err
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "job.json").touch()
+        os.utime(tmp_path / "runs" / name / "job.json", (0, ord(name)))
+    assert main(["report"]) == 2
+    assert capsys.readouterr().err.endswith("under runs/: runs/b runs/a\n")
+
+
 @pytest.mark.parametrize(
     ("given", "says"), [("nope", "existing runs: one-"), ("0" * 32, "no such run in sqlite")]
 )
