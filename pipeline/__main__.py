@@ -35,6 +35,9 @@ VERBS = {name: stage.summary for name, stage in STAGE.items()} | COMMANDS
 # Verbs that take the job file of a stage with another name; None: of any stage.
 JOBS_OF = {"validate": None, "plan": None, "doctor": None, "chat": "generate", "serve": "score"}
 
+# Verbs that run on this machine, with models that a cluster may have trained.
+HERE = ("chat", "serve", "export")
+
 EXAMPLES = """\
 examples:
   python -m pipeline rlhf jobs/demo
@@ -114,6 +117,8 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     from pipeline.config import STAGES, load_job
 
     job = load_job(path, overrides, JOBS_OF.get(verb, verb))
+    if address and verb in HERE and addresses.is_dashboard(address):
+        submit.check_registry(verb, job)
     importlib.import_module(f"pipeline.{'stages' if verb in STAGES else 'commands'}.{verb}").run(job)
     return 0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cloud import preflight
-from pipeline.config import Job, load_job
+from pipeline.config import Job, load_job, make
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, in_brief
 from pipeline.runtime import driver
@@ -81,6 +81,25 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
         {"run": name, "verb": verb, "job": path},
     )
     return follow(api, submission)
+
+
+def check_registry(verb: str, job: Job) -> None:
+    """Refuses a verb that runs on this machine where its models are those of a cluster, and only this machine's registry is named.
+
+    Raises:
+        InputError: saying how to reach the cluster's.
+    """
+    references = (job.model.name_or_path, *job.inputs.values())
+    named = job.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if named or not any(reference.startswith("models:/") for reference in references):
+        return
+    raise InputError(
+        f"found {os.environ['RAY_ADDRESS']}, but `{verb}` runs on this machine, and its registry has none of the cluster's "
+        "models. Leave `make ui` running in another terminal and type MLFLOW_TRACKING_URI=http://127.0.0.1:5000 "
+        f"MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$(cat ~/.ray/auth_token) {make(verb, job.source)}; "
+        "for models of this machine, unset RAY_ADDRESS",
+        key="RAY_ADDRESS",
+    )
 
 
 def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:

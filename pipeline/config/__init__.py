@@ -162,6 +162,13 @@ class Job:
         return {key: value for key, value in asdict(self).items() if key != "overridden"}
 
 
+def make(stage: str, job_file: str) -> str:
+    """The make target of a stage in the profile that a job file is from."""
+    folder = Path(job_file).parent
+    profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
+    return f"make {stage}" + (f" PROFILE={profile}" if profile else "")
+
+
 def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:
     """Reads and checks a job file.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.config import OPERATORS, Job, parse_gate
+from pipeline.config import OPERATORS, Job, make, parse_gate
 from pipeline.config.stages import TRAINED
 from pipeline.errors import InputError
 from pipeline.registry.description import DIGEST, describe
@@ -186,10 +186,13 @@ def _tags(lineage: dict[str, Any]) -> dict[str, str]:
     return tags | {"parents": json.dumps(lineage.get("parents", {})), "data": json.dumps(data)}
 
 
-def pin(reference: str, uri: str) -> str:
+def pin(reference: str, uri: str, job_file: str = "") -> str:
     """`models:/name@alias` -> `models:/name/VERSION`, so that a run's inputs do not change under it.
 
     Folders and hub ids are returned as they are.
+
+    Args:
+        job_file: that names it, for what an error advises to type.
 
     Raises:
         InputError: when the model, alias or version does not exist, with the ones that do.
@@ -207,7 +210,7 @@ def pin(reference: str, uri: str) -> str:
         name, _, version = target.partition("/")
         return f"models:/{name}/{mlflow.get_model_version(name, version).version}"
     except MlflowException as error:
-        raise InputError(_not_found(mlflow, reference, name, uri)) from error
+        raise InputError(_not_found(mlflow, reference, name, uri, job_file)) from error
 
 
 def tags(reference: str, uri: str) -> dict[str, str]:
@@ -218,11 +221,11 @@ def tags(reference: str, uri: str) -> dict[str, str]:
     return dict(client(uri).get_model_version(name, version).tags)
 
 
-def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
+def _not_found(mlflow: Any, reference: str, name: str, uri: str, job_file: str) -> str:
     models = {m.name: m for m in mlflow.search_registered_models()}
     if name not in models:
         known = ", ".join(sorted(models)) or "none yet"
-        return f"{reference}: no registered model {name!r} in {uri} (registered: {known}); {_train_it(name)}"
+        return f"{reference}: no registered model {name!r} in {uri} (registered: {known}); {_train_it(name, job_file)}"
     aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[name].aliases.items()) or "none"
     newest = _newest(mlflow, name)
     hint = (
@@ -230,9 +233,7 @@ def _not_found(mlflow: Any, reference: str, name: str, uri: str) -> str:
         if newest
         else ""
     )
-    return (
-        f"{reference}: no such alias or version of {name!r} (aliases: {aliases}); {hint or _train_it(name)}"
-    )
+    return f"{reference}: no such alias or version of {name!r} (aliases: {aliases}); {hint or _train_it(name, job_file)}"
 
 
 def _newest(mlflow: Any, name: str) -> Any:
@@ -241,9 +242,9 @@ def _newest(mlflow: Any, name: str) -> Any:
     return max(versions, key=lambda v: int(v.version), default=None)
 
 
-def _train_it(name: str) -> str:
+def _train_it(name: str, job_file: str) -> str:
     stage = name.rpartition("-")[2]
-    return f"run `make {stage}` first" if stage in TRAINED else "train and register it first"
+    return f"run `{make(stage, job_file)}` first" if stage in TRAINED else "train and register it first"
 
 
 def version(reference: str, uri: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
         registry.check(job)
     if job.model.name_or_path.startswith("models:/"):
         with about("model.name_or_path"):
-            reference = registry.pin(job.model.name_or_path, uri)
+            reference = registry.pin(job.model.name_or_path, uri, job.source)
             base = lineage.read(registry.fetch(reference, uri), reference).get("base")
             if base is None:
                 raise InputError(
@@ -49,13 +49,15 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
         reference = getattr(job, name)
         if reference and reference != "base" and not reference.startswith("python:"):
             with about(name):
-                inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(reference), uri)
+                inputs[name] = pinned.get(name) or registry.pin(
+                    os.path.expanduser(reference), uri, job.source
+                )
     for index, (source, weight) in enumerate(job.rewards):
         with about(key_of(job, f"reward.{index}")):
             if not math.isfinite(weight):
                 raise InputError(f"weight: found {weight}, expected a finite number")
             name = f"reward.{index}"
-            inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri)
+            inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri, job.source)
     if job.judge and job.judge.startswith("python:"):
         inputs["judge"] = job.judge
     for key, source in functions(job).items():

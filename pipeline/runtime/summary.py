@@ -3,6 +3,8 @@
 from typing import Any
 
 from pipeline import registry
+from pipeline.config import make
+from pipeline.config.stages import STAGE
 from pipeline.errors import visible
 
 OMITTED = ("runtime", "per_second", "num_tokens")  # held-out figures that say nothing about the model
@@ -26,8 +28,21 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
         gate = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
         print(f"   {'registered ' if result['adapter'] else ''}{version}  ({gate})")
+        if result["adapter"] and not version.alias:
+            print(f"   {without_alias(result, version)}")
     where = result["folder"]
     print(f"   {result['seconds']:.0f} s  {where}/{'report.html' if drawn else 'result.json'}", flush=True)
+
+
+def without_alias(result: dict[str, Any], version: registry.Version) -> str:
+    """How to go on with a version that its gate kept from the alias."""
+    job, facts = result["job"], STAGE[result["stage"]]
+    following = "evaluate" if facts.keeps_reference else "ppo"
+    reference = f"models:/{version.name}/{version.version}"
+    return (
+        f"@{job['mlflow']['alias']} has not moved; to go on with this version:  "
+        f'{make(following, job["source"])} ARGS="{facts.learns}={reference}"'
+    )
 
 
 def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:

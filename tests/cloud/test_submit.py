@@ -333,3 +333,19 @@ def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
     wrong = [*arguments, "run.name=wrong", "data.train=jobs/demo/data/preferences.jsonl"]
     assert main(wrong) == 2
     assert "rows cannot be used" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("verb", "job"), [("chat", "generate"), ("serve", "score"), ("export", "export")])
+def test_what_runs_here_asks_for_the_registry_of_the_cluster(verb, job, monkeypatch, capsys, tmp_path):
+    """It would look into an empty SQLite file of this machine, and advise to train what the cluster has trained."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
+    monkeypatch.chdir(ROOT)
+    command = [verb, f"jobs/llama3-8b/{job}.yaml", f"run.storage_path={tmp_path}"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert (
+        "RAY_ADDRESS: found http://127.0.0.1:9, but" in error and f"make {verb} PROFILE=llama3-8b;" in error
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    assert main([*command, "model.name_or_path=jobs/demo/model", "scaling.use_gpu=false"]) == 2
+    assert "no registered model" in capsys.readouterr().err

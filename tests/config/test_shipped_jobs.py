@@ -12,7 +12,7 @@ from running import ROOT
 from pipeline.config import JOBS as KINDS
 from pipeline.config import STAGES, load_job
 
-PROFILES = ("demo", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora")
+PROFILES = ("demo", "own", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora")
 JOBS = [f"jobs/{profile}/{stage}.yaml" for profile in PROFILES for stage in KINDS]
 
 
@@ -84,7 +84,7 @@ def test_the_stages_of_a_profile_fit_together(profile):
     assert jobs["ppo"].reward == jobs["evaluate"].reward == made["rm"]
     assert jobs["evaluate"].policy == made["ppo"]
     ppo, evaluate = jobs["ppo"], jobs["evaluate"]
-    assert evaluate.data.eval == ppo.data.eval
+    assert evaluate.data.eval == (ppo.data.eval or "my/prompts_eval.jsonl")
     uses = {kind: load_job(f"jobs/{profile}/{kind}.yaml") for kind in ("generate", "score", "export")}
     assert uses["generate"].policy == uses["export"].policy == made["ppo"]
     assert uses["generate"].reward == uses["score"].reward == uses["export"].reward == made["rm"]
