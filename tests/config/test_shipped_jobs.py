@@ -111,7 +111,7 @@ def test_the_qlora_profile_differs_only_where_it_means_to(stage):
         load_job(f"jobs/{profile}/{stage}.yaml").to_dict() for profile in ("llama3-8b", "llama3-8b-qlora")
     )
     meant = {"source", "policy", "reward", "baseline", "mlflow.experiment", "mlflow.registered_model"}
-    meant |= {"model.load_in_4bit", "scaling.num_workers"}
+    meant |= {"model.load_in_4bit", "scaling.num_workers", "scaling.label_selector"}
     meant |= {"gate.eval_kl"}  # shorter completions
     sizes = (
         "per_device_train_batch_size",
