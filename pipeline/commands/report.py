@@ -3,7 +3,7 @@
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
 A RUN is its folder, its name under runs/, or its MLflow id. One run's page goes into its folder; that of several, in
-which runs of one stage are drawn over each other, into runs/report.
+which runs of one stage are drawn over each other, into `report` in the folder of the last.
 """
 
 import os
@@ -41,5 +41,4 @@ def folder_for(runs: list[report.Run]) -> str:
     """Where the page of these runs belongs."""
     if len(runs) == 1 and runs[0].folder:
         return runs[0].folder
-    home = runs[-1].folder
-    return storage.join(home.rpartition("/")[0] if home else "runs", "report")
+    return storage.join(runs[-1].folder or "runs", "report")

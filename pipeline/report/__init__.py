@@ -65,12 +65,10 @@ def attach(result: dict[str, Any]) -> str | None:
 
 
 def together(results: list[dict[str, Any]]) -> str | None:
-    """Draws one page about several runs, into `report` beside their folders; its path, or None if drawing failed."""
+    """Draws one page about several runs, into the folder of the last one; its path, or None if drawing failed."""
     folders = [result["folder"] for result in results]
     try:
-        return write(
-            [read(folder) for folder in folders], storage.join(folders[-1].rpartition("/")[0], "report")
-        )
+        return write([read(folder) for folder in folders], storage.join(folders[-1], "report"))
     except Exception as error:
         _print_failure(error, folders)
         return None

@@ -170,7 +170,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to, should the newest be damaged")
     low, high = job.workers
     count = f"{low}" if low == high else f"{low} to {high}"
-    print(f"starting {count} worker{'s' * (high > 1)}", flush=True)
+    print(f"starting {count} worker{'s' * (high > 1)}: importing torch and transformers", flush=True)
     started = time.monotonic()
     try:
         result = trainer.fit()

@@ -36,8 +36,6 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
 
     work: Work = config["work"]
     name_output(work.job.stage)
-    if ray.train.get_context().get_world_rank() == 0:
-        print("worker started; importing transformers, peft and trl", flush=True)
     leave_group_of_one(ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu")))
     announce_worker(work.job.folder)
     with contextlib.ExitStack() as stack:

@@ -198,8 +198,8 @@ def test_a_signal_that_was_obeyed_is_no_end():
 class Run:
     """`sft` as a process, with its lines as they come."""
 
-    def __init__(self, folder, *overrides):
-        given = [f"run.storage_path={folder}", "run.name=one", *SMALL, *overrides]
+    def __init__(self, folder, *overrides, name="one"):
+        given = [f"run.storage_path={folder}", f"run.name={name}", *SMALL, *overrides]
         self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "sft", "jobs/demo/sft.yaml", *given],
@@ -279,6 +279,17 @@ def test_a_signal_while_workers_train(number, group, status, word, tmp_path):
     result = json.loads((tmp_path / "one/result.json").read_text())
     assert result["mlflow_run_id"] == before.info.run_id
     assert client(tmp_path).get_run(before.info.run_id).info.status == "FINISHED"
+
+
+@pytest.mark.slow
+def test_runs_that_start_together_share_a_storage_path(tmp_path):
+    """A new one: they make the folder, the store, the cache of rows, the registered model, and versions of it, all at once."""
+    runs = [Run(tmp_path / "new", "trainer.max_steps=4", "run.report=true", name=name) for name in "abc"]
+    ended = [run.ends() for run in runs]
+    assert [status for status, _ in ended] == [0, 0, 0], ended
+    results = [json.loads((tmp_path / "new" / name / "result.json").read_text()) for name in "abc"]
+    assert sorted(result["version"] for result in results) == ["1", "2", "3"]
+    assert len({json.dumps(result["metrics"]["train_loss"]) for result in results}) == 1
 
 
 def test_a_wait_is_named_once_and_only_where_it_is_long(capsys):
