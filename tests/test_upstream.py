@@ -675,24 +675,24 @@ def test_rows_that_share_a_packed_row_still_do_not_see_each_other(tmp_path):
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=0)
 
 
-def test_a_growing_cache_is_still_transformers_own():
-    """pipeline/ppo/rollout.py, GrowingLayer(DynamicLayer) and DynamicCache.layers. If this fails, sampling is wrong or slow."""
+def test_a_cache_with_room_is_still_transformers_own():
+    """pipeline/ppo/rollout.py, Room(DynamicLayer) and DynamicCache.layers. If this fails, sampling is wrong or slow."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    from pipeline.ppo.rollout import GrowingLayer, growing_cache
+    from pipeline.ppo.rollout import Room, room_for
 
     model, ids = tiny().eval(), torch.tensor([[5, 6, 7], [8, 9, 10]])
-    own, growing = DynamicCache(config=model.config), growing_cache(SimpleNamespace(base=model))
+    own, roomy = DynamicCache(config=model.config), room_for(SimpleNamespace(base=model), 8)
     assert [type(layer) for layer in own.layers] == [DynamicLayer] * 2
-    assert [type(layer) for layer in growing.layers] == [GrowingLayer] * 2
+    assert [type(layer) for layer in roomy.layers] == [Room] * 2
     with torch.no_grad():
         for part in (ids, ids[:, :1]):
-            logits = [model(part, past_key_values=cache, use_cache=True).logits for cache in (own, growing)]
+            logits = [model(part, past_key_values=cache, use_cache=True).logits for cache in (own, roomy)]
             assert torch.equal(*logits)
-        for cache in (own, growing):
+        for cache in (own, roomy):
             cache.batch_select_indices(torch.tensor([1]))
-        for theirs, ours in zip(own.layers, growing.layers, strict=True):
+        for theirs, ours in zip(own.layers, roomy.layers, strict=True):
             assert torch.equal(theirs.keys, ours.keys) and torch.equal(theirs.values, ours.values)
 
 
@@ -805,7 +805,7 @@ def test_pefts_lora_layer_can_still_be_fused():
     own = model[0](x)
     lora.fuse(model)
     assert type(model[0]) is lora.FusedLinear
-    assert model[0]._plain(x), "peft's plain layer is no longer seen as one"
+    assert model[0]._plain(x, None), "peft's plain layer is no longer seen as one"
     torch.testing.assert_close(model[0](x), own)
     for name in ("merged", "disable_adapters", "lora_variant", "scaling", "lora_dropout"):
         assert name in inspect.getsource(lora.FusedLinear) and hasattr(model[0], name)

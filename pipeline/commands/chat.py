@@ -164,10 +164,11 @@ def stream(
     """The tokens of one completion as they are sampled: those that TransformersEngine gives for the same episode."""
     import torch
 
-    from pipeline.ppo.rollout import growing_cache, sample, uniforms
+    from pipeline.ppo.rollout import room_for, sample, uniforms
 
     noise = torch.from_numpy(uniforms(sampling.seed, [episode], sampling.max_new_tokens)).to(shared.device)
-    ids, cache = torch.tensor([prompt], device=shared.device), growing_cache(shared)
+    ids = torch.tensor([prompt], device=shared.device)
+    cache = room_for(shared, len(prompt) + sampling.max_new_tokens)
     positions = torch.arange(len(prompt), device=shared.device).unsqueeze(0)
     for step in range(sampling.max_new_tokens):
         with torch.no_grad(), shared.use(role):

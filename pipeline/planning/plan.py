@@ -231,9 +231,8 @@ def _rollout_items(shape: Shape, asked: Settings, vllm: bool) -> list[Item]:
             Item("vLLM: a base of its own", shape.weights),
             Item(f"vLLM: KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)),
         ]
-    grown = width + 128  # the cache grows 128 positions at a time
     return [
-        Item(f"KV cache: {rows} rows of {width} tokens", rows * grown * shape.cache(asked.bf16), "rollout"),
+        Item(f"KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16), "rollout"),
         Item("logits and probabilities of the next token", rows * shape.vocabulary * 20.0, "rollout"),
         forward,
     ]

@@ -113,7 +113,7 @@ class TransformersEngine:
         padded = not bool(mask[:, :width].all())
         positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
         noise = torch.from_numpy(uniforms(sampling.seed, episodes, limit)).to(device)
-        cache = growing_cache(self.shared)
+        cache = room_for(self.shared, width + limit)
         tokens = torch.zeros(len(prompts), limit, dtype=torch.long, device=device)
         logprobs = torch.zeros(len(prompts), limit, device=device)
         lengths = torch.full((len(prompts),), limit, device=device)
@@ -203,44 +203,52 @@ def _live_rows(
     return rows[index], mask[index], token[index], positions[index], cache
 
 
-def growing_cache(shared: SharedBase) -> DynamicCache:
-    """A KV cache that is not copied at every token; layers with a sliding window keep transformers' class."""
+def room_for(shared: SharedBase, tokens: int) -> DynamicCache:
+    """An empty KV cache with room for `tokens` positions; layers with a sliding window keep transformers' class."""
     cache = DynamicCache(config=shared.base.config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [Room(tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
-class GrowingLayer(DynamicLayer):
-    """A DynamicLayer that allocates `ROOM` tokens ahead, where its parent copies the whole cache at every token.
+class Room(DynamicLayer):
+    """A DynamicLayer that is allocated once, where its parent makes a longer copy of itself at every token.
 
-    Overrides what transformers 5.23 calls in a decoding loop. Remove when DynamicCache itself grows in blocks.
+    Blocks of ever new sizes cost time, and on a GPU leave holes that no later block fits into. Overrides what transformers
+    5.23 calls in a decoding loop. Remove when its StaticCache has a length to look at only as much as is filled.
+
+    Args:
+        tokens: positions that there is room for. More raise RuntimeError.
     """
 
-    ROOM = 128
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.all_keys, self.all_values = (
+            states.new_empty(*states.shape[:-2], self.tokens, states.shape[-1])
+            for states in (key_states, value_states)
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        old_length = self.get_seq_length()
-        length = old_length + key_states.shape[-2]
+        start = self.get_seq_length()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.all_keys, self.all_values = key_states[..., :0, :], value_states[..., :0, :]
-        if length > self.all_keys.shape[-2]:
-            self.all_keys = self._grown(self.all_keys, old_length, length + self.ROOM)
-            self.all_values = self._grown(self.all_values, old_length, length + self.ROOM)
-        self.all_keys[..., old_length:length, :] = key_states
-        self.all_values[..., old_length:length, :] = value_states
-        self.keys, self.values = self.all_keys[..., :length, :], self.all_values[..., :length, :]
+        self.all_keys[..., start : start + key_states.shape[-2], :] = key_states
+        self.all_values[..., start : start + value_states.shape[-2], :] = value_states
+        self._show(start + key_states.shape[-2])
         return self.keys, self.values
 
-    @staticmethod
-    def _grown(states: Tensor, used: int, capacity: int) -> Tensor:
-        larger = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
-        larger[..., :used, :] = states[..., :used, :]
-        return larger
-
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, moved to the front: the room stays as it is."""
         length = self.get_seq_length()
-        self.all_keys, self.all_values = self.all_keys[indices], self.all_values[indices]
+        self.all_keys[: len(indices), ..., :length, :] = self.keys[indices]
+        self.all_values[: len(indices), ..., :length, :] = self.values[indices]
+        self.all_keys, self.all_values = self.all_keys[: len(indices)], self.all_values[: len(indices)]
+        self._show(length)
+
+    def _show(self, length: int) -> None:
         self.keys, self.values = self.all_keys[..., :length, :], self.all_values[..., :length, :]

@@ -32,6 +32,8 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it in vain
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
+    # A GPU's memory grows in place: sequences of ever new lengths leave holes between blocks of fixed sizes.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     **console.QUIET,
 }
 RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}

@@ -92,3 +92,26 @@ def test_completions_end_at_eos_or_at_the_limit():
         some_prompts(), range(12), Sampling(9, eos, min_new_tokens=5, seed=1)
     )
     assert min(len(completion.tokens) for completion in late) >= 6
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_the_cache_stays_where_it_was_allocated_while_rows_leave_and_tokens_come(kind, monkeypatch):
+    """On a GPU each other place would be a block of another size, and the last one a hole."""
+    shared, seen = toy.shared_base(kind, critic=False, spread=0.1), []
+    body = shared.body
+
+    def noted(**inputs):
+        out = body(**inputs)
+        layers = inputs["past_key_values"].layers
+        seen.append([tensor for layer in layers for tensor in (layer.keys, layer.values)])
+        return out
+
+    monkeypatch.setattr(shared, "body", noted)
+    TransformersEngine(shared).generate(some_prompts(), range(12), Sampling(100, (2, 3, 4), seed=7))
+    assert len({len(tensors[0]) for tensors in seen}) > 2, "no row left"
+    places = {tuple(tensor.untyped_storage().data_ptr() for tensor in tensors) for tensors in seen}
+    assert len(places) == 1
+    longest = max(map(len, some_prompts())) + 100
+    assert {tensor.untyped_storage().nbytes() for tensor in seen[0]} == {
+        12 * longest * tensor.shape[1] * tensor.shape[3] * 4 for tensor in seen[0]
+    }
