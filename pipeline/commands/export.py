@@ -19,6 +19,7 @@ from typing import Any
 from pipeline.commands.card import card
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
+from pipeline.models.base_files import announcement
 from pipeline.runtime.host import Host
 from pipeline.runtime.run import open_run, unless_finished
 from pipeline.system import console, storage
@@ -49,7 +50,7 @@ def run(job: Job) -> dict[str, Any]:
 def export(job: Job) -> dict[str, Any]:
     """Merges what the job names, in this process; the content of result.json."""
     with open_run(job) as run:
-        print(f"loading {run.job.model.name_or_path}", flush=True)
+        print(announcement(run.job.model.name_or_path, run.job.model.revision), flush=True)
         console.silence_libraries()
         host = Host(run.work)
         for left in storage.folders(run.folder):  # by an attempt that was cut short

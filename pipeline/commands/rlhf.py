@@ -18,6 +18,7 @@ from pipeline.registry import file_of_uri
 from pipeline.runtime import driver
 from pipeline.runtime.inputs import check_paths
 from pipeline.stages import evaluate, ppo, rm, sft
+from pipeline.system import console
 
 ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
 
@@ -52,7 +53,8 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
                     f"{results[-1]['gate']}; the next stage would not find it. Look at {results[-1]['checkpoint']}, or "
                     f"change the gate: {stage}.gate.METRIC=..."
                 )
-    page = report.together(results) if jobs["evaluate"].run.report else None
+    with console.waiting("drawing the report on all of them"):
+        page = report.together(results) if jobs["evaluate"].run.report else None
     print(table(results, folder, time.monotonic() - started, page), flush=True)
     return results
 
@@ -117,7 +119,7 @@ def table(results: list[dict[str, Any]], folder: str, seconds: float, page: str 
             *lines[1:],
             rule,
             f"{seconds:.0f} s in all. Look next at",
-            *(f"  {where:<31} {what}" for where, what in look if where),
+            *(f"  {where:<30}  {what}" for where, what in look if where),
         ]
     )
 

@@ -88,21 +88,6 @@ def metric_name(subset: str) -> str:
     return re.sub(r"[^\w.: -]", "_", subset).strip(" .") or "_"
 
 
-def table(evaluation: dict[str, Any]) -> str:
-    """The tables of `figures` as aligned text."""
-    lines = ["   confidence     pairs   said   right"]
-    for one in evaluation["reliability"]:
-        shown = f"{one['low']:.2f} to {one['high']:.2f}"
-        lines.append(f"   {shown:<13}{one['pairs']:>7}{one['confidence']:>7.2f}{one['accuracy']:>8.2f}")
-    if evaluation["subsets"]:
-        width = max(len(name) for name in evaluation["subsets"])
-        lines += ["", f"   {'subset':<{width}}  pairs  accuracy (95 %)"]
-        for name, one in evaluation["subsets"].items():
-            interval = f"{one['low']:.3f} to {one['high']:.3f}"
-            lines.append(f"   {name:<{width}}{one['pairs']:>7}  {one['accuracy']:.3f}  ({interval})")
-    return "\n".join(lines)
-
-
 def _scores(
     worker: Worker, rewards: list[Any], rows: list[Any], given: list[Any]
 ) -> list[tuple[float, float]]:

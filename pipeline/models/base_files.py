@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.errors import InputError, about
 from pipeline.models.config_types import check_types
 from pipeline.models.files import json_object
-from pipeline.system.progress import size
+from pipeline.system.progress import Bar, size
 
 
 def local(name_or_path: str) -> Path:
@@ -60,7 +60,11 @@ def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
 
     key, where = "model.name_or_path", f"{repo!r}" + (f" (revision {revision!r})" if revision else "")
     try:
-        return Path(hf_hub_download(repo, filename, revision=revision, local_files_only=not _hub_answers()))
+        return Path(
+            hf_hub_download(
+                repo, filename, revision=revision, local_files_only=not _hub_answers(), tqdm_class=Bar
+            )
+        )
     except errors.GatedRepoError as error:
         raise InputError(f"{where} {_gated(repo, error.response.status_code)}", key) from error
     except errors.RepositoryNotFoundError as error:

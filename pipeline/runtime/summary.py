@@ -57,6 +57,21 @@ def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
     return "\n".join(lines)
 
 
+def pairs_table(evaluation: dict[str, Any]) -> str:
+    """The tables that evaluation.pairs.figures makes, as aligned text."""
+    lines = ["   confidence     pairs   said   right"]
+    for one in evaluation["reliability"]:
+        shown = f"{one['low']:.2f} to {one['high']:.2f}"
+        lines.append(f"   {shown:<13}{one['pairs']:>7}{one['confidence']:>7.2f}{one['accuracy']:>8.2f}")
+    if evaluation["subsets"]:
+        width = max(len(name) for name in evaluation["subsets"])
+        lines += ["", f"   {'subset':<{width}}  pairs  accuracy (95 %)"]
+        for name, one in evaluation["subsets"].items():
+            interval = f"{one['low']:.3f} to {one['high']:.3f}"
+            lines.append(f"   {name:<{width}}{one['pairs']:>7}  {one['accuracy']:.3f}  ({interval})")
+    return "\n".join(lines)
+
+
 def _cut(text: str, width: int) -> str:
     text = visible(" ".join(text.split()))
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -18,6 +18,7 @@ from pipeline.runtime import earlier
 from pipeline.runtime.driver import Outcome
 from pipeline.runtime.preparation import Run
 from pipeline.runtime.run import launch
+from pipeline.runtime.summary import pairs_table
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage
 
@@ -27,9 +28,7 @@ def run(job: Job) -> dict[str, Any]:
     path = storage.join(result["folder"], "evaluation.json")
     evaluation = earlier.read_object(path, {"pairs": dict, "metrics": dict})
     if evaluation["pairs"]:
-        from pipeline.evaluation.pairs import table
-
-        print("\n" + table(evaluation["pairs"]), flush=True)
+        print("\n" + pairs_table(evaluation["pairs"]), flush=True)
     return result
 
 

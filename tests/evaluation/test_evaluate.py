@@ -15,6 +15,7 @@ from pipeline import evaluation, figures
 from pipeline.__main__ import main
 from pipeline.evaluation import pairs
 from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.runtime.summary import pairs_table
 
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
 
@@ -105,7 +106,7 @@ def test_figures_of_pairs():
     assert metrics["eval_rm_length_correlation"] > 0.9
     assert metrics["eval_rm_loss"] == pytest.approx(sum(math.log(1 + math.exp(-m)) for m in (1, -1, 3)) / 3)
     assert tables["subsets"]["b"]["pairs"] == 2
-    assert re.search(r"\n   b +2  0\.500  \(0\.095 to 0\.905\)", pairs.table(tables))
+    assert re.search(r"\n   b +2  0\.500  \(0\.095 to 0\.905\)", pairs_table(tables))
 
 
 # -------------------------------------------------------------------------------------------- a reward model alone
