@@ -150,17 +150,16 @@ endif
 
 # ---------------------------------------------------------------- a cluster: cluster.yaml says what it is and costs
 up: $(VENV)/.cloud ## start a cluster, or bring it up to date: CLUSTER=cluster.yaml
-	@$(PY) -m pipeline.cloud.clusterfile $(CLUSTER) $(ARGS)
+	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER) $(ARGS)
 
 status: $(VENV)/.cloud ## nodes, what waits for resources, and jobs of the cluster
-	@PATH=$(abspath $(VENV))/bin:$$PATH ray exec $(CLUSTER) "RAY_AUTH_MODE=token ray status"
+	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER)
 
 dashboard: $(VENV)/.cloud ## the tunnel to the cluster's dashboard and jobs, at http://127.0.0.1:8265, while it runs
-	@PATH=$(abspath $(VENV))/bin:$$PATH ray dashboard $(CLUSTER)
+	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER)
 
 down: $(VENV)/.cloud ## end every node of the cluster
-	-@PATH=$(abspath $(VENV))/bin:$$PATH ray exec $(CLUSTER) "bash ~/rlhf/start-node.sh stop"
-	@PATH=$(abspath $(VENV))/bin:$$PATH ray down $(CLUSTER) $(ARGS)
+	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER) $(ARGS)
 
 jobs: setup ## list the jobs of the cluster at RAY_ADDRESS
 	@$(PY) -m pipeline.cloud.submit jobs

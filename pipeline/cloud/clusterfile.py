@@ -1,13 +1,15 @@
 """cluster.yaml, read on the submitter's machine: what `make up` is about to start, and what a job may ask of it.
 
-    python -m pipeline.cloud.clusterfile cluster.yaml     # make up: checks it, says what will run, and calls `ray up`
+    python -m pipeline.cloud.clusterfile up cluster.yaml     # make up: checks it, says what will run, and calls `ray up`
+    python -m pipeline.cloud.clusterfile status|dashboard|down cluster.yaml
 
-`CLUSTER` names another file than cluster.yaml.
+Exit status 2 with one message where the file is wrong or nobody is signed in to the cloud, else Ray's. `CLUSTER` names another file than cluster.yaml.
 """
 
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,10 +18,23 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, in_brief
 from pipeline.runtime.placement import ACCELERATOR_TYPE, GPU_LABEL, Bundle
 
 EDIT = "EDIT"  # stands in the value of every line that its user has to fill in
+RAY = str(Path(sys.executable).parent / "ray")
+# How to sign in, and the package that does, by type of provider.
+SIGN_IN = {
+    "aws": (
+        "type `aws configure` or `aws sso login`, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+        "(AWS_PROFILE names one of several accounts)",
+        '-c constraints.txt -e ".[cloud]"',
+    ),
+    "gcp": (
+        "type `gcloud auth application-default login`",
+        "google-api-python-client google-auth cryptography",
+    ),
+}
 TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # `ray up` calls them; without them it stops half way
 
 
@@ -164,6 +179,11 @@ def summary(file: Path, config: dict[str, Any]) -> str:
         )
     for ip in [provider.get("head_ip"), *provider.get("worker_ips", [])]:
         lines += [f"  {ip}"] if ip else []
+    if quotas := gpu_quotas(types) if provider["type"] == "aws" else {}:
+        lines.append(
+            "  A new AWS account may start no GPU: Service Quotas > EC2 must allow, for one node of each type, "
+            + ", ".join(f"{vcpus} vCPUs of {name!r}" for name, vcpus in quotas.items())
+        )
     if types:
         lines.append(
             f"  at most {config.get('max_workers', 2)} workers at a time; disks are deleted with their nodes"
@@ -171,29 +191,132 @@ def summary(file: Path, config: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def up(file: Path, config: dict[str, Any], options: list[str]) -> None:
-    """Becomes `ray up`.
+def gpu_quotas(types: dict[str, NodeType]) -> dict[str, int]:
+    """{EC2's quota: vCPUs} that one node of each type with GPUs takes, spot and on demand apart; the largest type counts."""
+    quotas: dict[str, int] = {}
+    for kind in types.values():
+        if not (size := re.fullmatch(r"([gp])\w*\.(\d+)xlarge", kind.instance)):
+            continue
+        family = {"g": "G and VT", "p": "P4, P3 and P2" if kind.spot else "P"}[size[1]]
+        name = (
+            f"All {family} Spot Instance Requests" if kind.spot else f"Running On-Demand {family} instances"
+        )
+        quotas[name] = max(quotas.get(name, 0), 4 * int(size[2]))  # EC2's sizes: an xlarge has four
+    return quotas
+
+
+# -------------------------------------------------------------------------------------------- the cloud account
+
+
+def check_account(config: dict[str, Any]) -> None:
+    """Proves that somebody is signed in to the cloud: Ray itself ends in a traceback of the cloud's library.
+
+    Raises:
+        InputError: saying how to sign in, or what to install.
+    """
+    kind = config["provider"]["type"]
+    if kind not in SIGN_IN:
+        return
+    how, package = SIGN_IN[kind]
+    try:
+        _sign_in(config["provider"])
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{error.name} is not installed here; type .venv/bin/pip install {package}"
+        ) from error
+    except (
+        Exception
+    ) as error:  # of many types, in each cloud's library: no or expired credentials, no network
+        raise InputError(f"{kind} does not let you in ({in_brief(error)}); {how}") from error
+
+
+def _sign_in(provider: dict[str, Any]) -> None:
+    if provider["type"] == "aws":
+        import boto3
+
+        boto3.client("sts", region_name=provider["region"]).get_caller_identity()
+    else:
+        import google.auth
+
+        google.auth.default()
+
+
+def check_security_group(config: dict[str, Any]) -> None:
+    """Refuses a security group that is not there: Ray would make one that lets the whole world try port 22.
+
+    Ray (2.60) leaves one alone that has rules already (autoscaler/_private/aws/config.py, _upsert_security_group_rules).
+    """
+    provider = config["provider"]
+    if provider["type"] != "aws" or not (name := provider.get("security_group", {}).get("GroupName")):
+        return
+    import boto3
+
+    asked = [{"Name": "group-name", "Values": [name]}]
+    groups = boto3.client("ec2", region_name=provider["region"]).describe_security_groups(Filters=asked)[
+        "SecurityGroups"
+    ]
+    if not any(group["IpPermissions"] for group in groups):
+        raise InputError(
+            f"{name!r} is not there in {provider['region']}, and Ray would make one that is open to the world; deploy the stack "
+            "that jobs/cloud/aws.yaml describes",
+            key="provider.security_group",
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- verbs
+
+
+def up(file: Path, options: list[str]) -> int:
+    """Becomes `ray up`, after all that can be checked, and a summary of what it starts.
 
     Autoscaler 2, Ray's default, falls back from a spot type after a launch that failed. On machines of one's own it
     counts the head as a worker and starts one too few (ray 2.60, LocalNodeProvider), so those get autoscaler 1. Remove
     when it starts them all.
     """
+    config = check(file)
+    check_account(config)
+    check_security_group(config)
+    print(summary(file, config), flush=True)
     version = "0" if config["provider"]["type"] == "local" else "1"
-    environment = {**os.environ, "RAY_UP_enable_autoscaler_v2": version}
-    ray = str(Path(sys.executable).parent / "ray")
-    os.execve(ray, [ray, "up", str(file), "--disable-usage-stats", *options], environment)
+    return _become_ray(
+        ["up", str(file), "--disable-usage-stats", *options], RAY_UP_enable_autoscaler_v2=version
+    )
+
+
+def status(file: Path, options: list[str]) -> int:
+    check_account(read(file))
+    return _become_ray(["exec", str(file), "RAY_AUTH_MODE=token ray status", *options])
+
+
+def dashboard(file: Path, options: list[str]) -> int:
+    check_account(read(file))
+    return _become_ray(["dashboard", str(file), *options])
+
+
+def down(file: Path, options: list[str]) -> int:
+    """Ends what the head still has to write, then all nodes; a head that does not answer is ended all the same."""
+    check_account(read(file))
+    subprocess.run([RAY, "exec", str(file), "bash ~/rlhf/start-node.sh stop"])
+    return _become_ray(["down", str(file), *options])
+
+
+def _become_ray(arguments: list[str], **environment: str) -> int:
+    os.execve(RAY, [RAY, *arguments], {**os.environ, **environment})
+    return 1  # not reached
+
+
+VERBS = {"up": up, "status": status, "dashboard": dashboard, "down": down}
 
 
 def main(arguments: list[str]) -> int:
-    file, options = Path(arguments[0]) if arguments else path(), arguments[1:]
     try:
-        config = check(file)
+        if not arguments or arguments[0] not in VERBS:
+            raise InputError(f"expected {', '.join(VERBS)}, a cluster file, and options of `ray`")
+        verb, *rest = arguments
+        return VERBS[verb](Path(rest[0]) if rest else path(), rest[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(summary(file, config), flush=True)
-    up(file, config, options)
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """cluster.yaml and its variants: Ray's own check, EC2's own shapes, the pins, and what `ray up` asks a mock EC2 for."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -67,6 +68,10 @@ def test_ray_takes_the_file(file, home):
     if file == AWS:
         assert "1 x m7i.2xlarge: it runs, and is paid for, until `make down`" in shown
         assert "0 to 4 x g6.2xlarge (gpu1_spot, spot)" in shown
+        assert (
+            "48 vCPUs of 'All G and VT Spot Instance Requests', 48 vCPUs of 'Running On-Demand G and VT instances', "
+            "96 vCPUs of 'All P4, P3 and P2 Spot Instance Requests', 96 vCPUs of 'Running On-Demand P instances'"
+        ) in shown
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -94,6 +99,50 @@ def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
     refused(lambda c: None, "ray get-auth-token --generate")
     monkeypatch.setenv("PATH", "")
     refused(lambda c: None, "needs ssh")
+
+
+def signed_out(monkeypatch, folder):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # this machine may be an instance with a role
+
+
+@pytest.mark.parametrize("verb", ["up", "status", "dashboard", "down"])
+def test_without_an_account_each_verb_says_how_to_get_in(verb, home, monkeypatch, capsys):
+    signed_out(monkeypatch, home)
+    monkeypatch.setattr(clusterfile, "_become_ray", lambda *_: pytest.fail("called ray"))
+    assert clusterfile.main([verb, str(filled(AWS, home))]) == 2
+    error = capsys.readouterr().err
+    if importlib.util.find_spec("boto3"):
+        assert "aws does not let you in (NoCredentialsError: Unable to locate credentials); type `aws configure`" in error
+        assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error
+    else:
+        assert (
+            'boto3 is not installed here; type .venv/bin/pip install -c constraints.txt -e ".[cloud]"'
+            in error
+        )
+    assert "Traceback" not in error
+
+
+def test_on_machines_of_ones_own_nobody_signs_in(home, monkeypatch):
+    signed_out(monkeypatch, home)
+    monkeypatch.setattr(clusterfile, "_become_ray", lambda arguments, **_: arguments)
+    file = filled(FILES[2], home)
+    assert clusterfile.VERBS["status"](file, [])[:2] == ["exec", str(file)]
+
+
+@needs_moto
+def test_a_security_group_that_ray_would_open_to_the_world_is_refused(ec2, home):
+    config = clusterfile.check(filled(AWS, home))
+    clusterfile.check_account(config)
+    clusterfile.check_security_group(config)
+    config["provider"]["security_group"]["GroupName"] = "another"
+    with pytest.raises(
+        InputError,
+        match=r"provider\.security_group: 'another' is not there in us-west-2, and Ray would make one",
+    ):
+        clusterfile.check_security_group(config)
 
 
 # ------------------------------------------------------------------------------------------------------- the pins
@@ -187,7 +236,10 @@ def deploy_stack(boto3):
     cloud.create_stack(
         StackName="rlhf",
         TemplateBody=(ROOT / "jobs/cloud/aws.yaml").read_text(),
-        Parameters=[{"ParameterKey": "Bucket", "ParameterValue": "my-bucket"}],
+        Parameters=[
+            {"ParameterKey": "Bucket", "ParameterValue": "my-bucket"},
+            {"ParameterKey": "SshFrom", "ParameterValue": "203.0.113.7/32"},
+        ],
         Capabilities=["CAPABILITY_NAMED_IAM"],
     )
     assert cloud.describe_stacks(StackName="rlhf")["Stacks"][0]["StackStatus"] == "CREATE_COMPLETE"
@@ -225,7 +277,8 @@ def test_ray_up_asks_ec2_for_the_head(ec2, home):
                 if (listed and profile(ec2, listed[0])) or up.poll() is not None:
                     break
         finally:
-            os.killpg(up.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(up.pid, signal.SIGKILL)
             up.wait()
     assert listed, (home / "up.log").read_text()[-3000:]
     (head,) = listed
@@ -244,7 +297,9 @@ def test_ray_up_asks_ec2_for_the_head(ec2, home):
         "IpPermissions"
     ]
     from_outside = [rule for rule in rules if rule["IpRanges"]]
-    assert [(rule["FromPort"], rule["ToPort"]) for rule in from_outside] == [(22, 22)]
+    assert [(rule["FromPort"], rule["ToPort"], rule["IpRanges"]) for rule in from_outside] == [
+        (22, 22, [{"CidrIp": "203.0.113.7/32"}])
+    ]
     from_inside = [rule for rule in rules if rule["UserIdGroupPairs"]]
     assert [pair["GroupId"] for rule in from_inside for pair in rule["UserIdGroupPairs"]] == [
         group["GroupId"]
