@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = [
     line.split("  #")[0].strip()
     for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
+    for line in block.replace("\\\n", "").splitlines()
     if line.strip()
 ]
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
@@ -175,8 +175,25 @@ def test_every_command_is_covered():
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
+        *(
+            ".venv/bin/ray get-auth-token",
+            "aws cloudformation deploy",
+        ),  # below, and cloud/test_clusterfile.py
         *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # tests/cloud/test_submit.py, and above
         "make setup && .venv/bin/python -m pipeline.demo",
     )
     for command in COMMANDS:
         assert command.startswith(special) or target(command) in SHORT, command
+
+
+def test_the_stack_of_the_readme_gets_what_it_asks_for():
+    """The file and the parameters without a default; cloud/test_clusterfile.py makes it in a mock of AWS."""
+    [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
+    file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
+    parameters = re.search(r"^Parameters:\n(.*?)^Resources:", file.read_text(), re.M | re.S)[1]
+    asked = [
+        one.split(":")[0].strip()
+        for one in re.split(r"^  (?=\w)", parameters, flags=re.M)
+        if one.strip() and "Default:" not in one
+    ]
+    assert asked == re.findall(r"(\w+)=", command.partition("--parameter-overrides")[2])

@@ -115,7 +115,10 @@ def test_without_an_account_each_verb_says_how_to_get_in(verb, home, monkeypatch
     assert clusterfile.main([verb, str(filled(AWS, home))]) == 2
     error = capsys.readouterr().err
     if importlib.util.find_spec("boto3"):
-        assert "aws does not let you in (NoCredentialsError: Unable to locate credentials); type `aws configure`" in error
+        assert (
+            "aws does not let you in (NoCredentialsError: Unable to locate credentials); type `aws configure`"
+            in error
+        )
         assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error
     else:
         assert (
