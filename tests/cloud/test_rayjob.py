@@ -16,7 +16,8 @@ SHIPPED = ROOT / "jobs/rayjob.yaml"
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("IMAGE", raising=False)
+    for name in ("IMAGE", "GPU", "NODE_SELECTOR"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def made(capsys, *arguments):
@@ -73,12 +74,52 @@ def test_workers_get_what_the_job_asks_for(capsys):
     (container,) = group["template"]["spec"]["containers"]
     assert (group["minReplicas"], group["maxReplicas"]) == (0, job.workers[1])
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert group["template"]["spec"]["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    ]
+    assert group["labels"] == {
+        "ray.io/accelerator-type": "A100-40G"
+    }  # the first that the job's selector allows
+    assert group["rayStartParams"] == {"num-cpus": "0"}  # no data task starts a pod with a GPU
     assert {"name": "runs", "mountPath": "/mnt/runs"} in container["volumeMounts"]
+    assert {"name": "models", "mountPath": "/models"} in container["volumeMounts"]  # the base is fetched once
+    assert {"name": "HF_HOME", "value": "/models"} in container["env"]
     head = spec["rayClusterSpec"]["headGroupSpec"]
-    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert head["rayStartParams"]["num-cpus"] == "2"  # they run there
+    accounts = [one["template"]["spec"]["serviceAccountName"] for one in (head, group)]
+    assert accounts == ["rlhf-head", "rlhf-worker"]  # what may start pods is not what runs on workers
+    assert "tolerations" not in head["template"]["spec"]
     assert spec["entrypoint"] == shlex.join(
         ["python", "-m", "pipeline", "sft", "jobs/llama3-8b/sft.yaml", *overrides]
     )
+
+
+def test_each_job_has_a_name_of_its_own(capsys):
+    storage = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
+    paths = ["llama3-8b/sft", "llama3-8b/rm", "llama3-70b-qlora/sft"]
+    names = [
+        yaml.safe_load(made(capsys, f"jobs/{path}.yaml", *storage))["metadata"]["name"] for path in paths
+    ]
+    assert names == ["llama3-8b-sft", "llama3-8b-rm", "llama3-70b-qlora-sft"]
+    long = yaml.safe_load(made(capsys, "jobs/demo/sft.yaml", *storage, f"run.name={'n' * 46}-x"))["metadata"][
+        "name"
+    ]
+    assert long == "n" * 46
+
+
+def test_the_gpu_and_its_nodes_can_be_named(capsys, monkeypatch):
+    storage = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
+    monkeypatch.setenv("GPU", "H100")
+    monkeypatch.setenv("NODE_SELECTOR", "cloud.google.com/gke-accelerator=nvidia-h100-80gb")
+    spec = yaml.safe_load(made(capsys, "jobs/llama3-70b-qlora/ppo.yaml", *storage))["spec"]["rayClusterSpec"]
+    [group] = spec["workerGroupSpecs"]
+    assert group["labels"] == {"ray.io/accelerator-type": "H100"}
+    assert group["template"]["spec"]["nodeSelector"] == {
+        "cloud.google.com/gke-accelerator": "nvidia-h100-80gb"
+    }
+    monkeypatch.setenv("GPU", "L40S")
+    assert rayjob.main(["jobs/llama3-70b-qlora/ppo.yaml", *storage]) == 2
+    assert "GPU: found L40S, expected one of in(A100-80G,H100,H200)" in capsys.readouterr().err
 
 
 def test_nobody_in_the_network_commands_the_head_without_the_token():
