@@ -159,7 +159,7 @@ class PPOConfig:
     normalize_values: bool = False
     """Normalise the critic's targets by the running mean and standard deviation of the returns."""
     critic_warmup_steps: int = 0
-    """Number of first updates that train the critic alone."""
+    """Number of first updates that train the critic alone. The policy's schedule, its warm-up too, begins after them."""
     early_stop_kl: float | None = None
     """End an update before the optimizer step of a minibatch whose approximate KL to the old policy (k2, mean nats per
     token) exceeds 1.5 times this. None: never."""
@@ -189,7 +189,8 @@ class PPOConfig:
     ] = "linear"
     """Schedules of transformers.get_scheduler without further settings."""
     warmup_steps: int = 0
-    """Linear warm-up of the learning rate, in updates."""
+    """Linear warm-up of the learning rate, in updates: the first has 1 / (warmup_steps + 1) of it, the one after them all.
+    The critic's begins with the run, the policy's when the policy begins to learn (`critic_warmup_steps`)."""
     max_grad_norm: float = 1.0
     """Clip the L2 norm of the gradient, of policy and critic separately, to this. 0: no clipping."""
 

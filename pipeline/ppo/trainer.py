@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from pipeline.findings import require
@@ -127,7 +128,12 @@ class PPOTrainer:
             weight_decay=args.weight_decay,
         )
         self.total = args.total_updates(len(prompts))
-        self.scheduler = get_scheduler(args.lr_scheduler_type, self.optimizer, args.warmup_steps, self.total)
+        # The policy's schedule begins when it begins to learn, the critic's with the run.
+        begins = {"policy": args.critic_warmup_steps, "critic": 0}
+        factors = [
+            learning_rate_factors(args, learning_rates[role], begins[role], self.total) for role in self.roles
+        ]
+        self.scheduler = LambdaLR(self.optimizer, factors)
         self.update = 0  # updates done; with the seed, this is also the position in the data
         self.kl_coef = args.kl_coef
         self.moments = RunningMoments()
@@ -493,3 +499,29 @@ class PPOTrainer:
     def restore(self, folder: str | Path) -> None:
         """Continue from a folder that `save` wrote. Called on every rank."""
         restore_state(self, folder)
+
+
+def learning_rate_factors(
+    args: PPOConfig, learning_rate: float, begin: int, total: int
+) -> Callable[[int], float]:
+    """What a role's learning rate is multiplied by in an update, counted from 0.
+
+    transformers' schedule over the updates from `begin` to `total`; 0 before. In its warm-up transformers begins at 0, a
+    first update for nothing: here the n-th warm-up update of w has n / (w + 1) of the full rate. The full rate follows
+    them, as there.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    schedule = get_scheduler(
+        args.lr_scheduler_type,
+        torch.optim.SGD([parameter], lr=learning_rate),
+        args.warmup_steps,
+        total - begin,
+    ).lr_lambdas[0]
+
+    def factor(update: int) -> float:
+        step = update - begin
+        if step < 0:
+            return 0.0
+        return (step + 1) / (args.warmup_steps + 1) if step < args.warmup_steps else schedule(step)
+
+    return factor

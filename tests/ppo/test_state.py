@@ -13,6 +13,7 @@ def test_a_restored_run_ends_with_the_same_numbers(tmp_path):
     changes = dict(
         total_episodes=96, kl_controller="adaptive", kl_target=0.5, kl_horizon=100, normalize_values=True,
         sync_ref_model=True, ref_model_sync_steps=1, lr_scheduler_type="cosine", warmup_steps=2, learning_rate=5e-3,
+        critic_warmup_steps=1,
     )  # fmt: skip
 
     def noisy(completion_ids):  # draws from the global generators, as a user's reward may

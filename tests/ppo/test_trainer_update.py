@@ -117,6 +117,25 @@ def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
     assert moved[-32:].all() and moved[:-32].any()  # the head, and through it the adapter
 
 
+@pytest.mark.parametrize("critic_warmup_steps", [0, 3])
+def test_each_role_warms_up_when_it_begins_to_learn(critic_warmup_steps):
+    """No update has a learning rate of 0 but those that train the critic alone; the `lr` of the metrics is the policy's."""
+    trainer = toy.trainer(
+        lr_scheduler_type="linear", warmup_steps=3, critic_warmup_steps=critic_warmup_steps,
+        total_episodes=16 * (8 + critic_warmup_steps), learning_rate=1e-3, critic_learning_rate=1e-4, num_ppo_epochs=1,
+    )  # fmt: skip
+    rates = []
+    while trainer.update < trainer.total:
+        rates.append([group["lr"] for group in trainer.optimizer.param_groups])
+        assert trainer.run_update()["lr"] == rates[-1][0]
+    ramp = [1 / 4, 2 / 4, 3 / 4]
+    policy, critic = zip(*rates, strict=True)
+    down = [1, 4 / 5, 3 / 5, 2 / 5, 1 / 5]
+    assert list(policy) == pytest.approx([1e-3 * f for f in [0] * critic_warmup_steps + ramp + down])
+    decay = len(rates) - 3
+    assert list(critic) == pytest.approx([1e-4 * f for f in ramp + [n / decay for n in range(decay, 0, -1)]])
+
+
 def test_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
     shared = toy.shared_base()
     for parameter in [*shared.parameters_of("reference"), *shared.parameters_of("policy")]:
