@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,6 +95,19 @@ def micro_batches(lengths: Sequence[int], rows: int, tokens: int | None) -> list
             batches.append([])
         batches[-1].append(i)
     return batches
+
+
+class Totals(NamedTuple):
+    """What enters the loss of one optimizer step, over all workers: sums are divided by it, so that those of micro-batches
+    and workers add up."""
+
+    actions: float
+    completions: float  # with at least one such action
+
+    @classmethod
+    def of(cls, learn: Tensor) -> Totals:
+        """Of rows (B, R), on at actions that enter the loss."""
+        return cls(float(learn.sum()), float(learn.any(-1).sum()))
 
 
 @dataclass

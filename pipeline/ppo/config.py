@@ -24,7 +24,7 @@ RANGES = table(
         "(0, 1000000000]": "micro_batch_tokens logging_steps ref_model_sync_steps",
         "[0, 1000000000]": "critic_warmup_steps warmup_steps save_steps eval_steps",
         "(0, 1000000000000]": "total_episodes",
-        "(0, 1000000]": """num_train_epochs num_ppo_epochs cliprange cliprange_value early_stop_kl reward_clip
+        "(0, 1000000]": """num_train_epochs num_ppo_epochs cliprange cliprange_high cliprange_value early_stop_kl reward_clip
             vllm_importance_sampling_clip_max""",
         "[0.000001, 1000000]": "kl_target",
         "[1, 1000000000000]": "kl_horizon",
@@ -139,11 +139,22 @@ class PPOConfig:
     whiten_advantages: bool | None = None
     """Whiten advantages over the whole batch and all workers. None: for gae and reinforce_plus_plus only."""
     scale_rewards: bool = True
-    """For grpo: divide by the group's standard deviation (False: Dr. GRPO)."""
+    """For grpo: divide by the group's standard deviation (False: Dr. GRPO, with `loss_aggregation: constant`)."""
 
     # ---- loss
     cliprange: float = 0.2
     """Clip range of the probability ratio: [1 - cliprange, 1 + cliprange]. [epsilon]"""
+    cliprange_high: float | None = None
+    """Upper clip range: [1 - cliprange, 1 + cliprange_high]; above `cliprange`, unlikely tokens can gain more (DAPO's
+    clip-higher, 0.28). None: `cliprange`. [epsilon_high]"""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Whose probability ratio is taken and clipped: each token's, or, for rloo and grpo, the completion's to the power
+    1 / length (GSPO). The latter is nearer to 1 by far: GSPO clips it to about 0.0003."""
+    loss_aggregation: Literal["token", "sequence", "constant"] | None = None
+    """How the policy's loss, with KL and entropy in it, is averaged over a minibatch: over tokens, so that long completions
+    weigh more (DAPO); over each completion's tokens, and then over completions (GRPO); or as a sum over the number of
+    completions times `response_length` (Dr. GRPO). None: sequence for grpo, as in its paper; else token. The value loss is a
+    mean over tokens."""
     dual_clip: float | None = None
     """Dual-clip bound above 1, usually 3: for negative advantages the objective is at least this times the advantage.
     None: no bound. [c, Ye et al.]"""
@@ -251,6 +262,11 @@ class PPOConfig:
                 self.num_generations > 1,
                 f"2 or more: {estimator} compares completions to one prompt",
             )
+        self._require(
+            "importance_sampling_level",
+            self.importance_sampling_level == "token" or estimator in ("rloo", "grpo"),
+            f"'token' with advantage_estimator {estimator}: its advantages differ from token to token",
+        )
         if self.lr_scheduler_type == "polynomial":  # its final learning rate in transformers is 1e-7
             for key in ("learning_rate", "critic_learning_rate"):
                 rate = getattr(self, key)
@@ -287,6 +303,11 @@ class PPOConfig:
         if self.whiten_advantages is None:
             return self.advantage_estimator in ("gae", "reinforce_plus_plus")
         return self.whiten_advantages
+
+    @property
+    def aggregation(self) -> Literal["token", "sequence", "constant"]:
+        """`loss_aggregation`, with the estimator's default where it is None."""
+        return self.loss_aggregation or ("sequence" if self.advantage_estimator == "grpo" else "token")
 
     @property
     def uses_critic(self) -> bool:

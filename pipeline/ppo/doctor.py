@@ -17,7 +17,7 @@ from pipeline.findings import Finding
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.ppo import recomputed
-from pipeline.ppo.batch import Episodes, collate
+from pipeline.ppo.batch import Episodes, Totals, collate
 from pipeline.ppo.checks import check_rollout, tolerance
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.trainer import PPOTrainer
@@ -57,7 +57,7 @@ def one_minibatch(trainer: PPOTrainer, episodes: Episodes) -> list[Finding]:
     """Forward and backward of all episodes as one minibatch: the first ratio, and which parameters get gradients."""
     shared = trainer.shared
     _clear(trainer)
-    stats = trainer.accumulate(episodes, list(range(len(episodes))), float(episodes.learn.sum()), policy=True)
+    stats = trainer.accumulate(episodes, list(range(len(episodes))), Totals.of(episodes.learn), policy=True)
     log_ratio = (2 * float(stats["policy/approxkl_avg"])) ** 0.5  # root mean square
     learning = {id(p): p for role in trainer.roles for p in shared.parameters_of(role)}
     others = sum(p.grad is not None for p in shared.parameters() if id(p) not in learning)
@@ -152,7 +152,7 @@ def checkpointing_agrees(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     for checkpointing in (True, False):
         shared.gradient_checkpointing = checkpointing
         _clear(trainer)
-        trainer.accumulate(episodes, shortest, float(episodes.learn[shortest].sum()), policy=True)
+        trainer.accumulate(episodes, shortest, Totals.of(episodes.learn[shortest]), policy=True)
         gradients.append({role: _flat(trainer, role).clone() for role in trainer.roles})
     shared.gradient_checkpointing = True
     _clear(trainer)

@@ -12,7 +12,8 @@ Conventions, the same everywhere:
 
 Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347), 2015 (GAE, 1506.02438); "The N implementation details of RLHF
 with PPO" (Huang et al. 2024); Ziegler et al. 2019 (adaptive KL, 1909.08593); Schulman, "Approximating KL divergence"
-(k1, k2, k3); Ye et al. 2020 (dual clip, 1912.09729).
+(k1, k2, k3); Ye et al. 2020 (dual clip, 1912.09729); Shao et al. 2024 (GRPO, 2402.03300); Yu et al. 2025 (DAPO,
+2503.14476); Liu et al. 2025 (Dr. GRPO, 2503.20783); Zheng et al. 2025 (GSPO, 2507.18071).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ LOG_RATIO_LIMIT = 20.0
 fp32."""
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
+LossAggregation = Literal["token", "sequence", "constant"]
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -137,6 +139,28 @@ def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     return gae(rewards, torch.zeros_like(rewards, dtype=torch.float32), mask, gamma, 1.0)[0]
 
 
+def loss_weights(
+    mask: Tensor, aggregation: LossAggregation, actions: float, completions: float, length: int
+) -> Tensor:
+    """(batch, 1) weight of each row's actions in a loss that is the sum over rows and actions of weight * loss.
+
+    "token": 1 / actions, so that the loss is the mean over actions (DAPO). "sequence": 1 / (the row's own number of actions
+    * completions), the mean over completions of each one's mean (GRPO). "constant": 1 / (completions * length), which does
+    not depend on how long completions are (Dr. GRPO).
+
+    Args:
+        actions, completions: numbers of actions, and of rows with at least one, in the whole optimizer step over all
+            workers, so that losses of micro-batches and workers add up.
+        length: the longest that a completion can be, for "constant".
+    """
+    counts = mask.bool().sum(-1, keepdim=True).clamp(min=1)
+    if aggregation == "sequence":
+        return 1.0 / (counts * completions)
+    return torch.full_like(
+        counts, 1.0 / (actions if aggregation == "token" else completions * length), dtype=torch.float32
+    )
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -145,27 +169,40 @@ def policy_loss(
     cliprange: float,
     dual_clip: float | None = None,
     denominator: Tensor | float | None = None,
+    cliprange_high: float | None = None,
+    importance_sampling_level: Literal["token", "sequence"] = "token",
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative clipped surrogate objective. Returns (loss, stats).
 
     Args:
-        cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange].
+        cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
         dual_clip: above 1; bounds the loss by -dual_clip * A where the advantage A < 0, which the ordinary clip leaves
             unbounded.
         denominator: divides the sums over actions. None: the number of actions in `mask`, which makes the loss a mean.
             The trainer passes the number of actions in the whole optimizer step over all workers, so that losses of
             micro-batches and workers *add up* to that mean.
+        cliprange_high: None: `cliprange` (DAPO's clip-higher sets it larger).
+        importance_sampling_level: "sequence" gives every action of a row the same ratio, exp of the mean of the row's
+            log-ratios (GSPO): the ratio of the completions' probabilities, to the power 1 / length.
+        weights: (batch, 1) of the rows in the loss, as of `loss_weights`. None: 1 / denominator.
 
-    `stats`, without gradient and over the same denominator: ratio; approxkl, k2 of new against old log-probs in nats;
+    `stats`, without gradient and over the denominator: ratio; approxkl, k2 of new against old log-probs of actions in nats;
     clipfrac, the fraction of actions whose ratio was clipped.
     """
     mask = mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     advantages = advantages.float().where(mask, 0.0)
     log_ratio = logprobs.float().where(mask, 0.0) - old_logprobs.float().where(mask, 0.0)
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    log_weight = log_ratio
+    if importance_sampling_level == "sequence":
+        log_weight = (log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(
+            log_ratio
+        )
+    ratio = log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - cliprange, 1.0 + cliprange)
+    high = cliprange if cliprange_high is None else cliprange_high
+    clipped = -advantages * ratio.clamp(1.0 - cliprange, 1.0 + high)
     loss = torch.maximum(unclipped, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
@@ -175,7 +212,8 @@ def policy_loss(
             "approxkl": (log_ratio.square() / 2).sum() / denominator,
             "clipfrac": ((clipped > unclipped) & mask).sum() / denominator,
         }
-    return loss.where(mask, 0.0).sum() / denominator, stats
+    loss = loss.where(mask, 0.0)
+    return (loss.sum() / denominator if weights is None else (loss * weights).sum()), stats
 
 
 def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, limit: float) -> Tensor:

@@ -29,6 +29,7 @@ from pipeline.ppo import recomputed
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
 from pipeline.ppo.batch import (
     Episodes,
+    Totals,
     all_reduce,
     collate,
     deal,
@@ -43,6 +44,7 @@ from pipeline.ppo.functional import (
     AdaptiveKLController,
     importance_weights,
     kl_estimate,
+    loss_weights,
     policy_loss,
     token_rewards,
     value_loss,
@@ -351,13 +353,13 @@ class PPOTrainer:
             args.batch_size, args.num_ppo_epochs, args.num_mini_batches, args.seed, self.update
         ):
             rows = [row for row in minibatch.tolist() if actions[row]]
-            tokens = float(sum(actions[row] for row in rows))
-            if tokens == 0:
+            totals = Totals.of(episodes.learn[rows])
+            if not totals.actions:
                 continue  # no action on any worker: Adam's momentum alone would still move the weights
             share = deal([lengths[row] for row in rows], self.workers)[self.rank]
             rows = [rows[i] for i in share]
             self.optimizer.zero_grad(set_to_none=True)
-            stats = self.sync(self.accumulate(episodes, rows, tokens, policy), policy)
+            stats = self.sync(self.accumulate(episodes, rows, totals, policy), policy)
             # Summed over the workers: all of them take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if policy and not first_ratio:
@@ -373,7 +375,7 @@ class PPOTrainer:
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 
     def accumulate(
-        self, episodes: Episodes, rows: list[int], tokens: float, policy: bool
+        self, episodes: Episodes, rows: list[int], totals: Totals, policy: bool
     ) -> dict[str, Tensor]:
         """Forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
 
@@ -382,8 +384,7 @@ class PPOTrainer:
 
         Args:
             rows: this worker's, of `episodes`.
-            tokens: number of actions of the whole minibatch over all workers. All sums are divided by it, so that gradients
-                and statistics of micro-batches and workers add up.
+            totals: of the whole minibatch over all workers.
             policy: whether the policy learns, too, or the critic alone.
         """
         names = POLICY_STATS * policy + VALUE_STATS * self.args.uses_critic
@@ -392,31 +393,44 @@ class PPOTrainer:
             part = episodes.take(micro_batch)
             stats: tuple[Tensor, ...] = ()
             if policy:
-                loss, stats = self.policy_objective(part, tokens)
+                loss, stats = self.policy_objective(part, totals)
                 loss.backward()
             if self.args.uses_critic:
-                loss, clipfrac = self.value_objective(part, tokens)
+                loss, clipfrac = self.value_objective(part, totals.actions)
                 (self.args.vf_coef * loss).backward()
                 stats += (loss.detach(), clipfrac)
             for name, value in zip(names, stats, strict=True):
                 total[name] += value
         return total
 
-    def policy_objective(self, part: Episodes, tokens: float) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The policy's loss (clipped surrogate, plus KL and entropy bonus if configured), and its POLICY_STATS."""
+    def policy_objective(self, part: Episodes, totals: Totals) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The policy's loss (clipped surrogate, plus KL and entropy bonus if configured), and its POLICY_STATS.
+
+        `loss_aggregation` weighs the actions in all three; the statistics are means over actions.
+        """
         args = self.args
+        weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
         logprobs, entropy = self.logprobs("policy", part, entropy=args.entropy_coef > 0)
         loss, stats = policy_loss(
-            logprobs, part.old_logprobs, part.advantages, part.learn, args.cliprange, args.dual_clip, tokens
+            logprobs,
+            part.old_logprobs,
+            part.advantages,
+            part.learn,
+            args.cliprange,
+            args.dual_clip,
+            totals.actions,
+            args.cliprange_high,
+            args.importance_sampling_level,
+            weights,
         )
         if args.kl_in == "loss":
             kl = kl_estimate(logprobs, part.ref_logprobs, args.kl_estimator)
-            loss = loss + self.kl_coef * kl.where(part.learn, 0.0).sum() / tokens
+            loss = loss + self.kl_coef * (kl.where(part.learn, 0.0) * weights).sum()
         if entropy is None:  # estimated from the sampled tokens alone
-            mean_entropy = -part.old_logprobs.where(part.learn, 0.0).sum() / tokens
+            entropy = -part.old_logprobs
         else:
-            mean_entropy = entropy.where(part.learn, 0.0).sum() / tokens
-            loss = loss - args.entropy_coef * mean_entropy
+            loss = loss - args.entropy_coef * (entropy.where(part.learn, 0.0) * weights).sum()
+        mean_entropy = entropy.where(part.learn, 0.0).sum() / totals.actions
         policy_stats = (loss, stats["approxkl"], stats["clipfrac"], stats["ratio"], mean_entropy)
         return loss, tuple(value.detach() for value in policy_stats)
 

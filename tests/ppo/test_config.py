@@ -25,6 +25,8 @@ from pipeline.ppo.config import PPOConfig, SettingError
         ("dual_clip", 0.5, "above 1", {}),
         ("num_mini_batches", 100, "at most batch_size", {}),
         ("critic_warmup_steps", 2, "without a critic", dict(advantage_estimator="reinforce_plus_plus")),
+        ("importance_sampling_level", "sequence", "'token' with advantage_estimator gae", {}),
+        ("loss_aggregation", "mean", "'token', 'sequence', 'constant' or null", {}),
         ("bootstrap_truncated", True, "only one of", dict(missing_eos_penalty=1.0)),
     ],
 )

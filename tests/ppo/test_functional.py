@@ -169,6 +169,45 @@ def test_importance_weights_by_hand():
     assert both.item() == pytest.approx((0.5 * each[0].item() + 3.0 * each[1].item()) / 2)
 
 
+def test_the_upper_clip_range_is_its_own():
+    new, mask = torch.log(t([1.25, 1.25, 0.7, 0.7])), t([1, 1, 1, 1])
+    advantages = t([1.0, -1.0, 1.0, -1.0])
+    loss, stats = F.policy_loss(new, torch.zeros(1, 4), advantages, mask, 0.2, cliprange_high=0.1)
+    assert loss.item() == pytest.approx((-1.1 + 1.25 - 0.7 + 0.8) / 4)
+    assert stats["clipfrac"].item() == 0.5
+    higher, _ = F.policy_loss(new, torch.zeros(1, 4), advantages, mask, 0.2, cliprange_high=0.3)
+    assert higher.item() == pytest.approx((-1.25 + 1.25 - 0.7 + 0.8) / 4)
+
+
+def test_a_sequences_ratio_is_the_geometric_mean_of_its_tokens():
+    """GSPO, equations 5 to 7 and its gradient (10): the mean of the score functions, weighed by ratio and advantage."""
+    new = t([0.3, -0.1, NAN], [0.5, 0.5, 0.5]).requires_grad_()
+    old, mask = t([0.0, 0.0, 1.0], [0.0, 0.0, 0.0]), t([1, 1, 0], [1, 1, 1])
+    advantages = t([2.0, 2.0, NAN], [3.0, 3.0, 3.0])
+    weights = F.loss_weights(mask, "sequence", 5, 2, 3)
+    loss, stats = F.policy_loss(
+        new, old, advantages, mask, 0.2, importance_sampling_level="sequence", weights=weights
+    )
+    s = math.exp(0.1)  # the second row's, exp(0.5), is clipped to 1.2
+    assert loss.item() == pytest.approx(-(2 * s + 3 * 1.2) / 2)
+    assert stats["clipfrac"].item() == pytest.approx(3 / 5)
+    (gradient,) = torch.autograd.grad(loss, new)
+    assert gradient.tolist() == nested([[-2 * s / 2 / 2] * 2 + [0], [0, 0, 0]])
+
+
+def test_loss_weights_by_hand():
+    """Of 3 completions and 10 actions in the whole step, two rows are here; the longest possible has 8 actions."""
+    mask = t([1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0])
+    weigh = {
+        name: F.loss_weights(mask, name, 10, 3, 8)[:2, 0].tolist()
+        for name in ("token", "sequence", "constant")
+    }
+    assert weigh["token"] == pytest.approx([1 / 10, 1 / 10])
+    assert weigh["sequence"] == pytest.approx([1 / 9, 1 / 3])
+    assert weigh["constant"] == pytest.approx([1 / 24, 1 / 24])
+    assert F.loss_weights(mask, "sequence", 10, 3, 8).isfinite().all()
+
+
 def test_value_loss_by_hand():
     values, old, returns, mask = t([1.0, 0.5, NAN]), t([0.0, 0.4, NAN]), t([2.0, 0.0, NAN]), t([1, 1, 0])
     loss, stats = F.value_loss(values, old, returns, mask, 0.2)  # clipped to 0.2 and 0.5

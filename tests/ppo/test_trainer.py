@@ -20,7 +20,21 @@ VARIANTS = {
     "gae": dict(),
     "rloo": dict(advantage_estimator="rloo", **GROUP),
     "grpo": dict(advantage_estimator="grpo", kl_in="loss", kl_estimator="k3", **GROUP),
-    "dr_grpo": dict(advantage_estimator="grpo", scale_rewards=False, **GROUP),
+    "dr_grpo": dict(advantage_estimator="grpo", scale_rewards=False, loss_aggregation="constant", **GROUP),
+    "dapo": dict(
+        advantage_estimator="grpo",
+        loss_aggregation="token",
+        cliprange_high=0.28,
+        mask_truncated_completions=True,
+        **GROUP,
+    ),
+    "gspo": dict(
+        advantage_estimator="grpo",
+        importance_sampling_level="sequence",
+        cliprange=0.05,
+        cliprange_high=0.08,
+        **GROUP,
+    ),
     "remax": dict(advantage_estimator="remax"),
     "reinforce_plus_plus": dict(advantage_estimator="reinforce_plus_plus", whiten_rewards=True),
     "adaptive_kl": dict(kl_controller="adaptive", kl_target=2.0, kl_horizon=200, kl_coef=0.2),
@@ -154,7 +168,17 @@ def test_another_engine_fits_in(made_up_logprobs):
 
 SHARED_RUNS = [
     dict(normalize_values=True, whiten_rewards=True, critic_warmup_steps=1, bootstrap_truncated=True),
-    dict(advantage_estimator="grpo", num_generations=2, mask_truncated_completions=True),
+    dict(
+        advantage_estimator="grpo",
+        num_generations=2,
+        mask_truncated_completions=True,
+        entropy_coef=0.01,
+        importance_sampling_level="sequence",
+        cliprange=0.01,
+        cliprange_high=0.02,
+        kl_in="loss",
+        kl_estimator="k3",
+    ),
 ]
 
 

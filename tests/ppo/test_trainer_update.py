@@ -6,21 +6,25 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.ppo.batch import collate
+from pipeline.ppo.batch import Totals, collate
 from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.rollout import Completion, Sampling
+
+GSPO = dict(
+    advantage_estimator="grpo", num_generations=2, importance_sampling_level="sequence", cliprange=0.01, cliprange_high=0.02,
+    kl_in="loss", kl_estimator="k3", entropy_coef=0.1, mask_truncated_completions=True,
+)  # fmt: skip
 
 
 def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     trainer = toy.trainer()
     episodes = toy.first_episodes(trainer)
     trainer.rewards_and_advantages(episodes, None)
-    stats = trainer.accumulate(episodes, list(range(16)), float(episodes.mask.sum()), True)
+    stats = trainer.accumulate(episodes, list(range(16)), Totals.of(episodes.mask), True)
     assert stats["val/ratio"].item() == pytest.approx(1, abs=1e-5)
     episodes.sampler_logprobs += 3.0  # the sampler's own do not enter the ratio
     assert (
-        trainer.accumulate(episodes, [0, 1], float(episodes.mask[:2].sum()), True)["policy/approxkl_avg"]
-        < 1e-9
+        trainer.accumulate(episodes, [0, 1], Totals.of(episodes.mask[:2]), True)["policy/approxkl_avg"] < 1e-9
     )
     # from here on training differs from what was sampled
     object.__setattr__(trainer.sampling, "temperature", 0.8)
@@ -74,12 +78,44 @@ def test_value_loss_is_clipped_against_the_values_of_the_rollout():
     "changes",
     [dict(per_device_train_batch_size=1), dict(per_device_train_batch_size=5), dict(micro_batch_tokens=40)],
 )
-def test_micro_batches_do_not_change_the_update(changes):
-    one, many = toy.trainer(), toy.trainer(**changes)
+@pytest.mark.parametrize("loss", [dict(), GSPO, dict(loss_aggregation="constant", entropy_coef=0.1)])
+def test_micro_batches_do_not_change_the_update(changes, loss):
+    one, many = toy.trainer(**loss), toy.trainer(**loss, **changes)
     start = toy.weights(one)
     one.run_update(), many.run_update()
     moved = toy.weights(one) - start
     assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 1e-5
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant", None])
+def test_policy_loss_kl_and_entropy_are_aggregated_alike(aggregation):
+    """Against a loop over completions; those that are cut off are out of the loss and of what it is divided by."""
+    trainer = toy.trainer(**{**GSPO, "loss_aggregation": aggregation, "importance_sampling_level": "token"})
+    episodes = toy.first_episodes(trainer)
+    trainer.rewards_and_advantages(episodes, None)
+    for parameter in trainer.shared.parameters_of("policy"):
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    totals = Totals.of(episodes.learn)
+    loss, _ = trainer.policy_objective(episodes, totals)
+    logprobs, entropy = trainer.logprobs("policy", episodes, entropy=True)
+    rows = []
+    for row in toy.in_some_rows(episodes.ended).nonzero().flatten().tolist():
+        here = slice(0, int(episodes.counts[row]))
+        ratio = (logprobs - episodes.old_logprobs)[row, here].exp()
+        advantages = episodes.advantages[row, here]
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.99, 1.02) * advantages)
+        d = (logprobs - episodes.ref_logprobs)[row, here]
+        rows.append(-surrogate + 0.02 * ((-d).exp() - 1 + d) - 0.1 * entropy[row, here])
+    by_hand = {
+        "token": torch.cat(rows).mean(),
+        "sequence": torch.stack([row.mean() for row in rows]).mean(),
+        "constant": torch.cat(rows).sum() / (len(rows) * 8),
+    }
+    assert totals == (len(torch.cat(rows)), len(rows))
+    assert loss.item() == pytest.approx(by_hand[aggregation or "sequence"].item(), rel=1e-5)
+    assert (
+        trainer.args.aggregation == (aggregation or "sequence") and toy.trainer().args.aggregation == "token"
+    )
 
 
 def test_no_dropout_even_in_train_mode():
@@ -168,7 +204,7 @@ def test_log_ratio_loss_heads_and_adapters_are_fp32_over_a_bf16_base():
     trainer = toy.trainer(shared, bf16=True)
     episodes = toy.first_episodes(trainer)
     trainer.rewards_and_advantages(episodes, None)
-    loss, stats = trainer.policy_objective(episodes, 10.0)
+    loss, stats = trainer.policy_objective(episodes, Totals(10.0, 4.0))
     value, _ = trainer.value_objective(episodes, 10.0)
     floats = (
         loss,
@@ -191,8 +227,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step(monkeypatch):
     trainer = toy.trainer(num_ppo_epochs=1, num_mini_batches=2)
     objective, calls = trainer.policy_objective, []
 
-    def broken(part, tokens):
-        loss, stats = objective(part, tokens)
+    def broken(part, totals):
+        loss, stats = objective(part, totals)
         calls.append(1)
         return (loss * math.inf if len(calls) == 1 else loss), stats
 
@@ -242,7 +278,7 @@ def test_gradients_of_each_role_are_the_same_with_checkpointing():
         )
         episodes = toy.first_episodes(trainer)
         trainer.rewards_and_advantages(episodes, None)
-        trainer.accumulate(episodes, list(range(16)), float(episodes.mask.sum()), True)
+        trainer.accumulate(episodes, list(range(16)), Totals.of(episodes.mask), True)
         gradients.append(
             {r: [p.grad.clone() for p in trainer.shared.parameters_of(r)] for r in ("policy", "critic")}
         )
