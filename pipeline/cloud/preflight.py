@@ -4,8 +4,8 @@
     check_jobs(jobs, cluster, files)          # InputError: one message, nothing submitted
 
 The checks are those of the failures that are reported most: an address that nobody listens at, versions that differ, a
-local folder as storage of several nodes, a missing HF_TOKEN, more GPUs than the cluster can ever have, data that stays
-on the laptop.
+local folder as storage of several nodes, a missing HF_TOKEN, more GPUs than the cluster can ever have or smaller ones than
+the job needs, data that stays on the laptop.
 """
 
 import glob

@@ -75,7 +75,10 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
                 # 8265 of the head can run code in the cluster. Needs KubeRay 1.6.
                 "authOptions": {"mode": "token"},
                 "enableInTreeAutoscaling": True,
-                "autoscalerOptions": {"idleTimeoutSeconds": 600},
+                "autoscalerOptions": {
+                    "version": "v2",
+                    "idleTimeoutSeconds": 600,
+                },  # v1 knows no label selectors
                 "headGroupSpec": {
                     # Rows are tokenised on two of its CPUs; the others run Ray's control and the driver. The operator, in a pod
                     # of its own, asks the dashboard how the job does, with the token.

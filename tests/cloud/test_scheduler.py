@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
 from ray.autoscaler.v2.utils import ResourceRequestUtil
@@ -12,7 +13,7 @@ from ray.core.generated.autoscaler_pb2 import GangResourceRequest, ResourceReque
 from ray.core.generated.common_pb2 import LabelSelectorOperator
 from running import ROOT
 
-from pipeline.cloud import clusterfile, preflight
+from pipeline.cloud import clusterfile, preflight, rayjob
 from pipeline.config import load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
@@ -46,13 +47,12 @@ def request(bundle):
     return ResourceRequestUtil.make(bundle.resources, label_selectors=[selector] if selector else None)
 
 
-def started(file, gang=(), tasks=0, without=()):
-    """{node type: nodes} that the autoscaler starts for a placement group of `gang`, and for tasks of one CPU."""
-    config = yaml.safe_load((ROOT / file).read_text())
-    for name in without:
-        config["available_node_types"][name]["max_workers"] = 0
+def started(config, gang=(), tasks=0, without=()):
+    """{node type: nodes} that the autoscaler of a cluster starts for a placement group of `gang`, and tasks of one CPU."""
     kinds = AutoscalingConfig(config, skip_content_hash=True).get_node_type_configs()
-    del kinds[config["head_node_type"]]  # it is up already
+    for name in (config["head_node_type"], *without):  # the head is up already
+        del kinds[name]
+    cpu = ResourceRequestByCount(request=ResourceRequestUtil.make({"CPU": 1}), count=tasks)
     reply = ResourceDemandScheduler().schedule(
         SchedulingRequest(
             disable_launch_config_check=True,
@@ -61,14 +61,14 @@ def started(file, gang=(), tasks=0, without=()):
             gang_resource_requests=[GangResourceRequest(requests=[request(one) for one in gang])]
             if gang
             else [],
-            resource_requests=[
-                ResourceRequestByCount(request=ResourceRequestUtil.make({"CPU": 1}), count=tasks)
-            ],
+            resource_requests=[cpu],
         )
     )
-    return Counter({one.instance_type: one.count for one in reply.to_launch}), clusterfile.worker_types(
-        config
-    )
+    return Counter({one.instance_type: one.count for one in reply.to_launch})
+
+
+def read(file):
+    return yaml.safe_load((ROOT / file).read_text())
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -80,11 +80,11 @@ def test_the_gpus_that_a_job_gets_hold_what_plan_counts(name):
     for file in FILES:
         without = []
         while True:
-            nodes, types = started(file, bundles(job), without=without)
+            nodes = started(read(file), bundles(job), without=without)
             if not nodes:
                 break
             for kind in nodes:
-                gpu = types[kind].labels[GPU_LABEL]
+                gpu = read(file)["available_node_types"][kind]["labels"][GPU_LABEL]
                 assert planned <= plan.memory_of(gpu), (
                     f"{name} needs {planned:.0f} GiB and gets {nodes} in {file}"
                 )
@@ -96,12 +96,29 @@ def test_the_gpus_that_a_job_gets_hold_what_plan_counts(name):
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("tasks", [1, 1000])
 def test_a_task_without_a_gpu_rents_no_gpu(file, tasks):
-    nodes, types = started(file, tasks=tasks)
-    assert not [name for name in nodes if types[name].resources.get("GPU")]
-    config = yaml.safe_load((ROOT / file).read_text())
+    config = read(file)
+    nodes = started(config, tasks=tasks)
+    assert not [name for name in nodes if config["available_node_types"][name]["resources"].get("GPU")]
     head = config["available_node_types"][config["head_node_type"]]
     assert head["resources"]["CPU"] > 0  # it has a place, too
     assert f"--num-cpus={head['resources']['CPU']} --num-gpus=0" in config["head_start_ray_commands"][1]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_kuberay_starts_a_pod_for_each_worker_and_none_for_a_task(name, monkeypatch):
+    """With the node types that Ray's own autoscaler reads out of the manifest."""
+    for variable in ("GPU", "NODE_SELECTOR"):
+        monkeypatch.delenv(variable, raising=False)
+    overrides = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
+    job = load_job(f"jobs/{name}.yaml", overrides)
+    spec = rayjob.manifest(job, f"jobs/{name}.yaml", overrides)["spec"]["rayClusterSpec"]
+    for group in spec["workerGroupSpecs"]:
+        group["numOfHosts"] = 1  # the operator's default
+    config = _derive_autoscaling_config_from_ray_cr(
+        {"metadata": {"namespace": "a", "name": "b"}, "spec": spec}
+    )
+    assert started(config, bundles(job)) == {"workers": job.workers[1]}
+    assert started(config, tasks=1000) == {}
 
 
 @pytest.mark.parametrize("profile", ["demo", "llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora"])
