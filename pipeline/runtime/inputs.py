@@ -1,6 +1,7 @@
 """The inputs of a job (adapters, reward models, Python functions): pinned to versions, and checked before anything starts."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -103,11 +104,22 @@ def functions(job: Job) -> dict[str, str]:
 
 
 def check_sampler(job: Job) -> None:
-    """Refuses trainer.use_vllm where vLLM is not installed: nodes are made alike, so what is missing here is missing there."""
-    if job.stage == "ppo" and job.trainer.get("use_vllm") and importlib.util.find_spec("vllm") is None:
+    """Refuses trainer.use_vllm where vLLM, or its plugin for nf4, is not installed.
+
+    Nodes are made alike: what is missing here is missing there.
+    """
+    if job.stage != "ppo" or not job.trainer.get("use_vllm"):
+        return
+    if importlib.util.find_spec("vllm") is None:
         raise InputError(
             'trainer.use_vllm: vLLM is not installed here; type .venv/bin/pip install -e ".[vllm]" (on every node; it needs '
             "a GPU), or leave the key out"
+        )
+    # vLLM 0.28 and later read no bitsandbytes weights by themselves.
+    if job.model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
+        raise InputError(
+            "trainer.use_vllm: vLLM needs a plugin for model.load_in_4bit; type .venv/bin/pip install vllm-bnb-plugin (on "
+            "every node), or model.load_in_4bit=false, or leave trainer.use_vllm out"
         )
 
 

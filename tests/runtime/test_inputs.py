@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from pipeline.config import Model, load_job
 from pipeline.errors import InputError
 from pipeline.models.base import base_identity
 from pipeline.registry import lineage
+from pipeline.runtime import inputs
 from pipeline.runtime.inputs import check_reward_model, pin_inputs
 from pipeline.runtime.preparation import check_models
 
@@ -134,3 +136,19 @@ def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in
     with pytest.raises(InputError, match="nothing@gone"):
         pin_inputs(job)
     assert pin_inputs(job, {"policy": "models:/nothing/1"})[1] == {"policy": "models:/nothing/1"}
+
+
+def test_vllm_without_its_plugin_is_refused_for_nf4(tmp_path, monkeypatch, in_root):
+    """Since vLLM 0.28 `bitsandbytes` is no quantization of its own: its engine would die after minutes of loading."""
+    job = load_job("jobs/demo/ppo.yaml", ["trainer.use_vllm=true", "model.load_in_4bit=true"], "ppo")
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"pip install vllm-bnb-plugin .*model\.load_in_4bit=false"):
+        inputs.check_sampler(job)
+    inputs.check_sampler(replace(job, model=replace(job.model, load_in_4bit=False)))
+    (tmp_path / "vllm_bnb_plugin-0.0.3.dist-info").mkdir()
+    (tmp_path / "vllm_bnb_plugin-0.0.3.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm-bnb-plugin\nVersion: 0.0.3\n"
+    )
+    inputs.check_sampler(job)
