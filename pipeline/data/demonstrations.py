@@ -181,7 +181,7 @@ def _fit(encoder: Encoder, ids: list[int], trained: list[bool]) -> Outcome:
         ids, trained = ids[: encoder.max_length], trained[: encoder.max_length]
     # The first token is never predicted.
     if encoder.blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
-        return Dropped("too_long") if length > encoder.max_length else no_completion()
+        return Dropped("prompt_too_long") if length > encoder.max_length else no_completion()
     labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
     completion_tokens = sum(trained)
     ended = not encoder.ends.isdisjoint(labels)

@@ -44,7 +44,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row left out without being wrong: `too_long`, or `equal_after_truncation`."""
+    """A row left out without being wrong: `too_long`, `prompt_too_long`, or `equal_after_truncation`."""
 
     reason: str
 

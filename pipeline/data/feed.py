@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError
-
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
@@ -42,26 +40,15 @@ class ExactBatchSampler:
     not find its position.) The order is that of accelerate's SeedableRandomSampler: a permutation by seed + epoch.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        batch_size: int,
-        rank: int,
-        world: int,
-        seed: int,
-        shuffle: bool = True,
-        drop_last: bool = False,
-    ):
+    def __init__(self, rows: int, batch_size: int, rank: int, world: int, seed: int):
         self.rows, self.batch_size, self.rank, self.world = rows, batch_size, rank, world
-        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
-        self.epoch = 0
+        self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        step = self.batch_size * self.world
-        return self.rows // step if self.drop_last else -(-self.rows // step)
+        return -(-self.rows // (self.batch_size * self.world))
 
     def __iter__(self) -> Iterator[list[int]]:
         order, step = self.order(), self.batch_size * self.world
@@ -73,8 +60,6 @@ class ExactBatchSampler:
     def order(self) -> Any:
         import torch
 
-        if not self.shuffle:
-            return range(self.rows)
         return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + self.epoch))
 
 
@@ -133,13 +118,7 @@ class ExactBatches(Trainer):
     def get_train_dataloader(self) -> Any:
         if self.args.world_size == 1:
             return super().get_train_dataloader()
-        args, strategy = self.args, getattr(self.args, "train_sampling_strategy", "random")
-        if strategy not in ("random", "sequential"):
-            raise InputError(
-                f"{strategy!r} works with one worker only; "
-                "expected random or sequential, or scaling.num_workers=1",
-                key="trainer.train_sampling_strategy",
-            )
+        args = self.args
         dataset = self._remove_unused_columns(self.train_dataset, description="Training")
         sampler = ExactBatchSampler(
             len(dataset),
@@ -147,8 +126,6 @@ class ExactBatches(Trainer):
             args.process_index,
             args.world_size,
             args.data_seed if args.data_seed is not None else args.seed,
-            shuffle=strategy == "random",
-            drop_last=args.dataloader_drop_last,
         )
         return self._loader(dataset, sampler)
 

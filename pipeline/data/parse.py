@@ -3,7 +3,7 @@
 import difflib
 from typing import Any
 
-from pipeline.data.kinds import Kind
+from pipeline.data.kinds import Kind, kind_of
 from pipeline.data.record import Record
 from pipeline.data.tools import offered
 from pipeline.data.values import RowError, check_values, fields_of, show, some
@@ -66,13 +66,18 @@ def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
     if len(meant) == len(missing) and all(key.isidentifier() for key in meant.values()):
         renamed = ", ".join(f"{name}: .{meant.get(name, name)}" for name in nearest_shape)
         expected += f"; jq -c '{{{renamed}}}' FILE > rows.jsonl renames"
+    for stage, stages in (("sft", "sft"), ("rm", "rm and dpo")):
+        if not meant and shape_of(row, kind_of(stage)):
+            expected += f"; rows with such fields are for {stages}"
     return RowError("missing_field", missing[0], fields_of(keys) + hint, expected)
 
 
 def _meant(name: str, keys: list[str]) -> str | None:
     """The key that a field is likely to be called, by its spelling or as other data sets do."""
     close = difflib.get_close_matches(name, keys, 1)
-    return close[0] if close else next((alias for alias in ALIASES.get(name, ()) if alias in keys), None)
+    words = [key for key in keys if name in key.split("_")]  # response_chosen
+    aliases = [alias for alias in ALIASES.get(name, ()) if alias in keys]
+    return next(iter([*close, *words, *aliases]), None)
 
 
 def _likeness(name: str, keys: list[str]) -> float:

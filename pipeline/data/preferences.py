@@ -232,7 +232,7 @@ def _apart(encoder: Encoder, texts: Triple, prompt: list[int], *sides: list[int]
         if encoder.too_long != "truncate":
             return encoder.over_length(f"{len(prompt) + length} tokens")
         if room < 1:
-            return Dropped("too_long")
+            return Dropped("prompt_too_long")
         completions = [completion[:room] for completion in completions]
         if completions[0] == completions[1]:
             return Dropped("equal_after_truncation")

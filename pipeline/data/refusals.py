@@ -59,10 +59,8 @@ def none_left(stats: Sequence[Stats], read: int, options: Options) -> str:
     advice = ""
     if "too_long" in dropped:
         advice = "; data.too_long=truncate or a larger data.max_length keeps long rows"
-        if options.too_long == "truncate":
-            advice = (
-                f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
-            )
+    elif "prompt_too_long" in dropped:
+        advice = f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
     return f"no row is left of {read} read ({why or 'the files are empty'}){first}{advice}"
 
 

@@ -38,6 +38,7 @@ KINDS = {
     "mixed_shapes": "another shape than the rest of the file",
     "template": "refused by the chat template",
     "too_long": "too long",
+    "prompt_too_long": "whose prompt alone is too long: nothing of the completion is left",
     "empty_file": "empty file",
 }
 
@@ -107,9 +108,10 @@ class Report:
             lines.append(f"  packed      {counted(self.packed, 'row')} of up to {self.max_length} tokens")
         if self.duplicates:
             verb = "repeats" if self.duplicates == 1 else "repeat"
-            lines.append(
-                f"  duplicates  {counted(self.duplicates, 'row')} {verb} an earlier row (not removed)"
-            )
+            lines += [
+                "",
+                f"duplicates    {counted(self.duplicates, 'row')} {verb} an earlier row (not removed)",
+            ]
         lines += [f"  warning     {visible(note, lines=False)}" for note in self.notes]
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
@@ -144,6 +146,12 @@ class Report:
             lines.append(
                 f"the model does not see the `tools` of {counted(tools, 'row')}: the chat template does not write them; one that "
                 "does is named as model.chat_template=FILE"
+            )
+        long = split.dropped.get("too_long", 0) + split.dropped.get("prompt_too_long", 0)
+        if long > split.kept:
+            lines.append(
+                f"most rows ({long:,} of {split.read:,}) are left out as longer than {self.max_length} tokens: a larger "
+                "data.max_length keeps them"
             )
         completions = kind_of(self.stage).completions
         if completions == "learned" and name == "train" and split.kept and not split.ended:

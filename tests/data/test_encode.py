@@ -20,7 +20,7 @@ def test_too_long():
         assert encoded(stage, pair, **options)[1] == [Dropped("equal_after_truncation")]
     tok, (example,) = encoded("ppo", {"prompt": "abcdefghij"}, max_length=4, too_long="truncate")
     assert tok.decode(example.columns["input_ids"]) == "<s>hij"
-    assert encoded("sft", row, max_length=3, too_long="truncate")[1] == [Dropped("too_long")]
+    assert encoded("sft", row, max_length=3, too_long="truncate")[1] == [Dropped("prompt_too_long")]
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "score", "ppo"])

@@ -119,6 +119,15 @@ def test_fields_with_the_names_of_other_data_sets_are_recognised():
     assert "jq -c '{prompt: .prompt, chosen: .winner, rejected: .loser}'" in caught.value.expected
 
 
+def test_rows_of_another_stage_are_told_theirs():
+    with pytest.raises(RowError, match=r"rows with such fields are for sft$"):
+        parsed({"prompt": "a", "completion": "b", "label": True}, "dpo")
+    with pytest.raises(RowError, match=r"rows with such fields are for rm and dpo$"):
+        parsed({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft")
+    with pytest.raises(RowError, match="`response_chosen` meant to be `chosen`, `response_rejected` meant"):
+        parsed({"question": "a", "response_chosen": "b", "response_rejected": "c"}, "rm")
+
+
 def test_a_misspelt_field_names_the_near_one_and_the_shapes():
     with pytest.raises(RowError) as caught:
         parsed({"promt": "a", "completion": "b"}, "sft")

@@ -67,15 +67,14 @@ def test_refused_before_training(tmp_path, embedded_ray, monkeypatch, options, e
 
 def test_truncation_is_not_advised_to_those_who_truncate(tmp_path, embedded_ray):
     path = write(tmp_path / "rows.jsonl", [{"prompt": "p" * 50, "chosen": "a", "rejected": "b"}])
-    for too_long, expected in (
-        ("truncate", "their prompts alone fill the 20 tokens"),
-        ("drop", "data.too_long=truncate"),
+    for too_long, why, expected in (
+        ("truncate", "1 whose prompt alone is too long", "their prompts alone fill the 20 tokens"),
+        ("drop", "1 too long", "data.too_long=truncate"),
     ):
-        with pytest.raises(InputError, match=r"no row is left of 1 read \(1 too long\)") as caught:
+        with pytest.raises(InputError, match="no row is left of 1 read") as caught:
             make(tmp_path, "dpo", train=path, max_length=20, too_long=too_long)
-        assert expected in str(caught.value) and ("data.too_long=truncate" in expected) == (
-            "too_long=" in str(caught.value)
-        )
+        assert why in str(caught.value) and expected in str(caught.value)
+        assert ("data.too_long=truncate" in str(caught.value)) == (too_long == "drop")
 
 
 def test_rows_that_are_all_wrong_in_the_same_way_are_one_line(tmp_path, embedded_ray, monkeypatch):
@@ -90,7 +89,10 @@ def test_rows_that_are_all_wrong_in_the_same_way_are_one_line(tmp_path, embedded
     assert alike.startswith(
         f"  rows 1-40, all in the same way: {path}:1: `completion`: found fields prompt, chosen"
     )
-    assert alike.endswith("(stage sft)") and "is it another stage's file?" in advice
+    assert (
+        alike.endswith("(stage sft); rows with such fields are for rm and dpo")
+        and "is it another stage's file?" in advice
+    )
     path = write(
         tmp_path / "mixed.jsonl", [{"prompt": 1, "completion": "a"}, {"prompt": "a", "completion": 1}]
     )
@@ -155,3 +157,12 @@ def test_other_files_are_told_their_own_conversion(name, command, tmp_path, monk
             [sys.executable, *typed[1:]], check=True, env={**os.environ, "HF_HOME": str(tmp_path / "hf")}
         )
         assert json.loads((tmp_path / "rows.jsonl").read_text()) == {"prompt": "a", "completion": "b"}
+
+
+def test_the_report_says_so_where_most_rows_are_too_long(tmp_path, embedded_ray):
+    rows = [{"prompt": "p" * (50 if i else 5), "completion": f" {i}"} for i in range(4)]
+    path = write(tmp_path / "rows.jsonl", [*rows, rows[0]])
+    text = make(tmp_path, train=path, max_length=20, too_long="truncate").report.render()
+    assert "dropped     3 whose prompt alone is too long" in text
+    assert "most rows (3 of 5) are left out as longer than 20 tokens" in text
+    assert "\n\nduplicates    1 row repeats" in text, "of all sets, not of the last one"
