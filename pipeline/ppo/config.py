@@ -40,6 +40,12 @@ RANGES = table(
     }
 )
 
+# Arguments of vllm.LLM that follow from the job.
+VLLM_FIXED = set(
+    """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
+    max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load""".split()
+)
+
 
 class SettingError(ValueError):
     """A setting has a value that it cannot have; the text is `key: message`."""
@@ -87,8 +93,10 @@ class PPOConfig:
     """Divides the logits, in sampling and in all log-probs. 0.000001 to 100."""
     use_vllm: bool = False
     """Sample with vLLM (the extra `vllm`): faster for large models, at the cost of a second copy of the base."""
-    vllm_gpu_memory_utilization: float = 0.3
-    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1)."""
+    vllm_gpu_memory_utilization: float | None = None
+    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1). None: what they need."""
+    vllm_kwargs: dict[str, Any] | None = None
+    """Further arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
     vllm_importance_sampling_clip_max: float | None = 3.0
     """vLLM's log-probs differ slightly from the trainer's: each advantage is multiplied by the token's probability ratio
     trainer / vLLM, truncated at this value (truncated importance sampling). Above 0. None: no correction."""
@@ -286,6 +294,8 @@ class PPOConfig:
             len(chosen) <= 1,
             f"only one of {', '.join(truncated)}: found {chosen}",
         )
+        overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
+        self._require("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}")
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
             self._require(
                 key,
@@ -343,15 +353,26 @@ def _fits(value: Any, hint: Any) -> bool:
                 type(value) is float and math.isfinite(value)
             ):
                 return True
-        elif type(value) is option:
+        elif type(value) is (get_origin(option) or option):
             return True
     return False
 
 
 def _spell(hint: Any) -> str:
     """An annotated type in the words of an error message."""
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        dict: "a mapping",
+        type(None): "null",
+    }
     words = []
     for option in _options(hint):
-        words += [repr(v) for v in get_args(option)] if get_origin(option) is Literal else [names[option]]
+        words += (
+            [repr(v) for v in get_args(option)]
+            if get_origin(option) is Literal
+            else [names[get_origin(option) or option]]
+        )
     return ", ".join(words[:-1]) + f" or {words[-1]}" if len(words) > 1 else words[0]

@@ -61,6 +61,8 @@ class VllmEngine:
             os.environ.setdefault(name, value)
         from vllm import LLM
 
+        if shared.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading the base has left: vLLM counts it as taken
         with own_device(shared.device):
             self.llm = LLM(
                 model,

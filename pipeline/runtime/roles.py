@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,22 +138,44 @@ def sampler(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Eng
 
     model = worker.job.model
     options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
+    longest = max(map(len, worker.rows("train")["input_ids"])) + args.response_length
     if shared.device.type == "cuda":
-        options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
+        options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization or vllm_share(
+            shared, math.ceil(args.batch_size / worker.world), longest
+        )
+        if worker.rank == 0:
+            print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
     engine = VllmEngine(
         shared,
         model.name_or_path,
         os.path.join(worker.scratch, f"vllm-{worker.rank}"),
-        longest=max(map(len, worker.rows("train")["input_ids"])) + args.response_length,
+        longest=longest,
         revision=model.revision,
         dtype=model.dtype,
         trust_remote_code=model.trust_remote_code,
         **options,
+        **(args.vllm_kwargs or {}),
     )
     try:
         yield engine
     finally:
         engine.close()
+
+
+def vllm_share(shared: SharedBase, rows: int, longest: int) -> float:
+    """vLLM's share of this GPU for `rows` completions of an update; see ppo.vllm_memory."""
+    import torch
+
+    from pipeline.ppo.vllm_memory import memory_share
+
+    text = shared.base.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_bytes = 2 * text.num_hidden_layers * heads * size * 2  # bf16
+    named = shared.base.named_parameters()
+    weights = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
+    total = torch.cuda.get_device_properties(shared.device).total_memory
+    return memory_share(total, weights, kv_bytes, rows, longest)
 
 
 def folders(worker: Host, shared: SharedBase) -> dict[str, str]:

@@ -67,6 +67,7 @@ ELSEWHERE = {
     "save_steps": "pipeline/stages/ppo.py",
     "use_vllm": "pipeline/runtime/roles.py",
     "vllm_gpu_memory_utilization": "pipeline/runtime/roles.py",
+    "vllm_kwargs": "pipeline/runtime/roles.py",
     "vllm_importance_sampling_clip_max": "pipeline/ppo/trainer.py",
 }
 
