@@ -278,7 +278,7 @@ def in_batches(
         pad: token id that fills rows up.
     """
     scores = torch.zeros(len(token_ids))
-    for batch in micro_batches([len(ids) for ids in token_ids], rows, None):
+    for batch in micro_batches([len(ids) for ids in token_ids], rows, None, device.type):
         sequences = [list(token_ids[i]) for i in batch]
         width = len(sequences[-1])  # the longest
         ids = torch.tensor([row + [pad] * (width - len(row)) for row in sequences], device=device)

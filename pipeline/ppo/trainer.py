@@ -499,7 +499,8 @@ class PPOTrainer:
     def _micro_batches(self, episodes: Episodes, size: int, rows: Sequence[int]) -> list[list[int]]:
         """`rows` of the episodes in batches of like length, of at most `size` rows or `micro_batch_tokens` tokens."""
         lengths = episodes.lengths()
-        batches = micro_batches([lengths[row] for row in rows], size, self.args.micro_batch_tokens)
+        of_rows, limit = [lengths[row] for row in rows], self.args.micro_batch_tokens
+        batches = micro_batches(of_rows, size, limit, self.device.type)
         return [[rows[i] for i in batch] for batch in batches]
 
     def stored_roles(self) -> list[str]:

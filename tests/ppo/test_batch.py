@@ -58,6 +58,9 @@ def test_a_long_row_does_not_pad_a_batch_that_is_busy_without_it():
         "few tokens: a batch more would cost more than padding"
     )
     assert micro_batches([100] * 5, 16, None) == [[0, 1, 2, 3, 4]]
+    # On a GPU so few tokens cost what their launches cost: one forward, padded.
+    assert micro_batches(lengths, 16, None, "cuda") == [[6, 2, 0, 3, 1, 4, 5]]
+    assert len(micro_batches([100] * 40 + [200] * 4, 64, None, "cuda")) == 2
 
 
 def test_micro_batches_keep_to_their_budget_and_lose_nothing():
