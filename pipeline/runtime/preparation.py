@@ -193,8 +193,9 @@ def load_host(job: Job) -> Host:
 
     driver.set_environment()
     driver.check_scaling(job)
-    job, inputs = pin_inputs(job)
-    work = check_models(job, inputs)
+    with console.waiting("checking the models"):
+        job, inputs = pin_inputs(job)
+        work = check_models(job, inputs)
     print(announcement(job.model.name_or_path, job.model.revision), flush=True)
     console.silence_libraries()
     return Host(work)
