@@ -227,8 +227,11 @@ def _rollout_items(shape: Shape, asked: Settings, vllm: bool) -> list[Item]:
     if not asked.completion:
         return [forward]
     if vllm:
+        from pipeline.ppo.vllm_memory import WORKSPACE
+
         return [
             Item("vLLM: a base of its own", shape.weights),
+            Item("vLLM: work space", WORKSPACE),
             Item(f"vLLM: KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)),
         ]
     return [

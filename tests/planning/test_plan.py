@@ -115,6 +115,7 @@ def test_vllm_costs_a_second_base_and_saves_time(llama_8b):
     ours, vllm = (job(llama_8b, "llama3-8b/ppo", *more) for more in ([], ["trainer.use_vllm=true"]))
     base = Shape(ours).weights
     assert 0.8 * base < plan.make(vllm).peak - plan.make(ours).peak < 1.5 * base  # less our own cache
+    assert sum("vLLM" in item.what for item in plan.make(vllm).items) == 3  # base, cache and work space
     assert plan.cost(plan.make(vllm), "H100", ROWS).hours < plan.cost(plan.make(ours), "H100", ROWS).hours
 
 
