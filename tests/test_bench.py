@@ -51,6 +51,15 @@ def test_ppo_is_measured_beside_the_last_trl_that_had_it(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_scores_of_both_are_read_off_their_curves(tmp_path):
+    [result] = bench(tmp_path, "score")
+    for runs in result["runs"].values():
+        [run] = runs
+        assert len(run["curve"]) == 2 and run["updates"] == 1 and run["score"] is not None
+    assert "## PPO on a Python reward" in (tmp_path / "bench.md").read_text()
+
+
+@pytest.mark.slow
 def test_a_stage_is_measured_beside_bare_trl_and_earlier_parts_are_kept(tmp_path):
     (tmp_path / "bench.json").write_text(json.dumps(bench(tmp_path, "sft")))
     results = bench(tmp_path, "dpo")

@@ -2,10 +2,12 @@
 
     make bench                                  everything, at both sizes
     make bench ARGS="ppo --size demo"           one part at one size
+    make bench ARGS="score --rounds 3"          does it learn as fast, in samples
     make bench ARGS="sft dpo --rounds 1"
 
-Parts: `ppo` (our PPOTrainer against the one of TRL 1.12, the last that had one), `sft`, `rm`, `dpo` (the pipeline's
-command line against bare TRL). Sizes: `demo` (the demo model) and `large` (a random Llama of 110 M parameters with a
+Parts: `ppo` (our PPOTrainer against the one of TRL 1.12, the last that had one), `score` (both on a Python reward: samples
+until a score is reached, and the score at equal KL; a round is a seed), `sft`, `rm`, `dpo` (the pipeline's command line
+against bare TRL). Sizes: `demo` (the demo model) and `large` (a random Llama of 110 M parameters with a
 vocabulary of 32,000). Each measurement is a process of its own; ours and theirs take turns, and the ratio is the median
 of the rounds' ratios. Writes bench.json and bench.md into runs/bench; parts that were not run keep their last figures.
 """
@@ -21,9 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from score import GOALS, reached, score_at
 from sizes import ROOT, SIZES, TRL_PPO, WORK, prepare
 
-PARTS = ("ppo", "sft", "rm", "dpo")
+PARTS = ("ppo", "score", "sft", "rm", "dpo")
 CASES = {"full": "full length", "own": "own length"}  # of PPO's completions
 GIB = 2**30
 
@@ -43,7 +46,10 @@ def main() -> None:
         prepare(size)
         for part in options.parts or PARTS:
             for case in CASES if part == "ppo" else [""]:
-                result = compare(part, size, case, options.rounds, options.threads, options.out)
+                if part == "score" and size not in GOALS:
+                    continue
+                measured = learn if part == "score" else compare
+                result = measured(part, size, case, options.rounds, options.threads, options.out)
                 keep(options.out / "bench.json", result)
     results = json.loads((options.out / "bench.json").read_text())
     report = render(results)
@@ -90,6 +96,30 @@ def compare(part: str, size: str, case: str, rounds: int, threads: int, out: Pat
         "runs": runs,
         "machine": {"cpu": processor(), "threads": threads, "load": load, "date": time.strftime("%Y-%m-%d")},
     }
+
+
+def learn(part: str, size: str, case: str, rounds: int, threads: int, out: Path) -> dict[str, Any]:
+    """The curves of score and KL, ours and theirs, of one seed a round."""
+    commands = {"ours": "score_ours.py", "theirs": "score_trl.py"}
+    if not TRL_PPO.is_dir():
+        print("TRL 1.12 is not installed; `make bench` installs it: ours alone is measured", flush=True)
+        del commands["theirs"]
+    goal, load = GOALS[size], [os.getloadavg()[0]]
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in commands}
+    for seed in range(1, rounds + 1):
+        for side, script in commands.items():
+            name = "-".join([part, size, side, str(seed)])
+            run = measure([script, size, str(seed)], threads, out, name)
+            run |= {"updates": reached(run["curve"], goal.score), "score": score_at(run["curve"], goal.kl)}
+            runs[side].append(run)
+            print(
+                f"{name:<28} score {goal.score} after {run['updates']} updates  at {goal.kl} nats {run['score']}",
+                flush=True,
+            )
+    load.append(os.getloadavg()[0])
+    machine = {"cpu": processor(), "threads": threads, "load": load, "date": time.strftime("%Y-%m-%d")}
+    samples = samples_of("ppo", size)
+    return {"part": part, "size": size, "case": case, "samples": samples, "runs": runs, "machine": machine}
 
 
 def measure(command: list[str], threads: int, out: Path, name: str) -> dict[str, Any]:
@@ -163,7 +193,8 @@ def render(results: list[dict[str, Any]]) -> str:
     order = {name: i for i, name in enumerate([*PARTS, *SIZES, *CASES, ""])}
     results = sorted(results, key=lambda r: (order[r["part"]], order[r["size"]], order[r["case"]]))
     ppo = [r for r in results if r["part"] == "ppo"]
-    stages = [r for r in results if r["part"] != "ppo"]
+    scores = [r for r in results if r["part"] == "score"]
+    stages = [r for r in results if r["part"] not in ("ppo", "score")]
     lines = ["# Measured beside TRL", "", *machines(results)]
     if ppo:
         head = "model | completions | samples/s | TRL 1.12 | ratio | peak GiB | TRL 1.12 | ratio | first update s | TRL 1.12"
@@ -172,6 +203,9 @@ def render(results: list[dict[str, Any]]) -> str:
         lines += table(
             "model | completions | mean length | rollout | score | values | update", map(phase_row, ppo)
         )
+    if scores:
+        head = "model | goal | updates, each seed | TRL 1.12 | samples, mean | TRL 1.12 | ratio | at KL | score | TRL 1.12"
+        lines += ["", "## PPO on a Python reward", "", *table(head, map(score_row, scores))]
     if stages:
         head = "stage | model | s/step | bare TRL 1.16 | ratio | peak GiB | bare | ratio | first step s | bare | later by"
         lines += ["", "## sft, rm, dpo", "", *table(head, map(stage_row, stages))]
@@ -210,6 +244,21 @@ def ppo_row(result: dict[str, Any]) -> list[str]:
     return [result["size"], CASES[result["case"]], *speed, *peak, *first]
 
 
+def score_row(result: dict[str, Any]) -> list[str]:
+    """Updates of each seed; means over the seeds of the samples until the goal and of the score at equal KL."""
+    goal = GOALS[result["size"]]
+    updates, samples, scores = [], [], []
+    for side in ("ours", "theirs"):
+        runs = result["runs"].get(side, [])
+        found, at = [run["updates"] for run in runs], [run["score"] for run in runs]
+        updates.append(", ".join("never" if n is None else f"{n:.0f}" for n in found) or "-")
+        samples.append(result["samples"] * statistics.mean(found) if found and None not in found else None)
+        scores.append(f"{statistics.mean(at):.2f}" if at and None not in at else "-")
+    ratio = f"{samples[0] / samples[1]:.2f}" if None not in samples else "-"
+    counts = ["-" if n is None else f"{n:.0f}" for n in samples]
+    return [result["size"], f"{goal.score:g}", *updates, *counts, ratio, f"{goal.kl:g}", *scores]
+
+
 def phase_row(result: dict[str, Any]) -> list[str]:
     """Medians over all updates of all rounds, the warm-ups left out."""
     runs = result["runs"]["ours"]
@@ -232,7 +281,7 @@ def stage_row(result: dict[str, Any]) -> list[str]:
 
 def against_sft(results: list[dict[str, Any]]) -> list[str]:
     """PPO's peak by that of sft: the same model, rows of equally many tokens."""
-    peaks = {(r["part"], r["size"], r["case"]): r["ours"]["peak"] for r in results}
+    peaks = {(r["part"], r["size"], r["case"]): r["ours"]["peak"] for r in results if "ours" in r}
     if not all(key in peaks for key in (("ppo", "large", "full"), ("sft", "large", ""))):
         return []
     ratio = peaks["ppo", "large", "full"] / peaks["sft", "large", ""]

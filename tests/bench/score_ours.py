@@ -1,0 +1,41 @@
+"""Our PPO on a Python reward: `python tests/bench/score_ours.py SIZE SEED`, started by `make bench`."""
+
+import json
+import sys
+
+from score import GOALS, SETTINGS, courtesy, write
+from sizes import EOS, LORA, SIZES, model_folder, prompts, tokenizer, with_ends
+
+
+def main(name: str, seed: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from pipeline.models.adapters import SharedBase
+    from pipeline.ppo.config import PPOConfig
+    from pipeline.ppo.rewards import FunctionReward
+    from pipeline.ppo.trainer import PPOTrainer
+
+    size, tokens = SIZES[name], tokenizer(name)
+    torch.manual_seed(int(seed))
+    base = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype="float32")
+    shared = SharedBase(with_ends(base, name, "own"))
+    shared.add("policy", lora=LORA, trainable=True)
+    shared.add("critic", lora=LORA, head=True, trainable=True)
+    args = PPOConfig(
+        total_episodes=size.prompts * GOALS[name].updates,
+        batch_size=size.prompts,
+        per_device_train_batch_size=size.prompts,
+        local_rollout_forward_batch_size=size.prompts,
+        response_length=size.new_tokens,
+        seed=int(seed),
+        **SETTINGS,
+    )
+    rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in prompts(name, tokens)]
+    reward = FunctionReward(lambda completions: [courtesy(text) for text in completions])
+    history = PPOTrainer(shared, tokens, args, rows, [reward], eos=[EOS]).train()
+    write([(metrics["objective/scores"], metrics["objective/kl"]) for metrics in history])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
