@@ -247,7 +247,8 @@ def check_memory(job: Job, cluster: Cluster) -> None:
     )
     if not enough:
         raise InputError(
-            f"{needs}; no GPU that plan knows holds it: make plan says what to change", key="scaling.use_gpu"
+            f"{needs}; no GPU that plan knows holds it: make plan JOB={job.source} says what to change",
+            key="scaling.use_gpu",
         )
     names = ",".join(enough)  # without spaces: Ray takes them as part of the name
     selector = f"{{{placement.GPU_LABEL}: 'in({names})'}}"

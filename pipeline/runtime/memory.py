@@ -39,7 +39,7 @@ def remedy(job: Job, phase: str) -> str:
     anew += _switched(job, "model.dtype", "bfloat16") + _switched(job, "model.load_in_4bit", True)
     said = [f"type, in this order, {', '.join(lighter)}"] if lighter else []
     said += [f"if that is not enough, in a new run, {', '.join(anew)}"] if anew else []
-    said += ["`make plan` computes what fits"] if STAGE[job.stage].learns else []
+    said += [f"`make plan JOB={job.source}` computes what fits"] if STAGE[job.stage].learns else []
     return "; ".join(said)
 
 

@@ -100,7 +100,7 @@ def _check_kinds(job: Job) -> None:
         has = f"GPUs of the type {here[GPU_LABEL]}" if here else "no labels"
         raise InputError(
             f"found {scaling['label_selector']}, but this machine has {has}; type scaling.label_selector=null "
-            f"if they have the memory that `make plan` shows, {ELSEWHERE}",
+            f"if they have the memory that `make plan JOB={job.source}` shows, {ELSEWHERE}",
             key="scaling.label_selector",
         )
     if scaling.get("placement_strategy") == "STRICT_SPREAD" and job.workers[0] > 1:

@@ -51,6 +51,11 @@ def test_the_message_names_phase_and_settings(stage, phase, expected):
     assert "trainer.per_device_train_batch_size=0" not in str(raised.value)
 
 
+def test_plan_is_advised_for_this_job():
+    job = load_job(ROOT / "jobs/llama3-8b/rm.yaml")
+    assert f"`make plan JOB={job.source}` computes what fits" in memory.remedy(job, "training")
+
+
 def test_other_errors_stay_as_they_are():
     job = load_job(str(ROOT / "jobs/demo/ppo.yaml"), [], "ppo")
     with pytest.raises(RuntimeError, match=r"^shapes$"), memory.explained(job):
