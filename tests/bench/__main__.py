@@ -254,7 +254,8 @@ def score_row(result: dict[str, Any]) -> list[str]:
         updates.append(", ".join("never" if n is None else f"{n:.0f}" for n in found) or "-")
         samples.append(result["samples"] * statistics.mean(found) if found and None not in found else None)
         scores.append(f"{statistics.mean(at):.2f}" if at and None not in at else "-")
-    ratio = f"{samples[0] / samples[1]:.2f}" if None not in samples else "-"
+    ours, theirs = samples
+    ratio = f"{ours / theirs:.2f}" if ours and theirs else "-"
     counts = ["-" if n is None else f"{n:.0f}" for n in samples]
     return [result["size"], f"{goal.score:g}", *updates, *counts, ratio, f"{goal.kl:g}", *scores]
 
