@@ -41,7 +41,7 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
         trainer.logprobs_and_values(episodes)
     rewards = trainer.rewards_and_advantages(episodes, greedy_scores)
     findings = check_rollout(trainer, episodes, rewards)
-    findings += recomputed.check(trainer, episodes, samples, rewards, greedy_scores)
+    findings += recomputed.check(trainer, episodes, rewards, greedy_scores)
     with trainer.phases("update"):
         findings += one_minibatch(trainer, episodes)
     findings += [same_as_file(trainer, role, folder) for role, folder in folders.items()]

@@ -2,15 +2,16 @@
 
 The checks of checks.py look at invariants; these compare. Rewards and advantages are computed in plain Python from the
 episodes of all workers, log-probs by the model's own forward without padding or cache, values from the prompt alone. A
-sign, a shift, a mask or a mean over the wrong set shows as a difference. At most ROWS short prefixes go through the
-model, so that it costs little beside an update.
+sign, a shift, a mask or a mean over the wrong set shows as a difference. Only the beginnings of some completions go
+through the model, so that it costs little beside an update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,34 +20,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.findings import Finding
-from pipeline.ppo.batch import Episodes, all_reduce, prompt_order
+from pipeline.models.template import wrapping
+from pipeline.ppo.batch import Episodes, Totals, all_reduce, prompt_order
 from pipeline.ppo.checks import tolerance
-from pipeline.ppo.rewards import AdapterReward, Samples
+from pipeline.ppo.rewards import AdapterReward
 
 if TYPE_CHECKING:
     from pipeline.ppo.trainer import PPOTrainer
 
-ROWS = 32  # completions of a worker that are looked at
-ACTIONS = 64  # of each, the first so many
+ACTIONS = 64  # of a completion, the first so many
+TOKENS = 1024  # of the completions that are looked at, together
+TAILS = (0.8, 0.9, 0.95, 0.99)  # mass of the tokens before a tail
 DEVIATIONS = 5.0  # of a sum of independent numbers: chance exceeds it once in two million runs
 
 
 def check(
-    trainer: PPOTrainer, episodes: Episodes, samples: Samples, rewards: Tensor, greedy_scores: Tensor | None
+    trainer: PPOTrainer, episodes: Episodes, rewards: Tensor, greedy_scores: Tensor | None
 ) -> list[Finding]:
-    """All comparisons, on the first update's episodes, their samples and token rewards (B, R). Every rank calls it.
+    """All comparisons, on the first update's episodes and token rewards (B, R). Every rank calls it.
 
     Args:
         greedy_scores: (B,) of remax, as `PPOTrainer.greedy_scores` returns them.
     """
     return [
         each_episode_once(trainer, episodes),
-        prompts_as_templated(trainer, episodes, samples),
+        prompts_as_templated(trainer, episodes),
+        ends_as_templated(trainer),
         logprobs_of_the_model(trainer, episodes),
         drawn_from_the_policy(trainer, episodes),
         values_before_actions(trainer, episodes),
         scores_of_whole_completions(trainer, episodes),
         advantages_by_definition(trainer, episodes, rewards, greedy_scores),
+        losses_pull_the_right_way(trainer, episodes),
     ]
 
 
@@ -74,7 +79,7 @@ def each_episode_once(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     return Finding("each episode is on one worker", found, not (missing or twice or strangers))
 
 
-def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes, samples: Samples) -> Finding:
+def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     """Prompts begin with at most one begin token, and chats end with what the template asks for a completion with."""
     name, tokenizer = "prompts begin once and end with the call for a completion", trainer.tokenizer
     prompts = [
@@ -82,13 +87,9 @@ def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes, samples: Sampl
     ]
     bos = getattr(tokenizer, "bos_token_id", None)
     twice = sum(bos is not None and ids[:2] == [bos, bos] for ids in prompts)
-    chats = [
-        ids
-        for ids, row in zip(prompts[:ROWS], samples.rows, strict=False)
-        if isinstance(row.get("prompt"), list)
-    ]
-    call = generation_prompt(tokenizer) if chats else ""
-    uncalled = sum(not tokenizer.decode(ids).rstrip().endswith(call) for ids in chats)
+    question, call = wrapping(tokenizer)
+    texts = [tokenizer.decode(ids) for ids in prompts] if question and call else []
+    uncalled = sum(question in text and not text.rstrip().endswith(call) for text in texts)
     found = f"{len(prompts)} prompts"
     if twice:
         found += (
@@ -99,16 +100,22 @@ def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes, samples: Sampl
     return Finding(name, found, not (twice or uncalled))
 
 
-def generation_prompt(tokenizer: Any) -> str:
-    """What a chat template writes to ask for a completion, without white space around it; "" if it writes nothing."""
+def ends_as_templated(trainer: PPOTrainer) -> Finding:
+    """What the chat template ends a completion with ends it in sampling, too."""
+    name, ends = "completions end where the template ends them", trainer.sampling.eos
+    tokenizer = trainer.tokenizer
     if getattr(tokenizer, "chat_template", None) is None:
-        return ""
-    question = [{"role": "user", "content": "?"}]
-    without, asking = (
-        tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=asks)
-        for asks in (False, True)
-    )
-    return asking[len(without) :].strip() if asking.startswith(without) else ""
+        return Finding(name, "no chat template", None)
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Hello."}]
+    _, _, rest = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("Hello.")
+    ids = tokenizer(rest, add_special_tokens=False).input_ids
+    end = next((i for i in ids if i in tokenizer.all_special_ids), None)
+    if end is None:
+        return Finding(name, "the template writes no special token behind a completion", None)
+    found = f"the template writes {tokenizer.decode([end])!r}"
+    if end not in ends:
+        found += f", sampling stops on {tokenizer.convert_ids_to_tokens(list(ends)) or 'no token'}"
+    return Finding(name, found, end in ends)
 
 
 # ----------------------------------------------------------------------------------- what the model itself says
@@ -143,6 +150,12 @@ def plainly(trainer: PPOTrainer, role: str | None, episodes: Episodes, row: int)
     return Plain(row, ids[0, start:], logits.log_softmax(-1))
 
 
+def _some(episodes: Episodes) -> list[int]:
+    """The first rows, as many as have TOKENS actions together."""
+    ends = episodes.counts.clamp(max=ACTIONS).cumsum(0)
+    return list(range(int((ends < TOKENS).sum()) + 1))[: len(episodes)]
+
+
 def logprobs_of_the_model(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     """Old and reference log-probs are those of the model's own forward on the row alone."""
     name = "log-probs are those of the model's own forward"
@@ -162,31 +175,68 @@ def logprobs_of_the_model(trainer: PPOTrainer, episodes: Episodes) -> Finding:
 def drawn_from_the_policy(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     """Completions are samples of the policy's whole distribution: neither sharper (top-k, top-p) nor flatter.
 
-    For a token x drawn from p, -log p(x) has the mean H(p), the entropy, and a variance that p gives, too. The sum of
-    -log p(x) - H(p) over all tokens, in units of its standard deviation, is then a standard normal number.
+    For a token x drawn from p, -log p(x) has the mean H(p), the entropy; and the least likely tokens of p are drawn as
+    often as their mass says. Both sums over all tokens are compared with what they are on average.
     """
     name = "completions are drawn from the policy's whole distribution"
-    excess, variance = 0.0, 0.0
-    for row in range(min(len(episodes), ROWS)):
+    if copies := _copied(trainer, episodes):
+        return Finding(name, copies, False)
+    sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)
+    for row in _some(episodes):
         plain = plainly(trainer, "policy", episodes, row)
         p, surprise = plain.logprobs.exp().double(), -plain.logprobs.double()
         surprise = surprise.where(p > 0, 0.0)
         entropy = (p * surprise).sum(-1)
-        excess += float((-plain.of_actions().double() - entropy).sum())
-        variance += float((p * (surprise - entropy.unsqueeze(-1)).square()).sum())
-    total = all_reduce(torch.tensor([excess, variance], device=episodes.mask.device))
-    excess, variance = total.tolist()
-    if variance < 1e-6:
-        return Finding(name, "not checked: the policy is certain of every token", None)
-    deviations = excess / math.sqrt(variance)
-    found = f"log-probs are {-deviations:+.1f} standard deviations from what sampling gives"
-    if abs(deviations) > DEVIATIONS:
-        found += (
-            ". Sampled tokens are more likely than chance makes them: top-k, top-p or a lower temperature is on"
-            if deviations < 0
-            else ". Sampled tokens are less likely than chance makes them: another temperature, or another policy"
+        drawn = plain.actions.unsqueeze(-1)
+        sums[0, 0] += (surprise.gather(-1, drawn).squeeze(-1) - entropy).sum()
+        sums[0, 1] += (p * (surprise - entropy.unsqueeze(-1)).square()).sum()
+        above = (p * (p > p.gather(-1, drawn))).sum(
+            -1
+        )  # mass of the tokens that are more likely than the drawn one
+        ordered = p.sort(descending=True).values
+        before = ordered.cumsum(-1) - ordered
+        for i, tail in enumerate(TAILS, 1):
+            sums[i, 0] += (above >= tail).sum()
+            sums[i, 1] += (ordered * (before >= tail)).sum()
+    (excess, variance), *tails = all_reduce(sums).tolist()
+    deviations = excess / math.sqrt(max(variance, 1.0))
+    found = f"log-probs are {-deviations:+.1f} standard deviations from their mean"
+    sharp, flat = deviations < -DEVIATIONS, deviations > DEVIATIONS
+    for tail, (count, expected) in zip(TAILS, tails, strict=True):
+        if _improbable(count, expected):
+            found += (
+                f"; the least likely {1 - tail:.0%} are drawn {count:.0f} times instead of {expected:.0f}"
+            )
+            sharp, flat = sharp or count < expected, flat or count > expected
+    if sharp:
+        found += ": top-k, top-p or a lower temperature is on"
+    elif flat:
+        found += ": another temperature, or another policy"
+    return Finding(name, found, not (sharp or flat))
+
+
+def _improbable(count: float, expected: float) -> bool:
+    """Whether chance makes so few, or so many, less often than once in a million: Chernoff's bound for independent events."""
+    if expected == 0:
+        return False
+    exponent = count - expected - (count * math.log(count / expected) if count else 0.0)
+    return exponent < math.log(1e-6)
+
+
+def _copied(trainer: PPOTrainer, episodes: Episodes) -> str:
+    """What is said where the completions of each prompt are one and the same, and chance explains that no more; else ""."""
+    n = trainer.args.num_generations
+    completions = [
+        tuple(ids[start : start + count])
+        for ids, start, count in zip(
+            episodes.input_ids.tolist(), episodes.starts.tolist(), episodes.counts.tolist(), strict=True
         )
-    return Finding(name, found, abs(deviations) <= DEVIATIONS)
+    ]
+    groups = [set(completions[i : i + n]) for i in range(0, len(completions), n)]
+    surprise = -float(episodes.old_logprobs[::n][episodes.mask[::n]].sum())
+    if n == 1 or any(len(group) > 1 for group in groups) or surprise < 20.0:
+        return ""
+    return f"the {n} completions of each prompt are the same: they are sampled with the same random numbers, or greedily"
 
 
 @torch.no_grad()
@@ -260,6 +310,20 @@ def advantages_by_definition(
     trainer: PPOTrainer, episodes: Episodes, rewards: Tensor, greedy_scores: Tensor | None
 ) -> Finding:
     """Token rewards and advantages equal those that plain Python computes from the rows of all workers together."""
+    findings = [_by_definition(trainer, episodes, rewards, greedy_scores)]
+    # Before the first step the KL is 0, and its sign and coefficient are invisible: once more, with a reference apart.
+    steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
+    moved = episodes.ref_logprobs + 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
+    apart = replace(episodes, ref_logprobs=moved.where(episodes.mask, 0.0))
+    findings.append(
+        _by_definition(trainer, apart, trainer.rewards_and_advantages(apart, greedy_scores), greedy_scores)
+    )
+    return next((finding for finding in findings if not finding.holds), findings[0])
+
+
+def _by_definition(
+    trainer: PPOTrainer, episodes: Episodes, rewards: Tensor, greedy_scores: Tensor | None
+) -> Finding:
     args = trainer.args
     mine = _rows(episodes, rewards, greedy_scores)
     parts: list[Any] = [mine]
@@ -388,3 +452,70 @@ def _close(ours: list[float], plain: list[float]) -> bool:
         math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-3 * max(1.0, *map(abs, plain)))
         for a, b in zip(ours, plain, strict=True)
     )
+
+
+# ------------------------------------------------------------------------------------------------------ losses
+
+
+def losses_pull_the_right_way(trainer: PPOTrainer, episodes: Episodes) -> Finding:
+    """The losses' gradients by log-probs, entropies and values, which are put in place of the models' for this.
+
+    What paid must become more likely, a policy above the reference less likely where the KL is in the loss, entropy
+    larger where it has a bonus, and values must move towards the returns.
+    """
+    args, wrong = trainer.args, []
+    part = episodes.take(_some(episodes))
+    old = part.old_logprobs
+    if part.learn.any() and part.advantages[part.learn].any():
+        same = replace(part, ref_logprobs=old)  # no gradient of the KL
+        by_logprob, by_entropy = _policy_gradients(trainer, same)
+        if not float((by_logprob * part.advantages)[part.learn].sum()) < 0:
+            wrong.append("what paid becomes less likely: the sign of the policy loss or of the advantages")
+        if by_entropy is not None and not float(by_entropy[part.learn].sum()) < 0:
+            wrong.append("entropy falls where it has a bonus")
+    if args.kl_in == "loss" and trainer.kl_coef > 0 and part.learn.any():
+        above = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
+        if not float(_policy_gradients(trainer, above)[0][part.learn].sum()) > 0:
+            wrong.append("the policy leaves the reference instead of staying: the sign of the KL in the loss")
+    if (
+        args.uses_critic
+        and part.learn.any()
+        and not float(_value_gradients(trainer, part)[part.learn].sum()) > 0
+    ):
+        wrong.append("values move away from the returns")
+    found = "; ".join(wrong) or "policy" + (", values" if args.uses_critic else "")
+    return Finding("losses pull the right way", found, not wrong)
+
+
+def _policy_gradients(trainer: PPOTrainer, part: Episodes) -> tuple[Tensor, Tensor | None]:
+    """(B, R) gradients of the policy's loss by log-probs and, where it has a coefficient, by entropies, at the old policy."""
+    logprobs = part.old_logprobs.clone().requires_grad_()
+    entropy = torch.ones_like(logprobs).requires_grad_() if trainer.args.entropy_coef > 0 else None
+    totals = Totals.of(part.learn)
+    with _answering(trainer, "logprobs", (logprobs, entropy)):
+        loss, _ = trainer.policy_objective(part, totals)
+    loss.backward()
+    assert logprobs.grad is not None
+    return logprobs.grad, None if entropy is None else entropy.grad
+
+
+def _value_gradients(trainer: PPOTrainer, part: Episodes) -> Tensor:
+    """(B, R) gradient of the critic's loss by its values, where they are above the returns, beyond the clip range."""
+    moments = trainer.moments
+    above = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
+    values = ((part.returns - moments.mean) / moments.std + above).requires_grad_()
+    with _answering(trainer, "values", (values, values[:, 0])):
+        loss, _ = trainer.value_objective(part, float(part.learn.sum()))
+    loss.backward()
+    assert values.grad is not None
+    return values.grad
+
+
+@contextmanager
+def _answering(trainer: PPOTrainer, method: str, answer: Any) -> Iterator[None]:
+    """The trainer's method returns `answer` within the block."""
+    setattr(trainer, method, lambda *args, **keys: answer)
+    try:
+        yield
+    finally:
+        delattr(trainer, method)  # the instance's: the method shows again

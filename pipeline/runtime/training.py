@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
+from pipeline.findings import require
 from pipeline.models import adapter_files, probes
+from pipeline.runtime import checks
 from pipeline.runtime.worker import Worker
 from pipeline.system.progress import Counter
 
@@ -47,6 +49,8 @@ class Reporter(TrainerCallback):
         if self.worker.resume:
             restore_sums(self.trainer, _sums_file(self.worker, self.worker.resume))
             self.worker.replay(_history(state))
+        else:
+            require(checks.check(self.worker, self.trainer))
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any

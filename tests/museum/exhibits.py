@@ -1,0 +1,841 @@
+"""Faults that have cost people weeks, each planted by a patch of a few lines: what it is, where it shows, what must be said.
+
+`cause` is a regular expression that what is said must match: a message that points at the fault, not just any failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+
+from pipeline.data import demonstrations, encode, tasks
+from pipeline.data.template import ChatTemplate
+from pipeline.models import adapter_files, base
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo import advantages, rollout
+from pipeline.ppo import trainer as ppo
+from pipeline.runtime import roles, training
+
+Patch = Any  # pytest's MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    name: str
+    scene: str  # of scenes.py: ppo, pair (ppo on two workers), sft, rm, dpo
+    plant: Callable[[Patch], None]
+    cause: str
+    settings: Sequence[str] = ()
+    unnamed: str = ""  # the reason, where nothing can name it
+
+
+EXHIBITS: list[Exhibit] = []
+
+
+def exhibit(name: str, scene: str, cause: str, *settings: str, unnamed: str = "") -> Callable:
+    def add(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        EXHIBITS.append(Exhibit(name, scene, plant, cause, settings, unnamed))
+        return plant
+
+    return add
+
+
+def wrapped(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """`owner.name` becomes change(original, *arguments)."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **keys: change(original, *args, **keys))
+
+
+# ------------------------------------------------------------------------------------------------ roles, adapters
+
+
+@exhibit("the reference is the bare base", "ppo", "KL to the reference is 0.*copy of the reference")
+def _(patch):
+    def add(original, worker, shared, args):
+        shared.add("policy", folder=worker.input("policy"), trainable=True)
+
+    wrapped(patch, roles, "add_policy", add)
+
+
+@exhibit("the reference is another adapter", "ppo", "KL to the reference is 0.*copy of the reference")
+def _(patch):
+    def add(original, worker, shared, args):
+        shared.add("policy", folder=worker.input("policy"), trainable=True)
+        shared.add("reference", folder=worker.input("other"))
+        return "reference"
+
+    wrapped(patch, roles, "add_policy", add)
+
+
+@exhibit("the adapter is not switched", "ppo", "as when it was trained.*another|policy writes as when")
+def _(patch):
+    patch.setattr(SharedBase, "_switch", lambda self, role: setattr(self, "_role", role))
+
+
+@exhibit("adapters are off outside of training", "ppo", "policy writes as when it was trained")
+def _(patch):
+    original = SharedBase._switch
+    patch.setattr(
+        SharedBase, "_switch", lambda self, role: original(self, role if torch.is_grad_enabled() else None)
+    )
+
+
+@exhibit("LoRA's scaling is lost on loading", "ppo", r"as when it was trained.*scaling")
+def _(patch):
+    from pipeline.models import adapters
+
+    def config(original, folder):
+        found = original(folder)
+        found.lora_alpha = 1
+        return found
+
+    wrapped(patch, adapters, "_read_config", config)
+
+
+@exhibit("an adapter is loaded onto another base", "ppo", r"as when it was trained.*[Aa]nother base")
+def _(patch):
+    def load(original, *args, **keys):
+        model = original(*args, **keys)
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+        return model
+
+    wrapped(patch, base, "load_base", load)
+
+
+@exhibit(
+    "the reward's head is lost on loading", "ppo", "reward is the adapter of its file|reward scores as when"
+)
+def _(patch):
+    def load(original, self, role, folder):
+        original(self, role, folder)
+        if role in self.heads:
+            self.heads[role].weight.data.normal_(generator=torch.Generator().manual_seed(1))
+
+    wrapped(patch, SharedBase, "load", load)
+
+
+@exhibit("the critic's head is frozen", "ppo", "only adapters and heads learn.*that should not|only one side")
+def _(patch):
+    def trainable(original, self, role, on):
+        original(self, role, on)
+        for head in self.heads.values():
+            head.requires_grad_(False)
+
+    wrapped(patch, SharedBase, "set_trainable", trainable)
+
+
+@exhibit("heads are rounded to bf16", "ppo", "reward is the adapter of its file")
+def _(patch):
+    def add(original, self, role, **keys):
+        original(self, role, **keys)
+        for head in self.heads.values():
+            head.weight.data = head.weight.data.bfloat16().float()
+
+    wrapped(patch, SharedBase, "add", add)
+
+
+@exhibit("adapters are bf16", "ppo", "only adapters and heads learn.*are not fp32")
+def _(patch):
+    def add(original, self, role, **keys):
+        original(self, role, **keys)
+        for parameter in self.parameters_of(role):
+            parameter.data = (
+                parameter.data.bfloat16().float() if role != "policy" else parameter.data.bfloat16()
+            )
+
+    wrapped(patch, SharedBase, "add", add)
+
+
+@exhibit("the base learns, too", "ppo", "only adapters and heads learn.*that should not")
+def _(patch):
+    def init(original, self, *args, **keys):
+        original(self, *args, **keys)
+        self.shared.base.get_input_embeddings().weight.requires_grad_(True)
+
+    wrapped(patch, ppo.PPOTrainer, "__init__", init)
+
+
+@exhibit("the optimizer lost the policy's parameters", "ppo", "optimizer")
+def _(patch):
+    def init(original, self, *args, **keys):
+        original(self, *args, **keys)
+        group = self.optimizer.param_groups[0]
+        group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+
+    wrapped(patch, ppo.PPOTrainer, "__init__", init)
+
+
+@exhibit("dropout is on while the policy learns", "ppo", "dropout")
+def _(patch):
+    def body(original, self, **inputs):
+        learning = torch.is_grad_enabled()
+        for module in self.base.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.2 if learning else 0.0
+                module.train(learning)
+        with self._precision():
+            return self.base.base_model(**inputs)
+
+    wrapped(patch, SharedBase, "body", body)
+
+
+@exhibit(
+    "a checkpointed layer is recomputed with another role",
+    "ppo",
+    "checkpointed gradients are the plain ones",
+    "trainer.gradient_checkpointing=true",
+)
+def _(patch):
+    patch.setattr(
+        SharedBase, "checkpoint_contexts", lambda self: (contextlib.nullcontext(), self.use("critic"))
+    )
+
+
+# ---------------------------------------------------------------------------------------- prompts, ends of text
+
+
+@exhibit("prompts begin with two begin tokens", "ppo", "begin token twice")
+def _(patch):
+    wrapped(patch, encode.Encoder, "one_bos", lambda original, self, ids: [self.bos, *original(self, ids)])
+
+
+@exhibit("prompts lack the generation prompt", "ppo", "generation prompt")
+def _(patch):
+    wrapped(patch, ChatTemplate, "render", lambda original, self, turns, asks: original(self, turns, False))
+
+
+@exhibit("the end token is outside the mask", "ppo", "end token is inside the mask")
+def _(patch):
+    def collate(original, *args):
+        episodes = original(*args)
+        last = (episodes.counts - 1).unsqueeze(-1)
+        episodes.mask.scatter_(1, last, episodes.mask.gather(1, last) & ~episodes.ended.unsqueeze(-1))
+        return episodes
+
+    wrapped(patch, ppo, "collate", collate)
+
+
+@exhibit(
+    "sampling stops on another end token than the template writes",
+    "ppo",
+    "completions end where the template",
+)
+def _(patch):
+    def of(original, args, tokenizer, shared, eos=None):
+        sampling = original(args, tokenizer, shared, eos)
+        return replace(sampling, eos=(tokenizer.convert_tokens_to_ids("<|end_of_text|>"),))
+
+    original = rollout.Sampling.of
+    patch.setattr(rollout.Sampling, "of", staticmethod(lambda *args: of(original, *args)))
+
+
+@exhibit("no token ends a completion", "ppo", "sampling stops on no token")
+def _(patch):
+    original = rollout.Sampling.of
+    patch.setattr(rollout.Sampling, "of", staticmethod(lambda *args: replace(original(*args), eos=())))
+
+
+# -------------------------------------------------------------------------------------------------- the sampler
+
+
+@exhibit("the sampler has no temperature", "ppo", "sampler and trainer agree", "trainer.temperature=0.7")
+def _(patch):
+    wrapped(
+        patch,
+        rollout,
+        "sample",
+        lambda original, logits, noise, t, barred=(): original(logits, noise, 1.0, barred),
+    )
+
+
+def nucleus(logits: torch.Tensor, p: float) -> torch.Tensor:
+    ordered, index = logits.softmax(-1).sort(descending=True)
+    out = ordered.cumsum(-1) - ordered > p
+    return logits.masked_fill(torch.zeros_like(out).scatter(-1, index, out), float("-inf"))
+
+
+MANY = ("trainer.batch_size=256", "trainer.total_episodes=256", "trainer.per_device_train_batch_size=256")
+
+
+@exhibit("top-p is on, log-probs are of the whole distribution", "ppo", "whole distribution.*top-p", *MANY)
+def _(patch):
+    def sample(original, logits, noise, temperature, barred=()):
+        token, _ = original(nucleus(logits, 0.8), noise, temperature, barred)
+        return token, (logits / temperature).log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+    wrapped(patch, rollout, "sample", sample)
+
+
+@exhibit("top-p is on, log-probs are of what it leaves", "ppo", "sampler and trainer agree")
+def _(patch):
+    wrapped(
+        patch,
+        rollout,
+        "sample",
+        lambda original, logits, noise, t, barred=(): original(nucleus(logits, 0.8), noise, t, barred),
+    )
+
+
+@exhibit("completions are greedy", "ppo", "whole distribution.*top-p")
+def _(patch):
+    def sample(original, logits, noise, temperature, barred=()):
+        token = logits.argmax(-1)
+        return token, (logits / temperature).log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+    wrapped(patch, rollout, "sample", sample)
+
+
+@exhibit(
+    "a prompt's completions share their random numbers",
+    "ppo",
+    "completions of each prompt are the same",
+    "trainer.num_generations=2",
+)
+def _(patch):
+    wrapped(
+        patch,
+        rollout,
+        "uniforms",
+        lambda original, seed, episodes, count: original(seed, [e // 2 for e in episodes], count),
+    )
+
+
+@exhibit("the sampler keeps the first policy", "ppo", "the sampler follows the policy")
+def _(patch):
+    wrapped(
+        patch,
+        ppo,
+        "TransformersEngine",
+        lambda original, shared, role, rows, pad: original(shared, "reference", rows, pad),
+    )
+
+
+@exhibit("the sampler attends to padding", "ppo", "sampler and trainer agree")
+def _(patch):
+    def pad_left(original, rows, pad, room, device):
+        ids, mask = original(rows, pad, room=room, device=device)
+        return ids, torch.ones_like(mask)
+
+    wrapped(patch, rollout, "pad_left", pad_left)
+
+
+@exhibit(
+    "the minimum length holds in sampling only",
+    "ppo",
+    "sampler and trainer agree|minimum length",
+    "trainer.min_new_tokens=8",
+)
+def _(patch):
+    def logprobs(original, self, role, ids, starts, mask, temperature, barred, steps, entropy=False):
+        return original(self, role, ids, starts, mask, temperature, (), 0, entropy)
+
+    wrapped(patch, SharedBase, "logprobs", logprobs)
+
+
+# -------------------------------------------------------------------------------------- log-probs, values, scores
+
+
+@exhibit("log-probs are read one place late", "ppo", "log-probs are those of the model's own forward")
+def _(patch):
+    wrapped(
+        patch,
+        SharedBase,
+        "hidden",
+        lambda original, self, *args: (
+            original(self, *args).roll(-1, 1) if self._late else original(self, *args)
+        ),
+    )
+    patch.setattr(SharedBase, "_late", False, raising=False)
+
+    def logprobs(original, self, *args, **keys):
+        self._late = True
+        try:
+            return original(self, *args, **keys)
+        finally:
+            self._late = False
+
+    wrapped(patch, SharedBase, "logprobs", logprobs)
+
+
+@exhibit("values are read after the action", "ppo", "values are read before each action")
+def _(patch):
+    wrapped(
+        patch, SharedBase, "values", lambda original, self, role, ids: original(self, role, ids).roll(-1, 1)
+    )
+
+
+@exhibit("the reward is read at the end of the padding", "ppo", "last token of the completion")
+def _(patch):
+    def scores(original, self, role, ids, attention_mask=None, lengths=None):
+        return original(self, role, ids, lengths=torch.full_like(lengths, ids.shape[1]))
+
+    wrapped(patch, SharedBase, "scores", scores)
+
+
+@exhibit(
+    "the reward is read before the end token", "ppo", "last token of the completion|reward scores as when"
+)
+def _(patch):
+    def scores(original, self, role, ids, attention_mask=None, lengths=None):
+        return original(self, role, ids, lengths=lengths - 1)
+
+    wrapped(patch, SharedBase, "scores", scores)
+
+
+@exhibit("rewards are not normalised as the reward model says", "ppo", "last token of the completion")
+def _(patch):
+    wrapped(
+        patch,
+        ppo,
+        "weighted",
+        lambda original, rewards, samples, normalize: original(rewards, samples, False),
+    )
+
+
+# ------------------------------------------------------------------------------------------- rewards, advantages
+
+
+@exhibit("the score is paid one place early", "ppo", "score is paid once|where the score is paid")
+def _(patch):
+    def token_rewards(original, scores, kl, mask, coefficient):
+        plain = original(torch.zeros_like(scores), kl, mask, coefficient)
+        return plain + (original(scores, kl, mask, coefficient) - plain).roll(-1, -1)
+
+    wrapped(patch, ppo, "token_rewards", token_rewards)
+
+
+@exhibit("the score is paid on every token", "ppo", "score is paid once|where the score is paid")
+def _(patch):
+    wrapped(
+        patch,
+        ppo,
+        "token_rewards",
+        lambda original, scores, kl, mask, c: original(scores * 0, kl, mask, c) + scores[:, None] * mask,
+    )
+
+
+@exhibit("the KL is rewarded instead of paid for", "ppo", "KL's sign")
+def _(patch):
+    wrapped(patch, ppo, "kl_estimate", lambda original, a, b, estimator: original(b, a, estimator))
+
+
+@exhibit("the KL is paid for twice", "ppo", "KL's sign or coefficient")
+def _(patch):
+    wrapped(patch, ppo, "token_rewards", lambda original, s, kl, mask, c: original(s, kl, mask, 2 * c))
+
+
+@exhibit("GAE runs over the padding", "ppo", "advantages of .* differ")
+def _(patch):
+    wrapped(
+        patch,
+        advantages,
+        "gae",
+        lambda original, rewards, values, mask, *args: original(
+            rewards.where(mask, 0.3), values.where(mask, 0.5), torch.ones_like(mask), *args
+        ),
+    )
+
+
+@exhibit("GAE ignores lambda", "ppo", "advantages of .* differ")
+def _(patch):
+    wrapped(
+        patch,
+        advantages,
+        "gae",
+        lambda original, r, v, mask, gamma, lam, b: original(r, v, mask, gamma, 1.0, b),
+    )
+
+
+@exhibit("the value after the end is not 0", "ppo", "value after the end|what follows the last action")
+def _(patch):
+    wrapped(
+        patch,
+        advantages,
+        "gae",
+        lambda original, r, v, mask, gamma, lam, b: original(r, v, mask, gamma, lam, torch.full_like(b, 0.7)),
+    )
+
+
+@exhibit("rewards lose their mean in whitening", "ppo", "token rewards of", "trainer.whiten_rewards=true")
+def _(patch):
+    wrapped(
+        patch,
+        ppo,
+        "whiten",
+        lambda original, x, mask, shift_mean=True, **keys: original(x, mask, True, **keys),
+    )
+
+
+@exhibit(
+    "rloo's baseline contains the completion itself",
+    "ppo",
+    "advantages of .* differ",
+    "trainer.advantage_estimator=rloo",
+    "trainer.num_generations=2",
+)
+def _(patch):
+    def estimate(original, *args, **keys):
+        found = original(*args, **keys)
+        return found[0] / 2, found[1]
+
+    wrapped(patch, ppo, "estimate_advantages", estimate)
+
+
+@exhibit(
+    "groups are made of other prompts' completions",
+    "ppo",
+    "another prompt than the seed gives",
+    "trainer.advantage_estimator=grpo",
+    "trainer.num_generations=2",
+)
+def _(patch):
+    def generate(original, self, prompts, episodes, sampling):
+        return original(self, prompts, episodes, sampling)
+
+    def collate(original, prompts, completions, indices, pad, device):
+        half = len(indices) // 2
+        mixed = [*indices[::2], *indices[1::2]]
+        assert half
+        return original(prompts, completions, mixed, pad, device)
+
+    wrapped(patch, rollout.TransformersEngine, "generate", generate)
+    wrapped(patch, ppo, "collate", collate)
+
+
+# ------------------------------------------------------------------------------------------------------- losses
+
+
+@exhibit("the policy loss has the wrong sign", "ppo", "sign of the policy loss")
+def _(patch):
+    def loss(original, *args, **keys):
+        found = original(*args, **keys)
+        return -found[0], *found[1:]
+
+    wrapped(patch, ppo, "policy_loss", loss)
+
+
+@exhibit("the value loss has the wrong sign", "ppo", "values move away from the returns")
+def _(patch):
+    def loss(original, *args, **keys):
+        found = original(*args, **keys)
+        return -found[0], *found[1:]
+
+    wrapped(patch, ppo, "value_loss", loss)
+
+
+@exhibit(
+    "the KL in the loss has the wrong sign",
+    "ppo",
+    "sign of the KL in the loss",
+    "trainer.kl_in=loss",
+    "trainer.kl_estimator=k3",
+)
+def _(patch):
+    wrapped(patch, ppo, "kl_estimate", lambda original, a, b, estimator: -original(a, b, estimator))
+
+
+@exhibit("the policy's backward is forgotten", "ppo", "gradients reach the learning roles|got no gradient")
+def _(patch):
+    wrapped(
+        patch,
+        ppo.PPOTrainer,
+        "policy_objective",
+        lambda original, self, *args: (lambda loss, stats: ((loss * 0).nan_to_num(), stats))(
+            *original(self, *args)[:2]
+        ),
+    )
+
+
+@exhibit("the saved policy lacks a layer", "ppo", "does not reload as it was|one side only")
+def _(patch):
+    def tensors(original, self, role):
+        found = original(self, role)
+        return {key: t for key, t in found.items() if "layers.0." not in key} if role == "policy" else found
+
+    wrapped(patch, SharedBase, "tensors_of", tensors)
+
+
+# -------------------------------------------------------------------------------------------------- two workers
+
+
+@exhibit("whitening is per worker", "pair", "whitening over other rows")
+def _(patch):
+    wrapped(patch, advantages, "whiten", lambda original, x, mask, **keys: original(x, mask))
+
+
+@exhibit("both workers have the same episodes", "pair", "on several")
+def _(patch):
+    def rollout_(original, self):
+        rank, self.rank = self.rank, 0
+        try:
+            return original(self)
+        finally:
+            self.rank = rank
+
+    wrapped(patch, ppo.PPOTrainer, "rollout", rollout_)
+
+
+@exhibit("gradients are not summed over the workers", "pair", "not summed over all of them")
+def _(patch):
+    def sync(original, self, stats, policy):
+        workers, self.workers = self.workers, 1
+        try:
+            return original(self, stats, policy)
+        finally:
+            self.workers = workers
+
+    wrapped(patch, ppo.PPOTrainer, "sync", sync)
+
+
+# ----------------------------------------------------------------------------------------------- demonstrations
+
+
+@exhibit("the loss is over prompts, too", "sft", "prompt is trained")
+def _(patch):
+    wrapped(
+        patch,
+        demonstrations,
+        "_fit",
+        lambda original, encoder, ids, trained: original(encoder, ids, [True] * len(ids)),
+    )
+
+
+@exhibit("the end token is not trained", "sft", "end of a completion is learned")
+def _(patch):
+    wrapped(
+        patch,
+        demonstrations,
+        "_fit",
+        lambda original, encoder, ids, trained: original(encoder, ids, [*trained[:-1], False]),
+    )
+
+
+@exhibit("rows begin with two begin tokens", "sft", "rows begin once")
+def _(patch):
+    def write(original, self, name, example):
+        columns = example.columns
+        columns["input_ids"] = [columns["input_ids"][0], *columns["input_ids"]]
+        columns["labels"] = [-100, *columns["labels"]]
+        return original(self, name, example)
+
+    wrapped(patch, tasks.Task, "write", write)
+
+
+@exhibit("the template's header is trained", "sft", "training begins where the completion does")
+def _(patch):
+    def fit(original, encoder, ids, trained):
+        first = trained.index(True)
+        return original(encoder, ids, [on or first - 4 <= i < first for i, on in enumerate(trained)])
+
+    wrapped(patch, demonstrations, "_fit", fit)
+
+
+def of_collator(patch: Patch, change: Callable[[dict[str, Any]], None]) -> None:
+    """Every batch of the stage's trainer is changed in place."""
+
+    def run(original, worker, trainer):
+        collator = trainer.data_collator
+
+        def changed(rows, *args, **keys):
+            batch = collator(rows, *args, **keys)
+            change(batch)
+            return batch
+
+        trainer.data_collator = changed
+        return original(worker, trainer)
+
+    wrapped(patch, training, "run", run)
+
+
+@exhibit("labels are shifted twice", "sft", "labels are the rows' tokens|not the token that stands there")
+def _(patch):
+    of_collator(patch, lambda batch: batch.update(labels=batch["labels"].roll(-1, 1)))
+
+
+@exhibit("the collator masks the end token", "sft", "collator masks labels")
+def _(patch):
+    of_collator(patch, _mask_ends)
+
+
+def _mask_ends(batch):
+    """As a collator does that masks labels equal to pad, where pad is the end token: the last label of each row goes."""
+    for row in batch["labels"]:
+        trained = (row != -100).nonzero()
+        if len(trained):
+            row[int(trained[-1])] = -100
+
+
+@exhibit("packed rows attend to each other", "sft", "loss is that of the rows alone", "trainer.packing=true")
+def _(patch):
+    def joined(batch):
+        if "position_ids" in batch:
+            batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+        for key in [key for key in batch if key.startswith(("cu_seq", "max_length"))]:
+            del batch[key]
+
+    of_collator(patch, joined)
+
+
+@exhibit("pad is the end token", "sft", "pad is no end token")
+def _(patch):
+    import alone
+
+    def load(original, *args, **keys):
+        tokenizer = original(*args, **keys)
+        tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    wrapped(patch, alone, "load_tokenizer", load)
+
+
+@exhibit("sft's optimizer lost the adapter", "sft", "are not in the optimizer")
+def _(patch):
+    def run(original, worker, trainer):
+        def create(*args, **keys):
+            copies = [nn.Parameter(p.detach().clone()) for p in trainer.model.parameters() if p.requires_grad]
+            trainer.optimizer = torch.optim.AdamW(copies, lr=1e-3)
+            return trainer.optimizer
+
+        trainer.create_optimizer = create
+        return original(worker, trainer)
+
+    wrapped(patch, training, "run", run)
+
+
+def at_the_start(patch: Patch, change: Callable[[Any], None]) -> None:
+    """change(trainer) when the stage's training begins, before the checks look."""
+    from transformers import TrainerCallback
+
+    class Changed(TrainerCallback):
+        def __init__(self, trainer):
+            self.trainer = trainer
+
+        def on_train_begin(self, *args, **keys):
+            change(self.trainer)
+
+    def run(original, worker, trainer):
+        trainer.add_callback(Changed(trainer))
+        return original(worker, trainer)
+
+    wrapped(patch, training, "run", run)
+
+
+@exhibit("sft's adapter is bf16", "sft", "are not fp32")
+def _(patch):
+    def cast(trainer):
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+
+    at_the_start(patch, cast)
+
+
+@exhibit("the saved adapter has another scaling", "sft", "does not reload as it was")
+def _(patch):
+    def write(original, folder, config, tensors):
+        changed = copy.deepcopy(config)
+        changed.lora_alpha = 1
+        return original(folder, changed, tensors)
+
+    wrapped(patch, adapter_files, "write", write)
+
+
+# -------------------------------------------------------------------------------------------------- reward models
+
+
+@exhibit("the head is frozen and random", "rm", "head")
+def _(patch):
+    def run(original, worker, trainer):
+        for name, parameter in trainer.model.named_parameters():
+            if "score" in name:
+                parameter.requires_grad_(False)
+        return original(worker, trainer)
+
+    wrapped(patch, training, "run", run)
+
+
+@exhibit("the head computes in bf16", "rm", "the head computes in", "trainer.bf16=true")
+def _(patch):
+    patch.setattr(base, "_fp32_head", lambda model: None)
+
+
+@exhibit("pooling stops before the end token", "rm", "scores are read at the last token")
+def _(patch):
+    def pad(trainer):
+        trainer.model.config.pad_token_id = trainer.processing_class.convert_tokens_to_ids("<|eot_id|>")
+
+    at_the_start(patch, pad)
+
+
+@exhibit("truncation makes both sides equal", "rm", "same tokens on both sides")
+def _(patch):
+    def write(original, self, name, example):
+        for side in ("chosen_ids", "rejected_ids"):
+            example.columns[side] = example.columns["chosen_ids"][:12]
+        return original(self, name, example)
+
+    wrapped(patch, tasks.Task, "write", write)
+
+
+@exhibit(
+    "chosen and rejected are swapped",
+    "rm",
+    "",
+    unnamed="tokens cannot tell which of two completions somebody preferred: `validate` shows the first pairs",
+)
+def _(patch):
+    def write(original, self, name, example):
+        columns = example.columns
+        columns["chosen_ids"], columns["rejected_ids"] = columns["rejected_ids"], columns["chosen_ids"]
+        return original(self, name, example)
+
+    wrapped(patch, tasks.Task, "write", write)
+
+
+# ------------------------------------------------------------------------------------------------------------ dpo
+
+
+@exhibit("dpo's reference is the bare base", "dpo", "policy starts as the reference")
+def _(patch):
+    def run(original, worker, trainer):
+        for name, parameter in trainer.model.named_parameters():
+            if ".ref." in name:
+                parameter.data.zero_()
+        return original(worker, trainer)
+
+    wrapped(patch, training, "run", run)
+
+
+@exhibit("dpo's log-probs include the prompt", "dpo", "log-probs are those of the completions alone")
+def _(patch):
+    of_collator(patch, lambda batch: batch.update(completion_mask=batch["attention_mask"].clone()))
+
+
+@exhibit("dpo's policy is a new adapter on the bare base", "dpo", "policy is the adapter of its file")
+def _(patch):
+    def load(*args, **keys):
+        model = original(*args, **keys)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.zero_()
+        return model
+
+    original = peft.PeftModel.from_pretrained
+    patch.setattr(peft.PeftModel, "from_pretrained", load)
+
+
+@exhibit("dpo's pairs are equal", "dpo", "same tokens on both sides")
+def _(patch):
+    def write(original, self, name, example):
+        example.columns["rejected_ids"] = list(example.columns["chosen_ids"])
+        return original(self, name, example)
+
+    wrapped(patch, tasks.Task, "write", write)

@@ -1,0 +1,111 @@
+"""What is said about a run of each kind: every check of the pipeline that fails, in its own words, and what ends the run.
+
+Real models, rows and trainers of the demo, in this process: `doctor`, two updates of PPO, one step of sft, rm and dpo, and
+the reload of what they save. The adapters that dpo and ppo start from are trained here for a few steps, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import alone
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from pipeline.commands import doctor
+from pipeline.stages import ppo as ppo_stage
+
+TRAINED = [
+    "trainer.max_steps=30",
+    "trainer.learning_rate=3e-3",
+    "trainer.warmup_steps=0",
+    "trainer.logging_steps=30",
+]
+ONE = ["trainer.logging_steps=1", "trainer.warmup_steps=0"]
+
+
+@functools.cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="museum-"))
+
+
+@functools.cache
+def adapters() -> dict[str, str]:
+    """Folders of a policy and a reward that were trained for some steps by unharmed code."""
+    sft = alone.train("sft", folder(), *TRAINED)["adapter"]
+    rm = alone.train("rm", folder(), *TRAINED)["adapter"]
+    other = alone.train("sft", folder(), *TRAINED, "trainer.seed=7", "trainer.learning_rate=1e-3")["adapter"]
+    return {"policy": sft, "reward.0": rm, "other": other}
+
+
+def of_ppo(*settings: str, inputs: dict[str, str]) -> list[str]:
+    settings = ("trainer.num_mini_batches=1", "trainer.total_episodes=128", *settings)
+    said = []
+    with _heard(said):
+        outcome = doctor.train(alone.worker("ppo", folder(), *settings, inputs=inputs))
+        findings = outcome["samples"][0]["findings"]
+        said += [f"{f['check']}: {f['found']}" for f in findings if f["holds"] is False]
+    with _heard(said):
+        ppo_stage.train(alone.worker("ppo", folder(), *settings, inputs=inputs))
+    return said
+
+
+def of_stage(stage: str, *settings: str, inputs: dict[str, str]) -> list[str]:
+    said = []
+    needed = {"policy": inputs["policy"]} if stage == "dpo" else {}
+    with _heard(said):
+        alone.train(stage, folder(), *ONE, *settings, inputs=needed)
+    return said
+
+
+def of_pair(number: int, *settings: str, inputs: dict[str, str]) -> list[str]:
+    """PPO on two workers; `number` is that of the exhibit that is planted in both, -1 for none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = [str(Path(tempfile.mkdtemp(dir=folder())) / "said") for _ in range(2)]
+    mp.spawn(_worker, (port, number, settings, inputs, results), nprocs=2)
+    return [line for path in results for line in Path(path).read_text().split("\0") if line]
+
+
+def _worker(rank, port, number, settings, inputs, results):
+    import exhibits
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    said = []
+    with pytest.MonkeyPatch.context() as patch, _heard(said):
+        alone.Alone.rank, alone.Alone.world = rank, 2
+        worker = alone.worker("ppo", Path(results[rank]).parent, *settings, inputs=inputs)
+        if number >= 0:
+            exhibits.EXHIBITS[number].plant(patch)
+        ppo_stage.train(worker)
+    Path(results[rank]).write_text("\0".join(said))
+    os._exit(0)  # the other may wait in a collective for this one
+
+
+@contextlib.contextmanager
+def _heard(said: list[str]):
+    """What ends the block is added to `said`."""
+    try:
+        yield
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+
+
+def visit(exhibit, number: int) -> list[str]:
+    """What is said about the exhibit's run."""
+    inputs = adapters()
+    if exhibit.scene == "pair":
+        return of_pair(number, *exhibit.settings, inputs=inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        exhibit.plant(patch)
+        if exhibit.scene == "ppo":
+            return of_ppo(*exhibit.settings, inputs=inputs)
+        return of_stage(exhibit.scene, *exhibit.settings, inputs=inputs)

@@ -1,0 +1,113 @@
+"""The museum: what no check would name is not merely printed. One exhibit for each check here; `make museum` has them all."""
+
+import re
+
+import exhibits
+import pytest
+import scenes
+import toy_ppo as toy
+
+from pipeline.ppo import doctor
+
+QUICK = {
+    "ppo": [
+        "the adapter is not switched",
+        "LoRA's scaling is lost on loading",
+        "prompts lack the generation prompt",
+        "completions are greedy",
+        "the sampler keeps the first policy",
+        "log-probs are read one place late",
+        "values are read after the action",
+        "rewards are not normalised as the reward model says",
+        "the KL is rewarded instead of paid for",
+        "the policy loss has the wrong sign",
+        "the optimizer lost the policy's parameters",
+        "groups are made of other prompts' completions",
+        "sampling stops on another end token than the template writes",
+    ],
+    "sft": [
+        "the loss is over prompts, too",
+        "the end token is not trained",
+        "rows begin with two begin tokens",
+        "the collator masks the end token",
+        "packed rows attend to each other",
+        "pad is the end token",
+        "sft's optimizer lost the adapter",
+    ],
+    "rm": [
+        "the head is frozen and random",
+        "pooling stops before the end token",
+        "truncation makes both sides equal",
+    ],
+    "dpo": [
+        "dpo's reference is the bare base",
+        "dpo's log-probs include the prompt",
+        "dpo's policy is a new adapter on the bare base",
+    ],
+}
+NAMED = [name for names in QUICK.values() for name in names]
+
+
+def parameters():
+    for number, exhibit in enumerate(exhibits.EXHIBITS):
+        slow = [] if exhibit.name in NAMED else [pytest.mark.slow]
+        if not exhibit.unnamed:
+            yield pytest.param(number, id=exhibit.name, marks=slow)
+
+
+@pytest.mark.parametrize("number", parameters())
+def test_a_planted_fault_is_named(number):
+    exhibit = exhibits.EXHIBITS[number]
+    said = scenes.visit(exhibit, number)
+    assert any(re.search(exhibit.cause, line, re.DOTALL) for line in said), said
+
+
+@pytest.mark.parametrize(
+    ("scene", "settings"),
+    [
+        ("sft", []),
+        ("sft", ["trainer.packing=true"]),
+        ("rm", []),
+        ("rm", ["trainer.bf16=true"]),
+        ("dpo", []),
+        ("dpo", ["trainer.bf16=true"]),
+        ("ppo", []),
+    ],
+    ids=str,
+)
+def test_a_sound_run_is_quiet(scene, settings):
+    if scene == "ppo":
+        assert scenes.of_ppo(*settings, inputs=scenes.adapters()) == []
+    else:
+        assert scenes.of_stage(scene, *settings, inputs=scenes.adapters()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", toy.KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bf16": True},
+        {"temperature": 0.7, "min_new_tokens": 3, "missing_eos_penalty": 1.0},
+        {"advantage_estimator": "rloo", "num_generations": 4, "loss_aggregation": "sequence"},
+        {"advantage_estimator": "grpo", "num_generations": 4, "kl_in": "loss", "kl_estimator": "k3"},
+        {"advantage_estimator": "grpo", "num_generations": 4, "importance_sampling_level": "sequence"},
+        {"advantage_estimator": "remax", "entropy_coef": 0.01},
+        {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "dual_clip": 3.0},
+        {"normalize_values": True, "whiten_rewards": True, "bootstrap_truncated": True},
+        {"mask_truncated_completions": True, "kl_estimator": "abs", "critic_warmup_steps": 1},
+        {"gradient_checkpointing": True, "kl_estimator": "k2", "kl_controller": "adaptive"},
+    ],
+    ids=str,
+)
+def test_no_architecture_and_no_variant_raises_an_alarm(kind, settings):
+    trainer = toy.trainer(toy.shared_base(kind, critic="advantage_estimator" not in settings), **settings)
+    findings, _ = doctor.examine(trainer, {})
+    assert [finding for finding in findings if finding.holds is False] == []
+    toy.trainer(toy.shared_base(kind, critic="advantage_estimator" not in settings), **settings).train()
+
+
+def test_every_quick_exhibit_is_there():
+    assert {exhibit.name for exhibit in exhibits.EXHIBITS} >= set(NAMED)
+    assert len(exhibits.EXHIBITS) == len({exhibit.name for exhibit in exhibits.EXHIBITS}) >= 60

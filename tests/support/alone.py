@@ -1,0 +1,113 @@
+"""A stage in this process: its rows tokenised, its `train(worker)` run with real trainers on the demo, without Ray or MLflow."""
+
+import importlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import datasets
+import pyarrow.parquet
+import torch
+from running import ROOT
+
+from pipeline.config import load_job
+from pipeline.data import chunks, files, tasks
+from pipeline.data.kinds import kind_of
+from pipeline.models.base import base_identity
+from pipeline.models.template import text_as_chat
+from pipeline.models.tokenizer import eos_ids, load_tokenizer
+from pipeline.registry import lineage
+from pipeline.runtime.host import Host, Work
+
+NO_EVAL = ["trainer.eval_strategy=no", "trainer.eval_on_start=false", "trainer.save_strategy=no"]
+QUICK = {
+    "sft": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
+    "rm": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
+    "dpo": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
+    "ppo": ["trainer.total_episodes=64", "trainer.batch_size=64", "trainer.response_length=16"],
+}
+ROWS = 24  # of the demo's files that a stage gets
+
+
+class Alone(Host):
+    """One worker of a stage, in this process."""
+
+    rank, world, local_rank, resume = 0, 1, 0, None
+
+    def __init__(self, work, sets, folder):
+        super().__init__(work)
+        self.sets, self.scratch, self.lines = sets, str(folder / "scratch"), []
+        os.makedirs(self.scratch, exist_ok=True)
+
+    def rows(self, name):
+        return self.sets.get(name)
+
+    def input(self, name):
+        return self.work.inputs[name]
+
+    def gather(self, mine):
+        return [mine]
+
+    def log(self, metrics, step, total):
+        self.lines.append((step, metrics))
+
+    def leaving(self, step):
+        return False
+
+    def replay(self, history):
+        raise AssertionError("nothing is resumed here")
+
+    def checkpoint(self, source, metrics, step):
+        shutil.rmtree(source, ignore_errors=True)
+
+    def finish(self, metrics, save=None, verify=None, facts=None, samples=None, **_):
+        adapter = os.path.join(self.scratch, "adapter")
+        shutil.rmtree(adapter, ignore_errors=True)
+        os.makedirs(adapter)
+        if save is not None:
+            save(adapter)
+            parents = {name: source for name, source in self.work.inputs.items() if name == "policy"}
+            described = lineage.describe(
+                self.job.stage, self.work.base, self.tokenizer, parents, {}, **(facts or {})
+            )
+            lineage.write(adapter, described)
+            verify(adapter)
+        return {"metrics": metrics, "adapter": adapter, "samples": samples}
+
+
+def worker(stage, folder, *settings, inputs=None):
+    """A worker of `stage` on the first ROWS rows of the demo, tokenised as a Ray Data task would."""
+    inputs = inputs or {}
+    os.chdir(ROOT)
+    job = load_job(f"jobs/demo/{stage}.yaml", [*QUICK[stage], "trainer.seed=1", *settings], stage)
+    model = job.model
+    tokenizer = load_tokenizer(model.name_or_path, model.revision, model.chat_template)
+    options = tasks.Options(
+        stage,
+        job.data.max_length or 256,
+        "truncate",
+        "raise",
+        text_as_chat(tokenizer, job.data.apply_chat_template),
+        tuple(eos_ids(tokenizer)),
+        0.0,
+        1,
+        bool(job.trainer.get("packing")),
+        job.data.special_tokens,
+    )
+    source = folder / f"{stage}.jsonl"
+    source.write_text("".join(Path(job.data.train).read_text().splitlines(True)[:ROWS]))
+    (chunk,) = chunks.plan(files.find(str(source), "data.train"), "train", kind_of(stage))
+    out = Path(tempfile.mkdtemp(dir=folder))
+    file, _ = tasks.tokenise(chunk, 0, tokenizer, options, str(out)).parts["train"]
+    table = pyarrow.parquet.read_table(out / file)
+    sets = {"train": datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=f"{stage}-{out.name}")}
+    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, inputs)
+    return Alone(work, sets, out)
+
+
+def train(stage, folder, *settings, inputs=None):
+    """What the stage's `train` returns, on one step or update."""
+    torch.manual_seed(0)
+    module = importlib.import_module(f"pipeline.stages.{stage}")
+    return module.train(worker(stage, folder, *settings, inputs=inputs))
