@@ -145,14 +145,17 @@ def _problem(tokenizer: Any) -> str | None:
 def wrapping(tokenizer: Any) -> tuple[str, str]:
     """What a chat template writes right before a question and to ask for a completion, without white space around it.
 
-    Both are "" where there is no template, or it writes nothing there.
+    Both are "" where there is no template, it refuses a lone question, or it writes nothing there.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return "", ""
     question = [{"role": "user", "content": "?"}]
-    plain, asking = (
-        tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=asks)
-        for asks in (False, True)
-    )
+    try:
+        plain, asking = (
+            tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=asks)
+            for asks in (False, True)
+        )
+    except Exception:  # whatever a template raises that wants a system message first
+        return "", ""
     before = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
     return before, asking[len(plain) :].strip() if asking.startswith(plain) else ""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipeline.findings import Finding
 from pipeline.models.template import wrapping
+from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.batch import Episodes, Totals, all_reduce, prompt_order
 from pipeline.ppo.checks import tolerance
 from pipeline.ppo.rewards import AdapterReward
@@ -45,7 +46,7 @@ def check(
     return [
         each_episode_once(trainer, episodes),
         prompts_as_templated(trainer, episodes),
-        ends_as_templated(trainer),
+        stops_on_every_end(trainer),
         logprobs_of_the_model(trainer, episodes),
         drawn_from_the_policy(trainer, episodes),
         values_before_actions(trainer, episodes),
@@ -89,7 +90,8 @@ def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     twice = sum(bos is not None and ids[:2] == [bos, bos] for ids in prompts)
     question, call = wrapping(tokenizer)
     texts = [tokenizer.decode(ids) for ids in prompts] if question and call else []
-    uncalled = sum(question in text and not text.rstrip().endswith(call) for text in texts)
+    chats = [text for text in texts if question in text]
+    uncalled = len(chats) * all(not text.rstrip().endswith(call) for text in chats)
     found = f"{len(prompts)} prompts"
     if twice:
         found += (
@@ -100,22 +102,14 @@ def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     return Finding(name, found, not (twice or uncalled))
 
 
-def ends_as_templated(trainer: PPOTrainer) -> Finding:
-    """What the chat template ends a completion with ends it in sampling, too."""
-    name, ends = "completions end where the template ends them", trainer.sampling.eos
-    tokenizer = trainer.tokenizer
-    if getattr(tokenizer, "chat_template", None) is None:
-        return Finding(name, "no chat template", None)
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Hello."}]
-    _, _, rest = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("Hello.")
-    ids = tokenizer(rest, add_special_tokens=False).input_ids
-    end = next((i for i in ids if i in tokenizer.all_special_ids), None)
-    if end is None:
-        return Finding(name, "the template writes no special token behind a completion", None)
-    found = f"the template writes {tokenizer.decode([end])!r}"
-    if end not in ends:
-        found += f", sampling stops on {tokenizer.convert_ids_to_tokens(list(ends)) or 'no token'}"
-    return Finding(name, found, end in ends)
+def stops_on_every_end(trainer: PPOTrainer) -> Finding:
+    """Sampling stops on all tokens with which tokenizer and base end a completion (Llama 3 has two)."""
+    shared, tokenizer, stops = trainer.shared, trainer.tokenizer, trainer.sampling.eos
+    ends = [i for i in eos_ids(tokenizer, shared.base.generation_config) if i < shared.vocab_size]
+    found = f"completions end with the token ids {ends}"
+    if missing := sorted(set(ends) - set(stops)):
+        found += f", sampling goes on after {missing}"
+    return Finding("sampling stops on every end token", found, not missing)
 
 
 # ----------------------------------------------------------------------------------- what the model itself says
@@ -179,8 +173,6 @@ def drawn_from_the_policy(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     often as their mass says. Both sums over all tokens are compared with what they are on average.
     """
     name = "completions are drawn from the policy's whole distribution"
-    if copies := _copied(trainer, episodes):
-        return Finding(name, copies, False)
     sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)
     for row in _some(episodes):
         plain = plainly(trainer, "policy", episodes, row)
@@ -199,6 +191,8 @@ def drawn_from_the_policy(trainer: PPOTrainer, episodes: Episodes) -> Finding:
             sums[i, 0] += (above >= tail).sum()
             sums[i, 1] += (ordered * (before >= tail)).sum()
     (excess, variance), *tails = all_reduce(sums).tolist()
+    if copies := _copied(trainer, episodes):
+        return Finding(name, copies, False)
     deviations = excess / math.sqrt(max(variance, 1.0))
     found = f"log-probs are {-deviations:+.1f} standard deviations from their mean"
     sharp, flat = deviations < -DEVIATIONS, deviations > DEVIATIONS

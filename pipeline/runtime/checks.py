@@ -62,7 +62,7 @@ def pad_is_no_end(worker: Worker, model: Any) -> Finding:
 def only_adapters_learn(trainer: Any, model: Any) -> Finding:
     """Adapters and the head require gradients, nothing else; they are fp32, and the optimizer's."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    base = [name for name in learning if "lora_" not in name and not _of_head(name)]
+    base = [name for name in learning if ".default" not in name]  # all that peft adds has its adapter's name
     resting = [
         name
         for name, p in model.named_parameters()

@@ -224,9 +224,9 @@ def _(patch):
 
 
 @exhibit(
-    "sampling stops on another end token than the template writes",
+    "sampling stops on one of two end tokens",
     "ppo",
-    "completions end where the template",
+    "sampling goes on after",
 )
 def _(patch):
     def of(original, args, tokenizer, shared, eos=None):
@@ -237,7 +237,7 @@ def _(patch):
     patch.setattr(rollout.Sampling, "of", staticmethod(lambda *args: of(original, *args)))
 
 
-@exhibit("no token ends a completion", "ppo", "sampling stops on no token")
+@exhibit("no token ends a completion", "ppo", "sampling goes on after")
 def _(patch):
     original = rollout.Sampling.of
     patch.setattr(rollout.Sampling, "of", staticmethod(lambda *args: replace(original(*args), eos=())))

@@ -23,7 +23,7 @@ QUICK = {
         "the policy loss has the wrong sign",
         "the optimizer lost the policy's parameters",
         "groups are made of other prompts' completions",
-        "sampling stops on another end token than the template writes",
+        "sampling stops on one of two end tokens",
     ],
     "sft": [
         "the loss is over prompts, too",

@@ -282,7 +282,7 @@ def test_empty_completions_are_an_end_and_nothing_else(made_up_logprobs):
 )
 def test_all_completions_cut_off(key):
     trainer = toy.trainer(**({key: 1.0 if key == "missing_eos_penalty" else True} if key else {}))
-    trainer.sampling = Sampling(4, eos=(), seed=1)
+    trainer.sampling = Sampling(4, eos=(2, 3), min_new_tokens=4, seed=1)
     metrics = trainer.train()
     assert all(m["completions/clipped_ratio"] == 1 and all(map(math.isfinite, m.values())) for m in metrics)
 

@@ -33,6 +33,9 @@ class Tokenizer:
     def decode(self, ids, skip_special_tokens=True):
         return " ".join(str(i) for i in ids if not (skip_special_tokens and i in EOS))
 
+    def get_added_vocab(self):
+        return {}
+
 
 def config(kind="llama", **changes):
     special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
