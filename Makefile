@@ -45,8 +45,8 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate plan doctor test test-all bench chaos \
-        lint format report notebook museum ui up status dashboard down jobs logs stop
+.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate plan doctor test test-all bench chaos museum \
+        lint format report notebook ui up status dashboard down jobs logs stop
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -121,7 +121,7 @@ bench: setup .bench/trl ## what we cost beside TRL, measured here: make bench AR
 chaos: setup ## kill workers, drivers and nodes, spoil checkpoints; every run must end with the same numbers: ARGS="--seed 7"
 	@$(PY) tests/chaos $(ARGS)
 
-museum: $(VENV)/.dev ## plant 70 faults that have cost people weeks, one after another: what do the checks say?
+museum: $(VENV)/.dev ## plant 70 known bugs, one at a time, and report which ones the self-checks name
 	@$(PY) tests/museum $(ARGS)
 
 lint: $(VENV)/.dev ## style, format and types

@@ -46,6 +46,10 @@ class Failure(Exception):
     """A run or a check failed; the command line prints the message and exits with status 1."""
 
 
+class SelfCheckFailed(Failure):
+    """Numbers are not what they must be. The run ends: a restart would come to the same place."""
+
+
 class OutOfMemory(Failure):
     """Memory ran out. The run ends: a restart would come to the same place.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.errors import SelfCheckFailed
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -16,6 +18,6 @@ class Finding:
 
 
 def require(findings: Sequence[Finding]) -> None:
-    """Raises RuntimeError that lists every finding that does not hold."""
+    """Raises SelfCheckFailed with every finding that does not hold."""
     if wrong := [f"{finding.check}: {finding.found}" for finding in findings if finding.holds is False]:
-        raise RuntimeError("self-check failed:\n  " + "\n  ".join(wrong))
+        raise SelfCheckFailed("self-check failed:\n  " + "\n  ".join(wrong))

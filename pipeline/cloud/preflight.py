@@ -23,6 +23,7 @@ from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.planning import plan
+from pipeline.planning.known import config_of
 from pipeline.runtime import placement
 from pipeline.system import console, storage
 
@@ -236,6 +237,10 @@ def check_memory(job: Job, cluster: Cluster) -> None:
     if not gpus:
         return
     with console.waiting("counting the memory of a worker"):
+        try:
+            config_of(job.model)
+        except InputError:
+            return  # a folder or a version of the cluster's, which checks it there
         planned = plan.make(job)
     small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
     if not small:

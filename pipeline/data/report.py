@@ -55,9 +55,8 @@ class Split:
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # whose prompt is plain text, not messages
-    joined: int = (
-        0  # of them, whose prompt and completion meet without white space, and no template parts them
-    )
+    # Of them, whose prompt and completion meet without white space, and no template parts them.
+    joined: int = 0
     joined_first: str = ""  # the border of the first of these
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
     ended: int = 0  # whose trained tokens include one that generation stops on

@@ -15,14 +15,12 @@ from typing import Any
 from pipeline.data.record import Turns
 from pipeline.data.values import RowError, show
 from pipeline.errors import visible
+from pipeline.models.template import DATE, GENERATION
 from pipeline.system import deadline
 
-# Llama 3.1+ templates write today's date into the prompt: a digest would change every day.
-DATE = "26 Jul 2024"
 BEGUN = 200  # characters: the most of a completion that the generation prompt may already contain
 SECONDS = 10.0  # that a template may take for one row
 LONGEST = 1 << 26  # characters that it may make of one row
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # What stands behind it in a completion is what templates keep once the conversation goes on.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")

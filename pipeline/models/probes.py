@@ -1,4 +1,4 @@
-"""Probes: what an adapter says to a few sequences, stored with it to check that it still says the same.
+"""Probes: an adapter's outputs on a few random sequences, stored with it, to check that it still gives the same.
 
 An adapter with a lost head, another scaling or a renamed key, or on another base, can load without an error and behave
 otherwise. Each stage therefore stores the trained model's outputs: a reward's scores, a policy's log-probs. The sequences
@@ -37,4 +37,5 @@ def read(folder: str) -> list[tuple[list[int], float]]:
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8") as file:
-        return [(row["input_ids"], row["output"]) for row in json.load(file)]
+        rows = json.load(file)
+    return [(row["input_ids"], row["output"]) for row in rows if "output" in row]

@@ -7,6 +7,7 @@ limit on time or memory: it is tested once in a child process that has them.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from pipeline.errors import InputError, in_brief
 from pipeline.models.trial import in_child
 
 PLAIN = Path(__file__).with_name("plain.jinja")
+# Llama 3.1+ templates write today's date into the prompt: a digest would change every day.
+DATE = "26 Jul 2024"
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
 BOS_LINE = "{{- bos_token }}\n"
 CHARACTERS = 1 << 20  # limit on the length of one rendered conversation of PROBES
 PROBES = [
@@ -142,7 +146,7 @@ def _problem(tokenizer: Any) -> str | None:
     return problems[0] if all(problems) else None
 
 
-def wrapping(tokenizer: Any) -> tuple[str, str]:
+def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
     """What a chat template writes right before a question and to ask for a completion, without white space around it.
 
     Both are "" where there is no template, it refuses a lone question, or it writes nothing there.
@@ -152,7 +156,9 @@ def wrapping(tokenizer: Any) -> tuple[str, str]:
     question = [{"role": "user", "content": "?"}]
     try:
         plain, asking = (
-            tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=asks)
+            tokenizer.apply_chat_template(
+                question, tokenize=False, add_generation_prompt=asks, date_string=DATE
+            )
             for asks in (False, True)
         )
     except Exception:  # whatever a template raises that wants a system message first

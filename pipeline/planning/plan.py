@@ -154,7 +154,7 @@ Loras = Mapping[str, dict[str, Any]]  # peft's settings by input: `policy`, `rew
 
 
 def make(job: Job, loras: Loras | None = None) -> Plan:
-    """The plan of a job that runs on workers. Of one that trains nothing it knows the memory alone.
+    """The plan of a job that runs on workers. For a job that does not train, only memory is estimated.
 
     Args:
         loras: peft's settings of the adapters that the job starts from, by input (`policy`, `reward`); where one is not

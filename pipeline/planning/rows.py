@@ -13,13 +13,11 @@ from pipeline.errors import InputError
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.system import storage
 
-CHUNKS, CHUNK = (
-    8,
-    256 << 10,
-)  # what is tokenised of a large set: so many chunks of so many bytes, spread over it
-WHOLE = (
-    32 << 20
-)  # bytes of a zipped file or a JSON array above which it is not looked at: it is no range of lines
+# What is tokenised of a large set: so many chunks of so many bytes, spread over it.
+CHUNKS = 8
+CHUNK = 256 << 10
+# Bytes of a zipped file or a JSON array above which it is not looked at: it is no range of lines.
+WHOLE = 32 << 20
 
 
 @dataclass(frozen=True)

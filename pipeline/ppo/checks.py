@@ -6,6 +6,7 @@ violate one of these long before a reward curve shows them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.errors import SelfCheckFailed
 from pipeline.findings import Finding
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.batch import Episodes, all_reduce
@@ -38,10 +40,10 @@ def check_first_ratio(shared: SharedBase, rms: float) -> None:
         rms: root mean square of the log-ratio, over all workers.
 
     Raises:
-        RuntimeError: when the ratios differ from 1 by more than rounding.
+        SelfCheckFailed: when the ratios differ from 1 by more than rounding.
     """
     if not rms <= tolerance(shared):  # written so that NaN raises, too
-        raise RuntimeError(
+        raise SelfCheckFailed(
             f"the first ratios are not 1 (log-ratio {rms:.2g} on average, rounding is up to {tolerance(shared):.2g}). "
             "Old and new log-probs differ before any step: dropout, another temperature or mask, or another adapter on one "
             "of the sides"
@@ -150,12 +152,15 @@ def weights_of(trainer: PPOTrainer) -> dict[str, tuple[float, float]]:
     """role -> sum and sum of squares of what it learns with, to see whether it has changed."""
     sums = {}
     for role in trainer.roles:
-        parameters = [p.detach().double() for p in trainer.shared.parameters_of(role)]
-        sums[role] = (
-            float(sum(p.sum() for p in parameters)),
-            float(sum(p.square().sum() for p in parameters)),
-        )
+        parameters = [parameter.detach() for parameter in trainer.shared.parameters_of(role)]
+        total = sum(float(p.sum(dtype=torch.float64)) for p in parameters)
+        sums[role] = (total, sum(float(p.double().square().sum()) for p in parameters))
     return sums
+
+
+def _same_sums(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Up to the order of additions, which differs between GPUs of different types."""
+    return all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(one, other, strict=True))
 
 
 def learned_alike(
@@ -178,7 +183,9 @@ def learned_alike(
     if trainer.workers > 1:
         held = [after] * trainer.workers
         dist.all_gather_object(held, after)
-    apart = sorted({role for other in held for role in trainer.roles if other[role] != held[0][role]})
+    apart = [
+        role for role in trainer.roles if any(not _same_sums(other[role], after[role]) for other in held)
+    ]
     skipped = trainer.skipped_steps > 0
     found = f"{', '.join(trainer.roles)} on {trainer.workers} workers"
     if still and not skipped:

@@ -208,7 +208,7 @@ class PPOConfig:
     ] = "linear"
     """Schedules of transformers.get_scheduler without further settings."""
     warmup_steps: int = 0
-    """Linear warm-up of the learning rate, in updates: the first has 1 / (warmup_steps + 1) of it, the one after them all.
+    """Linear warm-up of the learning rate, in updates: the n-th has n / (warmup_steps + 1) of it.
     The critic's begins with the run, the policy's when the policy begins to learn (`critic_warmup_steps`)."""
     max_grad_norm: float = 1.0
     """Clip the L2 norm of the gradient, of policy and critic separately, to this. 0: no clipping."""

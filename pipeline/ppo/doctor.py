@@ -90,7 +90,7 @@ def same_as_file(trainer: PPOTrainer, role: str, folder: str) -> Finding:
 
 @torch.no_grad()
 def behaves_as_trained(trainer: PPOTrainer, role: str, folder: str) -> Finding:
-    """The role says to its probes what it said at the end of its training, in units of a reward's deviation or in nats."""
+    """The role's outputs on its probes are those of the end of its training: scores in standard deviations, or nats a token."""
     shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.rewards}
     verb = "scores" if role in rewards else "writes"
     name = f"{role} {verb} as when it was trained"

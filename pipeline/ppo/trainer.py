@@ -187,8 +187,8 @@ class PPOTrainer:
         kl_coef = self.kl_coef
         rewards = self.rewards_and_advantages(episodes, greedy_scores)
         if self.update == 0:
-            require(check_rollout(self, episodes, rewards))
-            require(recomputed.check(self, episodes, rewards, greedy_scores))
+            compared = recomputed.check(self, episodes, rewards, greedy_scores)
+            require([*check_rollout(self, episodes, rewards), *compared])
         weights = weights_of(self) if self.update == 0 else None
         with self.phases("update"):
             learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)

@@ -18,12 +18,8 @@ from pipeline.registry.server import client, first_line, like, metric_key, track
 from pipeline.system import deadline
 from pipeline.system.credentials import without_credentials
 
-CLOCKS = (
-    "_runtime",
-    "_per_second",
-    "_num_tokens",
-    "_time",
-)  # ends of figures that say nothing about the model
+# Ends of the names of figures that say nothing about the model.
+CLOCKS = ("_runtime", "_per_second", "_num_tokens", "_time")
 
 
 @dataclass(frozen=True)

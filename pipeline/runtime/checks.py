@@ -1,8 +1,8 @@
 """What the TRL stages check on their first rows, before the first optimizer step: labels, ends, losses, scores, reference.
 
 The rows that Ray Data made and the loss that TRL computes on them are compared with a plain forward of the model on each
-row alone, without padding, packing or a collator. A fault that is seen here costs seconds; otherwise it costs the run, or
-is seen by nobody. Rows that are odd by themselves stop nothing: what is wrong with *all* of the first rows is.
+row alone, without padding, packing or a collator. A fault found here costs seconds; later it costs the run. One odd row
+stops nothing: what is wrong with *all* of the first rows does, and so do equal sides of a pair.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 from pipeline.findings import Finding
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import is_head
-from pipeline.models.template import wrapping
+from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.worker import Worker
 
 FIRST = 64  # rows whose tokens are looked at
 FORWARD = 4  # of them, the shortest, that go through the model
+SIDES = ("chosen_ids", "rejected_ids")
 LOGITS = 1 << 28  # fp32 numbers, a GiB, that one row may make; longer rows are not sent through
 
 
@@ -41,7 +42,7 @@ def check(worker: Worker, trainer: Any) -> list[Finding]:
         model.train(training)
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
     return [
-        pad_is_no_end(worker, model),
+        pad_is_no_eos(worker),
         only_adapters_learn(trainer, model),
         *findings,
         each_row_once(worker, trainer),
@@ -51,12 +52,12 @@ def check(worker: Worker, trainer: Any) -> list[Finding]:
 # ------------------------------------------------------------------------------------------------- every stage
 
 
-def pad_is_no_end(worker: Worker, model: Any) -> Finding:
-    """The pad token ends no completion: else collators mask the end, and it is never learned."""
+def pad_is_no_eos(worker: Worker) -> Finding:
+    """The pad token ends no completion: else collators mask EOS, and it is never learned."""
     tokenizer = worker.tokenizer
-    ends = eos_ids(tokenizer, getattr(model, "generation_config", None))
+    ends = eos_ids(tokenizer)
     found = f"pad is {tokenizer.pad_token!r}, completions end with {tokenizer.convert_ids_to_tokens(ends)}"
-    return Finding("pad is no end token", found, tokenizer.pad_token_id not in ends)
+    return Finding("the pad token is no EOS token", found, tokenizer.pad_token_id not in ends)
 
 
 def only_adapters_learn(trainer: Any, model: Any) -> Finding:
@@ -91,50 +92,62 @@ def _of_head(name: str) -> bool:
 
 
 def each_row_once(worker: Worker, trainer: Any) -> Finding:
-    """The rows of the first step are different ones on each worker."""
+    """The rows of the first micro-batch are different ones on each worker."""
     name = "workers train on different rows"
     if worker.world == 1:
         return Finding(name, "one worker", None)
     mine = next(iter(trainer.get_train_dataloader().batch_sampler))
     drawn = [row for part in worker.gather(list(mine)) for row in part]
     twice = len(drawn) - len(set(drawn))
-    found = f"{len(drawn)} rows in the first step of {worker.world} workers"
+    found = f"{len(drawn)} rows in the first micro-batch of {worker.world} workers"
     return Finding(name, found + (f", {twice} of them twice" if twice else ""), not twice)
 
 
-def begins_once(tokenizer: Any, rows: Sequence[list[int]]) -> Finding:
-    """No row begins with the begin token twice: the template writes one, and a tokenizer that adds one makes it two."""
+def one_bos(tokenizer: Any, rows: Sequence[list[int]]) -> Finding:
+    """Rows do not begin with two BOS: the template writes one, and a tokenizer that adds one makes it two."""
     bos = tokenizer.bos_token_id
     twice = sum(bos is not None and ids[:2] == [bos, bos] for ids in rows)
     found = f"{len(rows)} rows" + (f"; {twice} begin with {tokenizer.bos_token} twice" if twice else "")
-    return Finding("rows begin once", found, not twice)
+    return Finding("at most one BOS per row", found, twice < max(1, len(rows)))
 
 
-def ends_learned(tokenizer: Any, model: Any, completions: Sequence[list[int]]) -> Finding:
-    """Completions end with an end token that is trained: else the model never learns to stop."""
-    ends = set(eos_ids(tokenizer, getattr(model, "generation_config", None)))
-    ended = sum(bool(ids) and ids[-1] in ends for ids in completions)
-    found = f"{ended} of {len(completions)} completions end with an end token among the trained ones"
-    return Finding("the end of a completion is learned", found, ended > 0)
+def ends_learned(tokenizer: Any, completions: Sequence[list[int]], truncated: Sequence[bool]) -> Finding:
+    """Completions end with an EOS token that is trained: else the model never learns to stop."""
+    name, ends = "completions end with a trained EOS", set(eos_ids(tokenizer))
+    whole = [ids for ids, cut in zip(completions, truncated, strict=True) if not cut]
+    if not whole:
+        return Finding(name, f"not checked: all of the first {len(completions)} rows are truncated", None)
+    ended = sum(bool(ids) and ids[-1] in ends for ids in whole)
+    found = f"{ended} of {len(whole)} completions end with an EOS token among the trained ones"
+    return Finding(name, found, ended > 0)
 
 
-def behind_the_call(tokenizer: Any, prompts: Sequence[list[int]], wholes: Sequence[list[int]]) -> Finding:
-    """What is trained begins where the template asks for a completion, not before it and not behind."""
-    name = "training begins where the completion does"
-    _, call = wrapping(tokenizer)
-    begun = sum(bool(ids) for ids in prompts)
-    if not begun:
+def loss_after_generation_prompt(
+    tokenizer: Any, prompts: Sequence[list[int]], wholes: Sequence[list[int]]
+) -> Finding:
+    """What is trained begins right behind the template's generation prompt.
+
+    Args:
+        prompts: token ids of each row before its last trained completion.
+        wholes: the same with the completion.
+    """
+    name = "the loss starts after the generation prompt"
+    with_prompt = sum(bool(ids) for ids in prompts)
+    if not with_prompt:
         return Finding(
             name, f"in none of {len(prompts)} rows: the prompt is trained, too, from its first token", False
         )
+    if GENERATION.search(tokenizer.chat_template or ""):
+        return Finding(name, "the template marks its completions itself ({% generation %})", None)
+    _, asks = user_header_and_generation_prompt(tokenizer)
     texts = [
         (tokenizer.decode(ids), tokenizer.decode(whole)) for ids, whole in zip(prompts, wholes, strict=True)
     ]
-    if not call or not any(call in whole for _, whole in texts):
-        return Finding(name, f"{begun} of {len(prompts)} rows have a prompt that is not trained", True)
-    called = sum(call in prompt and prompt.rfind(call) == whole.rfind(call) for prompt, whole in texts)
-    found = f"{called} of {len(prompts)} completions are trained from behind the template's last {call!r}"
-    return Finding(name, found, called > 0)
+    if not asks or not any(asks in whole for _, whole in texts):
+        return Finding(name, f"{with_prompt} of {len(prompts)} rows have a prompt that is not trained", True)
+    behind = sum(asks in prompt and prompt.rfind(asks) == whole.rfind(asks) for prompt, whole in texts)
+    found = f"{behind} of {len(prompts)} completions are trained from behind the template's last {asks!r}"
+    return Finding(name, found, behind > 0)
 
 
 def sides_differ(chosen: Sequence[list[int]], rejected: Sequence[list[int]]) -> Finding:
@@ -157,11 +170,11 @@ def _demonstrations(worker: Worker, trainer: Any, model: Any, rows: list[dict[st
             last = next((i for i in reversed(range(trained[-1])) if row["labels"][i] == -100), -1) + 1
             prompts.append(row["input_ids"][:last])
             completions.append(row["input_ids"][last : trained[-1] + 1])
-            ids.append(row["input_ids"])
+            ids.append(row["input_ids"][: trained[-1] + 1])
     return [
-        begins_once(tokenizer, ids),
-        behind_the_call(tokenizer, prompts, ids),
-        ends_learned(tokenizer, model, completions),
+        one_bos(tokenizer, ids),
+        loss_after_generation_prompt(tokenizer, prompts, ids),
+        ends_learned(tokenizer, completions, [len(whole) >= _limit(worker) for whole in ids]),
         labels_are_tokens(trainer, model, rows),
         loss_of_rows_alone(trainer, model, rows),
     ]
@@ -198,7 +211,7 @@ def labels_are_tokens(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> F
 def loss_of_rows_alone(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> Finding:
     """TRL's loss on a padded or packed batch is the mean over its tokens of what each row alone gives."""
     name = "the loss is that of the rows alone"
-    few = _short(model, rows, lambda row: len(row["input_ids"]))
+    few = _short(model, rows, lambda row: max(row.get("seq_lengths") or [len(row["input_ids"])]))
     if (
         trainer.args.loss_type not in (None, "nll")
         or trainer.args.label_smoothing_factor
@@ -224,10 +237,11 @@ def _preferences(worker: Worker, trainer: Any, model: Any, rows: list[dict[str, 
     tokenizer = worker.tokenizer
     wholes = [row["prompt_ids"] + row["chosen_ids"] for row in rows]
     return [
-        begins_once(tokenizer, wholes),
-        behind_the_call(tokenizer, [row["prompt_ids"] for row in rows], wholes),
+        one_bos(tokenizer, wholes),
+        loss_after_generation_prompt(tokenizer, [row["prompt_ids"] for row in rows], wholes),
         ends_learned(
-            tokenizer, model, [row[side] for row in rows for side in ("chosen_ids", "rejected_ids")]
+            tokenizer,
+            *_with_truncation(worker, [(row["prompt_ids"], row[side]) for row in rows for side in SIDES]),
         ),
         sides_differ([row["chosen_ids"] for row in rows], [row["rejected_ids"] for row in rows]),
         *([starts_as_its_file(model, worker.input("policy"))] if "policy" in worker.work.inputs else []),
@@ -298,8 +312,8 @@ def _comparisons(worker: Worker, trainer: Any, model: Any, rows: list[dict[str, 
     tokenizer = worker.tokenizer
     sides = [[row[side] for row in rows] for side in ("chosen_ids", "rejected_ids")]
     return [
-        begins_once(tokenizer, sides[0]),
-        ends_learned(tokenizer, model, [*sides[0], *sides[1]]),
+        one_bos(tokenizer, sides[0]),
+        ends_learned(tokenizer, *_with_truncation(worker, [([], ids) for ids in [*sides[0], *sides[1]]])),
         sides_differ(*sides),
         scores_of_rows_alone(trainer, model, rows),
     ]
@@ -308,7 +322,9 @@ def _comparisons(worker: Worker, trainer: Any, model: Any, rows: list[dict[str, 
 def scores_of_rows_alone(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> Finding:
     """Scores in a padded batch are the head's output, in fp32, on the last token of each row alone."""
     name = "scores are read at the last token, in fp32"
-    few = _short(model, rows, lambda row: 0)
+    few = _short(model, rows, lambda row: max(len(row["chosen_ids"]), len(row["rejected_ids"])))
+    if not few:
+        return Finding(name, "not checked: the rows are too long", None)
     head = next((p for key, p in model.named_parameters() if p.requires_grad and _of_head(key)), None)
     if head is None:
         return Finding(name, "no scalar head learns: it is frozen, and random or the base's own", False)
@@ -336,6 +352,18 @@ def scores_of_rows_alone(trainer: Any, model: Any, rows: list[dict[str, Any]]) -
 
 
 # ----------------------------------------------------------------------------------------------------- helpers
+
+
+def _limit(worker: Worker) -> float:
+    """Tokens of the longest row; a row of as many may have been truncated."""
+    return worker.job.data.max_length or float("inf")
+
+
+def _with_truncation(
+    worker: Worker, rows: list[tuple[list[int], list[int]]]
+) -> tuple[list[list[int]], list[bool]]:
+    """The completions of (prompt, completion), and whether each may have been truncated."""
+    return [ids for _, ids in rows], [len(prompt) + len(ids) >= _limit(worker) for prompt, ids in rows]
 
 
 def _short(

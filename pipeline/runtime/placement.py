@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.errors import Failure, InputError, OutOfMemory, causes
+from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, causes
 
 ELSEWHERE = "or run on a cluster that has it (RAY_ADDRESS=http://HEAD:8265)"
 GPU_LABEL = "ray.io/accelerator-type"  # a node's label; the name of its GPUs, which Ray takes from the driver
@@ -304,7 +304,9 @@ def callback(job: Job) -> Any:
 
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
             failed = getattr(current_state, "training_failed_error", None)
-            if hopeless := next((e for e in causes(failed) if type(e) is OutOfMemory), None):
+            if hopeless := next(
+                (e for e in causes(failed) if type(e) in (OutOfMemory, SelfCheckFailed)), None
+            ):
                 raise hopeless
             name = type(current_state).__name__
             if name not in WAITING:

@@ -171,7 +171,7 @@ def vllm_share(shared: SharedBase, rows: int, longest: int) -> float:
     text = shared.base.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_bytes = 2 * text.num_hidden_layers * heads * size * 2  # bf16
+    kv_bytes = 2 * text.num_hidden_layers * heads * size * shared.base.dtype.itemsize
     named = shared.base.named_parameters()
     weights = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
     total = torch.cuda.get_device_properties(shared.device).total_memory

@@ -125,6 +125,18 @@ def restore_sums(trainer: Any, path: str) -> None:
     trainer._metrics = {mode: defaultdict(list, values) for mode, values in sums["metrics"].items()}
 
 
+def undo_rounding(trainer: Any) -> None:
+    """The adapter that dpo starts from, as it is in its file: TRL's copy of it, the reference, is what it was.
+
+    On a 4-bit base TRL rounds the adapter to bf16 after copying it (trl 1.16, DPOTrainer.__init__). Remove with the cast in
+    `run`.
+    """
+    named = dict(trainer.model.named_parameters())
+    for name, parameter in named.items():
+        if parameter.requires_grad:
+            parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
+
+
 def run(worker: Worker, trainer: Any) -> dict[str, float]:
     """Trains from the start or from the worker's checkpoint; returns the final metrics.
 

@@ -46,6 +46,8 @@ def train(worker: Worker) -> dict[str, Any]:
         eval_dataset=held_out,
         processing_class=worker.tokenizer,
     )
+    if adapter is None:
+        training.undo_rounding(trainer)
     metrics = training.run(worker, trainer)
     probe = [row["prompt_ids"] + row["chosen_ids"] for row in rows.select(range(min(4, len(rows))))]
     return worker.finish(

@@ -132,6 +132,7 @@ def address(models, storage):
     command = [sys.executable, "-m", "pipeline", "serve", "jobs/demo/score.yaml", *given]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
+            assert process.stdout.readline() == "checking the models\n"
             assert process.stdout.readline() == "loading jobs/demo/model\n"
             line = process.stdout.readline()
             match = re.search(r"scoring with models:/toy-rm/1 at (http://127\.0\.0\.1:\d+)/score", line)

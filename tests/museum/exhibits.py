@@ -163,7 +163,11 @@ def _(patch):
     wrapped(patch, ppo.PPOTrainer, "__init__", init)
 
 
-@exhibit("the optimizer lost the policy's parameters", "ppo", "optimizer")
+@exhibit(
+    "the optimizer lost the policy's parameters",
+    "ppo",
+    r"[1-9]\d* are on one side only of optimizer|not the optimizer's",
+)
 def _(patch):
     def init(original, self, *args, **keys):
         original(self, *args, **keys)
@@ -202,7 +206,7 @@ def _(patch):
 # ---------------------------------------------------------------------------------------- prompts, ends of text
 
 
-@exhibit("prompts begin with two begin tokens", "ppo", "begin token twice")
+@exhibit("prompts begin with two begin tokens", "ppo", "begin with BOS twice")
 def _(patch):
     wrapped(patch, encode.Encoder, "one_bos", lambda original, self, ids: [self.bos, *original(self, ids)])
 
@@ -542,7 +546,7 @@ def _(patch):
     wrapped(patch, ppo, "kl_estimate", lambda original, a, b, estimator: -original(a, b, estimator))
 
 
-@exhibit("the policy's backward is forgotten", "ppo", "gradients reach the learning roles|got no gradient")
+@exhibit("the policy's backward is forgotten", "ppo", "gradients reach the learning roles")
 def _(patch):
     wrapped(
         patch,
@@ -608,7 +612,7 @@ def _(patch):
     )
 
 
-@exhibit("the end token is not trained", "sft", "end of a completion is learned")
+@exhibit("the end token is not trained", "sft", "completions end with a trained EOS")
 def _(patch):
     wrapped(
         patch,
@@ -618,7 +622,7 @@ def _(patch):
     )
 
 
-@exhibit("rows begin with two begin tokens", "sft", "rows begin once")
+@exhibit("rows begin with two begin tokens", "sft", "at most one BOS per row")
 def _(patch):
     def write(original, self, name, example):
         columns = example.columns
@@ -629,7 +633,7 @@ def _(patch):
     wrapped(patch, tasks.Task, "write", write)
 
 
-@exhibit("the template's header is trained", "sft", "training begins where the completion does")
+@exhibit("the template's header is trained", "sft", "the loss starts after the generation prompt")
 def _(patch):
     def fit(original, encoder, ids, trained):
         first = trained.index(True)
@@ -684,7 +688,7 @@ def _(patch):
     of_collator(patch, joined)
 
 
-@exhibit("pad is the end token", "sft", "pad is no end token")
+@exhibit("pad is the end token", "sft", "the pad token is no EOS token")
 def _(patch):
     import alone
 
@@ -751,7 +755,7 @@ def _(patch):
 # -------------------------------------------------------------------------------------------------- reward models
 
 
-@exhibit("the head is frozen and random", "rm", "head")
+@exhibit("the head is frozen and random", "rm", "it is frozen, and random|of the adapter are frozen")
 def _(patch):
     def run(original, worker, trainer):
         for name, parameter in trainer.model.named_parameters():

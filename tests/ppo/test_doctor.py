@@ -5,6 +5,7 @@ import torch
 import toy_ppo as toy
 from running import stage
 
+from pipeline.errors import SelfCheckFailed
 from pipeline.findings import Finding
 from pipeline.models import probes
 from pipeline.ppo import checks, doctor
@@ -59,7 +60,7 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
 
 def test_the_start_of_a_run_raises_what_the_checks_find(monkeypatch):
     monkeypatch.setattr(checks, "sampler_agrees", lambda *_: Finding("agrees", "it does not", False))
-    with pytest.raises(RuntimeError, match="agrees: it does not"):
+    with pytest.raises(SelfCheckFailed, match="agrees: it does not"):
         toy.trainer().run_update()
 
 
@@ -112,7 +113,7 @@ def test_a_sampler_with_a_temperature_of_its_own_is_seen():
             )
 
     shared = toy.shared_base()
-    with pytest.raises(RuntimeError, match="sampler and trainer agree"):
+    with pytest.raises(SelfCheckFailed, match="sampler and trainer agree"):
         toy.trainer(shared, engine=Hot(shared)).run_update()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import toy_ppo as toy
 
+from pipeline.errors import SelfCheckFailed
 from pipeline.ppo.batch import Totals, collate
 from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.rollout import Completion, Sampling
@@ -28,7 +29,7 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     )
     # from here on training differs from what was sampled
     object.__setattr__(trainer.sampling, "temperature", 0.8)
-    with pytest.raises(RuntimeError, match="first ratios are not 1"):
+    with pytest.raises(SelfCheckFailed, match="first ratios are not 1"):
         trainer.learn(episodes)
     trainer.update = 1  # a run that has begun well goes on, and says so
     assert trainer.learn(episodes)["policy/first_ratio_rms"] > 0.1
@@ -184,7 +185,7 @@ def test_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
     assert trainer.run_update()["objective/kl"] != pytest.approx(0, abs=1e-4)
     assert torch.equal(frozen, toy.weights(shared, ["reference"]))
     with pytest.raises(
-        RuntimeError, match="KL to the reference is 0 before the first step: log-probs differ"
+        SelfCheckFailed, match="KL to the reference is 0 before the first step: log-probs differ"
     ):
         toy.trainer(toy.shared_base(spread=0.1)).run_update()
     toy.trainer(toy.shared_base(spread=0.1), check_reference=False).run_update()
