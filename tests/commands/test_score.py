@@ -133,7 +133,7 @@ def address(models, storage):
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "checking the models\n"
-            assert process.stdout.readline() == "loading jobs/demo/model\n"
+            assert process.stdout.readline() == "loading jobs/demo/model (1.4 MB)\n"
             line = process.stdout.readline()
             match = re.search(r"scoring with models:/toy-rm/1 at (http://127\.0\.0\.1:\d+)/score", line)
             assert match, line
