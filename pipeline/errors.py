@@ -1,5 +1,6 @@
 """Errors whose message says everything: the command line prints it alone. Other exceptions keep their traceback."""
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,12 +70,13 @@ class OutOfMemory(Failure):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, torch or cuBLAS says that memory ran out (imports no torch)."""
-    said = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    """Whether an error of Python, torch or a CUDA library says that memory ran out (imports no torch)."""
+    said = ("allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
         or (isinstance(error, RuntimeError) and any(text in str(error) for text in said))
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     )
 
 

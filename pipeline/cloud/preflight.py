@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipeline import registry
 from pipeline.cloud import clusterfile
@@ -161,7 +162,7 @@ def _on_local_disk(path: str) -> bool:
 def check_tracking(job: Job, cluster: Cluster) -> None:
     uri = registry.tracking_uri(job)
     server = f"mlflow.tracking_uri={cluster.tracking_uri or f'http://{cluster.head_ip}:5000'}"
-    if uri.startswith("sqlite:"):
+    if uri.lower().startswith("sqlite:"):
         if cluster.several:
             raise InputError(
                 f"a SQLite file ({uri}) belongs to one machine, but the cluster has or may get "
@@ -169,8 +170,8 @@ def check_tracking(job: Job, cluster: Cluster) -> None:
                 key="mlflow.tracking_uri",
             )
         return
-    host = uri.split("://")[-1].split("/")[0].rpartition(":")[0]
-    if cluster.several and host in ("localhost", "127.0.0.1", "[::1]"):
+    host = urlsplit(uri).hostname or ""
+    if cluster.several and (host in ("localhost", "0.0.0.0", "::", "::1") or host.startswith("127.")):
         raise InputError(
             f"{uri!r} means another machine on each node; name the server as the nodes see it, e.g. {server}",
             key="mlflow.tracking_uri",

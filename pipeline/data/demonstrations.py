@@ -1,5 +1,6 @@
 """Demonstrations: a prompt and the completion to learn. Rows -> Records -> token ids with labels."""
 
+import contextlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
@@ -26,23 +27,40 @@ SHAPES = {
 }
 # Columns that say whether a completion is good (trl.KTOTrainer's, LLaMA-Factory's), and their values where it is not.
 LABELS = {"label", "kto_tag"}
-BAD = (False, -1, "false", "0", "-1", "bad", "rejected", "undesirable", "negative")  # 0 is False
+_BAD_WORDS = "bad dislike disliked down f false n negative no reject rejected undesirable unsafe wrong"
+BAD = (0, -1, *_BAD_WORDS.split())
+GOOD = (1, *"chosen desirable good like liked positive t true up y yes".split())
 WEIGHTS = {"weight", "train"}  # fields of a message that say whether it is trained
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------
 
 
 def parse(row: dict[str, Any], shape: str) -> Record:
-    """A demonstration of one of SHAPES, to be imitated; one that one of LABELS calls bad is refused."""
+    """A demonstration of one of SHAPES, to be imitated; one that one of LABELS calls bad is refused.
+
+    A label that says something else is a column that is not read.
+    """
     for name in LABELS & row.keys():
-        if (row[name].lower() if isinstance(row[name], str) else row[name]) in BAD:
+        if is_good(row[name]) is False:
             raise RowError(
                 "label",
                 name,
                 f"{show(row[name])}: a completion that is not to be imitated",
                 "good completions only; data.on_error=skip trains on those alone; rm and dpo learn from pairs (chosen, rejected)",
             )
-    return demonstration(row, shape)
+    record = demonstration(row, shape)
+    record.unread = tuple(name for name in sorted(LABELS & row.keys()) if is_good(row[name]) is None)
+    return record
+
+
+def is_good(label: Any) -> bool | None:
+    """Whether a label calls a completion good; None: it says something else, such as a topic."""
+    value = label.strip().lower() if isinstance(label, str) else label
+    with contextlib.suppress(ValueError, TypeError):
+        value = float(value)
+    if not isinstance(value, str | int | float):
+        return None
+    return True if value in GOOD else False if value in BAD else None
 
 
 def demonstration(row: dict[str, Any], shape: str) -> Record:

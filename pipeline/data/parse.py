@@ -34,7 +34,7 @@ def parse(row: Any, kind: Kind) -> Record:
     record = kind.parse(row, shape)
     record.tools = offered(row.get("tools"))
     if "row" not in kind.columns:  # else all columns go to Python rewards
-        record.unread = tuple(key for key in row if key not in read_of(record, kind, shape))
+        record.unread += tuple(key for key in row if key not in read_of(record, kind, shape))
     return record
 
 

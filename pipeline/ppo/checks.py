@@ -187,7 +187,7 @@ def learned_alike(
         role for role in trainer.roles if any(not _same_sums(other[role], after[role]) for other in held)
     ]
     skipped = trainer.skipped_steps > 0
-    found = f"{', '.join(trainer.roles)} on {trainer.workers} workers"
+    found = f"{', '.join(trainer.roles)}; workers: {trainer.workers}"
     if still and not skipped:
         found += (
             f"; {', '.join(still)} got a gradient and did not move: its parameters are not the optimizer's"

@@ -86,7 +86,7 @@ def _compared(
     wrong_rewards = sum(not _close(row.rewards, plain) for row, plain in zip(rows, paid, strict=True))
     learning = [(row, plain) for row, plain in zip(rows, expected, strict=True) if row.learns]
     wrong = sum(not _close(row.advantages, plain) for row, plain in learning)
-    found = f"{len(rows)} completions of {trainer.workers} workers, {args.advantage_estimator}"
+    found = f"{len(rows)} completions, workers: {trainer.workers}, {args.advantage_estimator}"
     if wrong_rewards:
         found += f"; token rewards of {wrong_rewards} differ: the KL's sign or coefficient, or where the score is paid"
     elif wrong:

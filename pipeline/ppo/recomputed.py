@@ -72,7 +72,7 @@ def each_episode_once(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     seen = all_reduce(seen)
     missing, twice = int((seen == 0).sum()), int((seen > 1).sum())
     wrong_prompts = int(all_reduce(torch.tensor(float(wrong_prompts), device=seen.device)))
-    found = f"{args.batch_size} episodes on {trainer.workers} workers"
+    found = f"{args.batch_size} episodes, workers: {trainer.workers}"
     if missing or twice or wrong_prompts:
         found += f": {missing} are on none, {twice} on several, {wrong_prompts} have another prompt than the seed gives them"
     return Finding("each episode is on one worker", found, not (missing or twice or wrong_prompts))
@@ -243,6 +243,8 @@ def values_before_actions(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     row = int(episodes.counts.argmin())
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
     head = shared.parameters_of("critic")[-1]
+    if not head.any():
+        return Finding(name, "not checked: the head is new, and all values are 0", None)
     for t in {0, count - 1} if count else ():
         ids = episodes.input_ids[row : row + 1, : start + t]
         value = float(head.float() @ shared.hidden("critic", ids)[0, -1].float())

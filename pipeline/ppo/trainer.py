@@ -198,7 +198,8 @@ class PPOTrainer:
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
 
         self.scheduler.step()
-        if args.kl_controller == "adaptive":
+        # While the critic alone learns, the KL stays 0, and the coefficient would fall for nothing.
+        if args.kl_controller == "adaptive" and self.update >= args.critic_warmup_steps:
             controller = AdaptiveKLController(self.kl_coef, args.kl_target, args.kl_horizon)
             self.kl_coef = controller.update(metrics["objective/kl"], args.batch_size)
         if args.normalize_values:

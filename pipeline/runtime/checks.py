@@ -238,7 +238,12 @@ def _preferences(worker: Worker, trainer: Any, model: Any, rows: list[dict[str, 
     wholes = [row["prompt_ids"] + row["chosen_ids"] for row in rows]
     return [
         one_bos(tokenizer, wholes),
-        loss_after_generation_prompt(tokenizer, [row["prompt_ids"] for row in rows], wholes),
+        # A completion may hold further turns; of each, the beginning shows whether the prompt's end is in it.
+        loss_after_generation_prompt(
+            tokenizer,
+            [row["prompt_ids"] for row in rows],
+            [row["prompt_ids"] + row["chosen_ids"][:8] for row in rows],
+        ),
         ends_learned(
             tokenizer,
             *_with_truncation(worker, [(row["prompt_ids"], row[side]) for row in rows for side in SIDES]),

@@ -7,6 +7,8 @@ import pytest
 from running import SHARED
 from toy_data import BOT, NO, USER, parsed
 
+from pipeline.data.kinds import kind_of
+from pipeline.data.parse import parse
 from pipeline.data.values import RowError
 
 
@@ -147,3 +149,16 @@ def test_real_preferences():
     assert kinds == {"empty_completion": 4, "prompts_differ": 5}
     for row in json.loads((SHARED / "data" / "lf_dpo_en_demo.json").read_text()):
         assert parsed(row, "dpo").prompt[-1]["role"] == "user"
+
+
+@pytest.mark.parametrize("label", [" false", "0.0", -1.0, "No", "dislike", "unsafe", 0, False])
+def test_a_completion_that_a_label_calls_bad_is_refused(label):
+    with pytest.raises(RowError, match="not to be imitated"):
+        parse({"prompt": "q", "completion": "a", "label": label}, kind_of("sft"))
+
+
+@pytest.mark.parametrize(
+    ("label", "unread"), [("yes", ()), (1.0, ()), ("geography", ("label",)), (3, ("label",))]
+)
+def test_a_label_that_is_no_verdict_is_a_column_that_is_not_read(label, unread):
+    assert parse({"prompt": "q", "completion": "a", "label": label}, kind_of("sft")).unread == unread

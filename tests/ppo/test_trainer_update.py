@@ -299,3 +299,10 @@ def test_every_role_keeps_learning():
         trainer.run_update()
         assert not torch.equal(before, toy.weights(trainer, [role]))
         assert all(p.requires_grad for p in trainer.shared.parameters_of(role))
+
+
+def test_the_kl_coefficient_rests_while_the_critic_alone_learns():
+    trainer = toy.trainer(kl_controller="adaptive", kl_horizon=100, critic_warmup_steps=1, total_episodes=48)
+    history = trainer.train()
+    assert [metrics["objective/kl_coef"] for metrics in history[:2]] == [0.02, 0.02]
+    assert history[2]["objective/kl_coef"] != 0.02
