@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -639,6 +640,14 @@ def _(patch):
         first = trained.index(True)
         return original(encoder, ids, [on or first - 4 <= i < first for i, on in enumerate(trained)])
 
+    def load(original, *args, **keys):  # a template that does not mark its completions
+        tokenizer = original(*args, **keys)
+        tokenizer.chat_template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", tokenizer.chat_template)
+        return tokenizer
+
+    import alone
+
+    wrapped(patch, alone, "load_tokenizer", load)
     wrapped(patch, demonstrations, "_fit", fit)
 
 
