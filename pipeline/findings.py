@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.errors import SelfCheckFailed
 
@@ -15,6 +16,16 @@ class Finding:
     check: str
     found: str
     holds: bool | None
+
+
+def same_tensors(name: str, loaded: Mapping[str, Any], stored: Mapping[str, Any], folder: str) -> Finding:
+    """The tensors in memory are those of the files in `folder`, to the bit."""
+    different = sorted(loaded.keys() ^ stored.keys())
+    different = different or [key for key in loaded if not loaded[key].equal(stored[key])]
+    found = (
+        f"{len(different)} tensors differ, {different[0]} for one" if different else f"{len(loaded)} tensors"
+    )
+    return Finding(name, f"{found} ({folder})", not different)
 
 
 def require(findings: Sequence[Finding]) -> None:

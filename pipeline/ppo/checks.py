@@ -132,7 +132,7 @@ def nothing_after_the_end(trainer: PPOTrainer, episodes: Episodes, rewards: Tens
 
 
 def frozen(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """Exactly the parameters of the learning roles learn: they, fp32, and the optimizer's; heads are fp32, no dropout is on."""
+    """Only the learning roles require gradients, in fp32, and the optimizer has them all; no dropout is on."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     trainable = [p for p in shared.parameters() if p.requires_grad]

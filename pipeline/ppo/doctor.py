@@ -1,8 +1,8 @@
 """Self-checks of a PPO job on one rollout and one minibatch, before GPU hours are spent on it: `examine`.
 
 Beyond the checks of every run's first rollout (checks.py, recomputed.py), these cost a few extra passes: adapters in
-memory equal their files and say what they said when they were trained, the sampler follows the policy, gradients reach the
-learning roles and nothing else, and gradients are the same with and without gradient checkpointing.
+memory equal their files and give the outputs that they gave when they were trained, the sampler follows the policy,
+gradients reach the learning roles and nothing else, and are the same with and without gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.findings import Finding
+from pipeline.findings import Finding, same_tensors
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.ppo import recomputed
@@ -79,18 +79,15 @@ def same_as_file(trainer: PPOTrainer, role: str, folder: str) -> Finding:
     """The role's adapter in memory, with its head if it has one, equals the file to the bit."""
     tensors = load_file(f"{folder}/adapter_model.safetensors")
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
-    loaded = trainer.shared.tensors_of(role)
-    different = sorted(loaded.keys() ^ stored.keys())
-    different = different or [key for key in loaded if not torch.equal(loaded[key], stored[key])]
-    found = (
-        f"{len(different)} tensors differ, {different[0]} for one" if different else f"{len(loaded)} tensors"
-    )
-    return Finding(f"{role} is the adapter of its file", f"{found} ({folder})", not different)
+    return same_tensors(f"{role} is the adapter of its file", trainer.shared.tensors_of(role), stored, folder)
 
 
 @torch.no_grad()
 def behaves_as_trained(trainer: PPOTrainer, role: str, folder: str) -> Finding:
-    """The role's outputs on its probes are those of the end of its training: scores in standard deviations, or nats a token."""
+    """The role's outputs on its probes are those of the end of its training.
+
+    Differences are in standard deviations of a reward's scores, or in nats per token of a policy's log-probs.
+    """
     shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.rewards}
     verb = "scores" if role in rewards else "writes"
     name = f"{role} {verb} as when it was trained"

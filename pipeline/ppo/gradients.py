@@ -1,4 +1,4 @@
-"""Do the losses pull the right way? Their gradients by log-probs, entropies and values, which stand in for the models'."""
+"""Do the losses pull the right way? Checked on their gradients with respect to log-probs, entropies and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipeline.ppo.trainer import PPOTrainer
 
 
-ROWS = 32
+ROWS = 32  # that are looked at
 
 
 def losses_pull_the_right_way(trainer: PPOTrainer, episodes: Episodes) -> Finding:
@@ -49,7 +49,7 @@ def losses_pull_the_right_way(trainer: PPOTrainer, episodes: Episodes) -> Findin
 
 
 def _policy_gradients(trainer: PPOTrainer, part: Episodes) -> tuple[Tensor, Tensor | None]:
-    """(B, R) gradients of the policy's loss by log-probs and, where it has a coefficient, by entropies, at the old policy."""
+    """(B, R) gradients of the policy's loss by log-probs and, if it has an entropy bonus, by entropies."""
     logprobs = part.old_logprobs.clone().requires_grad_()
     entropy = torch.ones_like(logprobs).requires_grad_() if trainer.args.entropy_coef > 0 else None
     totals = Totals.of(part.learn)

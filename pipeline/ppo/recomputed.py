@@ -210,7 +210,7 @@ def drawn_from_the_policy(trainer: PPOTrainer, episodes: Episodes) -> Finding:
 
 
 def _improbable(count: float, expected: float) -> bool:
-    """Whether chance makes so few, or so many, less often than once in a million: Chernoff's bound for independent events."""
+    """Whether a count so far from its mean has a probability below 1e-6 (Chernoff's bound, independent events)."""
     if expected == 0:
         return False
     exponent = count - expected - (count * math.log(count / expected) if count else 0.0)
@@ -218,7 +218,7 @@ def _improbable(count: float, expected: float) -> bool:
 
 
 def _copied(trainer: PPOTrainer, episodes: Episodes) -> str:
-    """What is said where the completions of each prompt are one and the same, and chance explains that no more; else ""."""
+    """A message if all completions of each prompt are the same, more often than chance explains; else ""."""
     n = trainer.args.num_generations
     completions = [
         tuple(ids[start : start + count])

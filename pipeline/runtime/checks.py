@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.findings import Finding
+from pipeline.findings import Finding, same_tensors
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import is_head
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
@@ -259,16 +259,10 @@ def starts_as_its_file(model: Any, folder: str) -> Finding:
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 
-    stored = load_file(f"{folder}/{adapter_files.TENSORS}")
-    loaded = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
-    different = sorted(loaded.keys() ^ stored.keys())
-    different = different or [
-        key for key in loaded if not torch.equal(loaded[key].cpu(), stored[key].float())
-    ]
-    found = (
-        f"{len(different)} tensors differ, {different[0]} for one" if different else f"{len(loaded)} tensors"
-    )
-    return Finding("the policy is the adapter of its file", f"{found} ({folder})", not different)
+    stored = {key: t.float() for key, t in load_file(f"{folder}/{adapter_files.TENSORS}").items()}
+    tensors = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
+    loaded = {key: tensor.cpu() for key, tensor in tensors.items()}
+    return same_tensors("the policy is the adapter of its file", loaded, stored, folder)
 
 
 def starts_as_the_reference(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> list[Finding]:

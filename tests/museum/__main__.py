@@ -1,4 +1,4 @@
-"""The museum of bugs: every fault of exhibits.py planted in turn, and what the pipeline's own checks say about it.
+"""The museum of bugs: every bug of exhibits.py is planted in turn; do the self-checks name it?
 
     make museum
     make museum ARGS="--scene dpo --say"

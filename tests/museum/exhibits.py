@@ -1,4 +1,4 @@
-"""Faults that have cost people weeks, each planted by a patch of a few lines: what it is, where it shows, what must be said.
+"""Known bugs, each planted by a patch of a few lines: its name, the run that has it, and what must be said.
 
 `cause` is a regular expression that what is said must match: a message that points at the fault, not just any failure.
 """
@@ -502,16 +502,9 @@ def _(patch):
     "trainer.num_generations=2",
 )
 def _(patch):
-    def generate(original, self, prompts, episodes, sampling):
-        return original(self, prompts, episodes, sampling)
-
     def collate(original, prompts, completions, indices, pad, device):
-        half = len(indices) // 2
-        mixed = [*indices[::2], *indices[1::2]]
-        assert half
-        return original(prompts, completions, mixed, pad, device)
+        return original(prompts, completions, [*indices[::2], *indices[1::2]], pad, device)
 
-    wrapped(patch, rollout.TransformersEngine, "generate", generate)
     wrapped(patch, ppo, "collate", collate)
 
 

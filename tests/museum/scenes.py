@@ -1,4 +1,4 @@
-"""What is said about a run of each kind: every check of the pipeline that fails, in its own words, and what ends the run.
+"""Runs of each kind, and what is said about them: the checks that fail, and the error that ends the run.
 
 Real models, rows and trainers of the demo, in this process: `doctor`, two updates of PPO, one step of sft, rm and dpo, and
 the reload of what they save. The adapters that dpo and ppo start from are trained here for a few steps, once.
