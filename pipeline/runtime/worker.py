@@ -21,7 +21,7 @@ from pipeline import registry
 from pipeline.errors import Failure, InputError
 from pipeline.models import base_files
 from pipeline.registry import lineage
-from pipeline.runtime import checkpoints, memory
+from pipeline.runtime import checkpoints, matmul, memory
 from pipeline.runtime.claim import announce_worker
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preemption import Notice, listen
@@ -50,6 +50,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             print(base_files.announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
         try:
             with memory.explained(work.job):
+                matmul.settle(work.job, worker.rank, worker.gather)
                 outcome = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):

@@ -75,8 +75,11 @@ def test_sft_with_its_driver_stopped_and_its_newest_checkpoint_spoilt(storage, m
 def test_ppo_with_a_worker_killed(storage, monkeypatch, capsys):
     expected = stage("ppo", storage, "resume-ppo", *PPO)
     touched(monkeypatch, "ppo", 5, storage / "ppo-died", dying.killed)
+    capsys.readouterr()
     result = stage("ppo", storage, "resume-ppo-killed", *PPO, "run.max_failures=1")
     assert (storage / "ppo-died").exists()
+    lines = capsys.readouterr().out
+    assert re.search(r"fp32 products.*continuing from.*fp32 products.*as this run began", lines, re.DOTALL)
     assert_equal(storage, expected, result)
 
 

@@ -1,0 +1,57 @@
+"""The precision of a run's fp32 matrix products on a CPU: chosen once, alike in all its workers, kept when it goes on.
+
+`float32_matmul.json` in the run's folder holds the choice, for all later attempts: two measurements might differ, and a
+run that is resumed would end with other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import Job
+from pipeline.runtime import earlier
+from pipeline.system import storage
+
+if TYPE_CHECKING:
+    from pipeline.models.matmul import Measured
+
+FILE = "float32_matmul.json"
+
+
+def settle(
+    job: Job,
+    rank: int = 0,
+    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+    measure: Callable[[], Measured] | None = None,
+) -> None:
+    """Sets the precision of fp32 products in this worker as the run began, or as is best for all its workers; rank 0 says it.
+
+    Actors of Ray Data have no ranks: each is rank 0 of its own, and the first one's choice is what the others find, save
+    those that start with it, which measure the same. A job for GPUs is left alone: "medium" is TF32 or less there.
+
+    Args:
+        gather: what each rank has, on every rank.
+        measure: models.matmul.measure, which is the default.
+    """
+    if job.scaling.get("use_gpu"):
+        return
+    import torch
+
+    from pipeline.models import matmul
+
+    path = storage.join(job.folder, FILE)
+    begun_with = None
+    if rank == 0 and storage.exists(path):
+        begun_with = earlier.read_object(path, {"precision": str})["precision"]
+    found = gather((begun_with, (measure or matmul.measure)()))
+    begun_with = found[0][0]
+    measured = [one for _, one in found]
+    precision, why = matmul.decide(measured, begun_with)
+    torch.set_float32_matmul_precision(precision)
+    if rank == 0:
+        print(why, flush=True)
+        if precision != begun_with:
+            storage.write_json(
+                path, {"precision": precision, "measured": [one._asdict() for one in measured]}
+            )

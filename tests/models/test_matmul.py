@@ -1,0 +1,44 @@
+"""How a CPU multiplies fp32 matrices: what is measured, and what is decided from it."""
+
+import pytest
+import torch
+
+from pipeline.models import matmul
+from pipeline.models.matmul import DEFAULT, MEDIUM, Measured
+
+AMD, INTEL, AMX = Measured(9e-7, 2.1), Measured(4e-7, 1.0), Measured(2.7e-3, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "begun_with", "expected", "says"),
+    [
+        ([AMD], None, MEDIUM, '"medium": 2.10x the speed of "highest", error 9.0e-07'),
+        ([INTEL], None, DEFAULT, "1.00x its speed here, below 1.3x"),
+        ([AMX], None, DEFAULT, "error of 2.7e-03 here, above 1e-05"),
+        ([Measured(float("nan"), 4.0)], None, DEFAULT, "error of nan"),
+        ([AMD, AMX], None, DEFAULT, "error of 2.7e-03"),  # exact where rank 0 is, and not everywhere
+        ([AMD, INTEL], None, MEDIUM, "2.10x"),
+        ([INTEL], MEDIUM, MEDIUM, 'precision "medium", as this run began'),  # exact, and so the bits stay
+        ([AMD], DEFAULT, DEFAULT, 'precision "highest", as this run began'),
+        ([AMX], MEDIUM, DEFAULT, "up to rounding, no longer to the bit"),
+        ([AMD, AMX], MEDIUM, DEFAULT, "up to rounding, no longer to the bit"),
+    ],
+)
+def test_the_precision_of_a_run(measured, begun_with, expected, says):
+    precision, why = matmul.decide(measured, begun_with)
+    assert precision == expected and says in why
+
+
+def test_products_rounded_to_bf16_are_far_above_the_limit_and_fp32_far_below():
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 256), torch.randn(256, 96)
+    assert matmul._error(a, b) < matmul.LARGEST_ERROR / 5
+    with torch.autocast("cpu", torch.bfloat16):
+        assert matmul._error(a, b) > matmul.LARGEST_ERROR * 10
+
+
+def test_measuring_changes_no_setting():
+    before = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    measured = matmul.measure()
+    assert measured.error > 0 and measured.speedup > 0
+    assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == before
