@@ -683,7 +683,7 @@ def test_a_cache_with_room_is_still_transformers_own():
     from pipeline.ppo.rollout import Room, room_for
 
     model, ids = tiny().eval(), torch.tensor([[5, 6, 7], [8, 9, 10]])
-    own, roomy = DynamicCache(config=model.config), room_for(SimpleNamespace(base=model), 8)
+    own, roomy = DynamicCache(config=model.config), room_for(SimpleNamespace(base=model), 2, 8)
     assert [type(layer) for layer in own.layers] == [DynamicLayer] * 2
     assert [type(layer) for layer in roomy.layers] == [Room] * 2
     with torch.no_grad():
@@ -691,7 +691,7 @@ def test_a_cache_with_room_is_still_transformers_own():
             logits = [model(part, past_key_values=cache, use_cache=True).logits for cache in (own, roomy)]
             assert torch.equal(*logits)
         for cache in (own, roomy):
-            cache.batch_select_indices(torch.tensor([1]))
+            cache.reorder_cache(torch.tensor([1]))
         for theirs, ours in zip(own.layers, roomy.layers, strict=True):
             assert torch.equal(theirs.keys, ours.keys) and torch.equal(theirs.values, ours.values)
 

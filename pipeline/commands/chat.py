@@ -168,7 +168,7 @@ def stream(
 
     noise = torch.from_numpy(uniforms(sampling.seed, [episode], sampling.max_new_tokens)).to(shared.device)
     ids = torch.tensor([prompt], device=shared.device)
-    cache = room_for(shared, len(prompt) + sampling.max_new_tokens)
+    cache = room_for(shared, 1, len(prompt) + sampling.max_new_tokens)
     positions = torch.arange(len(prompt), device=shared.device).unsqueeze(0)
     for step in range(sampling.max_new_tokens):
         with torch.no_grad(), shared.use(role):

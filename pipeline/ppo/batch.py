@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ppo.rollout import Completion
+if TYPE_CHECKING:
+    from pipeline.ppo.rollout import Completion
 
 # A forward of so many tokens keeps the hardware busy: beyond, padding costs more than another forward. On a CPU measured; on a
 # GPU, a layer's launches take about 1 ms, in which one of 8B multiplies some 1,000 tokens, and smaller ones more.

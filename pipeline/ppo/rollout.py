@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from pipeline.models.adapters import SharedBase
 from pipeline.models.logprobs import bar
 from pipeline.models.tokenizer import eos_ids
+from pipeline.ppo.batch import micro_batches
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,19 @@ class Engine(Protocol):
         """One completion to each prompt (token ids), in their order; `episodes` are the episodes' numbers in the run."""
 
 
+# Padded tokens in one forward of prompts: many keep the device busy, few keep the activations small beside the KV cache.
+PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
+# Decoding steps between two looks at which rows have ended. On a CPU looking is free, and a step is shorter with each row
+# that leaves. A GPU waits for the host whenever it looks, and its steps are bound by launches more than by rows.
+STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
+
+
 class TransformersEngine:
     """Decodes on the shared base itself: no second copy of any weight, nothing to synchronise.
 
     Prompts are sorted by length and decoded `rows` at a time with a KV cache. They are padded on the left, so that the
-    cache is one block and sliding windows are right; positions count from each row's first token. Once a quarter of a
-    batch's rows have ended, they are removed from it.
+    cache is one block and sliding windows are right; positions count from each row's first token. A prompt that several
+    completions of a batch answer goes through the model once. Rows that have ended leave the batch.
 
     Args:
         role: the role that samples; None: the bare base.
@@ -106,50 +114,110 @@ class TransformersEngine:
     def _decode(
         self, prompts: list[Sequence[int]], episodes: list[int], sampling: Sampling
     ) -> list[Completion]:
-        """One completion to each prompt of a batch."""
-        device, limit = self.shared.device, sampling.max_new_tokens
-        ids, mask = pad_left(prompts, self.pad, room=limit, device=device)
-        width = ids.shape[1]
-        padded = not bool(mask[:, :width].all())
-        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+        """One completion to each prompt of a batch, shortest prompt first."""
+        device, limit, count, width = (
+            self.shared.device,
+            sampling.max_new_tokens,
+            len(prompts),
+            len(prompts[-1]),
+        )
         noise = torch.from_numpy(uniforms(sampling.seed, episodes, limit)).to(device)
-        cache = room_for(self.shared, width + limit)
-        tokens = torch.zeros(len(prompts), limit, dtype=torch.long, device=device)
-        logprobs = torch.zeros(len(prompts), limit, device=device)
-        lengths = torch.full((len(prompts),), limit, device=device)
+        cache = room_for(self.shared, count, width + limit)
+        hidden = self._prefill(prompts, cache)
+        mask = self._mask(prompts, width + limit, cache)
+        positions = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+        tokens = torch.zeros(count, limit, dtype=torch.long, device=device)
+        logprobs = torch.zeros(count, limit, device=device)
+        lengths = torch.full((count,), limit, device=device)
         eos = torch.tensor(sampling.eos, device=device)
-        rows = torch.arange(len(prompts), device=device)  # indices of those still in the cache
-        live = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        rows = torch.arange(count, device=device)  # indices of those still in the cache
+        live = torch.ones(count, dtype=torch.bool, device=device)
+        look = STEPS_PER_LOOK.get(device.type, STEPS_PER_LOOK["cuda"])
         for step in range(limit):
-            attention = mask[:, : width + step] if padded else None
-            out = self.shared.body(
-                input_ids=ids,
-                attention_mask=attention,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-            )
-            logits = self.shared.logits(out.last_hidden_state[:, -1])  # of the last position only
             barred = sampling.eos if step < sampling.min_new_tokens else ()
-            token, logprob = sample(logits, noise[rows, step], sampling.temperature, barred)
+            token, logprob = sample(
+                self.shared.logits(hidden), noise[rows, step], sampling.temperature, barred
+            )
             tokens[rows, step], logprobs[rows, step] = token, logprob
             ending = torch.isin(token, eos) & live
-            lengths[rows[ending]] = step + 1
+            lengths[rows] = lengths[rows].where(~ending, step + 1)
             live &= ~ending
-            n_live = int(live.sum())
-            if n_live == 0:
-                break
-            if n_live <= 0.75 * len(rows):  # copying the cache pays once a quarter of the rows are gone
-                rows, mask, token, positions, cache = _live_rows(live, rows, mask, token, positions, cache)
-                live = live[live]
-            ids, positions = token.unsqueeze(-1), positions[:, -1:] + 1
-        ended = torch.isin(tokens[torch.arange(len(prompts), device=device), lengths - 1], eos)
+            if (step + 1) % look == 0 and not all(going := live.tolist()):
+                if not any(going):
+                    break
+                index = packed(going)
+                cache.reorder_cache(index)
+                index = index.to(device)
+                rows, token, positions, live = rows[index], token[index], positions[index], live[index]
+                mask = None if mask is None else mask[index]
+            if step + 1 < limit:
+                seen = None if mask is None else mask[..., : width + step + 1]
+                hidden = self._forward(token.unsqueeze(-1), seen, positions, cache)
+                positions = positions + 1
+        ended = torch.isin(tokens[torch.arange(count, device=device), lengths - 1], eos)
         return [
             Completion(tokens=t[:n], ended=e, logprobs=p[:n])
             for t, n, e, p in zip(
                 tokens.tolist(), lengths.tolist(), ended.tolist(), logprobs.tolist(), strict=True
             )
         ]
+
+    def _prefill(self, prompts: list[Sequence[int]], cache: DynamicCache) -> Tensor:
+        """(B, H) hidden states of the last tokens of B prompts, shortest first; the cache then holds the prompts."""
+        device, width = self.shared.device, len(prompts[-1])
+        numbers: dict[tuple[int, ...], int] = {}
+        index = torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts])
+        distinct = list(numbers)
+        parts = [list(range(len(distinct)))]
+        if all_roomy(cache):  # layers of other kinds are filled once, and all their rows have one width
+            limit = PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"])
+            parts = micro_batches([len(prompt) for prompt in distinct], len(distinct), limit, device.type)
+        hidden = []
+        for part in parts:
+            ids, mask = pad_left([distinct[i] for i in part], self.pad, device)
+            for layer in cache.layers:
+                if isinstance(layer, Room):
+                    layer.open(part[0], len(part), width - ids.shape[1])
+            padded = len(distinct[part[0]]) < len(distinct[part[-1]])
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            hidden.append(self._forward(ids, mask if padded else None, positions, cache))
+        for layer in cache.layers:
+            if isinstance(layer, Room):
+                layer.open(0, len(distinct), 0, width)
+        if len(distinct) < len(prompts):
+            cache.reorder_cache(index)
+        return torch.cat(hidden)[index.to(device)]
+
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """(B, H) hidden states at the last of some tokens (B, T), which are appended to the cache."""
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": cache,
+        }
+        return self.shared.body(**inputs, use_cache=True).last_hidden_state[:, -1]
+
+    def _mask(self, prompts: list[Sequence[int]], width: int, cache: DynamicCache) -> Tensor | None:
+        """What the attention of each step sees the beginning of, for rows padded on the left that leave room on the right.
+
+        Returns:
+            (B, 1, 1, width), 0 on tokens and -inf on padding, as attention adds it to its scores, where the model takes
+            that: made from a mask of ones and zeros anew in each step, it would cost a synchronisation and, in each layer,
+            a conversion. Else that mask, (B, width). None where nothing is padded.
+        """
+        device, longest = self.shared.device, len(prompts[-1])
+        if len(prompts[0]) == longest:
+            return None
+        padding = torch.tensor([[longest - len(prompt)] for prompt in prompts], device=device)
+        mask = torch.arange(width, device=device) >= padding
+        config = self.shared.base.config.get_text_config()
+        # Models without rotary positions may compute those from the mask.
+        rotary = getattr(config, "rope_parameters", None) and not getattr(config, "alibi", False)
+        if not (rotary and all_roomy(cache) and config._attn_implementation in ("sdpa", "eager")):
+            return mask.long()
+        blank = torch.zeros(mask.shape, dtype=self.shared.autocast or self.shared.base.dtype, device=device)
+        return blank.masked_fill(~mask, float("-inf"))[:, None, None]
 
 
 def sample(
@@ -184,30 +252,31 @@ def uniforms(seed: int, episodes: Sequence[int], count: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def pad_left(
-    rows: Sequence[Sequence[int]], pad: int, room: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Token ids (B, T) padded on the left, and a mask (B, T + room): 1 on tokens and on the room behind them."""
+def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids (B, T) padded on the left, and their mask (B, T)."""
     width = max(map(len, rows))
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * (len(row) + room) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask
 
 
-def _live_rows(
-    live: Tensor, rows: Tensor, mask: Tensor, token: Tensor, positions: Tensor, cache: DynamicCache
-) -> tuple[Tensor, Tensor, Tensor, Tensor, DynamicCache]:
-    """The state of a batch, reduced to its live rows; the cache in place."""
-    index = live.nonzero().squeeze(-1)
-    cache.batch_select_indices(index)
-    return rows[index], mask[index], token[index], positions[index], cache
+def packed(live: Sequence[bool]) -> Tensor:
+    """Indices of the live rows, each in its place if that is among the first ones, else in that of a row that ended."""
+    count = sum(live)
+    movers = [row for row in range(count, len(live)) if live[row]]
+    return torch.tensor([row if live[row] else movers.pop() for row in range(count)])
 
 
-def room_for(shared: SharedBase, tokens: int) -> DynamicCache:
-    """An empty KV cache with room for `tokens` positions; layers with a sliding window keep transformers' class."""
+def room_for(shared: SharedBase, rows: int, tokens: int) -> DynamicCache:
+    """An empty KV cache with room for `rows` of `tokens` positions; layers with a sliding window keep transformers' class."""
     cache = DynamicCache(config=shared.base.config)
-    cache.layers = [Room(tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [Room(rows, tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def all_roomy(cache: DynamicCache) -> bool:
+    """Whether each layer of a cache from `room_for` has that room."""
+    return all(isinstance(layer, Room) for layer in cache.layers)
 
 
 class Room(DynamicLayer):
@@ -217,38 +286,55 @@ class Room(DynamicLayer):
     5.23 calls in a decoding loop. Remove when its StaticCache has a length to look at only as much as is filled.
 
     Args:
-        tokens: positions that there is room for. More raise RuntimeError.
+        rows, tokens: that there is room for. More tokens raise RuntimeError.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, rows: int, tokens: int) -> None:
         super().__init__()
-        self.tokens = tokens
+        self.rows, self.tokens = rows, tokens
+        self.open(0, rows)
+
+    def open(self, row: int, count: int, start: int = 0, length: int = 0) -> None:
+        """Show `count` rows from `row`, and of each `length` positions from `start`; `update` writes behind these."""
+        self.row, self.count, self.start, self.length = row, count, start, length
+        if self.is_initialized:
+            self._show()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
+        # Zeros, because attention multiplies what lies before `start` by 0.
         self.all_keys, self.all_values = (
-            states.new_empty(*states.shape[:-2], self.tokens, states.shape[-1])
+            states.new_zeros(self.rows, states.shape[1], self.tokens, states.shape[3])
             for states in (key_states, value_states)
         )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        start = self.get_seq_length()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.all_keys[..., start : start + key_states.shape[-2], :] = key_states
-        self.all_values[..., start : start + value_states.shape[-2], :] = value_states
-        self._show(start + key_states.shape[-2])
+        more = key_states.shape[2]
+        self.length += more
+        self._show()
+        self.keys.narrow(2, self.length - more, more).copy_(key_states)
+        self.values.narrow(2, self.length - more, more).copy_(value_states)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, moved to the front: the room stays as it is."""
-        length = self.get_seq_length()
-        self.all_keys[: len(indices), ..., :length, :] = self.keys[indices]
-        self.all_values[: len(indices), ..., :length, :] = self.values[indices]
-        self.all_keys, self.all_values = self.all_keys[: len(indices)], self.all_values[: len(indices)]
-        self._show(length)
+    def get_seq_length(self) -> int:
+        return self.length
 
-    def _show(self, length: int) -> None:
-        self.keys, self.values = self.all_keys[..., :length, :], self.all_values[..., :length, :]
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` is, and there are as many as indices; those that stay are not copied."""
+        moves = [(to, row) for to, row in enumerate(beam_idx.tolist()) if to != row]
+        if moves:
+            to, row = torch.tensor(moves, device=self.all_keys.device).T
+            for states in (self.all_keys, self.all_values):
+                shown = states.narrow(2, self.start, self.length)
+                shown[to] = shown[row]
+        self.open(0, len(beam_idx), self.start, self.length)
+
+    def _show(self) -> None:
+        self.keys, self.values = (
+            states.narrow(0, self.row, self.count).narrow(2, self.start, self.length)
+            for states in (self.all_keys, self.all_values)
+        )

@@ -87,7 +87,7 @@ def test_the_cache_is_that_of_the_real_model(tmp_path):
     model = toy.base("llama", num_hidden_layers=3)
     model.config.save_pretrained(tmp_path)
     shared = SharedBase(model)
-    cache = room_for(shared, 10)
+    cache = room_for(shared, 4, 10)
     shared.body(input_ids=torch.ones(4, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert Shape(job(tmp_path)).cache(bf16=False) * 40 == real
