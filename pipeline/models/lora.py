@@ -46,7 +46,9 @@ class FusedLinear(Linear):
             return super().forward(x, *args, **kwargs)
         base, name = self.get_base_layer(), self.active_adapters[0]
         A, B = self.lora_A[name].weight, self.lora_B[name].weight
-        y = _Product.apply(x, base.weight, A, B, self.scaling[name], autocast or x.dtype)
+        operands = (x, base.weight, A, B, self.scaling[name], autocast or x.dtype)
+        # In decoding, to call through autograd takes as long as a small product.
+        y = _Product.apply(*operands) if torch.is_grad_enabled() else _product(*operands)[0]
         return y if base.bias is None else y + base.bias.to(y.dtype)
 
     def _plain(self, x: Tensor, autocast: torch.dtype | None) -> bool:
@@ -64,19 +66,27 @@ class FusedLinear(Linear):
         )
 
 
+def _product(
+    x: Tensor, W: Tensor, A: Tensor, B: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y = x W' + s (x A') B' in `dtype`; with it, x as rows and x A'."""
+    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    low = rows @ A.t().to(dtype)
+    y = (rows @ W.t().to(dtype)).addmm_(low, B.t().to(dtype), alpha=scale)
+    return y.view(*x.shape[:-1], -1), rows, low
+
+
 class _Product(torch.autograd.Function):
-    """y = x W' + s (x A') B' with W frozen, in `dtype`; gradients have the dtypes of x, A and B."""
+    """`_product` with W frozen; gradients have the dtypes of x, A and B."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, W: Tensor, A: Tensor, B: Tensor, scale: float, dtype: torch.dtype
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        low = rows @ A.t().to(dtype)
-        y = (rows @ W.t().to(dtype)).addmm_(low, B.t().to(dtype), alpha=scale)
+        y, rows, low = _product(x, W, A, B, scale, dtype)
         ctx.save_for_backward(rows, low, W, A, B)
         ctx.scale, ctx.dtype, ctx.of_x = scale, dtype, x.dtype
-        return y.view(*x.shape[:-1], -1)
+        return y
 
     @staticmethod
     def backward(

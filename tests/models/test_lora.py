@@ -45,8 +45,8 @@ def taken(monkeypatch):
     """How often the fused product ran."""
     from pipeline.models import lora
 
-    calls, own = [], lora._Product.apply
-    monkeypatch.setattr(lora._Product, "apply", lambda *terms: (calls.append(1), own(*terms))[1])
+    calls, own = [], lora._product
+    monkeypatch.setattr(lora, "_product", lambda *terms: (calls.append(1), own(*terms))[1])
     return calls
 
 
@@ -100,6 +100,20 @@ def test_a_base_under_autocast_runs_fused_and_checkpointed(monkeypatch):
         gradients.append(torch.cat([p.grad.flatten() for p in shared.parameters_of("policy")]))
         monkeypatch.undo()
     assert torch.equal(*gradients) and gradients[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_gradients_the_bits_are_the_same_and_autograd_is_not_called(dtype, monkeypatch):
+    from pipeline.models import lora
+
+    _, fused = layers(dtype=dtype)
+    x, calls = torch.randn(2, 5, IN), taken(monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+        expected = fused(x)
+        monkeypatch.setattr(lora._Product, "apply", None)
+        with torch.no_grad():
+            assert torch.equal(fused(x), expected)
+    assert len(calls) == 2
 
 
 def test_gradcheck_and_only_the_gradients_that_are_asked_for():
