@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 import toy_ppo as toy
 
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import checks
+from pipeline.ppo import checks, decode_memory
 from pipeline.ppo.rewards import FunctionReward
 from pipeline.ppo.rollout import Completion, Sampling
 
@@ -203,6 +203,10 @@ def shared_run(number, spread=0.0):
 def worker(rank, port, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    row = decode_memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
+    with pytest.MonkeyPatch.context() as patch:  # free: twice what 2 rows take, and 5 rows
+        patch.setattr(decode_memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
+        assert toy.trainer().engine.rows == 2, "workers decode different numbers of rows"
     for number in range(len(SHARED_RUNS)):
         # rank 0's weights are the ones that count
         trainer, path, loads = shared_run(number, spread=rank * 0.5)
