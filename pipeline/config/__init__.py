@@ -30,7 +30,7 @@ STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
 class Model:
     name_or_path: str  # a hub id or a folder
     revision: str | None = None  # hub only: a commit, tag or branch
-    # Of the frozen base; adapters and heads are float32.
+    # Of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes it bfloat16.
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     load_in_4bit: bool = False  # nf4 with double quantisation; computes in `dtype`
     attn_implementation: str | None = None  # None: what transformers picks (sdpa)
@@ -84,7 +84,7 @@ class Forward:
     """The `trainer` section of `score`; its keys, and those of Inference, have PPOConfig's names."""
 
     local_rollout_forward_batch_size: int = 64  # rows per forward
-    bf16: bool = False  # matrix products in bfloat16 (autocast)
+    bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,21 @@ class Job:
         named = {key: getattr(self, key) for key in INPUTS if key != "reward"}
         named |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in named.items() if name}
+
+    @property
+    def bf16(self) -> bool:
+        """Whether matrix products are in bfloat16; where the job does not say, they are in TRL's stages (trl.SFTConfig.bf16)."""
+        asked = self.trainer.get("bf16")
+        return bool(STAGE[self.stage].trl and not self.trainer.get("fp16") if asked is None else asked)
+
+    @property
+    def base_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+        """The dtype in which workers hold the frozen base: on a CPU that of its products, else `model.dtype`.
+
+        A CPU casts a float32 weight for each of its products in bfloat16, which takes as long as the product of few rows.
+        """
+        on_cpu = STAGE[self.stage].runs_in != "here" and not self.scaling.get("use_gpu")
+        return "bfloat16" if on_cpu and self.bf16 else self.model.dtype
 
     @property
     def args(self) -> Any:

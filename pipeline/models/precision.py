@@ -22,7 +22,7 @@ def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32)
     # torch has that on CUDA only. The second product is what the first lost by rounding, small and so hardly rounded itself.
     rounded = a @ b
-    return rounded.float() + torch.addmm(rounded, a, b, beta=-1).float()
+    return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
 
 
 def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tensor:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
 from pipeline.config.stages import STAGE
-from pipeline.ppo.decode_memory import kv_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +34,7 @@ class Shape:
         self.config = AutoConfig.for_model(**raw)
         text = self.config.get_text_config()
         self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
-        self.dtype_bytes = 4 if job.model.dtype == "float32" else 2
+        self.dtype_bytes = 4 if job.base_dtype == "float32" else 2
         one, two = (self._count(layers) for layers in (1, 2))
         grown = {key: two[key] - one[key] for key in one}  # of each layer
         whole = {key: one[key] + (self.layers - 1) * grown[key] for key in one}
@@ -111,14 +110,16 @@ class Shape:
 
     def cache(self, bf16: bool) -> float:
         """Bytes per token of keys and values of all layers."""
-        return kv_bytes(self.config.get_text_config(), self._width(bf16))
-
-    @property
-    def slides(self) -> bool:
-        """Whether a layer of the cache has a sliding window, or is of another kind than attention to all tokens."""
         text = self.config.get_text_config()
-        kinds = getattr(text, "layer_types", None)
-        return set(kinds) != {"full_attention"} if kinds else bool(getattr(text, "sliding_window", None))
+        heads = text.num_attention_heads
+        size = getattr(text, "head_dim", None) or self.hidden // heads
+        return (
+            2.0
+            * self.layers
+            * (getattr(text, "num_key_value_heads", None) or heads)
+            * size
+            * self._width(bf16)
+        )
 
     def _width(self, bf16: bool) -> int:
         return 2 if bf16 else self.dtype_bytes
@@ -145,7 +146,7 @@ class _Fake:
         text.num_hidden_layers = self.layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: self.layers]
-        dtype = getattr(torch, self.shape.job.model.dtype)
+        dtype = getattr(torch, self.shape.job.base_dtype)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             shared = SharedBase(model, autocast=torch.bfloat16 if self.bf16 else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import registry
@@ -40,7 +40,8 @@ class Host:
         """The job's frozen base, on this process's device from the start; see models.base.load_base."""
         from pipeline.models.base import load_base
 
-        return load_base(self.job.model, scorer_tokenizer, self.device)
+        model = replace(self.job.model, dtype=self.job.base_dtype)
+        return load_base(model, scorer_tokenizer, self.device)
 
     def input(self, name: str) -> str:
         """The local folder of an input (`policy`, `reward.0`, ...), fetched on this node if it is a registered one."""

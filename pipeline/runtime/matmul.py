@@ -1,4 +1,4 @@
-"""The precision of a run's fp32 matrix products on a CPU: chosen once, alike in all its workers, kept when it goes on.
+"""The precision of a run's matrix products on a CPU: of fp32, chosen once, alike in all its workers, kept when it goes on.
 
 `float32_matmul.json` in the run's folder holds the choice, for all later attempts: two measurements might differ, and a
 run that is resumed would end with other bits.
@@ -6,10 +6,12 @@ run that is resumed would end with other bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
+from pipeline.errors import InputError
 from pipeline.runtime import earlier
 from pipeline.system import storage
 
@@ -24,6 +26,7 @@ def settle(
     rank: int = 0,
     gather: Callable[[Any], list[Any]] = lambda mine: [mine],
     measure: Callable[[], Measured] | None = None,
+    bf16_speedup: Callable[[], float] | None = None,
 ) -> None:
     """Sets the precision of fp32 products in this worker as the run began, or as is best for all its workers; rank 0 says it.
 
@@ -33,6 +36,10 @@ def settle(
     Args:
         gather: what each rank has, on every rank.
         measure: models.matmul.measure, which is the default.
+        bf16_speedup: models.matmul.bf16_speedup, which is the default.
+
+    Raises:
+        InputError: for a job in bfloat16 on a processor that is slower in it than in fp32. One that has begun goes on.
     """
     if job.scaling.get("use_gpu"):
         return
@@ -44,9 +51,16 @@ def settle(
     begun_with = None
     if rank == 0 and storage.exists(path):
         begun_with = earlier.read_object(path, {"precision": str})["precision"]
-    found = gather((begun_with, (measure or matmul.measure)()))
+    in_bf16 = (bf16_speedup or matmul.bf16_speedup)() if job.bf16 else math.inf
+    found = gather((begun_with, (measure or matmul.measure)(), in_bf16))
     begun_with = found[0][0]
-    measured = [one for _, one in found]
+    measured = [one for _, one, _ in found]
+    if (slowest := min(speedup for *_, speedup in found)) < 1.0:
+        slow = f"this processor has no products in bfloat16, and imitates them in {1 / slowest:.1f}x the time of float32"
+        if begun_with is None:
+            raise InputError(f"{slow}; type trainer.bf16=false", key="trainer.bf16")
+        if rank == 0:
+            print(f"warning: {slow}; a run with trainer.bf16=false would be faster", flush=True)
     precision, why = matmul.decide(measured, begun_with)
     torch.set_float32_matmul_precision(precision)
     if rank == 0:

@@ -41,4 +41,5 @@ def test_measuring_changes_no_setting():
     before = torch.get_float32_matmul_precision(), torch.get_num_threads()
     measured = matmul.measure()
     assert measured.error > 0 and measured.speedup > 0
+    assert matmul.bf16_speedup() > 0
     assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == before

@@ -69,12 +69,20 @@ def saved_bytes(shared, rows, width):
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_activations_are_those_of_the_real_model(bf16, tmp_path):
-    model = toy.base("llama", num_hidden_layers=5)
+@pytest.mark.parametrize(
+    ("bf16", "settings", "dtype"),
+    [
+        (False, [], torch.float32),
+        (True, [], torch.bfloat16),
+        (True, ["scaling.use_gpu=true"], torch.float32),  # on a CPU the base has the dtype of its products
+    ],
+)
+def test_activations_are_those_of_the_real_model(bf16, settings, dtype, tmp_path):
+    model = toy.base("llama", num_hidden_layers=5).to(dtype)
     model.config.save_pretrained(tmp_path)
-    asked = job(tmp_path, "demo/ppo", "lora.r=4")
+    asked = job(tmp_path, "demo/ppo", "lora.r=4", f"trainer.bf16={str(bf16).lower()}", *settings)
     shape = Shape(asked)
+    assert shape.weights == sum(p.numel() * p.element_size() for p in model.parameters())
     shared = SharedBase(model, autocast=torch.bfloat16 if bf16 else None)
     shared.add("policy", lora=asked.lora, trainable=True)
     assert shape.saved(5, 6, 100, bf16) == saved_bytes(shared, 6, 100)
@@ -103,15 +111,6 @@ def test_an_8b_ppo_job_costs_little_more_than_its_base(llama_8b):
     quantised = plan.make(job(llama_8b, "llama3-8b-qlora/ppo"))
     assert next(i.size for i in quantised.items if i.what.startswith("base")) < 0.37 * base
     assert "L4" in plan.fitting(quantised) and "L4" not in plan.fitting(planned)
-
-
-def test_decoding_is_planned_with_few_rows_where_memory_decides_and_timed_with_all(llama_8b):
-    rows = "trainer.local_rollout_forward_batch_size"
-    free, all_rows, few = (job(llama_8b, "llama3-8b/ppo", f"{rows}={n}") for n in ("null", 128, 64))
-    assert plan.make(free).peak == plan.make(few).peak < plan.make(all_rows).peak
-    hours = [plan.cost(plan.make(asked), "H100", ROWS).hours for asked in (free, all_rows, few)]
-    assert hours[0] == hours[1] < hours[2]
-    assert plan._changes(free)[0] == (rows, 32)  # more than that was planned for
 
 
 def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
@@ -207,7 +206,7 @@ def test_the_command_lists_the_gpus_and_leaves_nothing(llama_8b, capsys):
 
 def test_a_job_that_does_not_fit_exits_1_and_says_what_does(llama_8b, capsys):
     assert plan_command(llama_8b, "llama3-8b/ppo", "scaling.label_selector={ray.io/accelerator-type: A100-40G}",
-                        "trainer.batch_size=2048", "trainer.local_rollout_forward_batch_size=512") == 1  # fmt: skip
+                        "trainer.local_rollout_forward_batch_size=512") == 1  # fmt: skip
     assert "with trainer.local_rollout_forward_batch_size=" in capsys.readouterr().err
 
 

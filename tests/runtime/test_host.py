@@ -14,6 +14,20 @@ class Loaded(BaseException):
     """Ends a stage where it loads the base."""
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """What transformers was asked to load; it loads nothing."""
+    seen = []
+
+    def from_pretrained(*_, **options):
+        seen.append(options)
+        raise Loaded
+
+    for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification"):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", from_pretrained)
+    return seen
+
+
 class OnThirdGpu(Host):
     """As much of a worker as a stage needs before it loads its base."""
 
@@ -25,21 +39,33 @@ class OnThirdGpu(Host):
 
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo", "evaluate"])
-def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_path, monkeypatch, in_root):
+def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_path, asked, in_root):
     """Loaded to the CPU first, nf4 is made by one thread of it, and each worker holds a whole base in the node's memory."""
-    seen = []
-
-    def from_pretrained(*_, **options):
-        seen.append(options)
-        raise Loaded
-
-    for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification"):
-        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", from_pretrained)
     job = load_job(f"jobs/demo/{stage}.yaml", [f"model.load_in_4bit={str(quantised).lower()}"], stage)
     worker = OnThirdGpu(Work(job, toy_models.tokenizer(), {}, {}, {}, None))
     worker.scratch = str(tmp_path)
     with pytest.raises(Loaded):
         importlib.import_module(f"pipeline.stages.{stage}").train(worker)
-    (options,) = seen
+    (options,) = asked
     assert options["device_map"] == {"": "cuda:2"}
     assert bool(options.get("quantization_config")) == quantised
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "expected"),
+    [
+        ("ppo", ["trainer.bf16=true"], "bfloat16"),
+        ("ppo", ["trainer.bf16=false"], "float32"),
+        ("sft", ["trainer.bf16=true"], "bfloat16"),
+        ("sft", ["trainer.bf16=null"], "bfloat16"),  # true by TRL's default
+        ("sft", ["trainer.bf16=false"], "float32"),
+        ("generate", ["trainer.bf16=true"], "bfloat16"),
+        ("export", ["trainer.bf16=true"], "float32"),  # its base is merged into, in model.dtype
+        ("ppo", ["trainer.bf16=true", "scaling.use_gpu=true"], "float32"),  # as the job says
+    ],
+)
+def test_on_a_cpu_the_base_has_the_dtype_of_its_products(stage, settings, expected, asked, in_root):
+    job = load_job(f"jobs/demo/{stage}.yaml", ["model.dtype=float32", *settings], stage)
+    with pytest.raises(Loaded):
+        Host(Work(job, toy_models.tokenizer(), {}, {}, {}, None)).load_base()
+    assert str(asked[0]["dtype"]) == f"torch.{expected}"

@@ -1,6 +1,8 @@
 """The precision of fp32 products in the workers of a run: chosen once, the same in all of them, and kept when the run goes on."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,14 +24,14 @@ def job(tmp_path, monkeypatch):
     torch.set_float32_matmul_precision(before)
 
 
-def settled(job, measured, *others, rank=0):
+def settled(job, measured, *others, rank=0, bf16_speedup=0.4):
     """The precision after an attempt in which this worker of `rank` measures so, and the `others` gave what they gathered."""
     torch.set_float32_matmul_precision("highest")
 
     def gather(mine):
         return [mine, *others] if rank == 0 else [*others, mine]
 
-    matmul.settle(job, rank, gather, lambda: measured)
+    matmul.settle(job, rank, gather, lambda: measured, lambda: bf16_speedup)
     return torch.get_float32_matmul_precision()
 
 
@@ -58,11 +60,11 @@ def test_a_run_that_moves_to_a_processor_that_rounds_says_so_once_and_stays_at_t
 
 
 def test_all_workers_take_the_same_and_one_that_rounds_has_a_veto(job, capsys):
-    assert settled(job, EXACT, (None, ROUNDED)) == "highest"
-    assert settled(job, ROUNDED, (None, EXACT), rank=1) == "highest"
-    assert settled(job, SLOW, (None, EXACT), rank=1) == "medium"
+    assert settled(job, EXACT, (None, ROUNDED, math.inf)) == "highest"
+    assert settled(job, ROUNDED, (None, EXACT, math.inf), rank=1) == "highest"
+    assert settled(job, SLOW, (None, EXACT, math.inf), rank=1) == "medium"
     # Rank 0 alone reads what the run began with.
-    assert settled(job, EXACT, ("medium", EXACT), rank=1) == "medium"
+    assert settled(job, EXACT, ("medium", EXACT, math.inf), rank=1) == "medium"
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
@@ -81,3 +83,16 @@ def test_a_record_that_cannot_be_read_is_an_error(job):
         file.write('{"precision": ')
     with pytest.raises(InputError, match=r"float32_matmul\.json cannot be read"):
         settled(job, EXACT)
+
+
+def test_bf16_is_refused_where_the_processor_only_imitates_it(job, capsys):
+    bf16 = replace(job, trainer={**job.trainer, "bf16": True})
+    with pytest.raises(
+        InputError, match=r"imitates them in 2\.5x the time of float32; type trainer\.bf16=false"
+    ):
+        settled(bf16, SLOW)
+    with pytest.raises(InputError, match="imitates"):  # all workers end, though rank 0 alone is slow
+        settled(bf16, SLOW, (None, SLOW, 0.4), rank=1, bf16_speedup=3.0)
+    assert settled(bf16, SLOW, bf16_speedup=3.0) == "highest"
+    assert settled(bf16, SLOW) == "highest"  # it has begun elsewhere, and its settings cannot change
+    assert "warning: this processor has no products in bfloat16" in capsys.readouterr().out
