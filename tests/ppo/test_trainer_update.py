@@ -88,6 +88,17 @@ def test_micro_batches_do_not_change_the_update(changes, loss):
     assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 1e-5
 
 
+def test_micro_batches_change_an_update_in_bf16_by_rounding():
+    one, many = (
+        toy.trainer(toy.shared_base(dtype="bfloat16"), bf16=True, per_device_train_batch_size=rows)
+        for rows in (8, 5)
+    )
+    start = toy.weights(one)
+    one.run_update(), many.run_update()
+    moved = toy.weights(one) - start
+    assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 3e-3
+
+
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant", None])
 def test_policy_loss_kl_and_entropy_are_aggregated_alike(aggregation):
     """Against a loop over completions; those that are cut off are out of the loss and of what it is divided by."""
