@@ -12,6 +12,8 @@ import torch
 
 from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.models.adapters import SharedBase
+from pipeline.ppo.config import FORWARD_ROWS
+from pipeline.ppo.decode_memory import decoding_rows
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
 from pipeline.runtime.worker import Worker
@@ -43,7 +45,10 @@ class Comparison:
         self.baseline, self.sampling = baseline, replace(sampling, seed=sampling.seed + SEED_OFFSET)
         mine = range(worker.rank, len(prompts), worker.world)
         self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
-        self.size = worker.job.args.local_rollout_forward_batch_size
+        longest = max((len(row["input_ids"]) for row in self.rows), default=0) + sampling.max_new_tokens
+        # In a PPO job it may be None.
+        given = worker.job.args.local_rollout_forward_batch_size
+        self.size = given or decoding_rows(shared, FORWARD_ROWS, longest)[0]
         self.before: list[dict[str, Any]] | None = None
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -15,6 +15,7 @@ from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
+from pipeline.ppo.decode_memory import SAMPLING_BYTES
 
 GIB = 2**30
 
@@ -136,7 +137,7 @@ def settings(job: Job, context: int) -> Settings:
             job.bf16,
             args.gradient_checkpointing,
             1,
-            min(args.local_rollout_forward_batch_size, args.batch_size),
+            args.planned_rows(job.workers[0]),
             prompt,
             args.response_length,
         )
@@ -187,7 +188,7 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
         items.insert(2, Item(f"gradients and Adam of {', '.join(learning)}", 3 * trainable))
         items += _update_items(job, shape, asked, device)
     if asked.rollout_rows:
-        items += _rollout_items(shape, asked, bool(job.trainer.get("use_vllm")))
+        items += _rollout_items(shape, asked, device, bool(job.trainer.get("use_vllm")))
     lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
     moved = shape.weights + shape.unpacked
     return Plan(
@@ -218,12 +219,15 @@ def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[
     ]
 
 
-def _rollout_items(shape: Shape, asked: Settings, vllm: bool) -> list[Item]:
+def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool) -> list[Item]:
     """What sampling holds beside the base: a second base and its cache (vLLM), or the cache and its decoding steps."""
+    from pipeline.ppo.rollout import PREFILL_TOKENS
+
     rows, width = asked.rollout_rows, asked.width
-    forward = Item(
-        "activations of the prompts' forward", rows * asked.prompt * shape.forward(asked.bf16), "rollout"
-    )
+    tokens = rows * asked.prompt
+    if asked.completion and not shape.slides:
+        tokens = min(tokens, max(asked.prompt, PREFILL_TOKENS[device]))
+    forward = Item("activations of the prompts' forward", tokens * shape.forward(asked.bf16), "rollout")
     if not asked.completion:
         return [forward]
     if vllm:
@@ -236,7 +240,11 @@ def _rollout_items(shape: Shape, asked: Settings, vllm: bool) -> list[Item]:
         ]
     return [
         Item(f"KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16), "rollout"),
-        Item("logits and probabilities of the next token", rows * shape.vocabulary * 20.0, "rollout"),
+        Item(
+            "logits and probabilities of the next token",
+            rows * shape.vocabulary * float(SAMPLING_BYTES),
+            "rollout",
+        ),
         forward,
     ]
 
@@ -329,10 +337,8 @@ def _changes(job: Job) -> list[tuple[str, Any]]:
     fewer = [n for n in range(rows - 1, 0, -1) if rows % n == 0]  # divisors: the batch still comes out even
     changes: list[tuple[str, Any]] = []
     if job.stage == "ppo":  # a PPOConfig
-        decoded = job.args.local_rollout_forward_batch_size
-        changes += [
-            ("trainer.local_rollout_forward_batch_size", decoded >> i) for i in (1, 2, 3, 4) if decoded >> i
-        ]
+        now = job.args.planned_rows(job.workers[0])
+        changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
     changes.append(("trainer.gradient_checkpointing", True))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
@@ -396,7 +402,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         passes = 2 + args.uses_critic  # old, reference, values; the reward is one more
         learn = args.num_ppo_epochs * (1 + args.uses_critic) * (3 if args.gradient_checkpointing else 2)
         seconds = episodes * (prompt + completion) * forward * (passes + 1 + learn) / flops
-        batches = math.ceil(episodes / args.local_rollout_forward_batch_size)
+        batches = math.ceil(episodes / args.decoded(workers))
         launch = 0.0 if args.use_vllm else plan.layers * LAUNCH  # vLLM replays CUDA graphs
         step = max(plan.moved / (gpu.bandwidth * 1e9), launch)
         seconds += batches * completion * step

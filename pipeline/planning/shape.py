@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
 from pipeline.config.stages import STAGE
+from pipeline.ppo.decode_memory import kv_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -110,16 +111,14 @@ class Shape:
 
     def cache(self, bf16: bool) -> float:
         """Bytes per token of keys and values of all layers."""
+        return kv_bytes(self.config.get_text_config(), self._width(bf16))
+
+    @property
+    def slides(self) -> bool:
+        """Whether a layer of the cache has a sliding window, or is of another kind than attention to all tokens."""
         text = self.config.get_text_config()
-        heads = text.num_attention_heads
-        size = getattr(text, "head_dim", None) or self.hidden // heads
-        return (
-            2.0
-            * self.layers
-            * (getattr(text, "num_key_value_heads", None) or heads)
-            * size
-            * self._width(bf16)
-        )
+        kinds = getattr(text, "layer_types", None)
+        return set(kinds) != {"full_attention"} if kinds else bool(getattr(text, "sliding_window", None))
 
     def _width(self, bf16: bool) -> int:
         return 2 if bf16 else self.dtype_bytes

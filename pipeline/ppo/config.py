@@ -46,6 +46,8 @@ VLLM_FIXED = set(
     max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load""".split()
 )
 
+FORWARD_ROWS = 64  # of a forward without gradients, where `local_rollout_forward_batch_size` is None
+
 
 class SettingError(ValueError):
     """A setting has a value that it cannot have; the text is `key: message`."""
@@ -80,8 +82,9 @@ class PPOConfig:
     micro_batch_tokens: int | None = None
     """Tokens per forward and backward pass on one worker, padding included; replaces the limits in episodes, of training
     and of scoring old log-probs. None: those limits."""
-    local_rollout_forward_batch_size: int = 64
-    """Episodes per decoding batch, and per forward pass without gradients, on one worker."""
+    local_rollout_forward_batch_size: int | None = None
+    """Completions that one worker decodes at once. None: all of its completions of an update, as far as their KV cache fits
+    into half of the memory that is free when the run starts; a resumed run keeps that number."""
 
     # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs are those of the distribution sampled from
     response_length: int = 53
@@ -327,6 +330,16 @@ class PPOConfig:
         """Updates of the whole run on `n_prompts` training prompts; the last one is a full batch, too."""
         episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
         return max(1, math.ceil(episodes / self.batch_size))
+
+    def decoded(self, workers: int) -> int:
+        """Completions that one of `workers` workers decodes at once, if its memory holds them."""
+        own = math.ceil(self.batch_size // self.num_generations / workers) * self.num_generations
+        return min(self.local_rollout_forward_batch_size or own, own)
+
+    def planned_rows(self, workers: int) -> int:
+        """`decoded` of a worker with little memory: what a plan counts, since the others take only what is free."""
+        rows = self.decoded(workers)
+        return min(rows, FORWARD_ROWS) if self.local_rollout_forward_batch_size is None else rows
 
     def evaluates(self, update: int, total: int) -> bool:
         """Whether the policy is evaluated after this update, counted from 1. After the last one the stage does it."""

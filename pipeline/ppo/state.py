@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.ppo.batch import world
+from pipeline.ppo.rollout import TransformersEngine
 
 if TYPE_CHECKING:
     from pipeline.ppo.trainer import PPOTrainer
@@ -41,6 +42,7 @@ def save_state(trainer: PPOTrainer, folder: str | Path) -> None:
         "skipped_steps": trainer.skipped_steps,
         "scheduler": trainer.scheduler.state_dict(),
         "history": trainer.history,
+        "decoding": {"workers": workers, "rows": getattr(trainer.engine, "rows", None)},
     }
     (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
@@ -62,6 +64,11 @@ def restore_state(trainer: PPOTrainer, folder: str | Path) -> None:
     trainer.skipped_steps = state["skipped_steps"]
     trainer.history = state["history"]
     rank, workers = world()
+    # How many rows are decoded at once decides the rounding: what is free now must not. Other workers have other shares.
+    rows = state["decoding"]["rows"] if state["decoding"]["workers"] == workers else None
+    unset = trainer.args.local_rollout_forward_batch_size is None
+    if rows and unset and isinstance(trainer.engine, TransformersEngine):
+        trainer.engine.rows = rows
     random_state = folder / f"rng_{rank}_of_{workers}.pt"
     if random_state.exists():
         set_rng_state(torch.load(random_state, weights_only=True))

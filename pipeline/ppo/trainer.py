@@ -12,7 +12,7 @@ all-reduce of the adapters' gradients per step. How a step is split into micro-b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ from pipeline.ppo.batch import (
     world,
 )
 from pipeline.ppo.checks import check_first_ratio, check_rollout, learned_alike, weights_of
-from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.config import FORWARD_ROWS, PPOConfig
+from pipeline.ppo.decode_memory import GIB, decoding_rows
 from pipeline.ppo.functional import (
     AdaptiveKLController,
     importance_weights,
@@ -109,8 +110,8 @@ class PPOTrainer:
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
         self.reference = "reference" if "reference" in shared.roles else None
         self.sampling = Sampling.of(args, tokenizer, shared, eos)
-        rows, self.pad = args.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
-        self.engine = engine or TransformersEngine(shared, "policy", rows, self.pad)
+        self.pad = tokenizer.pad_token_id or 0
+        self.engine = engine or TransformersEngine(shared, "policy", self._decoding_rows(), self.pad)
         if args.bf16:
             shared.autocast = torch.bfloat16
         if args.gradient_checkpointing:
@@ -274,7 +275,7 @@ class PPOTrainer:
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:
         """Fill old and reference log-probs, values and bootstrap, by the same code as the training forward."""
-        size = self.args.local_rollout_forward_batch_size
+        size = self.args.local_rollout_forward_batch_size or FORWARD_ROWS
         for rows in self._micro_batches(episodes, size, range(len(episodes))):
             part = episodes.take(rows)
             width = part.mask.shape[1]
@@ -493,6 +494,32 @@ class PPOTrainer:
                 f"and together no more than the model's {positions} positions: {str(row['row'])[:200]}"
             )
         return ids
+
+    def _decoding_rows(self) -> int:
+        """`local_rollout_forward_batch_size`; where it is None, what memory allows on every worker."""
+        most = self.args.decoded(self.workers)
+        if self.args.local_rollout_forward_batch_size is not None:
+            return most
+        longest = max(len(ids) for ids in self._all_prompt_ids()) + self.args.response_length
+        rows, room = decoding_rows(self.shared, most, longest)
+        if self.workers > 1:  # rounding depends on the number: let no worker have its own
+            smallest = torch.tensor(rows, device=self.device)
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+            rows = int(smallest)
+        if rows < most and self.rank == 0:
+            print(
+                f"decoding {rows} of a worker's {most} completions at once: more, of {longest} tokens, do not fit into half of "
+                f"the free memory ({room / GIB:.1f} GiB)",
+                flush=True,
+            )
+        return rows
+
+    def _all_prompt_ids(self) -> Iterable[Sequence[int]]:
+        """Token ids of each prompt; from the column alone, where there are columns."""
+        prompts: Any = self.prompts
+        if hasattr(prompts, "column_names"):
+            return prompts["input_ids"]
+        return (row["input_ids"] for row in prompts)
 
     def _greedy(self) -> Sampling:
         return replace(self.sampling, temperature=0.0)

@@ -59,6 +59,8 @@ def _sizes(job: Job, phase: str) -> tuple[str, ...]:
 
 def _halved(job: Job, key: str) -> str | None:
     now = _value(job, key)
+    if now is None and key == "local_rollout_forward_batch_size":  # memory decided
+        now = job.args.planned_rows(job.workers[0])
     return f"trainer.{key}={now // 2} (now {now})" if isinstance(now, int) and now > 1 else None
 
 

@@ -40,10 +40,11 @@ def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
 
 def _reward(worker: Host, shared: SharedBase, name: str, role: str, weight: float = 1.0) -> Reward:
     """The reward of one input of the job: an adapter on the base, another model, or a Python function."""
+    from pipeline.ppo.config import FORWARD_ROWS
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
     source = worker.work.inputs[name]
-    rows = worker.job.args.local_rollout_forward_batch_size
+    rows = worker.job.args.local_rollout_forward_batch_size or FORWARD_ROWS
     if source.startswith("python:"):
         return FunctionReward(check_function(source), weight=weight, name=role)
     folder = worker.input(name)
@@ -166,16 +167,14 @@ def vllm_share(shared: SharedBase, rows: int, longest: int) -> float:
     """vLLM's share of this GPU for `rows` completions of an update; see ppo.vllm_memory."""
     import torch
 
+    from pipeline.ppo.decode_memory import kv_bytes
     from pipeline.ppo.vllm_memory import memory_share
 
-    text = shared.base.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_bytes = 2 * text.num_hidden_layers * heads * size * shared.base.dtype.itemsize
+    cache = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
     named = shared.base.named_parameters()
     weights = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
     total = torch.cuda.get_device_properties(shared.device).total_memory
-    return memory_share(total, weights, kv_bytes, rows, longest)
+    return memory_share(total, weights, cache, rows, longest)
 
 
 def folders(worker: Host, shared: SharedBase) -> dict[str, str]:

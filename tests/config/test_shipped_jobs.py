@@ -94,7 +94,8 @@ def test_the_stages_of_a_profile_fit_together(profile):
         assert use.run.storage_path == ppo.run.storage_path
     assert uses["generate"].trainer["response_length"] == ppo.trainer["response_length"]
     # judged as it was trained
-    assert all(ppo.trainer[key] == value for key, value in evaluate.trainer.items())
+    alike = evaluate.trainer.keys() - {"local_rollout_forward_batch_size"}
+    assert all(ppo.trainer[key] == evaluate.trainer[key] for key in alike)
 
 
 def test_the_demo_is_all_there():

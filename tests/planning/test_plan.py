@@ -113,6 +113,15 @@ def test_an_8b_ppo_job_costs_little_more_than_its_base(llama_8b):
     assert "L4" in plan.fitting(quantised) and "L4" not in plan.fitting(planned)
 
 
+def test_decoding_is_planned_with_few_rows_where_memory_decides_and_timed_with_all(llama_8b):
+    rows = "trainer.local_rollout_forward_batch_size"
+    free, all_rows, few = (job(llama_8b, "llama3-8b/ppo", f"{rows}={n}") for n in ("null", 128, 64))
+    assert plan.make(free).peak == plan.make(few).peak < plan.make(all_rows).peak
+    hours = [plan.cost(plan.make(asked), "H100", ROWS).hours for asked in (free, all_rows, few)]
+    assert hours[0] == hours[1] < hours[2]
+    assert plan._changes(free)[0] == (rows, 32)  # more than that was planned for
+
+
 def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
     asked = job(llama_8b, "llama3-8b/ppo")
     small, large = plan.make(asked), plan.make(asked, {"policy": {**asked.lora, "r": 4 * asked.lora["r"]}})
@@ -206,7 +215,7 @@ def test_the_command_lists_the_gpus_and_leaves_nothing(llama_8b, capsys):
 
 def test_a_job_that_does_not_fit_exits_1_and_says_what_does(llama_8b, capsys):
     assert plan_command(llama_8b, "llama3-8b/ppo", "scaling.label_selector={ray.io/accelerator-type: A100-40G}",
-                        "trainer.local_rollout_forward_batch_size=512") == 1  # fmt: skip
+                        "trainer.batch_size=2048", "trainer.local_rollout_forward_batch_size=512") == 1  # fmt: skip
     assert "with trainer.local_rollout_forward_batch_size=" in capsys.readouterr().err
 
 
