@@ -64,7 +64,7 @@ def train(worker: Worker) -> dict[str, Any]:
     roles.add_policy(worker, shared, args)
     rewards = roles.add_rewards(worker, shared)
     if args.uses_critic:
-        roles.add_critic(worker, shared)
+        roles.add_critic(worker, shared, args)
     with roles.sampler(worker, shared, args) as engine:
         trainer = PPOTrainer(shared, worker.tokenizer, args, worker.rows("train"), rewards, engine=engine)
         print("examining one rollout and one minibatch", flush=True)

@@ -12,8 +12,10 @@ import torch
 
 from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.config import FORWARD_ROWS
+from pipeline.ppo.batch import micro_batches
+from pipeline.ppo.config import PLANNED_ROWS
 from pipeline.ppo.decode_memory import decoding_rows
+from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
 from pipeline.runtime.worker import Worker
@@ -48,7 +50,7 @@ class Comparison:
         longest = max((len(row["input_ids"]) for row in self.rows), default=0) + sampling.max_new_tokens
         # In a PPO job it may be None.
         given = worker.job.args.local_rollout_forward_batch_size
-        self.size = given or decoding_rows(shared, FORWARD_ROWS, longest)[0]
+        self.size = given or decoding_rows(shared, PLANNED_ROWS, longest)[0]
         self.before: list[dict[str, Any]] | None = None
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -145,15 +147,17 @@ def logprobs(
     """Of each (prompt ids, completion ids): the log-probability of the completion, nats, summed over its tokens.
 
     Args:
-        size: rows of one forward.
+        size: rows of one forward, at most.
         sampling: temperature and barred ends as they were sampled with (greedy: as with temperature 1); None: the model's own.
     """
     temperature = (sampling.temperature if sampling else 0.0) or 1.0
     early = sampling.min_new_tokens if sampling else 0
     barred = sampling.eos if sampling and early else ()
-    sums: list[float] = []
-    for start in range(0, len(token_ids), size):
-        part = token_ids[start : start + size]
+    sums = torch.zeros(len(token_ids))
+    lengths = [len(prompt) + len(completion) for prompt, completion in token_ids]
+    device = shared.device.type
+    for batch in micro_batches(lengths, size, FORWARD_TOKENS[device], device):
+        part = [token_ids[i] for i in batch]
         width, longest = max(len(p) + len(r) for p, r in part), max(len(r) for _, r in part)
         ids = torch.zeros(len(part), width, dtype=torch.long)
         mask = torch.zeros(len(part), longest)
@@ -163,8 +167,8 @@ def logprobs(
         starts = torch.tensor([len(prompt) for prompt, _ in part])
         ids, starts, mask = (tensor.to(shared.device) for tensor in (ids, starts, mask))
         values, _ = shared.logprobs(role, ids, starts, mask, temperature, barred, early)
-        sums += values.sum(-1).tolist()
-    return sums
+        sums[batch] = values.sum(-1).cpu()
+    return sums.tolist()
 
 
 def _reference_nll(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, HEAD_NAMES, is_head
 from pipeline.models.logprobs import per_action
 from pipeline.models.lora import fuse
+from pipeline.models.packing import Batch, alone, packed
 from pipeline.models.precision import linear_fp32
 
 
@@ -88,10 +90,11 @@ class SharedBase(nn.Module):
         lora: dict[str, Any] | None = None,
         folder: str | Path | None = None,
         copy_of: str | None = None,
+        head_on: str | None = None,
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Add a role: a new adapter, one from a folder, or a copy of another role's.
+        """Add a role: a new adapter, one from a folder, a copy of another role's, or a head alone.
 
         A new adapter changes nothing until it is trained (peft's B is 0). Frozen roles of the same folder share one
         adapter in memory.
@@ -100,19 +103,22 @@ class SharedBase(nn.Module):
             lora: of a new adapter, the fields of peft.LoraConfig.
             folder: of a saved adapter. Its head, if any, is loaded whatever `head` says.
             copy_of: the role to copy.
+            head_on: a role whose adapter this one uses, without owning it: all that is new is a head of zeros.
             head: whether the role has a scalar head: that of the folder or of the copied role, else a new one of zeros, so
                 that a critic without a reward adapter to start from predicts 0 and not noise as large as the reward.
             trainable: whether its parameters get gradients.
 
         Raises:
             InputError: when the adapter does not fit this base.
-            ValueError: when the role exists, or not exactly one of lora, folder and copy_of is given.
+            ValueError: when the role exists, or not exactly one of lora, folder, copy_of and head_on is given.
         """
         if role in self._stored:
             raise ValueError(f"role {role!r} is there already; roles: {self.roles}")
-        if sum(x is not None for x in (lora, folder, copy_of)) != 1:
-            raise ValueError(f"role {role!r}: give exactly one of lora, folder, copy_of")
-        if folder is not None:
+        if sum(x is not None for x in (lora, folder, copy_of, head_on)) != 1:
+            raise ValueError(f"role {role!r}: give exactly one of lora, folder, copy_of, head_on")
+        if head_on is not None:
+            self._stored[role], head = self._stored[head_on], True
+        elif folder is not None:
             key = str(Path(folder).resolve())
             if not trainable and key in self._folders and (not head or self._folders[key] in self.heads):
                 self._stored[role] = self._folders[key]
@@ -166,20 +172,36 @@ class SharedBase(nn.Module):
 
     def set_trainable(self, role: str, trainable: bool) -> None:
         """Set whether the role's parameters get gradients. Raises ValueError for an adapter that several roles share."""
-        stored = self._stored[role]
-        if trainable and list(self._stored.values()).count(stored) > 1:
-            raise ValueError(
-                f"role {role!r} shares its adapter with another role; add it as a copy to train it"
-            )
-        self.trainable[stored] = trainable
+        if not self.is_head(role):
+            stored = self._stored[role]
+            owners = [
+                other for other in self.roles if self._stored[other] == stored and not self.is_head(other)
+            ]
+            if trainable and owners[1:]:
+                raise ValueError(
+                    f"role {role!r} shares its adapter with another role; add it as a copy to train it"
+                )
+            self.trainable[stored] = trainable
         for parameter in self.parameters_of(role):
             parameter.requires_grad_(trainable)
 
+    def is_head(self, role: str) -> bool:
+        """Whether the role is a head alone, on the hidden states of another one."""
+        return role in self.heads and self._stored[role] != role
+
     def parameters_of(self, role: str) -> list[nn.Parameter]:
-        """Adapter and head parameters of a role, in a fixed order."""
-        stored = self._stored[role]
-        head = list(self.heads[stored].parameters()) if stored in self.heads else []
-        return list(self._adapter(stored).values()) + head
+        """The adapter and head parameters that a role owns, in a fixed order."""
+        return [*self._own_adapter(role).values(), *(self._head_of(role) or nn.ParameterList()).parameters()]
+
+    def _own_adapter(self, role: str) -> dict[str, nn.Parameter]:
+        return {} if self.is_head(role) else self._adapter(self._stored[role])
+
+    def _head_of(self, role: str) -> nn.Module | None:
+        """The role's scalar head; that of the adapter where frozen roles share one. None: it has none."""
+        for name in (role, self._stored[role]):
+            if name in self.heads:
+                return self.heads[name]
+        return None
 
     def _adapter(self, stored: str) -> dict[str, nn.Parameter]:
         """The parameters of one adapter without its head, by their names in peft's files."""
@@ -229,10 +251,9 @@ class SharedBase(nn.Module):
 
     def save(self, role: str, folder: str | Path) -> None:
         """Write adapter_config.json and adapter_model.safetensors in peft's format, the head as `score`."""
-        stored = self._stored[role]
-        config = LoraConfig(**self.configs[stored].to_dict())
+        config = LoraConfig(**self.configs[self._stored[role]].to_dict())
         config.task_type = "CAUSAL_LM"
-        if stored in self.heads:
+        if self._head_of(role) is not None:
             config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
         name = config.base_model_name_or_path or self.base.config.name_or_path
         config.base_model_name_or_path = name or None
@@ -240,16 +261,15 @@ class SharedBase(nn.Module):
 
     def tensors_of(self, role: str) -> dict[str, Tensor]:
         """The role's adapter and head by their names in peft's files, on the CPU."""
-        stored = self._stored[role]
-        tensors = {key: p.data.contiguous().cpu() for key, p in self._adapter(stored).items()}
-        if stored in self.heads:
-            tensors[HEAD] = self.heads[stored].weight.data.contiguous().cpu()
+        tensors = {key: p.data.contiguous().cpu() for key, p in self._own_adapter(role).items()}
+        if (head := self._head_of(role)) is not None:
+            tensors[HEAD] = head.weight.data.contiguous().cpu()
         return tensors
 
     def load(self, role: str, folder: str | Path) -> None:
         """Fill an existing role from an adapter folder. Raises InputError unless names and shapes match exactly."""
         adapter_files.tensors(folder)
-        path, stored = Path(folder) / adapter_files.TENSORS, self._stored[role]
+        path, head = Path(folder) / adapter_files.TENSORS, self._head_of(role)
         tensors = load_file(path)
         heads = [key for key in tensors if is_head(key)]
         if heads:
@@ -258,13 +278,13 @@ class SharedBase(nn.Module):
                 raise InputError(
                     f"{path}: head {heads} of shape {tuple(weight.shape)}; expected one weight of shape (1, {self.hidden_size})"
                 )
-            if stored in self.heads:
-                self.heads[stored].weight.data.copy_(weight)
+            if head is not None:
+                head.weight.data.copy_(weight)
             else:
-                self._new_head(stored, weight)
-        elif stored in self.heads:
+                self._new_head(self._stored[role], weight)
+        elif head is not None:
             raise InputError(f"{path}: role {role!r} has a scalar head, and there is none in this file")
-        parameters = self._adapter(stored)
+        parameters = self._own_adapter(role)
         if different := sorted(parameters.keys() ^ tensors.keys()):
             raise InputError(
                 f"{path}: not an adapter for this base ({type(self.base).__name__}): {len(different)} tensors are on one "
@@ -314,6 +334,51 @@ class SharedBase(nn.Module):
             logits = logits * self._scale
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
+    def states(self, role: str | None, batch: Batch) -> Tensor:
+        """(B, R + 1, H) hidden states before each action of the batch, and after the last."""
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+        if batch.allowed is not None:
+            inputs["position_ids"] = batch.position_ids
+            inputs["attention_mask"] = self._mask(batch.allowed)
+        with self.use(role):
+            hidden = self.body(**inputs).last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1])[batch.at]
+
+    def _mask(self, allowed: Tensor) -> Tensor:
+        """(P, 1, T, T) attention mask of the kind that the base's attention takes, from `Batch.allowed`."""
+        if self._attention == "sdpa":
+            return allowed.unsqueeze(1)
+        lowest = torch.finfo(self.base.dtype).min
+        return torch.where(allowed, 0.0, lowest).to(self.base.dtype).unsqueeze(1)
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether completions packed behind their prompt (packing.py) have the hidden states that they have alone.
+
+        Not with sliding windows, which count positions within a row; for other architectures, two short ones are tried.
+        """
+        config = self.base.config.get_text_config()
+        windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        if windows or not full or self._attention not in ("sdpa", "eager"):
+            return False
+        ids = torch.arange(8, device=self.device).view(2, 4)
+        ids[1, :2] = ids[0, :2]
+        starts, counts = (torch.full((2,), 2, device=self.device) for _ in range(2))
+        of_each = ids, starts, counts, 2
+        with torch.no_grad():
+            try:
+                together = self.states(None, packed(*of_each, [[0, 1]]))
+            except (TypeError, ValueError, RuntimeError):  # a base whose forward takes no mask or positions
+                return False
+            apart = self.states(None, alone(*of_each))
+        rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2
+        return bool((together - apart).abs().max() <= rounding * apart.abs().max())
+
+    @property
+    def _attention(self) -> str | None:
+        return self.base.config.get_text_config()._attn_implementation
+
     def logprobs(
         self,
         role: str | None,
@@ -324,6 +389,7 @@ class SharedBase(nn.Module):
         barred: Sequence[int] = (),
         barred_steps: int = 0,
         entropy: bool = False,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats; 0 off the mask.
 
@@ -338,11 +404,12 @@ class SharedBase(nn.Module):
             temperature: divides the logits.
             barred: token ids of probability 0 in the first `barred_steps` actions, as in sampling with a minimum length.
             entropy: whether to compute the entropy of each action's distribution.
+            states: (B, R + 1, H) of the role, as `states` returns them. None: computed here.
         """
-        hidden = self.hidden(role, input_ids)
+        if states is None:
+            states = self.states(role, alone(input_ids, starts, mask.bool().sum(-1), mask.shape[1]))
         rows, steps = mask.nonzero(as_tuple=True)
-        positions = starts[rows] + steps
-        of_actions = (hidden[rows, positions - 1], input_ids[rows, positions], steps < barred_steps)
+        of_actions = (states[rows, steps], input_ids[rows, starts[rows] + steps], steps < barred_steps)
         blank = torch.zeros(mask.shape, device=mask.device)
         with self.use(role):
             found = per_action(self, *of_actions, temperature, tuple(barred), want_entropy=entropy)
@@ -358,19 +425,19 @@ class SharedBase(nn.Module):
             self.logprobs(role, row, torch.ones(1, dtype=torch.long, device=self.device), actions)[0].mean()
         )
 
-    def _head(self, role: str, hidden: Tensor) -> Tensor:
+    def head(self, role: str, hidden: Tensor) -> Tensor:
         """(...) fp32 output of the role's scalar head on hidden states (..., H). Raises ValueError if it has none."""
-        stored = self._stored[role]
-        if stored not in self.heads:
+        head = self._head_of(role)
+        if head is None:
             raise ValueError(
                 f"role {role!r} has no scalar head; add it with head=True or from a reward adapter"
             )
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.heads[stored](hidden.float()).squeeze(-1)
+            return head(hidden.float()).squeeze(-1)
 
     def values(self, role: str, input_ids: Tensor) -> Tensor:
         """(B, T) fp32 output of the role's head at every position of `input_ids` (B, T), padded on the right."""
-        return self._head(role, self.hidden(role, input_ids))
+        return self.head(role, self.hidden(role, input_ids))
 
     def scores(
         self,
@@ -398,7 +465,7 @@ class SharedBase(nn.Module):
         else:
             assert attention_mask is not None
             last = (torch.arange(hidden.shape[1], device=hidden.device) * attention_mask.bool()).argmax(-1)
-        return self._head(role, hidden[torch.arange(len(hidden), device=hidden.device), last])
+        return self.head(role, hidden[torch.arange(len(hidden), device=hidden.device), last])
 
     # ------------------------------------------------------------------------------------------- internals
 

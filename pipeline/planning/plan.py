@@ -63,7 +63,7 @@ LOGIT_BYTES = 32
 
 @dataclass(frozen=True)
 class Item:
-    """One item in a worker's memory. `phase` is when: always, or in rollout or update, of which the larger counts."""
+    """One item in a worker's memory. `phase` is when: always, or in rollout, score or update, of which the largest counts."""
 
     what: str
     size: float  # bytes
@@ -86,10 +86,10 @@ class Plan:
     @property
     def peak(self) -> float:
         """Peak bytes of one worker."""
-        phases = {"rollout": 0.0, "update": 0.0, "always": 0.0}
+        phases = dict.fromkeys(("always", "rollout", "score", "update"), 0.0)
         for item in self.items:
             phases[item.phase] += item.size
-        return phases["always"] + SLACK[self.device] * max(phases["rollout"], phases["update"])
+        return phases.pop("always") + SLACK[self.device] * max(phases.values())
 
     @property
     def checkpoint(self) -> float:
@@ -111,6 +111,7 @@ class Settings:
     rollout_rows: int = 0
     prompt: int = 0
     completion: int = 0
+    scored: int = 0  # tokens of PPO's forwards without gradients
 
 
 def settings(job: Job, context: int) -> Settings:
@@ -125,6 +126,8 @@ def settings(job: Job, context: int) -> Settings:
         prompt, rows = job.data.max_length or context - completion, job.args.local_rollout_forward_batch_size
         return Settings(0, prompt + completion, job.bf16, False, 1, rows, prompt, completion)
     if job.stage == "ppo":  # its arguments are a PPOConfig
+        from pipeline.ppo.forward import FORWARD_TOKENS
+
         args = job.args
         prompt = job.data.max_length or context - args.response_length
         width = prompt + args.response_length
@@ -140,6 +143,9 @@ def settings(job: Job, context: int) -> Settings:
             args.planned_rows(job.workers[0]),
             prompt,
             args.response_length,
+            max(
+                width, min(args.micro_batch_tokens or FORWARD_TOKENS[device_of(job)], args.batch_size * width)
+            ),
         )
     given = job.trainer
     return Settings(
@@ -149,6 +155,11 @@ def settings(job: Job, context: int) -> Settings:
         given.get("gradient_checkpointing", True),
         facts.sequences,
     )
+
+
+def device_of(job: Job) -> str:
+    """The type of the device that a worker computes on, as torch calls it."""
+    return "cuda" if job.scaling.get("use_gpu") else "cpu"
 
 
 Loras = Mapping[str, dict[str, Any]]  # peft's settings by input: `policy`, `reward`
@@ -164,7 +175,7 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     Raises:
         InputError: for a model without a config, and for lengths that do not fit it.
     """
-    device = "cuda" if job.scaling.get("use_gpu") else "cpu"
+    device = device_of(job)
     roles, learning = _roles(job)
     starts = {"reference": "policy", "critic": "reward"}
     try:
@@ -189,6 +200,9 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
         items += _update_items(job, shape, asked, device)
     if asked.rollout_rows:
         items += _rollout_items(shape, asked, device, bool(job.trainer.get("use_vllm")))
+    if asked.scored:
+        what = f"activations of a forward without gradients: {asked.scored:,} tokens"
+        items.append(Item(what, asked.scored * shape.forward(asked.bf16), "score"))
     lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
     moved = shape.weights + shape.unpacked
     return Plan(
@@ -278,8 +292,10 @@ def _roles(job: Job) -> tuple[list[str], list[str]]:
         return roles, learning
     rewards = [source for source, _ in job.rewards if not source.startswith("python:")]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
-    critic = job.trainer.get("advantage_estimator", "gae") == "gae"
-    return roles + ["critic"] * critic, learning + ["critic"] * critic
+    critic = [
+        "critic"
+    ] * job.args.has_critic_adapter  # a PPOConfig; a critic that is a head weighs nothing beside it
+    return roles + critic, learning + critic
 
 
 def _has_reference(job: Job) -> bool:
@@ -399,8 +415,10 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
     if plan.job.stage == "ppo":  # a PPOConfig
         args = plan.job.args
         episodes = args.total_updates(rows.count) * args.batch_size
-        passes = 2 + args.uses_critic  # old, reference, values; the reward is one more
-        learn = args.num_ppo_epochs * (1 + args.uses_critic) * (3 if args.gradient_checkpointing else 2)
+        passes = 2 + args.has_critic_adapter  # old, reference, values; the reward is one more
+        learn = (
+            args.num_ppo_epochs * (1 + args.has_critic_adapter) * (3 if args.gradient_checkpointing else 2)
+        )
         seconds = episodes * (prompt + completion) * forward * (passes + 1 + learn) / flops
         batches = math.ceil(episodes / args.decoded(workers))
         launch = 0.0 if args.use_vllm else plan.layers * LAUNCH  # vLLM replays CUDA graphs

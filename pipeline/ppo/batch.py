@@ -49,18 +49,22 @@ def prompt_order(position: int, count: int, n_prompts: int, seed: int) -> list[i
 
 
 def minibatches(
-    batch_size: int, epochs: int, num_mini_batches: int, seed: int, update: int
+    batch_size: int, epochs: int, num_mini_batches: int, seed: int, update: int, num_generations: int = 1
 ) -> list[np.ndarray]:
-    """The minibatches of an update, in order, as indices into the global batch; each epoch has its own permutation."""
+    """The minibatches of an update, in order, as indices into the global batch; each epoch has its own permutation.
+
+    Of the prompts: the completions to one stay together, so that a forward can compute it once.
+    """
     batches: list[np.ndarray] = []
+    completions = np.arange(batch_size).reshape(-1, num_generations)
     for epoch in range(epochs):
-        order = np.random.default_rng([seed, update, epoch, 1]).permutation(batch_size)
-        batches += np.array_split(order, num_mini_batches)
+        order = np.random.default_rng([seed, update, epoch, 1]).permutation(len(completions))
+        batches += np.array_split(completions[order].reshape(-1), num_mini_batches)
     return batches
 
 
 def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
-    """Rows for each worker, as indices into `lengths`, of nearly equally many tokens.
+    """Rows for each worker, as indices into `lengths`, of nearly equally many tokens. A row may be a pack of completions.
 
     The longest first, each to the worker with the fewest tokens so far (Graham 1969); so all of them also get rows of like
     lengths.
@@ -78,7 +82,11 @@ def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
 
 
 def micro_batches(
-    lengths: Sequence[int], rows: int, tokens: int | None, device: str = "cpu"
+    lengths: Sequence[int],
+    rows: int | None,
+    tokens: int | None,
+    device: str = "cpu",
+    completions: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Batches of rows of like length, as indices into `lengths`, shortest first.
 
@@ -86,17 +94,20 @@ def micro_batches(
 
     Args:
         lengths: tokens of each row.
-        rows: limit on rows per batch, where `tokens` is None.
-        tokens: limit on tokens per batch, padding included; a longer row is a batch by itself.
+        rows: limit on completions per batch. None: none.
+        tokens: limit on tokens per batch, padding included; a longer row is a batch by itself. None: none.
         device: type of the device that computes.
+        completions: in each row, where rows are packs of them. None: one.
     """
+    held = completions or [1] * len(lengths)
     busy = BUSY_TOKENS.get(device, BUSY_TOKENS["cpu"])
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         batch = batches[-1] if batches else []
         used = sum(lengths[j] for j in batch)
         padded = (len(batch) + 1) * lengths[i]  # with this row, the longest so far
-        full = len(batch) >= rows if tokens is None else padded > tokens
+        full = rows is not None and sum(held[j] for j in batch) + held[i] > rows
+        full |= tokens is not None and padded > tokens
         sparse = used >= busy and padded - used - lengths[i] > padded / 8
         if not batch or full or sparse:
             batches.append([])
@@ -125,6 +136,7 @@ class Episodes:
     """
 
     indices: Tensor  # (B,) of the rows in the global batch
+    prompts: Tensor  # (B,) the first of `indices` with the same prompt
     input_ids: Tensor  # (B, T) prompt and completion
     starts: Tensor  # (B,) length of the prompt, and so the position of the first action
     counts: Tensor  # (B,) length of the completion, its end-of-sequence token included
@@ -143,9 +155,12 @@ class Episodes:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def lengths(self) -> list[int]:
-        """Tokens of each row, prompt and completion together."""
-        return (self.starts + self.counts).tolist()
+    def lengths(self, packs: Sequence[Sequence[int]] | None = None) -> list[int]:
+        """Tokens of each row, prompt and completion together; or of each pack of rows, their prompt counted once."""
+        starts, counts = self.starts.tolist(), self.counts.tolist()
+        if packs is None:
+            packs = [[row] for row in range(len(self))]
+        return [starts[pack[0]] + sum(counts[row] for row in pack) for pack in packs]
 
     def take(self, rows: Sequence[int]) -> Episodes:
         """The given rows, trimmed to the longest of them."""
@@ -197,9 +212,12 @@ def collate(
     counts = torch.tensor([len(c.tokens) for c in completions], device=device)
     mask = torch.arange(actions, device=device) < counts.unsqueeze(-1)
     zeros, row_zeros = torch.zeros(mask.shape, device=device), torch.zeros(len(completions), device=device)
+    first: dict[tuple[int, ...], int] = {}
+    same = [first.setdefault(tuple(p), index) for p, index in zip(prompts, indices, strict=True)]
     sampler_logprobs = [c.logprobs + [0.0] * (actions - len(c.tokens)) for c in completions]
     return Episodes(
         indices=torch.tensor(indices, device=device),
+        prompts=torch.tensor(same, device=device),
         input_ids=torch.tensor([ids + [pad] * (width - len(ids)) for ids in token_ids], device=device),
         starts=torch.tensor([len(p) for p in prompts], device=device),
         counts=counts,

@@ -46,7 +46,8 @@ VLLM_FIXED = set(
     max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load""".split()
 )
 
-FORWARD_ROWS = 64  # of a forward without gradients, where `local_rollout_forward_batch_size` is None
+# Completions decoded at once where memory decides on it: those that a plan counts, and the most of an evaluation.
+PLANNED_ROWS = 64
 
 
 class SettingError(ValueError):
@@ -80,8 +81,8 @@ class PPOConfig:
     per_device_train_batch_size: int = 16
     """Episodes per forward and backward pass on one worker. Affects memory and speed, not the result."""
     micro_batch_tokens: int | None = None
-    """Tokens per forward and backward pass on one worker, padding included; replaces the limits in episodes, of training
-    and of scoring old log-probs. None: those limits."""
+    """Tokens per forward and backward pass on one worker, padding included. None: `per_device_train_batch_size` episodes,
+    and in passes without gradients 16384 tokens on a GPU, 4096 on a CPU."""
     local_rollout_forward_batch_size: int | None = None
     """Completions that one worker decodes at once. None: all of its completions of an update, as far as their KV cache fits
     into half of the memory that is free when the run starts; a resumed run keeps that number."""
@@ -143,6 +144,10 @@ class PPOConfig:
     """gae needs a critic. The others subtract from a completion's reward: rloo, the mean reward of the prompt's other
     completions; grpo, the mean of all of them, and divide by their standard deviation; remax, the score of the greedy
     completion; reinforce_plus_plus, nothing: its advantage is the reward to go, whitened over the batch."""
+    critic: Literal["adapter", "head"] = "adapter"
+    """What predicts the values, for gae. adapter: a role of its own, a copy of the first reward adapter and its head where
+    there is one. head: a linear head, from 0, on the hidden states of the policy, which it does not move: no forward and no
+    backward more than the policy needs."""
     gamma: float = 1.0
     """Discount per token, in [0, 1], for gae, remax and reinforce_plus_plus. [gamma]"""
     lam: float = 0.95
@@ -172,7 +177,7 @@ class PPOConfig:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, loss per nat of a token's entropy; 0 or more. [c2 in the PPO paper]"""
     vf_coef: float = 0.1
-    """Coefficient of the value loss, 0 or more. Policy and critic share no parameters, and each has its own gradient norm
+    """Coefficient of the value loss, 0 or more. Policy and critic share no gradient, and each has its own gradient norm
     and Adam state, so this does not trade one loss against the other: it scales the critic's gradient, which matters for
     `max_grad_norm` and `adam_epsilon` only. The critic's step size is `critic_learning_rate`. [c1 in the PPO paper]"""
     cliprange_value: float | None = 0.2
@@ -302,7 +307,7 @@ class PPOConfig:
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
             self._require(
                 key,
-                not getattr(self, key) or estimator == "gae",
+                not getattr(self, key) or self.uses_critic,
                 "off without a critic (advantage_estimator: gae)",
             )
 
@@ -326,6 +331,23 @@ class PPOConfig:
     def uses_critic(self) -> bool:
         return self.advantage_estimator == "gae"
 
+    @property
+    def has_critic_adapter(self) -> bool:
+        """Whether the critic is an adapter, with forwards and backwards of its own."""
+        return self.uses_critic and self.critic == "adapter"
+
+    @property
+    def learns_in_one_forward(self) -> bool:
+        """Whether the training forward's log-probs are the old ones, too: there is one optimizer step an update, it has all
+        completions, and no advantage depends on them."""
+        return (
+            self.num_ppo_epochs == self.num_mini_batches == 1
+            and not self.uses_critic
+            and (self.kl_in == "loss" or self.kl_coef == 0)
+            and not self.mask_truncated_completions
+            and not (self.use_vllm and self.vllm_importance_sampling_clip_max)
+        )
+
     def total_updates(self, n_prompts: int) -> int:
         """Updates of the whole run on `n_prompts` training prompts; the last one is a full batch, too."""
         episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
@@ -339,7 +361,7 @@ class PPOConfig:
     def planned_rows(self, workers: int) -> int:
         """`decoded` of a worker with little memory: what a plan counts, since the others take only what is free."""
         rows = self.decoded(workers)
-        return min(rows, FORWARD_ROWS) if self.local_rollout_forward_batch_size is None else rows
+        return min(rows, PLANNED_ROWS) if self.local_rollout_forward_batch_size is None else rows
 
     def evaluates(self, update: int, total: int) -> bool:
         """Whether the policy is evaluated after this update, counted from 1. After the last one the stage does it."""

@@ -8,6 +8,8 @@ forward without padding or cache, values those of the prompt alone, rewards and 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -243,16 +245,32 @@ def values_before_actions(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     row = int(episodes.counts.argmin())
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
     head = shared.parameters_of("critic")[-1]
-    if not head.any():
-        return Finding(name, "not checked: the head is new, and all values are 0", None)
-    for t in {0, count - 1} if count else ():
-        ids = episodes.input_ids[row : row + 1, : start + t]
-        value = float(head.float() @ shared.hidden("critic", ids)[0, -1].float())
-        value = value * trainer.moments.std + trainer.moments.mean
-        largest = max(largest, abs(value - float(episodes.values[row, t])))
+    with _not_zero(head) as new:
+        if new:  # all its values are 0, wherever they are read: look at those of a head of ones
+            episodes = episodes.take([row])
+            trainer.logprobs_and_values(episodes)
+            row = 0
+        for t in {0, count - 1} if count else ():
+            ids = episodes.input_ids[row : row + 1, : start + t]
+            value = float(head.float() @ shared.hidden("critic", ids)[0, -1].float())
+            value = value * trainer.moments.std + trainer.moments.mean
+            largest = max(largest, abs(value - float(episodes.values[row, t])))
     found = f"they differ by up to {largest:.2g} from the head's output on what stands before the action"
     spread = float(episodes.values[episodes.mask].std()) if int(episodes.mask.sum()) > 1 else 0.0
     return Finding(name, found, largest <= tolerance(shared) * max(1.0, spread))
+
+
+@contextmanager
+def _not_zero(head: Tensor) -> Iterator[bool]:
+    """A head of zeros is one of ones within the block. Yields whether it is."""
+    new = not head.any()
+    if new:
+        head.data.fill_(1.0)
+    try:
+        yield new
+    finally:
+        if new:
+            head.data.zero_()
 
 
 @torch.no_grad()

@@ -26,7 +26,10 @@ import torch
 from pipeline.errors import Failure, in_brief, is_out_of_memory
 from pipeline.models.adapters import SharedBase
 from pipeline.models.special import ControlTokens, chat_ids, text_ids
-from pipeline.ppo.batch import micro_batches
+from pipeline.ppo import forward
+from pipeline.ppo.batch import collate, micro_batches
+from pipeline.ppo.forward import FORWARD_TOKENS
+from pipeline.ppo.rollout import Completion
 
 
 @dataclass
@@ -142,18 +145,31 @@ class AdapterReward(Reward):
 
     Args:
         role: the adapter's role on `shared`.
-        rows: sequences per forward pass.
+        rows, tokens: limits of a forward pass. None: no limit on rows, FORWARD_TOKENS of tokens.
         settings: name (default: the role), weight, mean and std of `Reward`.
     """
 
-    def __init__(self, shared: SharedBase, role: str = "reward", rows: int = 64, **settings: Any) -> None:
+    def __init__(
+        self,
+        shared: SharedBase,
+        role: str = "reward",
+        rows: int | None = None,
+        tokens: int | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(**{"name": role, **settings})
         self.shared, self.role, self.rows = shared, role, rows
+        self.tokens = tokens or FORWARD_TOKENS[shared.device.type]
 
+    @torch.no_grad()
     def score(self, samples: Samples) -> list[float]:
-        token_ids = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
-        run = lambda ids, mask: self.shared.scores(self.role, ids, lengths=mask.sum(-1))  # noqa: E731
-        return in_batches(token_ids, self.rows, self.shared.device, run)
+        completions = [Completion(ids, True, [0.0] * len(ids)) for ids in samples.completion_ids]
+        every, device = range(len(samples)), self.shared.device
+        episodes = collate(samples.prompt_ids, completions, every, 0, device)
+        for rows in forward.cut(self.shared, episodes, every, self.rows, self.tokens):
+            last = forward.states(self.shared, self.role, episodes.take(rows))[:, -1]
+            episodes.scores[rows] = self.shared.head(self.role, last)
+        return episodes.scores.tolist()
 
 
 class ModelReward(Reward):
@@ -162,16 +178,23 @@ class ModelReward(Reward):
     Args:
         tokenizer: the model's own; it encodes prompt and completion as text, with its chat template where the prompt is a
             list of messages. None: the model reads the policy's token ids.
-        rows: sequences per forward pass.
+        rows, tokens: limits of a forward pass, as of `AdapterReward`.
         control: whether special tokens in the text are encoded as such, or as ordinary text.
         settings: name (default: model), weight, mean and std of `Reward`.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, rows: int = 64, control: bool = False, **settings: Any
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        rows: int | None = None,
+        tokens: int | None = None,
+        control: bool = False,
+        **settings: Any,
     ) -> None:
         super().__init__(**{"name": "model", **settings})
         self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
+        self.tokens = tokens
         self.control = ControlTokens(tokenizer, as_text=not control) if tokenizer is not None else None
 
     def score(self, samples: Samples) -> list[float]:
@@ -179,9 +202,22 @@ class ModelReward(Reward):
             token_ids = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
         else:
             token_ids = [self._encode(samples, i, self.control) for i in range(len(samples))]
-        run = lambda ids, mask: self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float()  # noqa: E731
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
-        return in_batches(token_ids, self.rows, next(self.model.parameters()).device, run, pad)
+        return self._in_batches(token_ids, pad)
+
+    @torch.no_grad()
+    def _in_batches(self, token_ids: list[list[int]], pad: int) -> list[float]:
+        """The model's logit of each sequence of token ids, from batches of like lengths."""
+        device = next(self.model.parameters()).device
+        scores = torch.zeros(len(token_ids))
+        lengths, tokens = [len(ids) for ids in token_ids], self.tokens or FORWARD_TOKENS[device.type]
+        for batch in micro_batches(lengths, self.rows, tokens, device.type):
+            width = lengths[batch[-1]]  # the longest
+            ids = [token_ids[i] + [pad] * (width - lengths[i]) for i in batch]
+            mask = [[1] * lengths[i] + [0] * (width - lengths[i]) for i in batch]
+            ids, mask = (torch.tensor(rows, device=device) for rows in (ids, mask))
+            scores[batch] = self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu()
+        return scores.tolist()
 
     def _encode(self, samples: Samples, i: int, control: ControlTokens) -> list[int]:
         """Sample `i` as token ids of the model's own tokenizer; plain text that ended gets its eos."""
@@ -260,31 +296,6 @@ def _frames(error: BaseException, limit: int = 10) -> str:
     inside = frames[called + 1 :]
     users = [frame for frame in inside if not frame.filename.startswith(LIBRARIES)]
     return "".join(traceback.format_list((users or inside)[-limit:])).rstrip()
-
-
-@torch.no_grad()
-def in_batches(
-    token_ids: Sequence[Sequence[int]],
-    rows: int,
-    device: torch.device,
-    run: Callable[..., torch.Tensor],
-    pad: int = 0,
-) -> list[float]:
-    """One number for each sequence of token ids, from batches of like lengths.
-
-    Args:
-        rows: sequences per batch.
-        run: `run(ids, mask) -> (B,)` on a right-padded batch (B, T) and its mask (B, T).
-        pad: token id that fills rows up.
-    """
-    scores = torch.zeros(len(token_ids))
-    for batch in micro_batches([len(ids) for ids in token_ids], rows, None, device.type):
-        sequences = [list(token_ids[i]) for i in batch]
-        width = len(sequences[-1])  # the longest
-        ids = torch.tensor([row + [pad] * (width - len(row)) for row in sequences], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in sequences], device=device)
-        scores[batch] = run(ids, mask).float().cpu()
-    return scores.tolist()
 
 
 def weighted(

@@ -25,7 +25,7 @@ from transformers import get_scheduler
 
 from pipeline.findings import require
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import recomputed
+from pipeline.ppo import forward, recomputed
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
 from pipeline.ppo.batch import (
     Episodes,
@@ -33,14 +33,14 @@ from pipeline.ppo.batch import (
     all_reduce,
     collate,
     deal,
-    micro_batches,
     minibatches,
     prompt_order,
     world,
 )
 from pipeline.ppo.checks import check_first_ratio, check_rollout, learned_alike, weights_of
-from pipeline.ppo.config import FORWARD_ROWS, PPOConfig
+from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.decode_memory import GIB, decoding_rows
+from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.functional import (
     AdaptiveKLController,
     importance_weights,
@@ -274,42 +274,70 @@ class PPOTrainer:
 
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:
-        """Fill old and reference log-probs, values and bootstrap, by the same code as the training forward."""
-        size = self.args.local_rollout_forward_batch_size or FORWARD_ROWS
-        for rows in self._micro_batches(episodes, size, range(len(episodes))):
+        """Fill old and reference log-probs, values and bootstrap, by the same code as the training forward.
+
+        Without the old ones where they come out of the training forward.
+        """
+        tokens = self.args.micro_batch_tokens or FORWARD_TOKENS[self.device.type]
+        for rows in forward.cut(self.shared, episodes, range(len(episodes)), tokens=tokens):
             part = episodes.take(rows)
             width = part.mask.shape[1]
-            # Not the sampler's, which differ from the training forward by rounding: the first ratio must be 1.
-            episodes.old_logprobs[rows, :width] = self.logprobs("policy", part)[0]
             episodes.ref_logprobs[rows, :width] = self.logprobs(self.reference, part)[0]
+            if self.old_come_later:
+                continue
+            states = self.states("policy", part)
+            # Not the sampler's, which differ from the training forward by rounding: the first ratio must be 1.
+            episodes.old_logprobs[rows, :width] = self.logprobs("policy", part, states=states)[0]
             if self.args.uses_critic:
-                values, last_value = self.values(part)
+                values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
                 values, last_value = (v * self.moments.std + self.moments.mean for v in (values, last_value))
                 episodes.values[rows, :width] = values.where(part.mask, 0.0)
                 # The value after an end is 0; a truncated completion would have gone on.
                 episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
 
+    @property
+    def old_come_later(self) -> bool:
+        """Whether this update's old log-probs come out of its training forward. The first update's do not: it is checked."""
+        return self.args.learns_in_one_forward and self.update > 0
+
+    def states(self, role: str | None, part: Episodes) -> Tensor:
+        """(B, R + 1, H) hidden states of a role (None: the bare base) before each action, and after the last."""
+        return forward.states(self.shared, role, part)
+
     def logprobs(
-        self, role: str | None, part: Episodes, entropy: bool = False
+        self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs (B, R) of the actions by a role (None: the bare base), and the entropies (B, R) if asked for.
 
         With the temperature and the minimum length that the completions were sampled with.
+
+        Args:
+            states: of the role, as `states` returns them. None: computed here.
         """
         sampling = self.sampling
         barred = sampling.eos if sampling.min_new_tokens else ()
-        actions = (part.input_ids, part.starts, part.mask)
+        states = self.states(role, part) if states is None else states
         return self.shared.logprobs(
-            role, *actions, sampling.temperature, barred, sampling.min_new_tokens, entropy
+            role,
+            part.input_ids,
+            part.starts,
+            part.mask,
+            sampling.temperature,
+            barred,
+            sampling.min_new_tokens,
+            entropy,
+            states,
         )
 
-    def values(self, part: Episodes) -> tuple[Tensor, Tensor]:
-        """The critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last."""
-        values = self.shared.values("critic", part.input_ids)  # (B, T)
-        steps = torch.arange(part.mask.shape[1], device=self.device)
-        positions = (part.starts.unsqueeze(-1) + steps - 1).clamp(max=values.shape[1] - 1)
-        last = (part.starts + part.counts - 1).unsqueeze(-1)
-        return values.gather(1, positions), values.gather(1, last).squeeze(-1)
+    def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
+
+        Args:
+            states: of the critic, as `states` returns them. None: computed here.
+        """
+        states = self.states("critic", part) if states is None else states
+        values = self.shared.head("critic", states)
+        return values[:, :-1], values[:, -1]
 
     @torch.no_grad()
     def rewards_and_advantages(self, episodes: Episodes, greedy_scores: Tensor | None) -> Tensor:
@@ -349,17 +377,23 @@ class PPOTrainer:
         args, steps = self.args, 0
         sums: dict[str, float] = {}
         first_ratio: dict[str, float] = {}
-        episodes = episodes.gathered(args.batch_size)
-        actions, lengths = episodes.learn.sum(-1).tolist(), episodes.lengths()
+        mine, episodes = episodes, episodes.gathered(args.batch_size)
+        actions = episodes.learn.sum(-1).tolist()
         for minibatch in minibatches(
-            args.batch_size, args.num_ppo_epochs, args.num_mini_batches, args.seed, self.update
+            args.batch_size,
+            args.num_ppo_epochs,
+            args.num_mini_batches,
+            args.seed,
+            self.update,
+            args.num_generations,
         ):
             rows = [row for row in minibatch.tolist() if actions[row]]
             totals = Totals.of(episodes.learn[rows])
             if not totals.actions:
                 continue  # no action on any worker: Adam's momentum alone would still move the weights
-            share = deal([lengths[row] for row in rows], self.workers)[self.rank]
-            rows = [rows[i] for i in share]
+            packs = self._packs(episodes, rows)
+            share = deal(episodes.lengths(packs), self.workers)[self.rank]
+            rows = [row for i in share for row in packs[i]]
             self.optimizer.zero_grad(set_to_none=True)
             stats = self.sync(self.accumulate(episodes, rows, totals, policy), policy)
             # Summed over the workers: all of them take the same branch below.
@@ -373,6 +407,9 @@ class PPOTrainer:
             stats |= self.optimizer_step()
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
             steps += 1
+        if self.old_come_later and self.workers > 1:
+            old = all_reduce(episodes.old_logprobs)  # each row's are one worker's, and 0 on the others
+            mine.old_logprobs = old[mine.indices, : mine.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 
@@ -382,37 +419,57 @@ class PPOTrainer:
         """Forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
 
         A role's backward runs before the next role's forward: only one role's activations are in memory, and a
-        checkpointed layer is recomputed with the adapter it ran with.
+        checkpointed layer is recomputed with the adapter it ran with. A critic that is a head reads the policy's hidden
+        states, and does not move them: each loss trains what its role owns, as where the critic is an adapter.
 
         Args:
             rows: this worker's, of `episodes`.
             totals: of the whole minibatch over all workers.
             policy: whether the policy learns, too, or the critic alone.
         """
-        names = POLICY_STATS * policy + VALUE_STATS * self.args.uses_critic
+        args = self.args
+        names = POLICY_STATS * policy + VALUE_STATS * args.uses_critic
         total = {name: torch.zeros((), device=self.device) for name in names}
-        for micro_batch in self._micro_batches(episodes, self.args.per_device_train_batch_size, rows):
+        for micro_batch in forward.cut(self.shared, episodes, rows, *self.limits):
             part = episodes.take(micro_batch)
             stats: tuple[Tensor, ...] = ()
+            states = None
             if policy:
-                loss, stats = self.policy_objective(part, totals)
+                states = self.states("policy", part)
+                loss, stats = self.policy_objective(part, totals, states)
                 loss.backward()
-            if self.args.uses_critic:
-                loss, clipfrac = self.value_objective(part, totals.actions)
-                (self.args.vf_coef * loss).backward()
+                episodes.old_logprobs[micro_batch, : part.mask.shape[1]] = part.old_logprobs
+            if args.uses_critic:
+                states = self._critic_states(part, states)
+                loss, clipfrac = self.value_objective(part, totals.actions, states)
+                (args.vf_coef * loss).backward()
                 stats += (loss.detach(), clipfrac)
             for name, value in zip(names, stats, strict=True):
                 total[name] += value
         return total
 
-    def policy_objective(self, part: Episodes, totals: Totals) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _critic_states(self, part: Episodes, of_policy: Tensor | None) -> Tensor:
+        """Hidden states that the critic reads: its own, or, where it is a head, the policy's without their graph."""
+        if self.args.has_critic_adapter:
+            return self.states("critic", part)
+        if of_policy is not None:
+            return of_policy.detach()
+        with torch.no_grad():
+            return self.states("policy", part)
+
+    def policy_objective(
+        self, part: Episodes, totals: Totals, states: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The policy's loss (clipped surrogate, plus KL and entropy bonus if configured), and its POLICY_STATS.
 
-        `loss_aggregation` weighs the actions in all three; the statistics are means over actions.
+        `loss_aggregation` weighs the actions in all three; the statistics are means over actions. Fills the old log-probs of
+        `part` where they are these.
         """
         args = self.args
         weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
-        logprobs, entropy = self.logprobs("policy", part, entropy=args.entropy_coef > 0)
+        logprobs, entropy = self.logprobs("policy", part, entropy=args.entropy_coef > 0, states=states)
+        if self.old_come_later:
+            part.old_logprobs = logprobs.detach()
         loss, stats = policy_loss(
             logprobs,
             part.old_logprobs,
@@ -436,9 +493,11 @@ class PPOTrainer:
         policy_stats = (loss, stats["approxkl"], stats["clipfrac"], stats["ratio"], mean_entropy)
         return loss, tuple(value.detach() for value in policy_stats)
 
-    def value_objective(self, part: Episodes, tokens: float) -> tuple[Tensor, Tensor]:
+    def value_objective(
+        self, part: Episodes, tokens: float, states: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Clipped value loss and its clip fraction, in the critic's units (normalised returns with `normalize_values`)."""
-        values, _ = self.values(part)
+        values, _ = self.values(part, states)
         old, returns = ((x - self.moments.mean) / self.moments.std for x in (part.values, part.returns))
         loss, stats = value_loss(values, old, returns, part.learn, self.args.cliprange_value, tokens)
         return loss, stats["clipfrac"]
@@ -524,12 +583,20 @@ class PPOTrainer:
     def _greedy(self) -> Sampling:
         return replace(self.sampling, temperature=0.0)
 
-    def _micro_batches(self, episodes: Episodes, size: int, rows: Sequence[int]) -> list[list[int]]:
-        """`rows` of the episodes in batches of like length, of at most `size` rows or `micro_batch_tokens` tokens."""
-        lengths = episodes.lengths()
-        of_rows, limit = [lengths[row] for row in rows], self.args.micro_batch_tokens
-        batches = micro_batches(of_rows, size, limit, self.device.type)
-        return [[rows[i] for i in batch] for batch in batches]
+    def _packs(self, episodes: Episodes, rows: list[int]) -> list[list[int]]:
+        """A minibatch in packs of completions, to be dealt to the workers: none so large that the others wait for one."""
+        completions, tokens = self.limits
+        if self.workers > 1:
+            lengths = episodes.lengths()
+            fair = sum(lengths[row] for row in rows) // (2 * self.workers)
+            tokens = min(tokens or fair, fair)
+        return forward.in_packs(self.shared, episodes, rows, completions, tokens)
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """(completions, tokens) of a micro-batch in training, at most."""
+        tokens = self.args.micro_batch_tokens
+        return (None, tokens) if tokens else (self.args.per_device_train_batch_size, None)
 
     def stored_roles(self) -> list[str]:
         """Roles that a checkpoint holds: those that change."""

@@ -49,18 +49,21 @@ def _sizes(job: Job, phase: str) -> tuple[str, ...]:
         return ()
     if STAGE[job.stage].trl:
         return (f"per_device_{'eval' if phase == 'evaluate' else 'train'}_batch_size",)
-    if not STAGE[job.stage].learns or phase in ("rollout", "score", "evaluate"):
+    if not STAGE[job.stage].learns or phase in ("rollout", "evaluate"):
         return ("local_rollout_forward_batch_size",)
-    by_tokens = ("micro_batch_tokens",) if job.trainer.get("micro_batch_tokens") else ()
-    return by_tokens or (
-        ("local_rollout_forward_batch_size",) if phase == "values" else ("per_device_train_batch_size",)
-    )
+    if phase in ("score", "values") or job.trainer.get("micro_batch_tokens"):
+        return ("micro_batch_tokens",)
+    return ("per_device_train_batch_size",)
 
 
 def _halved(job: Job, key: str) -> str | None:
     now = _value(job, key)
     if now is None and key == "local_rollout_forward_batch_size":  # memory decided
         now = job.args.planned_rows(job.workers[0])
+    if key == "micro_batch_tokens" and now is None:
+        from pipeline.ppo.forward import FORWARD_TOKENS
+
+        now = FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
     return f"trainer.{key}={now // 2} (now {now})" if isinstance(now, int) and now > 1 else None
 
 

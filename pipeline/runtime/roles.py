@@ -40,21 +40,25 @@ def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
 
 def _reward(worker: Host, shared: SharedBase, name: str, role: str, weight: float = 1.0) -> Reward:
     """The reward of one input of the job: an adapter on the base, another model, or a Python function."""
-    from pipeline.ppo.config import FORWARD_ROWS
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
     source = worker.work.inputs[name]
-    rows = worker.job.args.local_rollout_forward_batch_size or FORWARD_ROWS
+    args = worker.job.args
+    # A training job's forwards are cut by tokens alone; the other verbs also have a limit on rows, their batch size.
+    by_tokens = worker.job.stage == "ppo"
+    limits = (
+        {"tokens": args.micro_batch_tokens} if by_tokens else {"rows": args.local_rollout_forward_batch_size}
+    )
     if source.startswith("python:"):
         return FunctionReward(check_function(source), weight=weight, name=role)
     folder = worker.input(name)
     if lineage.is_adapter(folder):
         shared.add(role, folder=folder, head=True)
         constants = lineage.read(folder, source).get("reward") or {"mean": 0.0, "std": 1.0}
-        return AdapterReward(shared, role, rows=rows, weight=weight, **constants)
+        return AdapterReward(shared, role, **limits, weight=weight, **constants)
     model, tokenizer = _other_model(worker, folder)
     control = worker.job.data.special_tokens == "control"
-    return ModelReward(model, tokenizer, rows=rows, weight=weight, name=role, control=control)
+    return ModelReward(model, tokenizer, **limits, weight=weight, name=role, control=control)
 
 
 def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
@@ -111,9 +115,11 @@ def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None
     return add_frozen(worker, shared, "policy", "start")
 
 
-def add_critic(worker: Host, shared: SharedBase) -> None:
-    """The role `critic`, trainable: a copy of the first reward adapter and its head; a new adapter if no reward is one."""
-    if rewards := _reward_adapters(worker, shared):
+def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> None:
+    """The role `critic`, trainable: a head on the policy; or an adapter, a copy of the first reward's with its head if any."""
+    if args.critic == "head":
+        shared.add("critic", head_on="policy", trainable=True)
+    elif rewards := _reward_adapters(worker, shared):
         shared.add("critic", copy_of=next(iter(rewards)), head=True, trainable=True)
     else:
         shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
@@ -184,7 +190,8 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
         sources |= dict.fromkeys(("policy", "reference"), worker.input("policy"))
     for role, name in _reward_adapters(worker, shared).items():
         sources[role] = worker.input(name)
-        sources.setdefault("critic", sources[role])
+        if "critic" in shared.roles and not shared.is_head("critic"):
+            sources.setdefault("critic", sources[role])
     return {role: folder for role, folder in sources.items() if role in shared.roles}
 
 

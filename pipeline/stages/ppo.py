@@ -32,7 +32,7 @@ def train(worker: Worker) -> dict[str, Any]:
     reference = roles.add_policy(worker, shared, args)
     rewards = roles.add_rewards(worker, shared)
     if args.uses_critic:
-        roles.add_critic(worker, shared)
+        roles.add_critic(worker, shared, args)
 
     held_out = worker.rows("eval")
     comparison = held_out is not None and evaluation.Comparison(

@@ -32,7 +32,7 @@ from pipeline.runtime import training
 # {key of PPOConfig: another value than toy.trainer's}, and what else has to be so for it to matter.
 OTHER = {
     "total_episodes": 16, "num_train_epochs": 2.0, "batch_size": 8, "num_ppo_epochs": 1, "num_mini_batches": 1,
-    "num_generations": 2, "per_device_train_batch_size": 4, "micro_batch_tokens": 20, "local_rollout_forward_batch_size": 4,
+    "critic": "head", "num_generations": 2, "per_device_train_batch_size": 4, "micro_batch_tokens": 20, "local_rollout_forward_batch_size": 4,
     "response_length": 6, "min_new_tokens": 3, "temperature": 0.7, "normalize_rewards": True, "reward_clip": 0.1,
     "missing_eos_penalty": 1.0, "bootstrap_truncated": True, "mask_truncated_completions": True, "whiten_rewards": True,
     "kl_coef": 0.5, "kl_estimator": "k3", "kl_in": "loss", "kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 50.0,
@@ -77,7 +77,8 @@ def outcome(settings):
     """What a run of two or three updates leaves: weights, figures, how often the base ran, and what was evaluated."""
     changes = {"total_episodes": 48, **dict(settings)}
     spread, scorer = changes.pop("spread", 0.0), changes.pop("scorer", None)
-    shared = toy.shared_base(spread=spread, critic=changes.get("advantage_estimator", "gae") == "gae")
+    critic = changes.get("advantage_estimator", "gae") == "gae" and changes.get("critic", "adapter")
+    shared = toy.shared_base(spread=spread, critic=critic)
     calls, asked = [], []
     layer = next(module for name, module in shared.base.named_modules() if name.endswith("mlp"))
     layer.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -20,8 +20,9 @@ from pipeline.data import demonstrations, encode, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import advantages, rollout
+from pipeline.ppo import advantages, forward, rewards, rollout
 from pipeline.ppo import trainer as ppo
+from pipeline.ppo.rollout import Completion
 from pipeline.runtime import roles, training
 
 Patch = Any  # pytest's MonkeyPatch
@@ -339,8 +340,8 @@ def _(patch):
     "trainer.min_new_tokens=8",
 )
 def _(patch):
-    def logprobs(original, self, role, ids, starts, mask, temperature, barred, steps, entropy=False):
-        return original(self, role, ids, starts, mask, temperature, (), 0, entropy)
+    def logprobs(original, self, role, ids, starts, mask, temperature, barred, steps, *rest):
+        return original(self, role, ids, starts, mask, temperature, (), 0, *rest)
 
     wrapped(patch, SharedBase, "logprobs", logprobs)
 
@@ -350,49 +351,84 @@ def _(patch):
 
 @exhibit("log-probs are read one place late", "ppo", "log-probs are those of the model's own forward")
 def _(patch):
-    wrapped(
-        patch,
-        SharedBase,
-        "hidden",
-        lambda original, self, *args: (
-            original(self, *args).roll(-1, 1) if self._late else original(self, *args)
-        ),
-    )
-    patch.setattr(SharedBase, "_late", False, raising=False)
+    def states(original, shared, role, part):
+        found = original(shared, role, part)
+        return found.roll(-1, 1) if role in ("policy", "reference") else found
 
-    def logprobs(original, self, *args, **keys):
-        self._late = True
-        try:
-            return original(self, *args, **keys)
-        finally:
-            self._late = False
-
-    wrapped(patch, SharedBase, "logprobs", logprobs)
+    wrapped(patch, forward, "states", states)
 
 
-@exhibit("values are read after the action", "ppo", "values are read before each action")
+def values_late(patch):
+    def values(original, self, part, states=None):
+        found, last = original(self, part, states)
+        return found.roll(-1, 1), last
+
+    wrapped(patch, ppo.PPOTrainer, "values", values)
+
+
+exhibit("values are read after the action", "ppo", "values are read before each action")(values_late)
+exhibit(
+    "a head's values are read after the action",
+    "ppo",
+    "values are read before each action",
+    "trainer.critic=head",
+)(values_late)
+
+
+@exhibit("the critic reads the bare base", "ppo", "values are read before each action", "trainer.critic=head")
 def _(patch):
-    wrapped(
-        patch, SharedBase, "values", lambda original, self, role, ids: original(self, role, ids).roll(-1, 1)
-    )
+    def values(original, self, part, states=None):
+        return original(self, part, self.states(None, part))
+
+    wrapped(patch, ppo.PPOTrainer, "values", values)
+
+
+@exhibit(
+    "completions in one row see each other", "ppo", "sampler and trainer agree", "trainer.num_generations=8"
+)
+def _(patch):
+    def packed(original, *rows):
+        batch = original(*rows)
+        return replace(batch, allowed=torch.ones_like(batch.allowed).tril())
+
+    wrapped(patch, forward, "packed", packed)
+
+
+@exhibit(
+    "positions go on from completion to completion",
+    "ppo",
+    "sampler and trainer agree",
+    "trainer.num_generations=8",
+)
+def _(patch):
+    def packed(original, *rows):
+        batch = original(*rows)
+        return replace(batch, position_ids=torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids))
+
+    wrapped(patch, forward, "packed", packed)
+
+
+def scored(patch, change):
+    """Reward adapters read completions that `change(token ids, longest)` makes of them."""
+
+    def collate(original, prompts, completions, *rest):
+        longest = max(len(c.tokens) for c in completions)
+        changed = [Completion(change(c.tokens, longest), True, []) for c in completions]
+        return original(prompts, [replace(c, logprobs=[0.0] * len(c.tokens)) for c in changed], *rest)
+
+    wrapped(patch, rewards, "collate", collate)
 
 
 @exhibit("the reward is read at the end of the padding", "ppo", "last token of the completion")
 def _(patch):
-    def scores(original, self, role, ids, attention_mask=None, lengths=None):
-        return original(self, role, ids, lengths=torch.full_like(lengths, ids.shape[1]))
-
-    wrapped(patch, SharedBase, "scores", scores)
+    scored(patch, lambda tokens, longest: tokens + [0] * (longest - len(tokens)))
 
 
 @exhibit(
     "the reward is read before the end token", "ppo", "last token of the completion|reward scores as when"
 )
 def _(patch):
-    def scores(original, self, role, ids, attention_mask=None, lengths=None):
-        return original(self, role, ids, lengths=lengths - 1)
-
-    wrapped(patch, SharedBase, "scores", scores)
+    scored(patch, lambda tokens, longest: tokens[:-1])
 
 
 @exhibit("rewards are not normalised as the reward model says", "ppo", "last token of the completion")

@@ -18,6 +18,8 @@ QUICK = {
         "the sampler keeps the first policy",
         "log-probs are read one place late",
         "values are read after the action",
+        "a head's values are read after the action",
+        "completions in one row see each other",
         "rewards are not normalised as the reward model says",
         "the KL is rewarded instead of paid for",
         "the policy loss has the wrong sign",
@@ -72,6 +74,7 @@ def test_a_planted_fault_is_named(number):
         ("dpo", []),
         ("dpo", ["trainer.bf16=true"]),
         ("ppo", []),
+        ("ppo", ["trainer.critic=head", "trainer.num_generations=4"]),
     ],
     ids=str,
 )
@@ -98,14 +101,17 @@ def test_a_sound_run_is_quiet(scene, settings):
         {"normalize_values": True, "whiten_rewards": True, "bootstrap_truncated": True},
         {"mask_truncated_completions": True, "kl_estimator": "abs", "critic_warmup_steps": 1},
         {"gradient_checkpointing": True, "kl_estimator": "k2", "kl_controller": "adaptive"},
+        {"critic": "head"},
+        {"critic": "head", "num_generations": 4, "bf16": True, "gradient_checkpointing": True},
     ],
     ids=str,
 )
 def test_no_architecture_and_no_variant_raises_an_alarm(kind, settings):
-    trainer = toy.trainer(toy.shared_base(kind, critic="advantage_estimator" not in settings), **settings)
+    critic = "advantage_estimator" not in settings and settings.get("critic", "adapter")
+    trainer = toy.trainer(toy.shared_base(kind, critic=critic), **settings)
     findings, _ = doctor.examine(trainer, {})
     assert [finding for finding in findings if finding.holds is False] == []
-    toy.trainer(toy.shared_base(kind, critic="advantage_estimator" not in settings), **settings).train()
+    toy.trainer(toy.shared_base(kind, critic=critic), **settings).train()
 
 
 def test_every_quick_exhibit_is_there():

@@ -9,9 +9,12 @@ import toy_ppo as toy
 from pipeline.ppo.state import rng_state, set_rng_state
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_restored_run_ends_with_the_same_numbers(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("critic", "dtype"), [("adapter", "float32"), ("head", "float32"), ("head", "bfloat16")]
+)
+def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, tmp_path):
     changes = dict(
+        critic=critic,
         bf16=dtype == "bfloat16",
         total_episodes=96, kl_controller="adaptive", kl_target=0.5, kl_horizon=100, normalize_values=True,
         sync_ref_model=True, ref_model_sync_steps=1, lr_scheduler_type="cosine", warmup_steps=2, learning_rate=5e-3,
@@ -29,17 +32,17 @@ def test_a_restored_run_ends_with_the_same_numbers(dtype, tmp_path):
             raise Cut
 
     torch.manual_seed(5)
-    whole = toy.trainer(toy.shared_base(dtype=dtype), reward=noisy, **changes)
+    whole = toy.trainer(toy.shared_base(critic=critic, dtype=dtype), reward=noisy, **changes)
     torch.manual_seed(9)
     whole.train()
-    first = toy.trainer(toy.shared_base(dtype=dtype), reward=noisy, on_update=cut, **changes)
+    first = toy.trainer(toy.shared_base(critic=critic, dtype=dtype), reward=noisy, on_update=cut, **changes)
     torch.manual_seed(9)
     with pytest.raises(Cut):
         first.train()
     assert first.update == 3
     first.save(tmp_path)
-    second = toy.trainer(toy.shared_base(dtype=dtype), reward=noisy, **changes)
-    for parameter in second.shared.parameters_of("policy") + second.shared.parameters_of("reference"):
+    second = toy.trainer(toy.shared_base(critic=critic, dtype=dtype), reward=noisy, **changes)
+    for parameter in [p for r in ("policy", "critic", "reference") for p in second.shared.parameters_of(r)]:
         parameter.data += 1.0  # all of it comes from the folder
     torch.manual_seed(1234)
     second.restore(tmp_path)

@@ -71,14 +71,18 @@ def base(kind="llama", seed=0, **changes):
 
 
 def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
-    """Roles reference, policy (its copy), reward, critic (its copy). `spread` moves policy and critic away from those."""
+    """Roles reference, policy (its copy), reward, critic (its copy, or a head on the policy; False: none).
+
+    `spread` moves policy and critic away from those.
+    """
     shared = SharedBase(base(kind, seed, **changes))
     shared.add("reference", lora=LORA)
     shared.add("policy", copy_of="reference", trainable=True)
     if critic:
         shared.add("reward", lora={**LORA, "r": 3}, head=True)
         shared.heads["reward"].weight.data.normal_(std=33**-0.5)  # as if trained: a new head is zeros
-        shared.add("critic", copy_of="reward", head=True, trainable=True)
+        start = dict(head_on="policy") if critic == "head" else dict(copy_of="reward", head=True)
+        shared.add("critic", **start, trainable=True)
     for role in ("policy", "critic") if spread else ():
         for parameter in shared.parameters_of(role) if role in shared.roles else ():
             parameter.data += spread * torch.randn_like(parameter)
@@ -104,7 +108,7 @@ def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_u
         num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
     )  # fmt: skip
     args = PPOConfig(**{**settings, **changes})
-    shared = shared or shared_base(critic=args.uses_critic)
+    shared = shared or shared_base(critic=args.uses_critic and args.critic)
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
     return PPOTrainer(shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_update)

@@ -1,0 +1,124 @@
+"""Completions to one prompt in one row, so that a forward computes their prompt once.
+
+Such a row is [prompt, completion, completion, ...]: in each completion positions go on from the prompt, and a token attends
+to the prompt and to its own completion alone. Its hidden states are those of [prompt, completion], up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Input of one forward, for B completions of up to R actions in P rows of up to T tokens, padded on the right."""
+
+    input_ids: Tensor  # (P, T)
+    # (B, R + 1) index into the P * T hidden states: of the one before each action, and of the one after the last, which is
+    # repeated where a completion has fewer actions than R.
+    at: Tensor
+    position_ids: Tensor | None = None  # (P, T); None: from 0, in every row
+    allowed: Tensor | None = (
+        None  # (P, T, T) bool: whether a token attends to another; None: to all before it
+    )
+
+    def ends(self) -> Batch:
+        """The same, for the states after the last actions alone."""
+        return replace(self, at=self.at[:, -1:])
+
+
+def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Batch:
+    """Each completion in a row of its own.
+
+    Args:
+        input_ids: (B, T) prompt and completion.
+        starts: (B,) length of each prompt.
+        counts: (B,) length of each completion.
+        actions: R, at least the longest completion.
+    """
+    steps = torch.arange(actions + 1, device=input_ids.device).minimum(counts.unsqueeze(-1))
+    rows = torch.arange(len(input_ids), device=input_ids.device) * input_ids.shape[1]
+    return Batch(input_ids, (rows + starts - 1).unsqueeze(-1) + steps)
+
+
+def packed(
+    input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int, packs: Sequence[Sequence[int]]
+) -> Batch:
+    """The completions of each pack in one row.
+
+    Args:
+        input_ids, starts, counts, actions: as of `alone`.
+        packs: indices of completions to one prompt, each completion in one pack.
+    """
+    device = input_ids.device
+    ids, prompt_of, count_of = input_ids.tolist(), starts.tolist(), counts.tolist()
+    rows, positions, parts = [], [], []  # parts: 0 on the prompt, then the number of the completion
+    at = torch.zeros(len(ids), actions + 1, dtype=torch.long)
+    width = max(prompt_of[pack[0]] + sum(count_of[i] for i in pack) for pack in packs)
+    for number, pack in enumerate(packs):
+        start = prompt_of[pack[0]]
+        row, position, part = ids[pack[0]][:start], list(range(start)), [0] * start
+        for order, i in enumerate(pack, 1):
+            first, count = number * width + len(row), count_of[i]
+            steps = torch.arange(actions + 1).clamp(max=count)
+            at[i] = (first - 1 + steps).where(steps > 0, torch.tensor(number * width + start - 1))
+            row = row + ids[i][start : start + count]
+            position += range(start, start + count)
+            part += [order] * count
+        fill = width - len(row)
+        rows.append(row + [0] * fill)
+        positions.append(position + [0] * fill)
+        parts.append(part + [-1] * fill)
+    of = torch.tensor(parts, device=device)
+    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    allowed = causal & ((of.unsqueeze(-1) == of.unsqueeze(-2)) | (of == 0).unsqueeze(-2))
+    return Batch(
+        torch.tensor(rows, device=device), at.to(device), torch.tensor(positions, device=device), allowed
+    )
+
+
+def packs_that_pay(
+    prompts: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    width: int,
+    completions: int | None = None,
+    tokens: int | None = None,
+) -> list[list[int]]:
+    """Completions in packs, each a list of indices: in one row as long as that costs less than a row of its own.
+
+    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer: products with a layer's weights, and
+    attention, which a pack also computes between completions that do not see each other.
+
+    Args:
+        prompts: which prompt each completion is to; completions to one prompt may stand anywhere.
+        starts: tokens of each prompt.
+        counts: tokens of each completion.
+        width: W, the size of the hidden states.
+        completions: limit on those of a pack. None: none.
+        tokens: limit on those of a pack with several completions. None: none.
+    """
+
+    def cost(tokens: int) -> int:
+        return tokens * (6 * width + tokens)
+
+    packs: dict[int, list[list[int]]] = {}
+    held: dict[int, int] = {}  # tokens of the newest pack to each prompt
+    for i, prompt in enumerate(prompts):
+        by_itself, longer = starts[i] + counts[i], held.get(prompt, 0) + counts[i]
+        if (
+            prompt in packs
+            and cost(longer) < cost(held[prompt]) + cost(by_itself)
+            and (completions is None or len(packs[prompt][-1]) < completions)
+            and (tokens is None or longer <= tokens)
+        ):
+            packs[prompt][-1].append(i)
+            held[prompt] = longer
+        else:
+            packs.setdefault(prompt, []).append([i])
+            held[prompt] = by_itself
+    return [pack for of_prompt in packs.values() for pack in of_prompt]

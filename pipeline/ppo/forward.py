@@ -1,0 +1,66 @@
+"""Forwards of episodes: what goes into one together, and the hidden states that come out.
+
+Rows of like length share a micro-batch, and completions to one prompt share a row (models/packing.py). Neither changes a
+result but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.models.adapters import SharedBase
+from pipeline.models.packing import alone, packed, packs_that_pay
+from pipeline.ppo.batch import Episodes, micro_batches
+
+# Of a forward without gradients, the most tokens: it holds one layer's activations at a time, some 100 KB a token at 8B.
+FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}
+
+
+def states(shared: SharedBase, role: str | None, part: Episodes) -> Tensor:
+    """(B, R + 1, H) hidden states of a role (None: the bare base) before each action, and after the last."""
+    rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
+    packs = in_packs(shared, part, range(len(part)))
+    return shared.states(role, packed(*rows, packs) if len(packs) < len(part) else alone(*rows))
+
+
+def in_packs(
+    shared: SharedBase,
+    episodes: Episodes,
+    rows: Sequence[int],
+    completions: int | None = None,
+    tokens: int | None = None,
+) -> list[list[int]]:
+    """`rows` of the episodes in packs of completions to one prompt, where that pays and the base allows it.
+
+    Args:
+        completions: limit on those of a pack.
+        tokens: limit on those of a pack with several completions.
+    """
+    index = torch.as_tensor(rows, dtype=torch.long, device=episodes.prompts.device)
+    prompts = episodes.prompts[index].tolist()
+    if len(set(prompts)) == len(prompts) or not shared.packs:
+        return [[row] for row in rows]
+    starts, counts = episodes.starts[index].tolist(), episodes.counts[index].tolist()
+    packs = packs_that_pay(prompts, starts, counts, shared.hidden_size, completions, tokens)
+    return [[rows[i] for i in pack] for pack in packs]
+
+
+def cut(
+    shared: SharedBase,
+    episodes: Episodes,
+    rows: Sequence[int],
+    completions: int | None = None,
+    tokens: int | None = None,
+) -> list[list[int]]:
+    """`rows` of the episodes in micro-batches, which keep packs whole.
+
+    Args:
+        completions, tokens: limits of a micro-batch; padding counts as tokens. None: none.
+    """
+    packs = in_packs(shared, episodes, rows, completions, tokens)
+    held = [len(pack) for pack in packs]
+    batches = micro_batches(episodes.lengths(packs), completions, tokens, shared.device.type, held)
+    return [[row for i in batch for row in packs[i]] for batch in batches]

@@ -1,0 +1,111 @@
+"""What shares a forward changes what it costs, and not what is learned."""
+
+import pytest
+import torch
+import toy_ppo as toy
+
+from pipeline.ppo.batch import Totals
+from pipeline.ppo.rewards import AdapterReward
+
+GROUPS = dict(num_generations=8, batch_size=32, total_episodes=64)
+
+
+def gradients(trainer):
+    """The gradient of one minibatch of all episodes, and the tokens that went through the base for it."""
+    episodes = toy.first_episodes(trainer)
+    trainer.rewards_and_advantages(episodes, None)
+    tokens, states = [], trainer.shared.states
+    trainer.shared.states = lambda role, batch: tokens.append(batch.input_ids.numel()) or states(role, batch)
+    trainer.accumulate(episodes, list(range(len(episodes))), Totals.of(episodes.learn), policy=True)
+    return torch.cat(
+        [p.grad.flatten() for role in trainer.roles for p in trainer.shared.parameters_of(role)]
+    ), sum(tokens)
+
+
+@pytest.mark.parametrize("critic", ["adapter", "head"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_prompt_is_computed_once_for_its_completions(critic, checkpointing):
+    """... in the reward, too; the gradient is the same."""
+    found = []
+    for packs in (True, False):
+        shared = toy.shared_base(critic=critic, spread=0.1)
+        shared.packs = packs  # instead of what the base allows
+        settings = dict(critic=critic, gradient_checkpointing=checkpointing, check_reference=False, **GROUPS)
+        found.append(
+            gradients(toy.trainer(shared, min_new_tokens=2, per_device_train_batch_size=32, **settings))
+        )
+    (packed, fewer), (alone, tokens) = found
+    assert (packed - alone).norm() < 2e-6 * alone.norm() and fewer < 0.8 * tokens
+
+
+def test_scores_of_packed_completions_are_those_of_each_alone():
+    shared = toy.shared_base(spread=0.1)
+    reward, samples = AdapterReward(shared), None
+    trainer = toy.trainer(shared, reward=[reward], **GROUPS)
+    _, samples, _ = trainer.rollout()
+    calls, states = [], shared.states
+    shared.states = lambda role, batch: calls.append(batch.allowed is not None) or states(role, batch)
+    packed = reward.score(samples)
+    shared.packs = False
+    assert any(calls) and packed == pytest.approx(reward.score(samples), abs=1e-5)
+
+
+def forwards(**settings):
+    """How often the base ran in the update of a trainer, beyond sampling."""
+    trainer = toy.trainer(**{"num_mini_batches": 1, "per_device_train_batch_size": 64, **settings})
+    trainer.update = 1  # the first is checked
+    episodes, samples, _ = trainer.rollout()
+    assert trainer.shared.packs  # tries the base, once
+    calls = []
+    trainer.shared.base.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
+    trainer.score(episodes, samples)
+    trainer.logprobs_and_values(episodes)
+    trainer.rewards_and_advantages(episodes, None)
+    trainer.learn(episodes)
+    return len(calls)
+
+
+def test_a_critic_that_is_a_head_costs_no_forward():
+    group = dict(advantage_estimator="rloo", num_generations=2)
+    # old and reference log-probs, and two epochs
+    assert forwards(critic="head") == forwards(**group) == 4
+    assert forwards() == 7
+
+
+def test_a_head_learns_and_does_not_move_the_policy():
+    def learned(**settings):
+        trainer = toy.trainer(critic="head", total_episodes=16, **settings)
+        trainer.train()
+        return toy.weights(trainer, ["policy"]), toy.weights(trainer, ["critic"])
+
+    policy, head = learned(vf_coef=0.1)
+    assert head.any()
+    other_policy, other_head = learned(vf_coef=0.0)
+    assert torch.equal(policy, other_policy) and not other_head.any()
+
+
+ONE_STEP = dict(
+    advantage_estimator="grpo",
+    num_generations=4,
+    kl_in="loss",
+    kl_estimator="k3",
+    num_ppo_epochs=1,
+    num_mini_batches=1,
+)
+
+
+def test_old_logprobs_are_those_of_the_training_forward_where_there_is_one():
+    """... of one step an update: no forward is made for them, and what is learned and reported stays the same."""
+    assert forwards(**ONE_STEP) == 2  # the reference's and the training's
+    runs = []
+    for later in (True, False):
+        trainer = toy.trainer(**ONE_STEP, total_episodes=48)
+        if not later:
+            trainer.args.__class__ = type("Args", (type(trainer.args),), {"learns_in_one_forward": False})
+        runs.append((trainer.train(), toy.weights(trainer)))
+    (mine, weights), (theirs, expected) = runs
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+    for a, b in zip(mine, theirs, strict=True):
+        for key in a:
+            if not toy.MEASURED.search(key):
+                assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-4), key
