@@ -7,8 +7,16 @@ import sys
 import pytest
 from running import ROOT
 
+sys.path.append(str(ROOT / "tests/bench"))
+from ppo_ours import repeated
+from report import ratios, render
+from sizes import SEED
+from variants import VARIANTS, chosen
+
+from pipeline.ppo.batch import prompt_order
+
 TRL_PPO = ROOT / ".bench/trl"
-FIGURES = {"step", "first_step", "peak"}
+PHASES = {"rollout", "score", "values", "update"}
 
 
 def bench(tmp_path, *arguments):
@@ -20,42 +28,119 @@ def bench(tmp_path, *arguments):
     return json.loads((tmp_path / "bench.json").read_text())
 
 
-def complete(result, sides):
-    for side in sides:
-        assert set(result[side]) == FIGURES
-        assert all(figure > 0 for figure in result[side].values())
-        assert len(result["runs"][side]) == 1
-    if len(sides) == 2:
-        assert result["ratios"]["step"] == pytest.approx(result["ours"]["step"] / result["theirs"]["step"])
-        assert result["ratios"]["speed"] == pytest.approx(1 / result["ratios"]["step"])
-        assert {"peak", "later"} < set(result["ratios"])
-    assert set(result["machine"]) == {"cpu", "threads", "load", "date"}
+def complete(result):
+    """Each row's figures are there, and its ratios are those of the measurements that it names."""
+    for runs in result["runs"].values():
+        (run,) = runs
+        assert all(run[figure] > 0 for figure in ("step", "first_step", "peak"))
+    for row in result["rows"]:
+        (ours,) = result["runs"][row["ours"]]
+        assert (row["beside"] is None) == (row["ratios"] == {})
+        if row["beside"]:
+            (beside,) = result["runs"][row["beside"]]
+            assert row["ratios"]["step"] == pytest.approx(ours["step"] / beside["step"])
+            assert row["ratios"]["speed"] == pytest.approx(1 / row["ratios"]["step"])
+            assert row["ratios"]["peak"] == pytest.approx(ours["peak"] / beside["peak"])
+    assert {"cpu", "threads", "load", "date"} <= set(result["machine"])
+
+
+def beside(result):
+    """What each variant was measured beside, as far as it was."""
+    return {row["variant"]: row["beside"] for row in result["rows"]}
+
+
+def trl(text):
+    return text if TRL_PPO.is_dir() else None
+
+
+def test_prompts_repeated_give_the_episodes_of_prompts_shared():
+    distinct = [[1], [2], [3]]
+    rows = repeated(distinct, 4)
+    episodes = [rows[i] for i in prompt_order(0, 12, 12, SEED)]
+    assert episodes == [distinct[i] for i in prompt_order(0, 3, 3, SEED) for _ in range(4)]
+
+
+def test_variants_without_a_meaning_are_left_out():
+    amd, intel = ({"precision": p, "bf16_speedup": s} for p, s in (("medium", 0.5), ("highest", 3.0)))
+    assert chosen(None, "large", "own", amd).keys() == {"head", "adapter", "matmul-head", "matmul-adapter"}
+    assert chosen(None, "large", "own", intel).keys() == {"head", "adapter", "bf16-head"}
+    assert chosen(["shared", "shared-long"], "large", "own", intel).keys() == {"shared", "shared-long"}
+    assert chosen(["shared", "shared-long"], "demo", "own", intel).keys() == {"shared"}
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios():
+    """Of rounds whose load differed: the quotients of the medians would be 2 and 1."""
+    runs = {}
+    for variant, seconds in (("adapter", [4.0, 6.0, 2.0]), ("head", [2.0, 3.0, 1.0])):
+        runs[str(VARIANTS[variant].ours)] = [measured(s) for s in seconds]
+    runs["TRL 1.12, fp32"] = [measured(s) for s in (8.0, 4.0, 3.0)]
+    rows = [
+        {"variant": name, "ours": str(VARIANTS[name].ours), "beside": "TRL 1.12, fp32"}
+        for name in ("head", "adapter")
+    ]
+    for row in rows:
+        row["ratios"] = ratios(runs, row["ours"], row["beside"])
+    assert [row["ratios"]["speed"] for row in rows] == [3.0, 1.5]
+    machine = {"cpu": "a CPU", "threads": 2, "load": [0.1, 0.2], "date": "2026-11-22"}
+    machine["matmul"] = {"precision": "highest", "why": "torch's default"}
+    result = {"part": "ppo", "size": "large", "case": "own", "samples": 16, "rows": rows, "runs": runs}
+    text = render([result | {"machine": machine}])
+    assert "a CPU, 2 threads, 3 rounds, load average 0.1 to 0.2" in text
+    assert "| `head` | ours, fp32, critic head | TRL 1.12, fp32 | 8 | 4 | 3.00 |" in text
+    assert "`critic: head` by that with `critic: adapter`: 0.50." in text
+
+
+def measured(seconds):
+    phases = dict.fromkeys(PHASES, seconds / 4)
+    return {"step": seconds, "first_step": 1.0, "peak": 2**30, "phases": [phases], "lengths": [38.0, 38.0]}
 
 
 @pytest.mark.slow
 def test_ppo_is_measured_beside_the_last_trl_that_had_it(tmp_path):
-    sides = ["ours", "theirs"] if TRL_PPO.is_dir() else ["ours"]
-    results = bench(tmp_path, "ppo")
+    results = bench(tmp_path, "ppo", "--variant", "head", "adapter")
     assert [(r["part"], r["size"], r["case"]) for r in results] == [
         ("ppo", "toy", "full"),
         ("ppo", "toy", "own"),
     ]
     for result in results:
-        complete(result, sides)
-        (run,) = result["runs"]["ours"]
-        for update in run["phases"]:
-            assert {f"time/{phase}" for phase in ("rollout", "score", "values", "update")} <= set(update)
-    full, own = (result["runs"]["ours"][0]["lengths"] for result in results)
-    assert set(full) == {6.0}  # the limit of this size
-    assert min(own) < 6.0
+        complete(result)
+        assert beside(result) == dict.fromkeys(["head", "adapter"], trl("TRL 1.12, fp32"))
+        assert len(result["runs"]) == 2 + TRL_PPO.is_dir()  # TRL's once for both
+        for (run,) in result["runs"].values():
+            for update in run["phases"]:
+                assert set(update) == PHASES and all(seconds > 0 for seconds in update.values())
+                assert sum(update.values()) == pytest.approx(run["step"], rel=0.1)
+    full, own = ({name: runs[0]["lengths"] for name, runs in r["runs"].items()} for r in results)
+    assert all(set(lengths) == {6.0} for lengths in full.values())  # the limit of this size
+    assert all(min(lengths) < 6.0 for lengths in own.values())
+    assert "by that with `critic: adapter`:" in (tmp_path / "bench.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_scores_of_both_are_read_off_their_curves(tmp_path):
+def test_ppo_is_measured_in_bf16_with_trls_settings_and_with_shared_prompts(tmp_path):
+    [result] = bench(
+        tmp_path, "ppo", "--variant", "like-trl", "bf16-head", "shared", "shared-long", "--length", "own"
+    )
+    complete(result)
+    found = beside(result)
+    assert found["like-trl"] == trl("TRL 1.12, fp32") and found["bf16-head"] == trl("TRL 1.12, bf16")
+    for variant in (
+        "shared",
+        "shared-long",
+    ):  # the same episodes, and so the same work but for what is shared
+        row = next(row for row in result["rows"] if row["variant"] == variant)
+        (shared,), (repeated,) = (result["runs"][row[side]] for side in ("ours", "beside"))
+        assert shared["lengths"] == repeated["lengths"]
+
+
+@pytest.mark.slow
+def test_the_scores_of_both_critics_and_of_trl_are_read_off_their_curves(tmp_path):
     [result] = bench(tmp_path, "score")
     for runs in result["runs"].values():
         [run] = runs
         assert len(run["curve"]) == 2 and run["updates"] == 1 and run["score"] is not None
+    critics = ["ours, fp32, critic head", "ours, fp32, critic adapter"]
+    assert [row["ours"] for row in result["rows"]] == [*critics, *(f"{c}, TRL's settings" for c in critics)]
     assert "## PPO on a Python reward" in (tmp_path / "bench.md").read_text()
 
 
@@ -65,4 +150,5 @@ def test_a_stage_is_measured_beside_bare_trl_and_earlier_parts_are_kept(tmp_path
     results = bench(tmp_path, "dpo")
     assert [r["part"] for r in results] == ["sft", "dpo"]
     for result in results:
-        complete(result, ["ours", "theirs"])
+        complete(result)
+        assert beside(result) == {"": "bare TRL"}

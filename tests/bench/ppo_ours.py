@@ -1,7 +1,12 @@
-"""One measurement of our PPO: `python tests/bench/ppo_ours.py SIZE CASE`, started by `make bench`."""
+"""One measurement of our PPO: `python tests/bench/ppo_ours.py SIZE CASE OURS`, started by `make bench`.
+
+OURS: the fields of `variants.Ours` as JSON.
+"""
 
 import json
+import os
 import sys
+from typing import Any
 
 from sizes import (
     EOS,
@@ -16,9 +21,11 @@ from sizes import (
     tokenizer,
     with_ends,
 )
+from variants import OPTIMIZER_OF_TRL, PHASES, Ours
 
 
-def main(name: str, case: str) -> None:
+def main(name: str, case: str, fields: str) -> None:
+    import torch
     from transformers import AutoModelForCausalLM
 
     from pipeline.models.adapters import SharedBase
@@ -26,36 +33,72 @@ def main(name: str, case: str) -> None:
     from pipeline.ppo.rewards import AdapterReward
     from pipeline.ppo.trainer import PPOTrainer
 
-    size, clock, tokens = SIZES[name], Clock(), tokenizer(name)
-    base = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype="float32")
+    size, ours, clock, tokens = SIZES[name], Ours(**json.loads(fields)), Clock(), tokenizer(name)
+    torch.set_float32_matmul_precision(os.environ["BENCH_MATMUL"])
+    base = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=ours.dtype)
     shared = SharedBase(with_ends(base, name, case))
     shared.add("policy", lora=LORA, trainable=True)  # the bare base is the reference, as in TRL's with LoRA
     shared.add("reward", lora=LORA, head=True)
-    shared.add("critic", copy_of="reward", head=True, trainable=True)
-    args = PPOConfig(
-        total_episodes=size.prompts * size.updates,
-        batch_size=size.prompts,
-        num_ppo_epochs=2,
-        num_mini_batches=2,
-        per_device_train_batch_size=size.together,
-        local_rollout_forward_batch_size=size.prompts,
-        response_length=size.new_tokens,
-        learning_rate=LEARNING_RATE,
-        seed=SEED,
-    )
+    add_critic(shared, ours.critic)
+    few_rows = (
+        ours.prompts == "different" and not ours.like_trl
+    )  # saves memory; but those of a prompt share a pass
+    settings: dict[str, Any] = {
+        "total_episodes": size.prompts * size.updates,
+        "batch_size": size.prompts,
+        "critic": ours.critic,
+        "num_ppo_epochs": 2,
+        "num_mini_batches": 2,
+        "num_generations": size.generations if ours.prompts == "shared" else 1,
+        "per_device_train_batch_size": size.together if few_rows else size.prompts // 2,  # the minibatch
+        "response_length": size.new_tokens,
+        "learning_rate": LEARNING_RATE,
+        "bf16": ours.dtype == "bfloat16",
+        "seed": SEED,
+    }
+    if ours.like_trl:
+        settings |= OPTIMIZER_OF_TRL
+    args = PPOConfig(**settings)
     phases: list[dict[str, float]] = []
+    peaks: list[float] = []
 
     def on_update(metrics: dict[str, float], update: int, total: int) -> None:
         clock.step(update)
-        phases.append({k: v for k, v in metrics.items() if k.startswith(("time/", "memory/"))})
+        phases.append({phase: metrics[f"time/{phase}"] for phase in PHASES})
+        peaks.append(metrics["memory/peak"])
         clock.facts.setdefault("lengths", []).append(metrics["completions/mean_length"])
 
-    rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in prompts(name, tokens)]
+    token_ids = prompts(name, tokens, ours.long_prompts)
+    if ours.prompts != "different":
+        token_ids = token_ids[: size.prompts * size.updates // size.generations]
+    if ours.prompts == "repeated":
+        token_ids = repeated(token_ids, size.generations)
+    rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
     before = high_water()  # the trainer resets the system's own figure, and keeps the highest itself
     trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], eos=[EOS], on_update=on_update)
     trainer.train()
-    clock.facts["phases"] = phases[1:]
-    clock.write(max(before, high_water(), int(phases[-1]["memory/peak"] * 2**30)))
+    clock.facts |= {"phases": phases[1:], "dtypes": [str(base.dtype), str(shared.autocast)]}
+    clock.write(max(before, high_water(), int(peaks[-1] * 2**30)))
+
+
+def add_critic(shared: Any, critic: str) -> None:
+    """The role `critic`: a copy of the reward, or a head on the policy's hidden states."""
+    if critic == "head":
+        shared.add("critic", head_on="policy", trainable=True)
+    else:
+        shared.add("critic", copy_of="reward", head=True, trainable=True)
+
+
+def repeated(distinct: list[list[int]], times: int) -> list[list[int]]:
+    """Rows that give, one completion each, the same episodes as `times` completions to each of the distinct prompts."""
+    from pipeline.ppo.batch import prompt_order
+
+    count = len(distinct) * times
+    rows: list[list[int]] = [[]] * count
+    order = prompt_order(0, len(distinct), len(distinct), SEED)
+    for episode, row in enumerate(prompt_order(0, count, count, SEED)):
+        rows[row] = distinct[order[episode // times]]
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""Our PPO on a Python reward: `python tests/bench/score_ours.py SIZE SEED`, started by `make bench`."""
+"""Our PPO on a Python reward: `python tests/bench/score_ours.py SIZE OURS SEED`, started by `make bench`.
+
+OURS: the fields of `variants.Ours` as JSON; all but `critic` and `like_trl` are as they are by default.
+"""
 
 import json
 import sys
 
 from score import GOALS, SETTINGS, courtesy, write
 from sizes import EOS, LORA, SIZES, model_folder, prompts, tokenizer, with_ends
+from variants import OPTIMIZER_OF_TRL, Ours
 
 
-def main(name: str, seed: str) -> None:
+def main(name: str, fields: str, seed: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -16,20 +20,24 @@ def main(name: str, seed: str) -> None:
     from pipeline.ppo.rewards import FunctionReward
     from pipeline.ppo.trainer import PPOTrainer
 
-    size, tokens = SIZES[name], tokenizer(name)
+    size, ours, tokens = SIZES[name], Ours(**json.loads(fields)), tokenizer(name)
     torch.manual_seed(int(seed))
     base = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype="float32")
     shared = SharedBase(with_ends(base, name, "own"))
     shared.add("policy", lora=LORA, trainable=True)
-    shared.add("critic", lora=LORA, head=True, trainable=True)
+    if ours.critic == "head":
+        shared.add("critic", head_on="policy", trainable=True)
+    else:
+        shared.add("critic", lora=LORA, head=True, trainable=True)
     args = PPOConfig(
         total_episodes=size.prompts * GOALS[name].updates,
         batch_size=size.prompts,
+        critic=ours.critic,
         per_device_train_batch_size=size.prompts,
-        local_rollout_forward_batch_size=size.prompts,
         response_length=size.new_tokens,
         seed=int(seed),
         **SETTINGS,
+        **(OPTIMIZER_OF_TRL if ours.like_trl else {}),
     )
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in prompts(name, tokens)]
     reward = FunctionReward(lambda completions: [courtesy(text) for text in completions])

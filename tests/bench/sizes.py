@@ -37,7 +37,9 @@ class Size:
     shape: dict[str, int] | None  # of a random Llama; None: the demo model, which is trained
     prompts: int  # of one PPO update
     together: int  # rows of one forward and backward of ours; TRL's minibatch cannot be cut
+    generations: int  # completions of each prompt where prompts are shared
     prompt_tokens: int | None  # of each prompt; None: the demo's own
+    long_prompt_tokens: int | None  # of each of the long prompts; None: there are none
     new_tokens: int  # most in a completion
     eos_bias: float  # on the end's logit where completions end by themselves, after 40 % of the limit
     updates: int  # of PPO, the first of them a warm-up
@@ -55,9 +57,54 @@ LLAMA = dict(
     hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, vocab_size=32_000
 )
 SIZES = {
-    "toy": Size(SMALL, 4, 2, 8, 6, 4.6, 2, 4, 10, 2, 1, 1),  # for the test of this bench: it shows nothing
-    "demo": Size(None, 64, 32, None, 40, 0.0, 6, 16, None, 150, 75, 5),
-    "large": Size(LLAMA, 16, 3, 32, 96, 6.6, 2, 8, 40, 10, 2, 1),  # 110 M parameters
+    "toy": Size(  # for the test of this bench: it shows nothing
+        shape=SMALL,
+        prompts=4,
+        together=2,
+        generations=2,
+        prompt_tokens=8,
+        long_prompt_tokens=24,
+        new_tokens=6,
+        eos_bias=4.6,
+        updates=2,
+        rows=4,
+        words=10,
+        steps=2,
+        warmup=1,
+        logging_steps=1,
+    ),
+    "demo": Size(
+        shape=None,
+        prompts=64,
+        together=32,
+        generations=8,
+        prompt_tokens=None,
+        long_prompt_tokens=None,
+        new_tokens=40,
+        eos_bias=0.0,
+        updates=6,
+        rows=16,
+        words=None,
+        steps=150,
+        warmup=75,
+        logging_steps=5,
+    ),
+    "large": Size(  # 110 M parameters
+        shape=LLAMA,
+        prompts=16,
+        together=3,
+        generations=8,
+        prompt_tokens=32,
+        long_prompt_tokens=96,
+        new_tokens=96,
+        eos_bias=6.6,
+        updates=2,
+        rows=8,
+        words=40,
+        steps=10,
+        warmup=2,
+        logging_steps=1,
+    ),
 }
 
 
@@ -130,15 +177,13 @@ def tokenizer(size: str) -> Any:
     return found
 
 
-def prompts(size: str, tokens: Any) -> list[list[int]]:
+def prompts(size: str, tokens: Any, long: bool = False) -> list[list[int]]:
     """Token ids of the prompts of all updates."""
     here = SIZES[size]
-    if here.prompt_tokens:
+    width = here.long_prompt_tokens if long else here.prompt_tokens
+    if width:
         draw = random.Random(1)
-        return [
-            [draw.randrange(10, 1000) for _ in range(here.prompt_tokens)]
-            for _ in range(here.prompts * here.updates)
-        ]
+        return [[draw.randrange(10, 1000) for _ in range(width)] for _ in range(here.prompts * here.updates)]
     lines = (ROOT / "jobs/demo/data/prompts.jsonl").read_text().splitlines()
     chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
     return [tokens.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
@@ -154,7 +199,7 @@ def with_ends(model: Any, size: str, case: str) -> Any:
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     head = model.get_output_embeddings()
-    bias = torch.zeros(model.config.vocab_size)
+    bias = torch.zeros(model.config.vocab_size, dtype=head.weight.dtype)
     bias[ends] = NEVER
     if case == "own":
         bias[EOS] = SIZES[size].eos_bias

@@ -1,0 +1,18 @@
+"""How the pipeline multiplies matrices on this machine, by its own measurement: `python tests/bench/matmul.py`."""
+
+import json
+import os
+from pathlib import Path
+
+from pipeline.models.matmul import bf16_speedup, decide, measure
+
+
+def main() -> None:
+    measured = measure()
+    precision, why = decide([measured])
+    found = {"precision": precision, "why": why, **measured._asdict(), "bf16_speedup": bf16_speedup()}
+    Path(os.environ["BENCH_OUT"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
