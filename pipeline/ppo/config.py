@@ -146,8 +146,8 @@ class PPOConfig:
     completion; reinforce_plus_plus, nothing: its advantage is the reward to go, whitened over the batch."""
     critic: Literal["adapter", "head"] = "adapter"
     """What predicts the values, for gae. adapter: a role of its own, a copy of the first reward adapter and its head where
-    there is one. head: a linear head, from 0, on the hidden states of the policy, which it does not move: no forward and no
-    backward more than the policy needs."""
+    there is one. head: a linear head, from 0, on the hidden states of the policy, which learns from both losses: no forward
+    and no backward more than the policy needs."""
     gamma: float = 1.0
     """Discount per token, in [0, 1], for gae, remax and reinforce_plus_plus. [gamma]"""
     lam: float = 0.95
@@ -177,9 +177,10 @@ class PPOConfig:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, loss per nat of a token's entropy; 0 or more. [c2 in the PPO paper]"""
     vf_coef: float = 0.1
-    """Coefficient of the value loss, 0 or more. Policy and critic share no gradient, and each has its own gradient norm
-    and Adam state, so this does not trade one loss against the other: it scales the critic's gradient, which matters for
-    `max_grad_norm` and `adam_epsilon` only. The critic's step size is `critic_learning_rate`. [c1 in the PPO paper]"""
+    """Coefficient of the value loss, 0 or more. With `critic: adapter` policy and critic share no parameters, and each has its
+    own gradient norm and Adam state, so this does not trade one loss against the other: it scales the critic's gradient, which
+    matters for `max_grad_norm` and `adam_epsilon` only, and the critic's step size is `critic_learning_rate`. With
+    `critic: head` it weighs the value loss in what the policy learns; 1 is a good start. [c1 in the PPO paper]"""
     cliprange_value: float | None = 0.2
     """Clip range of the values around those of the rollout, in units of the reward, or of the returns' standard deviation
     with `normalize_values`. None: no clipping."""

@@ -418,9 +418,9 @@ class PPOTrainer:
     ) -> dict[str, Tensor]:
         """Forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
 
-        A role's backward runs before the next role's forward: only one role's activations are in memory, and a
+        An adapter's backward runs before the next one's forward: only one role's activations are in memory, and a
         checkpointed layer is recomputed with the adapter it ran with. A critic that is a head reads the policy's hidden
-        states, and does not move them: each loss trains what its role owns, as where the critic is an adapter.
+        states, and one backward teaches both; while the critic alone learns, that is the head.
 
         Args:
             rows: this worker's, of `episodes`.
@@ -432,30 +432,25 @@ class PPOTrainer:
         total = {name: torch.zeros((), device=self.device) for name in names}
         for micro_batch in forward.cut(self.shared, episodes, rows, *self.limits):
             part = episodes.take(micro_batch)
+            loss = torch.zeros((), device=self.device)
             stats: tuple[Tensor, ...] = ()
-            states = None
+            if policy or not args.has_critic_adapter:
+                with torch.set_grad_enabled(policy):
+                    states = self.states("policy", part)
             if policy:
-                states = self.states("policy", part)
                 loss, stats = self.policy_objective(part, totals, states)
-                loss.backward()
                 episodes.old_logprobs[micro_batch, : part.mask.shape[1]] = part.old_logprobs
+            if args.has_critic_adapter:
+                if policy:
+                    loss.backward()
+                loss, states = torch.zeros_like(loss), self.states("critic", part)
             if args.uses_critic:
-                states = self._critic_states(part, states)
-                loss, clipfrac = self.value_objective(part, totals.actions, states)
-                (args.vf_coef * loss).backward()
-                stats += (loss.detach(), clipfrac)
+                of_values, clipfrac = self.value_objective(part, totals.actions, states)
+                loss, stats = loss + args.vf_coef * of_values, (*stats, of_values.detach(), clipfrac)
+            loss.backward()
             for name, value in zip(names, stats, strict=True):
                 total[name] += value
         return total
-
-    def _critic_states(self, part: Episodes, of_policy: Tensor | None) -> Tensor:
-        """Hidden states that the critic reads: its own, or, where it is a head, the policy's without their graph."""
-        if self.args.has_critic_adapter:
-            return self.states("critic", part)
-        if of_policy is not None:
-            return of_policy.detach()
-        with torch.no_grad():
-            return self.states("policy", part)
 
     def policy_objective(
         self, part: Episodes, totals: Totals, states: Tensor | None = None

@@ -180,6 +180,8 @@ def makes_adapter(job: Job, adapters: dict[str, str]) -> bool:
     facts = STAGE[job.stage]
     there = {name.partition(".")[0] for name in adapters}
     started_from = {name for name in ("policy", "reward") if name in facts.inputs}
+    if job.stage == "ppo" and not job.args.has_critic_adapter:  # nothing starts from the reward
+        started_from.discard("reward")
     return facts.learns is not None and not (started_from and there >= started_from)
 
 

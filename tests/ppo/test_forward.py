@@ -72,16 +72,18 @@ def test_a_critic_that_is_a_head_costs_no_forward():
     assert forwards() == 7
 
 
-def test_a_head_learns_and_does_not_move_the_policy():
+def test_one_backward_teaches_policy_and_head():
     def learned(**settings):
         trainer = toy.trainer(critic="head", total_episodes=16, **settings)
         trainer.train()
         return toy.weights(trainer, ["policy"]), toy.weights(trainer, ["critic"])
 
-    policy, head = learned(vf_coef=0.1)
-    assert head.any()
-    other_policy, other_head = learned(vf_coef=0.0)
-    assert torch.equal(policy, other_policy) and not other_head.any()
+    (start, _), (policy, head) = learned(learning_rate=1e-12), learned(vf_coef=1.0)
+    without, untaught = learned(vf_coef=0.0)
+    assert head.any() and not untaught.any() and not torch.equal(policy, without)
+    warming, first = learned(vf_coef=1.0, critic_warmup_steps=1)
+    torch.testing.assert_close(warming, start)  # the head alone learns
+    assert first.any()
 
 
 ONE_STEP = dict(

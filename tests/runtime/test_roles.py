@@ -49,8 +49,29 @@ def test_the_critic_starts_as_the_first_reward_that_is_an_adapter(host):
     shared = toy_models.shared_base()
     roles.add_policy(host, shared, host.job.args)
     roles.add_rewards(host, shared)
-    roles.add_critic(host, shared)
+    host.job = replace(host.job, trainer={**host.job.trainer, "critic": "adapter"})
+    roles.add_critic(host, shared, host.job.args)
     assert torch.equal(weights(shared, "critic"), weights(shared, "reward_1"))
     assert roles.folders(host, shared)["critic"] == host.input("reward.1")
     assert not inputs.makes_adapter(host.job, {"policy": "", "reward.1": ""})
     assert inputs.makes_adapter(host.job, {"policy": ""})
+
+
+def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
+    shared = toy_models.shared_base()
+    roles.add_policy(host, shared, host.job.args)
+    before = weights(shared, "policy")
+    assert host.job.args.critic == "head"
+    roles.add_critic(host, shared, host.job.args)
+    assert shared.same_adapter("policy", "critic") and weights(shared, "critic").shape == (
+        shared.hidden_size,
+    )
+    assert "critic" not in roles.folders(host, shared)
+    assert not inputs.makes_adapter(host.job, {"policy": ""})
+    shared.parameters_of("critic")[0].data += 1.0
+    shared.save("critic", tmp_path / "head")
+    shared.parameters_of("critic")[0].data.zero_()
+    shared.load("critic", tmp_path / "head")
+    assert (weights(shared, "critic") == 1.0).all() and torch.equal(weights(shared, "policy"), before)
+    assert set(shared.tensors_of("policy")).isdisjoint(shared.tensors_of("critic"))
+    shared.set_trainable("policy", True)  # the head on it does not share it
