@@ -14,7 +14,6 @@ from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.batch import micro_batches
 from pipeline.ppo.config import PLANNED_ROWS
-from pipeline.ppo.decode_memory import decoding_rows
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
@@ -47,10 +46,8 @@ class Comparison:
         self.baseline, self.sampling = baseline, replace(sampling, seed=sampling.seed + SEED_OFFSET)
         mine = range(worker.rank, len(prompts), worker.world)
         self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
-        longest = max((len(row["input_ids"]) for row in self.rows), default=0) + sampling.max_new_tokens
-        # In a PPO job it may be None.
-        given = worker.job.args.local_rollout_forward_batch_size
-        self.size = given or decoding_rows(shared, PLANNED_ROWS, longest)[0]
+        # None in a PPO job: not by the memory that is free, which would be another in a run that is resumed.
+        self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.before: list[dict[str, Any]] | None = None
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:

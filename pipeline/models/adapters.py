@@ -1,8 +1,9 @@
 """One frozen base, and everything else is an adapter on it.
 
 `SharedBase` holds a causal language model that is never written to, and named roles (`policy`, `reference`, `reward`,
-`critic`): LoRA adapters, each with a scalar head in fp32 if the role needs one. PPO's four models then cost the weights
-of one. `with shared.use(role)` selects a role for the block; the methods that compute take a role and do so themselves.
+`critic`): LoRA adapters, each with a scalar head in fp32 if the role needs one, or such a head alone on another role's
+hidden states. PPO's four models then cost the weights of one. `with shared.use(role)` selects a role for the block; the
+methods that compute take a role and do so themselves.
 
 Two traps are avoided. peft's `set_adapter` turns off `requires_grad` of every other adapter, so an optimizer would lose
 the policy while the critic runs: `use` switches the active adapter of the tuner layers and nothing else. And gradient
@@ -342,7 +343,8 @@ class SharedBase(nn.Module):
             inputs["attention_mask"] = self._mask(batch.allowed)
         with self.use(role):
             hidden = self.body(**inputs).last_hidden_state
-        return hidden.reshape(-1, hidden.shape[-1])[batch.at]
+        # Not by an index: its backward adds up what several completions say of their prompt in the order of the threads.
+        return nn.functional.embedding(batch.at, hidden.reshape(-1, hidden.shape[-1]))
 
     def _mask(self, allowed: Tensor) -> Tensor:
         """(P, 1, T, T) attention mask of the kind that the base's attention takes, from `Batch.allowed`."""
@@ -352,7 +354,7 @@ class SharedBase(nn.Module):
         return torch.where(allowed, 0.0, lowest).to(self.base.dtype).unsqueeze(1)
 
     @cached_property
-    def packs(self) -> bool:
+    def can_pack(self) -> bool:
         """Whether completions packed behind their prompt (packing.py) have the hidden states that they have alone.
 
         Not with sliding windows, which count positions within a row; for other architectures, two short ones are tried.
@@ -369,11 +371,13 @@ class SharedBase(nn.Module):
         with torch.no_grad():
             try:
                 together = self.states(None, packed(*of_each, [[0, 1]]))
+            except torch.OutOfMemoryError:
+                raise
             except (TypeError, ValueError, RuntimeError):  # a base whose forward takes no mask or positions
                 return False
             apart = self.states(None, alone(*of_each))
         rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2
-        return bool((together - apart).abs().max() <= rounding * apart.abs().max())
+        return bool(((together - apart).norm(dim=-1) <= rounding * apart.norm(dim=-1)).all())
 
     @property
     def _attention(self) -> str | None:

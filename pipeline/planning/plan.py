@@ -127,6 +127,7 @@ def settings(job: Job, context: int) -> Settings:
         return Settings(0, prompt + completion, job.bf16, False, 1, rows, prompt, completion)
     if job.stage == "ppo":  # its arguments are a PPOConfig
         from pipeline.ppo.forward import FORWARD_TOKENS
+        from pipeline.ppo.vllm_memory import MOST_ROWS
 
         args = job.args
         prompt = job.data.max_length or context - args.response_length
@@ -140,7 +141,9 @@ def settings(job: Job, context: int) -> Settings:
             job.bf16,
             args.gradient_checkpointing,
             1,
-            args.planned_rows(job.workers[0]),
+            min(args.decoded(job.workers[0]), MOST_ROWS)
+            if args.use_vllm
+            else args.planned_rows(job.workers[0]),
             prompt,
             args.response_length,
             max(
@@ -355,6 +358,12 @@ def _changes(job: Job) -> list[tuple[str, Any]]:
     if job.stage == "ppo":  # a PPOConfig
         now = job.args.planned_rows(job.workers[0])
         changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
+        if (
+            job.args.micro_batch_tokens is None
+        ):  # as many as a micro-batch in training has, where that is less
+            asked = settings(job, 1 << 20)
+            if (tokens := rows * asked.width) < asked.scored:
+                changes.append(("trainer.micro_batch_tokens", tokens))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
     changes.append(("trainer.gradient_checkpointing", True))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]

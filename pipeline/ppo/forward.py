@@ -17,13 +17,20 @@ from pipeline.ppo.batch import Episodes, micro_batches
 
 # Of a forward without gradients, the most tokens: it holds one layer's activations at a time, some 100 KB a token at 8B.
 FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}
+# Of a row of several completions: its attention has a mask of the square of that.
+PACK_TOKENS = 4096
 
 
-def states(shared: SharedBase, role: str | None, part: Episodes) -> Tensor:
-    """(B, R + 1, H) hidden states of a role (None: the bare base) before each action, and after the last."""
+def states(shared: SharedBase, role: str | None, part: Episodes, last: bool = False) -> Tensor:
+    """(B, R + 1, H) hidden states of a role (None: the bare base) before each action, and after the last.
+
+    Args:
+        last: (B, 1, H), those after the last action alone.
+    """
     rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
     packs = in_packs(shared, part, range(len(part)))
-    return shared.states(role, packed(*rows, packs) if len(packs) < len(part) else alone(*rows))
+    batch = packed(*rows, packs) if len(packs) < len(part) else alone(*rows)
+    return shared.states(role, batch.ends() if last else batch)
 
 
 def in_packs(
@@ -41,9 +48,10 @@ def in_packs(
     """
     index = torch.as_tensor(rows, dtype=torch.long, device=episodes.prompts.device)
     prompts = episodes.prompts[index].tolist()
-    if len(set(prompts)) == len(prompts) or not shared.packs:
+    if len(set(prompts)) == len(prompts) or not shared.can_pack:
         return [[row] for row in rows]
     starts, counts = episodes.starts[index].tolist(), episodes.counts[index].tolist()
+    tokens = min(tokens or PACK_TOKENS, PACK_TOKENS)
     packs = packs_that_pay(prompts, starts, counts, shared.hidden_size, completions, tokens)
     return [[rows[i] for i in pack] for pack in packs]
 

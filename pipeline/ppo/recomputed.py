@@ -246,7 +246,7 @@ def values_before_actions(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
     head = shared.parameters_of("critic")[-1]
     with _not_zero(head) as new:
-        if new:  # all its values are 0, wherever they are read: look at those of a head of ones
+        if new:  # all its values are 0, wherever they are read: look at those of another
             episodes = episodes.take([row])
             trainer.logprobs_and_values(episodes)
             row = 0
@@ -254,7 +254,7 @@ def values_before_actions(trainer: PPOTrainer, episodes: Episodes) -> Finding:
             ids = episodes.input_ids[row : row + 1, : start + t]
             value = float(head.float() @ shared.hidden("critic", ids)[0, -1].float())
             value = value * trainer.moments.std + trainer.moments.mean
-            largest = max(largest, abs(value - float(episodes.values[row, t])))
+            largest = max(largest, abs(value - float(episodes.values[row, t])) / max(1.0, abs(value)))
     found = f"they differ by up to {largest:.2g} from the head's output on what stands before the action"
     spread = float(episodes.values[episodes.mask].std()) if int(episodes.mask.sum()) > 1 else 0.0
     return Finding(name, found, largest <= tolerance(shared) * max(1.0, spread))
@@ -262,10 +262,10 @@ def values_before_actions(trainer: PPOTrainer, episodes: Episodes) -> Finding:
 
 @contextmanager
 def _not_zero(head: Tensor) -> Iterator[bool]:
-    """A head of zeros is one of ones within the block. Yields whether it is."""
+    """A head of zeros is one of equal entries within the block, with values of order 1. Yields whether it is."""
     new = not head.any()
     if new:
-        head.data.fill_(1.0)
+        head.data.fill_(head.numel() ** -0.5)
     try:
         yield new
     finally:

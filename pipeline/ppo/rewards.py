@@ -167,8 +167,8 @@ class AdapterReward(Reward):
         every, device = range(len(samples)), self.shared.device
         episodes = collate(samples.prompt_ids, completions, every, 0, device)
         for rows in forward.cut(self.shared, episodes, every, self.rows, self.tokens):
-            last = forward.states(self.shared, self.role, episodes.take(rows))[:, -1]
-            episodes.scores[rows] = self.shared.head(self.role, last)
+            last = forward.states(self.shared, self.role, episodes.take(rows), last=True)
+            episodes.scores[rows] = self.shared.head(self.role, last).squeeze(1)
         return episodes.scores.tolist()
 
 

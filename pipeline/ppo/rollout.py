@@ -92,6 +92,8 @@ class TransformersEngine:
         pad: token id that fills rows up.
     """
 
+    share = True  # off to measure what it saves
+
     def __init__(self, shared: SharedBase, role: str | None = "policy", rows: int = 64, pad: int = 0) -> None:
         self.shared, self.role, self.rows, self.pad = shared, role, rows, pad
 
@@ -167,7 +169,9 @@ class TransformersEngine:
         device, width = self.shared.device, len(prompts[-1])
         numbers: dict[tuple[int, ...], int] = {}
         index = torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts])
-        distinct = list(numbers)
+        distinct: list[Sequence[int]] = list(numbers)
+        if not self.share:
+            index, distinct = torch.arange(len(prompts)), prompts
         parts = [list(range(len(distinct)))]
         if all_roomy(cache):  # layers of other kinds are filled once, and all their rows have one width
             limit = PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"])

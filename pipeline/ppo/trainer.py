@@ -2,7 +2,8 @@
 
 One update: prompts -> rollout -> scores -> old and reference log-probs, values -> token rewards -> advantages ->
 epochs x minibatches x micro-batches -> metrics. Policy, reference, critic and reward are adapters on one frozen base
-(models/adapters.py); each role runs its forward and backward by itself, one after the other.
+(models/adapters.py); each runs its forward and backward by itself, one after the other. A critic that is a head on the
+policy shares the policy's.
 
 Workers (torch.distributed, if it is initialised) share the episodes of an update. There is no DDP: losses are sums
 divided by the number of actions in the whole optimizer step over all workers, so gradients simply add up, in one
@@ -114,6 +115,10 @@ class PPOTrainer:
         self.engine = engine or TransformersEngine(shared, "policy", self._decoding_rows(), self.pad)
         if args.bf16:
             shared.autocast = torch.bfloat16
+        if self.workers > 1:  # all deal the same packs
+            can_pack = torch.tensor(float(shared.can_pack), device=self.device)
+            dist.all_reduce(can_pack, op=dist.ReduceOp.MIN)
+            shared.can_pack = bool(can_pack)
         if args.gradient_checkpointing:
             shared.enable_gradient_checkpointing()
         for role in self.roles:
@@ -283,7 +288,7 @@ class PPOTrainer:
             part = episodes.take(rows)
             width = part.mask.shape[1]
             episodes.ref_logprobs[rows, :width] = self.logprobs(self.reference, part)[0]
-            if self.old_come_later:
+            if self.old_from_training:
                 continue
             states = self.states("policy", part)
             # Not the sampler's, which differ from the training forward by rounding: the first ratio must be 1.
@@ -296,7 +301,7 @@ class PPOTrainer:
                 episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
 
     @property
-    def old_come_later(self) -> bool:
+    def old_from_training(self) -> bool:
         """Whether this update's old log-probs come out of its training forward. The first update's do not: it is checked."""
         return self.args.learns_in_one_forward and self.update > 0
 
@@ -407,7 +412,7 @@ class PPOTrainer:
             stats |= self.optimizer_step()
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
             steps += 1
-        if self.old_come_later and self.workers > 1:
+        if self.old_from_training and self.workers > 1:
             old = all_reduce(episodes.old_logprobs)  # each row's are one worker's, and 0 on the others
             mine.old_logprobs = old[mine.indices, : mine.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
@@ -439,14 +444,18 @@ class PPOTrainer:
                     states = self.states("policy", part)
             if policy:
                 loss, stats = self.policy_objective(part, totals, states)
-                episodes.old_logprobs[micro_batch, : part.mask.shape[1]] = part.old_logprobs
+                if self.old_from_training:
+                    episodes.old_logprobs[micro_batch, : part.mask.shape[1]] = part.old_logprobs
             if args.has_critic_adapter:
                 if policy:
                     loss.backward()
                 loss, states = torch.zeros_like(loss), self.states("critic", part)
             if args.uses_critic:
                 of_values, clipfrac = self.value_objective(part, totals.actions, states)
-                loss, stats = loss + args.vf_coef * of_values, (*stats, of_values.detach(), clipfrac)
+                loss, stats = (
+                    loss + args.value_coefficient * of_values,
+                    (*stats, of_values.detach(), clipfrac),
+                )
             loss.backward()
             for name, value in zip(names, stats, strict=True):
                 total[name] += value
@@ -463,7 +472,7 @@ class PPOTrainer:
         args = self.args
         weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
         logprobs, entropy = self.logprobs("policy", part, entropy=args.entropy_coef > 0, states=states)
-        if self.old_come_later:
+        if self.old_from_training:
             part.old_logprobs = logprobs.detach()
         loss, stats = policy_loss(
             logprobs,

@@ -63,7 +63,10 @@ def _halved(job: Job, key: str) -> str | None:
     if key == "micro_batch_tokens" and now is None:
         from pipeline.ppo.forward import FORWARD_TOKENS
 
-        now = FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
+        limit = FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
+        # It limits training as well: no more than that has now.
+        training = job.args.per_device_train_batch_size * (job.data.max_length or 0) or limit
+        return f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"
     return f"trainer.{key}={now // 2} (now {now})" if isinstance(now, int) and now > 1 else None
 
 

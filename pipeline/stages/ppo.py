@@ -4,7 +4,8 @@
 
 Our own trainer (pipeline/ppo) on one frozen base: policy, reference, reward and critic are adapters on it. The policy
 starts as the sft adapter and that adapter, frozen, is the reference; the critic starts as the reward adapter with its
-head. Held-out prompts are answered before and after, and those figures decide the gate.
+head, or is a head on the policy (trainer.critic). Held-out prompts are answered before and after, and those figures decide
+the gate.
 """
 
 import os

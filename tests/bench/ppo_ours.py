@@ -40,9 +40,8 @@ def main(name: str, case: str, fields: str) -> None:
     shared.add("policy", lora=LORA, trainable=True)  # the bare base is the reference, as in TRL's with LoRA
     shared.add("reward", lora=LORA, head=True)
     add_critic(shared, ours.critic)
-    few_rows = (
-        ours.prompts == "different" and not ours.like_trl
-    )  # saves memory; but those of a prompt share a pass
+    # Few rows save memory; completions to one prompt have to be in one micro-batch to share it.
+    few_rows = ours.prompts == "different" and not ours.like_trl
     settings: dict[str, Any] = {
         "total_episodes": size.prompts * size.updates,
         "batch_size": size.prompts,
@@ -76,6 +75,8 @@ def main(name: str, case: str, fields: str) -> None:
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
     before = high_water()  # the trainer resets the system's own figure, and keeps the highest itself
     trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], eos=[EOS], on_update=on_update)
+    if ours.prompts == "repeated":
+        shared.can_pack = trainer.engine.share = False
     trainer.train()
     clock.facts |= {"phases": phases[1:], "dtypes": [str(base.dtype), str(shared.autocast)]}
     clock.write(max(before, high_water(), int(peaks[-1] * 2**30)))

@@ -26,7 +26,7 @@ class Ours:
     critic: Literal["adapter", "head"] = "head"
     dtype: str = "float32"  # of the base; bfloat16 also turns on the trainer's bf16
     like_trl: bool = False  # OPTIMIZER_OF_TRL, and as many rows in a forward as TRL has
-    # different; or shared: several completions to each; or repeated: the same episodes, as if each had a prompt of its own
+    # different; or shared: several completions to each; or repeated: the same episodes, where no forward shares a prompt
     prompts: str = "different"
     long_prompts: bool = False
 

@@ -351,8 +351,8 @@ def _(patch):
 
 @exhibit("log-probs are read one place late", "ppo", "log-probs are those of the model's own forward")
 def _(patch):
-    def states(original, shared, role, part):
-        found = original(shared, role, part)
+    def states(original, shared, role, part, **keys):
+        found = original(shared, role, part, **keys)
         return found.roll(-1, 1) if role in ("policy", "reference") else found
 
     wrapped(patch, forward, "states", states)

@@ -29,7 +29,7 @@ def test_a_prompt_is_computed_once_for_its_completions(critic, checkpointing):
     found = []
     for packs in (True, False):
         shared = toy.shared_base(critic=critic, spread=0.1)
-        shared.packs = packs  # instead of what the base allows
+        shared.can_pack = packs  # instead of what the base allows
         settings = dict(critic=critic, gradient_checkpointing=checkpointing, check_reference=False, **GROUPS)
         found.append(
             gradients(toy.trainer(shared, min_new_tokens=2, per_device_train_batch_size=32, **settings))
@@ -40,13 +40,13 @@ def test_a_prompt_is_computed_once_for_its_completions(critic, checkpointing):
 
 def test_scores_of_packed_completions_are_those_of_each_alone():
     shared = toy.shared_base(spread=0.1)
-    reward, samples = AdapterReward(shared), None
+    reward = AdapterReward(shared)
     trainer = toy.trainer(shared, reward=[reward], **GROUPS)
     _, samples, _ = trainer.rollout()
     calls, states = [], shared.states
     shared.states = lambda role, batch: calls.append(batch.allowed is not None) or states(role, batch)
     packed = reward.score(samples)
-    shared.packs = False
+    shared.can_pack = False
     assert any(calls) and packed == pytest.approx(reward.score(samples), abs=1e-5)
 
 
@@ -55,7 +55,7 @@ def forwards(**settings):
     trainer = toy.trainer(**{"num_mini_batches": 1, "per_device_train_batch_size": 64, **settings})
     trainer.update = 1  # the first is checked
     episodes, samples, _ = trainer.rollout()
-    assert trainer.shared.packs  # tries the base, once
+    assert trainer.shared.can_pack  # tries the base, once
     calls = []
     trainer.shared.base.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     trainer.score(episodes, samples)

@@ -180,6 +180,16 @@ SHARED_RUNS = [
         kl_estimator="k3",
         adam_epsilon=1e-4,  # a gradient of nearly 0 by its own size is rounding alone
     ),
+    dict(
+        advantage_estimator="grpo",
+        num_generations=4,
+        batch_size=28,
+        total_episodes=28 * 3,
+        kl_in="loss",
+        kl_estimator="k3",
+        num_ppo_epochs=1,
+        num_mini_batches=1,
+    ),
     dict(critic="head", num_generations=4, batch_size=28, total_episodes=28 * 3, num_mini_batches=1),
 ]
 
