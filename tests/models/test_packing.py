@@ -69,10 +69,10 @@ def test_the_gradient_of_a_shared_prompt_does_not_depend_on_the_threads():
     torch.set_num_threads(2)
     found = []
     for _ in range(4):
-        hidden = torch.ones(1, batch.input_ids.shape[1], 32, requires_grad=True)
+        hidden = torch.ones(1, batch.input_ids.shape[1], 768, requires_grad=True)
         shared.body = lambda hidden=hidden, **_: type("Out", (), {"last_hidden_state": hidden})
         torch.manual_seed(0)
-        (shared.states("policy", batch) * torch.randn(64, 33, 32)).sum().backward()
+        (shared.states("policy", batch) * torch.randn(64, 33, 768)).sum().backward()
         found.append(hidden.grad)
     torch.set_num_threads(threads)
     assert all(torch.equal(found[0], other) for other in found)
