@@ -61,8 +61,8 @@ def decide(measured: Sequence[Measured], begun_with: str | None = None) -> tuple
         why = f'"{MEDIUM}" has {speedup:.2f}x its speed here, below {SPEEDUP}x'
     else:
         why = f'{speedup:.2f}x the speed of "{DEFAULT}", error {error:.1e}'
-        return MEDIUM, f'fp32 products at precision "{MEDIUM}": {why}'
-    return DEFAULT, f'fp32 products at precision "{DEFAULT}", torch\'s default: {why}'
+        return MEDIUM, f'fp32 products at precision "{MEDIUM}" ({why})'
+    return DEFAULT, f'fp32 products at precision "{DEFAULT}", torch\'s default ({why})'
 
 
 def measure() -> Measured:

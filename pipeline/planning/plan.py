@@ -195,7 +195,7 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     trainable = sum(size[role] for role in learning)
     items = [
         Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights),
-        Item(f"adapters: {', '.join(roles)}", sum(size.values())),
+        Item(f"adapters: {', '.join(roles)}{_critic(job)}", sum(size.values())),
         Item("Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces", RUNTIME[device]),
     ]
     if learning:
@@ -295,10 +295,14 @@ def _roles(job: Job) -> tuple[list[str], list[str]]:
         return roles, learning
     rewards = [source for source, _ in job.rewards if not source.startswith("python:")]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
-    critic = [
-        "critic"
-    ] * job.args.has_critic_adapter  # a PPOConfig; a critic that is a head weighs nothing beside it
+    critic = ["critic"] * job.args.has_critic_adapter  # of a PPOConfig; a head weighs nothing
     return roles + critic, learning + critic
+
+
+def _critic(job: Job) -> str:
+    """What to say of a critic that weighs nothing."""
+    head = job.stage == "ppo" and job.args.uses_critic and not job.args.has_critic_adapter
+    return "; the critic is a head on the policy" if head else ""
 
 
 def _has_reference(job: Job) -> bool:

@@ -198,7 +198,7 @@ class PPOConfig:
     learning_rate: float = 3e-6
     """Initial learning rate of policy and critic, above 0."""
     critic_learning_rate: float | None = None
-    """Initial learning rate of the critic, 0 or more. None: `learning_rate`."""
+    """Initial learning rate of the critic, 0 or more; with `critic: head` that of the head. None: `learning_rate`."""
     adam_beta1: float = 0.9
     """Decay rate of Adam's first moment, in [0, 1). [beta1]"""
     adam_beta2: float = 0.999
@@ -222,7 +222,8 @@ class PPOConfig:
     """Linear warm-up of the learning rate, in updates: the n-th has n / (warmup_steps + 1) of it.
     The critic's begins with the run, the policy's when the policy begins to learn (`critic_warmup_steps`)."""
     max_grad_norm: float = 1.0
-    """Clip the L2 norm of the gradient, of policy and critic separately, to this. 0: no clipping."""
+    """Clip the L2 norm of the gradient, of policy and critic separately, to this; with `critic: head` the policy's is of both
+    losses. 0: no clipping."""
 
     # ---- precision, memory
     bf16: bool = False
@@ -307,6 +308,12 @@ class PPOConfig:
         )
         overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
         self._require("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}")
+        for key in ("vf_coef", "critic_learning_rate"):
+            self._require(
+                key,
+                not self.uses_critic or self.critic == "adapter" or getattr(self, key) != 0,
+                "above 0 with critic: head, which starts from 0",
+            )
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
             self._require(
                 key,

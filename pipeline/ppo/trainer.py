@@ -154,6 +154,9 @@ class PPOTrainer:
             raise ValueError(
                 f"the shared base has roles {self.shared.roles}; expected policy, and critic for gae"
             )
+        if self.args.uses_critic and self.shared.is_head("critic") == self.args.has_critic_adapter:
+            kind = "a head" if self.shared.is_head("critic") else "an adapter"
+            raise ValueError(f"critic: found {self.args.critic!r}, and the role critic is {kind}")
         if not self.rewards:
             raise ValueError("no reward: PPO needs at least one")
         if len(self.prompts) == 0:

@@ -12,7 +12,7 @@ AMD, INTEL, AMX = Measured(9e-7, 2.1), Measured(4e-7, 1.0), Measured(2.7e-3, 4.0
 @pytest.mark.parametrize(
     ("measured", "begun_with", "expected", "says"),
     [
-        ([AMD], None, MEDIUM, '"medium": 2.10x the speed of "highest", error 9.0e-07'),
+        ([AMD], None, MEDIUM, '"medium" (2.10x the speed of "highest", error 9.0e-07)'),
         ([INTEL], None, DEFAULT, "1.00x its speed here, below 1.3x"),
         ([AMX], None, DEFAULT, "error of 2.7e-03 here, above 1e-05"),
         ([Measured(float("nan"), 4.0)], None, DEFAULT, "error of nan"),

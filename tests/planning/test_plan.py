@@ -131,7 +131,9 @@ def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
 def test_vllm_costs_a_second_base_and_saves_time(llama_8b):
     ours, vllm = (job(llama_8b, "llama3-8b/ppo", *more) for more in ([], ["trainer.use_vllm=true"]))
     base = Shape(ours).weights
-    assert 0.8 * base < plan.make(vllm).peak - plan.make(ours).peak < 1.5 * base  # less our own cache
+    assert (
+        0.8 * base < plan.make(vllm).peak - plan.make(ours).peak < 2 * base
+    )  # with a cache of all its rows, less our own
     assert sum("vLLM" in item.what for item in plan.make(vllm).items) == 3  # base, cache and work space
     assert plan.cost(plan.make(vllm), "H100", ROWS).hours < plan.cost(plan.make(ours), "H100", ROWS).hours
 

@@ -104,8 +104,10 @@ def learn(trained, name, changes, reward=None, least=0.1):
     else:
         shared.add("reference", folder=folders["sft"])
     shared.add("reward", folder=folders["rm"], head=True)
-    if args.uses_critic:
+    if args.has_critic_adapter:
         shared.add("critic", copy_of="reward", head=True, trainable=True)
+    elif args.uses_critic:
+        shared.add("critic", head_on="policy", trainable=True)
     constants = lineage.read(folders["rm"], "rm")["reward"]
     rewards = reward(shared, constants) if reward else [AdapterReward(shared, **constants)]
     trainer = PPOTrainer(shared, tokenizer, args, rows("prompts", tokenizer), rewards)

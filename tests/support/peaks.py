@@ -97,7 +97,12 @@ def planned(stage, folder, dtype, checkpointing):
     }  # fmt: skip
     if stage == "ppo":
         half = WIDTH // 2
-        settings |= {"data.max_length": half, "trainer.response_length": half, "trainer.batch_size": 16}
+        settings |= {
+            "trainer.critic": "adapter",
+            "data.max_length": half,
+            "trainer.response_length": half,
+            "trainer.batch_size": 16,
+        }
     else:
         settings |= {"data.max_length": WIDTH, "data.batch_size": ROWS}
     job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [f"{k}={v}" for k, v in settings.items()])
