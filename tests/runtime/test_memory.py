@@ -82,7 +82,8 @@ def test_a_worker_out_of_memory_ends_the_run_without_a_restart(
     assert main(["ppo", "jobs/demo/ppo.yaml", *given]) == 1
     errors = capsys.readouterr().err
     assert re.search(
-        r"failed: out of memory in phase 'score' \(OutOfMemoryError: CUDA out of memory.*now \d+", errors
+        r"failed: out of memory in phase 'score' \(OutOfMemoryError: CUDA out of memory.*micro_batch_tokens=\d+ \(now null",
+        errors,
     )
     assert "Traceback" not in errors
     assert json.loads((storage / "full/failed.json").read_text())["error"].startswith("OutOfMemory: ")
