@@ -22,9 +22,8 @@ class Batch:
     # repeated where a completion has fewer actions than R.
     at: Tensor
     position_ids: Tensor | None = None  # (P, T); None: from 0, in every row
-    allowed: Tensor | None = (
-        None  # (P, T, T) bool: whether a token attends to another; None: to all before it
-    )
+    # (P, T, T) bool: whether a token attends to another; None: to all before it.
+    allowed: Tensor | None = None
 
     def ends(self) -> Batch:
         """The same, for the states after the last actions alone."""

@@ -362,9 +362,8 @@ def _changes(job: Job) -> list[tuple[str, Any]]:
     if job.stage == "ppo":  # a PPOConfig
         now = job.args.planned_rows(job.workers[0])
         changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
-        if (
-            job.args.micro_batch_tokens is None
-        ):  # as many as a micro-batch in training has, where that is less
+        if job.args.micro_batch_tokens is None:
+            # As many as a micro-batch in training has, where that is less.
             asked = settings(job, 1 << 20)
             if (tokens := rows * asked.width) < asked.scored:
                 changes.append(("trainer.micro_batch_tokens", tokens))

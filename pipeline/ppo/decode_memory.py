@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SHARE = 0.5  # of the free memory; the rest is for the prompts' forward, and for what other phases hold then
-SAMPLING_BYTES = (
-    20  # a row's, for each token of the vocabulary: logits, probabilities and their sums in float64
-)
+# Of a row, for each token of the vocabulary: logits, probabilities and their sums in float64.
+SAMPLING_BYTES = 20
 CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -117,12 +117,8 @@ class TransformersEngine:
         self, prompts: list[Sequence[int]], episodes: list[int], sampling: Sampling
     ) -> list[Completion]:
         """One completion to each prompt of a batch, shortest prompt first."""
-        device, limit, count, width = (
-            self.shared.device,
-            sampling.max_new_tokens,
-            len(prompts),
-            len(prompts[-1]),
-        )
+        device, limit = self.shared.device, sampling.max_new_tokens
+        count, width = len(prompts), len(prompts[-1])
         noise = torch.from_numpy(uniforms(sampling.seed, episodes, limit)).to(device)
         cache = room_for(self.shared, count, width + limit)
         hidden = self._prefill(prompts, cache)
@@ -147,7 +143,7 @@ class TransformersEngine:
             if (step + 1) % look == 0 and not all(going := live.tolist()):
                 if not any(going):
                     break
-                index = packed(going)
+                index = live_first(going)
                 cache.reorder_cache(index)
                 index = index.to(device)
                 rows, token, positions, live = rows[index], token[index], positions[index], live[index]
@@ -173,7 +169,7 @@ class TransformersEngine:
         if not self.share:
             index, distinct = torch.arange(len(prompts)), prompts
         parts = [list(range(len(distinct)))]
-        if all_roomy(cache):  # layers of other kinds are filled once, and all their rows have one width
+        if is_preallocated(cache):  # layers of other kinds are filled once, and all their rows have one width
             limit = PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"])
             parts = micro_batches([len(prompt) for prompt in distinct], len(distinct), limit, device.type)
         hidden = []
@@ -218,7 +214,7 @@ class TransformersEngine:
         config = self.shared.base.config.get_text_config()
         # Models without rotary positions may compute those from the mask.
         rotary = getattr(config, "rope_parameters", None) and not getattr(config, "alibi", False)
-        if not (rotary and all_roomy(cache) and config._attn_implementation in ("sdpa", "eager")):
+        if not (rotary and is_preallocated(cache) and config._attn_implementation in ("sdpa", "eager")):
             return mask.long()
         blank = torch.zeros(mask.shape, dtype=self.shared.autocast or self.shared.base.dtype, device=device)
         return blank.masked_fill(~mask, float("-inf"))[:, None, None]
@@ -264,7 +260,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
     return ids, mask
 
 
-def packed(live: Sequence[bool]) -> Tensor:
+def live_first(live: Sequence[bool]) -> Tensor:
     """Indices of the live rows, each in its place if that is among the first ones, else in that of a row that ended."""
     count = sum(live)
     movers = [row for row in range(count, len(live)) if live[row]]
@@ -278,8 +274,8 @@ def room_for(shared: SharedBase, rows: int, tokens: int) -> DynamicCache:
     return cache
 
 
-def all_roomy(cache: DynamicCache) -> bool:
-    """Whether each layer of a cache from `room_for` has that room."""
+def is_preallocated(cache: DynamicCache) -> bool:
+    """Whether all layers of a cache are allocated once, as `room_for` makes those that attend to all tokens."""
     return all(isinstance(layer, Room) for layer in cache.layers)
 
 

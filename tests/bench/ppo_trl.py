@@ -31,9 +31,8 @@ sys.path.insert(0, str(TRL_PPO))  # before the installed TRL
 
 def main(name: str, case: str, fields: str) -> None:
     theirs = Theirs(**json.loads(fields))
-    if (
-        theirs.bf16
-    ):  # as `accelerate launch --mixed_precision bf16` does: its trainer does not hand args.bf16 on
+    if theirs.bf16:
+        # As `accelerate launch --mixed_precision bf16` does: its trainer does not hand args.bf16 on.
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     dtype = "bfloat16" if theirs.bf16 else "float32"
     import datasets

@@ -30,8 +30,7 @@ lambda. What differs:
 | critic | head or adapter | adapter | all weights of a model |
 
 In bf16 our base is in bf16, adapters, heads and losses are in fp32. TRL has all its models in bf16, the value model that
-it trains included, where most of so small steps are rounded away, and runs as under `accelerate launch --mixed_precision bf16`:
-the fastest that it can do, which with weights in fp32 is hardly faster than fp32."""
+it trains included, and runs as under `accelerate launch --mixed_precision bf16`, which is faster than with weights in fp32."""
 PHASE_LEGEND = """\
 *rollout* samples the completions; *score* is the reward model's pass; *values* are the passes for the log-probs of policy
 (TRL takes those of sampling) and reference and for the values; *update* is forward and backward of all epochs, and of TRL all

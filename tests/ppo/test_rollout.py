@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import rollout
-from pipeline.ppo.rollout import Room, Sampling, TransformersEngine, packed
+from pipeline.ppo.rollout import Room, Sampling, TransformersEngine, live_first
 
 
 def some_prompts():
@@ -194,13 +194,13 @@ def test_the_mask_of_padded_rows_is_made_once(monkeypatch):
 
 def test_rows_that_stay_keep_their_place():
     live = [False, True, True, False, True, False, True]
-    assert packed(live).tolist() == [6, 1, 2, 4]
-    assert packed([True] * 3).tolist() == [0, 1, 2]
+    assert live_first(live).tolist() == [6, 1, 2, 4]
+    assert live_first([True] * 3).tolist() == [0, 1, 2]
     layer, own = Room(7, 5), DynamicLayer()
     keys, values = torch.randn(2, 7, 2, 4, 3)
     for each in (layer, own):
         each.update(keys, values)
-        each.reorder_cache(packed(live))
+        each.reorder_cache(live_first(live))
         each.update(keys[:4, :, :1], values[:4, :, :1])
     assert torch.equal(layer.keys, own.keys) and torch.equal(layer.values, own.values)
     with pytest.raises(RuntimeError):
