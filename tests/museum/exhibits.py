@@ -198,6 +198,7 @@ def _(patch):
     "ppo",
     "checkpointed gradients are the plain ones",
     "trainer.gradient_checkpointing=true",
+    "trainer.critic=adapter",
 )
 def _(patch):
     patch.setattr(
@@ -326,11 +327,12 @@ def _(patch):
 
 @exhibit("the sampler attends to padding", "ppo", "sampler and trainer agree")
 def _(patch):
-    def pad_left(original, rows, pad, room, device):
-        ids, mask = original(rows, pad, room=room, device=device)
+    def pad_left(original, rows, pad, device):
+        ids, mask = original(rows, pad, device)
         return ids, torch.ones_like(mask)
 
     wrapped(patch, rollout, "pad_left", pad_left)
+    patch.setattr(rollout.TransformersEngine, "_mask", lambda *_: None)
 
 
 @exhibit(
