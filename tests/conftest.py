@@ -50,6 +50,14 @@ def migrated(tmp_path_factory):
     return folder / "mlflow.db"
 
 
+@pytest.fixture(autouse=True)
+def no_credentials_of_another_test():
+    """`registry.client` puts a tracking URI's user and password into the environment: they end with the test."""
+    yield
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture
 def in_root(monkeypatch):
     """The shipped jobs name their files relative to the repository."""
