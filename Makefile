@@ -45,7 +45,7 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf sft rm dpo ppo evaluate generate chat score serve export validate plan doctor test test-all bench chaos museum \
+.PHONY: help setup rlhf sft rm dpo kto ppo evaluate generate chat score serve export validate plan doctor test test-all bench chaos museum \
         lint format report notebook ui up status dashboard down jobs logs stop
 
 help: ## list the targets
@@ -69,6 +69,9 @@ rm: setup ## a reward model from preference pairs
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
 dpo: setup ## direct preference optimisation, from the sft adapter
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+kto: setup ## from single completions with a thumb up or down, from the sft adapter
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
 ppo: setup ## PPO against the reward model, from the sft adapter

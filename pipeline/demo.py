@@ -217,6 +217,16 @@ def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str
     return rows
 
 
+def thumbs(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
+    """Single completions with a user's thumb: up with a probability of the gold score."""
+    rows = []
+    for question in _spread(asked, count, rng):
+        completion = _draw(question, PAIR_MANNERS, PAIR_WRONG, rng)
+        up = rng.random() < _gold(question.text, completion, question.answer)
+        rows.append({"prompt": question.text, "completion": completion, "label": up})
+    return rows
+
+
 def prompts(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
     """Questions, with the answer that the gold rule needs."""
     return [{"prompt": question.text, "answer": question.answer} for question in _spread(asked, count, rng)]
@@ -231,11 +241,12 @@ def _spread(asked: list[Question], count: int, rng: Random) -> list[Question]:
 
 
 def write_data(folder: Path, seed: int = SEED) -> None:
-    """Write demonstrations, preferences and prompts, each with its `_eval` file about the held-out countries."""
+    """Write demonstrations, preferences, thumbs and prompts, each with its `_eval` file about the held-out countries."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {
         demonstrations: (500, 60),
         preferences: (1200, 200),
+        thumbs: (1800, 300),
         prompts: (len(questions(False)), len(questions(True))),
     }
     for make, (train, held_out) in sizes.items():

@@ -27,6 +27,7 @@ TINY = {
     "sft": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL],
     "rm": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL],
     "dpo": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL, "policy=base"],
+    "kto": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL, "policy=base"],
     "ppo": [
         "trainer.total_episodes=4", "trainer.batch_size=4", "trainer.num_mini_batches=1", "trainer.response_length=8",
         "data.eval=null", "policy=base", "reward=python:bad_rewards:length", "judge=null",
@@ -108,6 +109,10 @@ ROWS = [
     case("prompts differ", "rm", r"rows\.jsonl:1: `rejected`: found another prompt than in `chosen` \(from turn 1 on\); expected the same turns",
          rows=[{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: d"}]),
     case("empty rejected", "dpo", r'rows\.jsonl:1: `rejected`: found ""; expected a text that is not empty', rows=[{**PAIR, "rejected": ""}]),
+    case("label that is a topic", "kto", r'rows\.jsonl:2: `label`: found "geography"; expected true or false, 1 or 0', MEND,
+         rows=[{**GOOD, "label": True}, {**GOOD, "label": "geography"}]),
+    case("no label", "kto", r"rows 1-2, all in the same way: .*rows\.jsonl:1: `label`: found fields prompt, completion", r"rows with such fields are for sft",
+         rows=[GOOD, GOOD]),
     case("margin in words", "rm", r'rows\.jsonl:1: `margin`: found "large"; expected a number', rows=[{**PAIR, "margin": "large"}]),
     case("margin that is no number", "rm", r"rows\.jsonl:2: `margin`: found NaN; expected a finite number", MEND,
          rows=[PAIR, {**PAIR, "margin": float("nan")}]),

@@ -33,7 +33,7 @@ from pipeline.config.stages import STAGE
 CASES = int(os.environ.get("WALK_CASES", 2000))
 SEED = int(os.environ.get("WALK_SEED", 1))
 SECONDS = 20
-STAGES = ["sft", "rm", "dpo", "ppo"]
+STAGES = ["sft", "rm", "dpo", "kto", "ppo"]
 
 CONTROL = [
     "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYes",
@@ -111,6 +111,8 @@ def good_row(stage, number):
         ])  # fmt: skip
     if stage == "ppo":
         return {"prompt": prompt}
+    if stage == "kto":
+        return {"prompt": prompt, "completion": right if number % 2 else wrong, "label": bool(number % 2)}
     return random.Random(number).choice([
         {"prompt": prompt, "chosen": right, "rejected": wrong},
         {"prompt": prompt, "chosen": right, "rejected": wrong, "margin": 0.5},
@@ -390,6 +392,7 @@ def fresh(folder):
 def given_inputs(stage, adapters):
     named = {
         "dpo": [f"policy={adapters['sft']}"],
+        "kto": [f"policy={adapters['sft']}"],
         "ppo": [f"policy={adapters['sft']}", f"reward={adapters['rm']}", "judge=null"],
     }
     return named.get(stage, [])

@@ -381,6 +381,10 @@ def test_the_jobs_api_still_says_what_a_submission_is_followed_by():
 
 
 ROWS = [{"input_ids": [5, 6, 7, 8 + i], "labels": [-100, 6, 7, 8 + i]} for i in range(8)]
+THUMBS = [
+    {"prompt_ids": [5, 6], "completion_ids": [7, 8 + i], "KL_completion_ids": [9, 8 + i], "label": i % 2 == 0}
+    for i in range(4)
+]
 PAIRS = [{"prompt_ids": [5, 6], "chosen_ids": [7, 8 + i], "rejected_ids": [9, 7]} for i in range(4)]
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 
@@ -544,6 +548,37 @@ def test_dpo_still_takes_tokenised_rows_and_copies_the_adapter_to_its_reference(
     assert set(trainer.data_collator(list(rows))) >= {"input_ids", "attention_mask"}
 
 
+def test_kto_still_takes_tokenised_rows_and_asks_for_its_kl_term_twice(tmp_path):
+    """pipeline/data/kl_pairs.py: the columns of a row, and `_compute_kl_logps`, first for the policy, then for the reference.
+
+    If this fails, kto tokenises again, its reference is not the sft adapter, or z0 has the wrong sign.
+    """
+    from peft import LoraConfig, get_peft_model
+    from trl import KTOConfig, KTOTrainer
+
+    asked = []
+
+    class Trainer(KTOTrainer):
+        def _prepare_dataset(self, dataset, *_):
+            return dataset
+
+        def _compute_kl_logps(self, model, batch):
+            adapter = self.model.active_adapter
+            asked.append(adapter)
+            return torch.tensor(3.0 if adapter == "default" else 1.0)
+
+    rows, model = rows_of(THUMBS), get_peft_model(tiny(), LoraConfig(task_type="CAUSAL_LM", **LORA))
+    trainer = Trainer(
+        model, args=settings(KTOConfig, tmp_path), train_dataset=rows, processing_class=tokenizer()
+    )
+    assert trainer.train_dataset is rows and trainer.calculate_KL
+    reference = [p for name, p in trainer.model.named_parameters() if ".ref." in name]
+    assert reference and not any(p.requires_grad for p in reference)
+    trainer.model.eval()
+    trainer.compute_loss(trainer.model, trainer.data_collator(list(rows)))
+    assert asked == ["default", "ref"] and trainer._metrics["eval"]["kl"] == [2.0]
+
+
 def test_the_reward_trainer_still_takes_tokenised_pairs_and_puts_the_chosen_first(tmp_path):
     """pipeline/stages/rm.py, score_pairs: scores.chunk(2) is (chosen, rejected). If this fails, accuracies are upside down."""
     from peft import LoraConfig
@@ -560,7 +595,7 @@ def test_the_reward_trainer_still_takes_tokenised_pairs_and_puts_the_chosen_firs
     assert ids == [*rows["chosen_ids"][:], *rows["rejected_ids"][:]]
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto"])
 def test_the_trainers_still_log_the_metrics_that_a_gate_may_name(stage, tmp_path):
     """pipeline/config/gates.py: HELD_OUT and TRAINED. If this fails, a gate on a metric that exists is refused, or never holds."""
     import transformers
@@ -571,6 +606,7 @@ def test_the_trainers_still_log_the_metrics_that_a_gate_may_name(stage, tmp_path
         "sft": (trl.SFTConfig, trl.SFTTrainer, ROWS),
         "rm": (trl.RewardConfig, trl.RewardTrainer, [{k: row[k] for k in ("chosen_ids", "rejected_ids")} for row in PAIRS]),
         "dpo": (trl.DPOConfig, trl.DPOTrainer, PAIRS),
+        "kto": (trl.KTOConfig, trl.KTOTrainer, THUMBS),
     }[stage]  # fmt: skip
     own = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
     head = {"num_labels": 1} if stage == "rm" else {}
@@ -598,7 +634,7 @@ def test_the_trainers_still_log_the_metrics_that_a_gate_may_name(stage, tmp_path
     assert set(trainer.evaluate()) == held_out - of_experts | {"epoch"}
 
 
-@pytest.mark.parametrize("name", ["SFTTrainer", "RewardTrainer", "DPOTrainer"])
+@pytest.mark.parametrize("name", ["SFTTrainer", "RewardTrainer", "DPOTrainer", "KTOTrainer"])
 def test_the_trainers_still_have_the_methods_that_are_overridden(name):
     """pipeline/data/feed.py, ExactBatches. If this fails, rows are seen twice or not at all with several workers."""
     import trl

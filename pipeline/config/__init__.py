@@ -275,7 +275,10 @@ def _checked(tree: Tree, section: str, fields: dict[str, Field]) -> dict[str, An
         if key not in fields:
             raise _unknown(tree, tree.data["stage"], section, key, list(fields))
         if problem := fields[key].problem(value):
-            raise tree.error(f"{section}.{key}", problem)
+            single = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+            if not single or fields[key].problem([value]):
+                raise tree.error(f"{section}.{key}", problem)
+            values[key] = [value]  # trainer.loss_type=ipo, where the library wants a list
     for key, one in fields.items():
         if one.required and key not in values:
             raise tree.error(f"{section}.{key}", f"missing, expected {one.checks[0][0]}")

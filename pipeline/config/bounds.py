@@ -59,6 +59,7 @@ RANGES: dict[str, dict[str, str]] = {
             "0 or [0.000001, 1000000]": "max_grad_norm",  # of less, nothing is left of a step
             "[0, 1000000]": """neftune_noise_alpha center_rewards_coefficient router_aux_loss_coef
                 loss_weights""",
+            "[0, 1000]": "desirable_weight undesirable_weight",
             "[0, 1000000000]": "eval_delay",
             "(0, 100]": "learning_rate",
             "[0, 100]": "weight_decay",
@@ -94,6 +95,7 @@ WORDS: dict[str, str] = {
 }
 DPO_LOSSES = """sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop sft
     sigmoid_norm"""
+LOSSES = {"dpo": DPO_LOSSES, "kto": "kto apo_zero_unpaired"}
 # Names become folders, tags and columns: bytes.
 NAMES = {
     "run.name": 128, "run.storage_path": 1024, "data.cache_dir": 1024,
@@ -151,7 +153,8 @@ def _default(stage: str, section: str, name: str) -> Any:
 def _check_text(tree: Tree, stage: str, key: str, value: str) -> None:
     if not value.strip() and not key.startswith(("trainer.", "scaling.")):
         raise tree.error(key, "found empty text, expected a value; leave the key out, or type null")
-    words = (DPO_LOSSES if stage == "dpo" and key == "trainer.loss_type" else WORDS.get(key, value)).split()
+    of_stage = LOSSES.get(stage) if key == "trainer.loss_type" else None
+    words = (of_stage or WORDS.get(key, value)).split()
     if key in WORDS and value not in words:
         near = difflib.get_close_matches(value, words, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -47,6 +47,8 @@ HELD_OUT = {
     "rm": f"{_TRL} accuracy margin min_reward mean_reward max_reward",
     "dpo": f"""{_TRL} {_TOKENS} logits/chosen logits/rejected logps/chosen logps/rejected rewards/chosen rewards/rejected
         rewards/accuracies rewards/margins""",
+    "kto": f"""{_TRL} entropy aux_loss kl logits/chosen logits/rejected logps/chosen logps/rejected rewards/chosen
+        rewards/rejected rewards/margins""",
 }
 
 

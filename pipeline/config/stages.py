@@ -62,6 +62,10 @@ class Stage:
     learns: str | None = None
     # It keeps the adapter that training starts from, frozen, as the reference.
     keeps_reference: bool = False
+    # Forwards without gradients over as many tokens as it learns from, beside the reference's.
+    further_forwards: int = 0
+    # Of a micro-batch.
+    fewest_rows: int = 1
     # Sequences in one training row: a pair has two.
     sequences: int = 1
     # It generates completions, for which the context must have room behind a prompt.
@@ -128,6 +132,23 @@ STAGE: dict[str, Stage] = {
             Figure("held-out accuracy", "", "eval_rewards/accuracies", "%"),
             Figure("held-out loss", "before_loss", "eval_loss"),
             Figure("margin", "", "eval_rewards/margins"),
+        ),
+    ),
+    "kto": Stage(
+        "trl.trainer.kto_config.KTOConfig",
+        "KTO: learns from single completions with a thumb up or down, from the sft adapter",
+        {"policy": True},
+        rows="thumbs",
+        learns="policy",
+        keeps_reference=True,
+        fewest_rows=2,  # prompts get the completions of other rows
+        further_forwards=2,  # of policy and reference, for the KL term
+        unused=_LEARNS,
+        title="Kahneman-Tversky optimisation",
+        headline=(
+            Figure("margin", "before_rewards/margins", "eval_rewards/margins"),
+            Figure("held-out loss", "before_loss", "eval_loss"),
+            Figure("KL estimate", "", "eval_kl", "nats per completion"),
         ),
     ),
     "ppo": Stage(

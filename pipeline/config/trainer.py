@@ -88,8 +88,14 @@ def _check_trl(tree: Tree, job: Job) -> None:
                 raise tree.error(f"trainer.{key}", f"found {show(name)}: {show(value)}, {known}")
     if trainer.get("save_strategy") == "best" or trainer.get("metric_for_best_model") is not None:
         _check_best(tree, job)
+    if trainer.get("sync_ref_model"):
+        raise tree.error(
+            "trainer.sync_ref_model", "the reference is the frozen sft adapter, which stays as it is"
+        )
     if job.stage == "dpo":
         _check_dpo(tree, trainer, trainer.get("loss_type", ["sigmoid"]))
+    if job.stage == "kto":
+        _check_kto(tree, trainer)
 
 
 def _check_dpo(tree: Tree, trainer: dict[str, Any], losses: list[str]) -> None:
@@ -99,6 +105,16 @@ def _check_dpo(tree: Tree, trainer: dict[str, Any], losses: list[str]) -> None:
         raise tree.error("trainer.loss_weights", "found weights of 0 alone, which teach nothing")
     if "exo_pair" in losses and not trainer.get("label_smoothing"):
         raise tree.error("trainer.label_smoothing", "exo_pair needs it above 0, for example 0.001")
+    for key, users in (("label_smoothing", "robust exo_pair aot aot_unpaired"), ("discopop_tau", "discopop")):
+        if (
+            key in trainer
+            and trainer[key] != fields_of(STAGE["dpo"].trainer)[key].default
+            and not set(users.split()) & set(losses)
+        ):
+            raise tree.error(
+                f"trainer.{key}",
+                f"found {trainer[key]}, which {', '.join(losses)} has no use for; it belongs to {', '.join(users.split())}",
+            )
     diverging = set("sigmoid sigmoid_norm hinge ipo exo_pair robust discopop sft".split())
     if trainer.get("f_divergence_type", "reverse_kl") != "reverse_kl" and (others := set(losses) - diverging):
         raise tree.error(
@@ -109,9 +125,23 @@ def _check_dpo(tree: Tree, trainer: dict[str, Any], losses: list[str]) -> None:
         raise tree.error(
             "trainer.use_weighting", "needs paired losses, and aot and aot_unpaired are not; take it out"
         )
-    if trainer.get("sync_ref_model"):
+
+
+def _check_kto(tree: Tree, trainer: dict[str, Any]) -> None:
+    if not trainer.get("desirable_weight", 1.0) and not trainer.get("undesirable_weight", 1.0):
+        raise tree.error("trainer.desirable_weight", "found weights of 0 alone, which teach nothing")
+    if trainer.get("loss_type", "kto") != "kto":
+        return
+    if trainer.get("per_device_train_batch_size", 8) < STAGE["kto"].fewest_rows:
         raise tree.error(
-            "trainer.sync_ref_model", "the reference is the frozen sft adapter, which stays as it is"
+            "trainer.per_device_train_batch_size",
+            "found 1: the kto loss needs the completions of other rows for its KL term; expected 2 or more, or "
+            "trainer.loss_type=apo_zero_unpaired, which has none",
+        )
+    if trainer.get("precompute_ref_log_probs"):
+        raise tree.error(
+            "trainer.precompute_ref_log_probs",
+            "each epoch pairs other rows for the KL term, whose log-probs cannot be known before; take it out",
         )
 
 

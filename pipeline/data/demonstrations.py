@@ -27,9 +27,11 @@ SHAPES = {
 }
 # Columns that say whether a completion is good (trl.KTOTrainer's, LLaMA-Factory's), and their values where it is not.
 LABELS = {"label", "kto_tag"}
-_BAD_WORDS = "bad dislike disliked down f false n negative no reject rejected undesirable unsafe wrong"
+_BAD_WORDS = (
+    "bad dislike disliked down f false n negative no reject rejected thumbs_down undesirable unsafe wrong 👎"
+)
 BAD = (0, -1, *_BAD_WORDS.split())
-GOOD = (1, *"chosen desirable good like liked positive t true up y yes".split())
+GOOD = (1, *"chosen desirable good like liked positive t thumbs_up true up y yes 👍".split())
 WEIGHTS = {"weight", "train"}  # fields of a message that say whether it is trained
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------
@@ -46,7 +48,7 @@ def parse(row: dict[str, Any], shape: str) -> Record:
                 "label",
                 name,
                 f"{show(row[name])}: a completion that is not to be imitated",
-                "good completions only; data.on_error=skip trains on those alone; rm and dpo learn from pairs (chosen, rejected)",
+                "good completions only; data.on_error=skip trains on those alone; kto learns from both kinds",
             )
     record = demonstration(row, shape)
     record.unread = tuple(name for name in sorted(LABELS & row.keys()) if is_good(row[name]) is None)
@@ -55,7 +57,7 @@ def parse(row: dict[str, Any], shape: str) -> Record:
 
 def is_good(label: Any) -> bool | None:
     """Whether a label calls a completion good; None: it says something else, such as a topic."""
-    value = label.strip().lower() if isinstance(label, str) else label
+    value = label.strip().lower().replace(" ", "_") if isinstance(label, str) else label
     with contextlib.suppress(ValueError, TypeError):
         value = float(value)
     if not isinstance(value, str | int | float):

@@ -169,6 +169,13 @@ class Encoder:
         """Token ids of a completion tokenised by itself, without a begin token."""
         return self.encodings([rendered], self.backend.encode_batch_fast)[0].ids
 
+    def behind(self, prompt: list[int], whole: list[int], head: Rendered, text: Rendered) -> list[int]:
+        """The ids of a completion, from those of its prompt and of both, and the texts of these two."""
+        if whole[: len(prompt)] == prompt:
+            return whole[len(prompt) :]
+        # A token that spans the border would be lost in a cut: then the completion is tokenised by itself.
+        return self.alone(completion_of(head, text))
+
     def one_bos(self, ids: list[int]) -> list[int]:
         """The begin token once where the tokenizer begins texts with it, never twice."""
         if self.bos is None:

@@ -51,11 +51,17 @@ class ExactBatchSampler:
         return -(-self.rows // (self.batch_size * self.world))
 
     def __iter__(self) -> Iterator[list[int]]:
-        order, step = self.order(), self.batch_size * self.world
+        order = self.order()
+        for places in self.places():
+            yield order[places].tolist()
+
+    def places(self) -> Iterator[slice]:
+        """Of each batch of this rank: where its rows stand in the epoch's order."""
+        step = self.batch_size * self.world
         for start in range(0, len(self) * step, step):
             size = min(step, self.rows - start)
             first, last = size * self.rank // self.world, size * (self.rank + 1) // self.world
-            yield [int(row) for row in order[start + first : start + last]]
+            yield slice(start + first, start + last)
 
     def order(self) -> Any:
         import torch
@@ -103,40 +109,43 @@ class ExactBatches(Trainer):
     """Mixin for a transformers or TRL trainer (before it in the bases): exact batches over several ranks.
 
     Losses equal those of one worker with `world` times the per-device batch: token-normalised losses (sft) are so by
-    `num_items_in_batch`; row means (rm, dpo) are weighted by their share of the rows of the global batch.
+    `num_items_in_batch`; row means (rm, dpo, kto) are weighted by their share of the rows of the global batch.
 
-    Held-out figures are means over tokens (sft) or rows (rm, dpo): each batch's own figures, weighted by what it has of
-    them. Only what TRL takes from a batch as a whole (min_reward, max_reward) is of batches of per_device_eval_batch_size.
+    Held-out figures are means over tokens (sft) or rows (rm, dpo, kto): each batch's own figures, weighted by what it has
+    of them. Only what TRL takes from a batch as a whole (min_reward, max_reward) is of batches of per_device_eval_batch_size.
     """
 
     # of the micro-batches fetched: (weight, rows, uneven over the ranks)
     _shares: deque[tuple[float, int, bool]]
     _share = 1.0
-    # of the batches evaluated by this rank: (number, weight, figures)
-    _evaluated: list[tuple[int, int, dict[str, float]]]
+    # of the batches evaluated by this rank: (number, {figure: (weight, value)})
+    _evaluated: list[tuple[int, dict[str, tuple[int, float]]]]
 
     def get_train_dataloader(self) -> Any:
         if self.args.world_size == 1:
             return super().get_train_dataloader()
-        args = self.args
         dataset = self._remove_unused_columns(self.train_dataset, description="Training")
-        sampler = ExactBatchSampler(
-            len(dataset),
-            self._train_batch_size,
-            args.process_index,
-            args.world_size,
-            args.data_seed if args.data_seed is not None else args.seed,
-        )
-        return self._loader(dataset, sampler)
+        sampler = ExactBatchSampler(*self._drawn(len(dataset)))
+        return self._loader(dataset, sampler, CountedCollator(self.data_collator, dataset[0]))
+
+    def _drawn(self, rows: int) -> tuple[int, int, int, int, int]:
+        """The arguments of ExactBatchSampler for so many rows."""
+        args = self.args
+        seed = args.data_seed if args.data_seed is not None else args.seed
+        return rows, self._train_batch_size, args.process_index, args.world_size, seed
+
+    def first_rows(self) -> list[int]:
+        """Numbers of the rows of this rank's first micro-batch."""
+        return list(next(iter(self.get_train_dataloader().batch_sampler)))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self._remove_unused_columns(dataset, description="Evaluation")
         args = self.args
         sampler = EvaluationSampler(len(dataset), args.eval_batch_size, args.process_index, args.world_size)
-        return self._loader(dataset, sampler)
+        return self._loader(dataset, sampler, CountedCollator(self.data_collator, dataset[0]))
 
-    def _loader(self, dataset: Any, sampler: Any) -> Any:
+    def _loader(self, dataset: Any, sampler: Any, collator: CountedCollator) -> Any:
         from accelerate.data_loader import prepare_data_loader
         from torch.utils.data import DataLoader
         from transformers.trainer_utils import seed_worker
@@ -145,7 +154,7 @@ class ExactBatches(Trainer):
         loader = DataLoader(
             dataset,
             batch_sampler=sampler,
-            collate_fn=CountedCollator(self.data_collator, dataset[0]),
+            collate_fn=collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -210,9 +219,15 @@ class ExactBatches(Trainer):
         weight = rows if labels is None else int((labels[:, 1:] != -100).sum())
         loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         figures = {name: values[-1] for name, values in self._metrics["eval"].items() if values}
+        figures["loss"] = loss.item()
         number = len(self._evaluated) * self.args.world_size + self.args.process_index
-        self._evaluated.append((number, weight, figures | {"loss": loss.item()}))
+        weighted = {name: (self._weight(name, inputs, weight), value) for name, value in figures.items()}
+        self._evaluated.append((number, weighted if weight else {}))
         return loss, *rest
+
+    def _weight(self, figure: str, inputs: Any, weight: int) -> int:
+        """What a batch has of a figure, of which its own is the mean: by default its tokens (sft) or rows."""
+        return weight
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         """TRL's, each rank for itself; then the figures of all batches, in their order, are averaged by weight."""
@@ -221,12 +236,11 @@ class ExactBatches(Trainer):
         self._evaluated = []
         with each_rank_alone(self):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
-        batches = sorted((one for one in gather_object(self._evaluated) if one[1]), key=lambda one: one[0])
-        total = max(1, sum(weight for _, weight, _ in batches))
-        means = {
-            name: sum(weight * figures[name] for _, weight, figures in batches) / total
-            for name in (batches[0][2] if batches else {})
-        }
+        batches = [figures for _, figures in sorted(gather_object(self._evaluated), key=lambda one: one[0])]
+        means = {}
+        for name in dict.fromkeys(name for figures in batches for name in figures):
+            pairs = [figures[name] for figures in batches if name in figures]
+            means[name] = sum(weight * value for weight, value in pairs) / max(1, sum(w for w, _ in pairs))
         output.metrics[f"{metric_key_prefix}_loss"] = means.pop("loss", 0.0)
         self._metrics["eval"].clear()  # what TRL's `log` adds to them
         self._metrics["eval"].update({name: [mean] for name, mean in means.items()})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGE
-from pipeline.data import demonstrations, preferences, prompts, scored
+from pipeline.data import demonstrations, preferences, prompts, scored, thumbs
 from pipeline.data.encode import Encoder, Outcome
 from pipeline.data.record import Record
 
@@ -21,7 +21,7 @@ class Kind:
     shapes: Mapping[str, tuple[str, ...]]
     parse: Callable[[dict[str, Any], str], Record]  # (row, name of its shape) -> Record; raises RowError
     encode: Callable[[Encoder, Sequence[Record]], list[list[Outcome]]]
-    columns: Mapping[str, type]  # of the token table: list (of token ids), float or str (JSON)
+    columns: Mapping[str, type]  # of the token table: list (of token ids), float, bool or str (JSON)
     # What becomes of the completions: the policy learns to write those of the rows, or a reward model scores those of the
     # rows, or the policy writes them and the rows have prompts only.
     completions: Literal["learned", "scored", "written"]
@@ -53,6 +53,14 @@ KIND = {
         preferences.encode_whole,
         {"chosen_ids": list, "rejected_ids": list, "margin": float},
         "scored",
+        _MARGIN,
+    ),
+    "thumbs": Kind(
+        thumbs.SHAPES,
+        thumbs.parse,
+        thumbs.encode,
+        {"prompt_ids": list, "completion_ids": list, "label": bool},
+        "learned",
         _MARGIN,
     ),
     "prompts": Kind(prompts.SHAPES, prompts.parse, prompts.encode, _PROMPT, "written"),

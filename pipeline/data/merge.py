@@ -55,6 +55,8 @@ def merge_split(name: str, stats: list[Stats]) -> Split:
     merged = Split(dropped=dict(sum((Counter(split.dropped) for split in splits), Counter())))
     for label in ("read", "kept", "truncated", "tokens", "text_rows", "joined", "ended", "special_rows"):
         setattr(merged, label, sum(getattr(split, label) for split in splits))
+    if any(split.desirable is not None for split in splits):
+        merged.desirable = sum(split.desirable or 0 for split in splits)
     merged.prompt_tokens, merged.completion_tokens = (
         reports.percentiles(sum((stat.lengths[name][side] for stat in stats), Counter())) for side in (0, 1)
     )

@@ -15,6 +15,7 @@ ALIASES = {
     "completion": ("response", "output", "answer", "solution", "target", "reply", "assistant"),
     "chosen": ("preferred", "accepted", "winner", "better", "positive", "chosen_response"),
     "rejected": ("dispreferred", "refused", "loser", "worse", "negative", "rejected_response"),
+    "label": ("thumb", "thumbs", "feedback", "rating", "liked", "desirable"),
     "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
 }
 OPTIONAL = {"input", "margin", "system"}  # fields that no shape needs
@@ -66,9 +67,10 @@ def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
     if len(meant) == len(missing) and all(key.isidentifier() for key in meant.values()):
         renamed = ", ".join(f"{name}: .{meant.get(name, name)}" for name in nearest_shape)
         expected += f"; jq -c '{{{renamed}}}' FILE > rows.jsonl renames"
-    for stage, stages in (("sft", "sft"), ("rm", "rm and dpo")):
+    for stage, stages in (("rm", "rm, dpo and kto"), ("kto", "kto"), ("sft", "sft")):
         if not meant and shape_of(row, kind_of(stage)):
             expected += f"; rows with such fields are for {stages}"
+            break
     return RowError("missing_field", missing[0], fields_of(keys) + hint, expected)
 
 

@@ -63,7 +63,7 @@ def columns_of(options: "Options") -> dict[str, type]:
 def schema(options: "Options") -> Any:
     import pyarrow as pa
 
-    types = {list: pa.list_(pa.int32()), float: pa.float32(), str: pa.string()}
+    types = {list: pa.list_(pa.int32()), float: pa.float32(), str: pa.string(), bool: pa.bool_()}
     return pa.schema([(name, types[kind]) for name, kind in columns_of(options).items()])
 
 

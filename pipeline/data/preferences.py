@@ -214,12 +214,7 @@ def _whole(
 
 def _apart(encoder: Encoder, texts: Triple, prompt: list[int], *sides: list[int]) -> Outcome:
     completions = [
-        # A token that spans the border would be lost in a cut: then the completion is tokenised by itself.
-        encoder.ended(
-            side[len(prompt) :]
-            if side[: len(prompt)] == prompt
-            else encoder.alone(completion_of(texts[0], whole))
-        )
+        encoder.ended(encoder.behind(prompt, side, texts[0], whole))
         for side, whole in zip(sides, texts[1:], strict=True)
     ]
     if error := encoder.faulty(completions):

@@ -25,6 +25,8 @@ class Record:
     # turns that are not trained, numbered through prompt and completion
     untrained: frozenset[int] = frozenset()
     margin: float | None = None
+    # of thumbs: for each of `pairs`, a 1-tuple, whether the completion is desirable
+    labels: tuple[bool, ...] = ()
     # JSON schemas of the functions that may be called, for the chat template
     tools: list[dict[str, Any]] | None = None
     # columns of the row that nothing reads
@@ -58,8 +60,14 @@ class Record:
         return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
 
     def preferences(self) -> list[int]:
-        """64 bits for each pair: a digest of prompt and both completions; the lowest bit says which one is preferred."""
+        """64 bits for each pair: a digest of prompt and both completions; the lowest bit says which one is preferred.
+
+        For each of the thumbs: a digest of prompt and completion; the lowest bit is the label.
+        """
         keys = []
+        for (completion,), label in zip(self.pairs, self.labels, strict=True) if self.labels else ():
+            one = json.dumps([self.prompt_content(), plain(completion)], ensure_ascii=False)
+            keys.append(digest(one) & ~1 | label)
         for pair in self.pairs:
             if len(pair) == 2:
                 sides = [plain(side) for side in pair]

@@ -85,7 +85,7 @@ def complaint(stats: Sequence[Stats], kinds: Counter, read: int) -> str:
     lines += usable(stats)
     advice = "fix them, or type data.on_error=skip to leave them out"
     if kinds["missing_field"] == read > 1 and not any("[" in field for _, field, _ in ways):
-        advice = "no row has the fields of this stage; is it another stage's file? (sft: demonstrations, rm and dpo: pairs)"
+        advice = "no row has the fields of this stage; is it another stage's file? (sft: demonstrations, rm and dpo: pairs, kto: thumbs)"
     if "too_long" in kinds:
         advice += "; data.too_long=truncate (or drop) for long rows"
     return "\n".join([f"{what}:", *lines, advice + "; nothing was trained"])

@@ -52,6 +52,7 @@ class Split:
     truncated: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     tokens: int = 0
+    desirable: int | None = None  # of the rows kept, those with a thumb up; None: rows without thumbs
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # whose prompt is plain text, not messages
@@ -60,7 +61,7 @@ class Split:
     joined_first: str = ""  # the border of the first of these
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
     ended: int = 0  # whose trained tokens include one that generation stops on
-    contradictions: int = 0  # pairs of completions that stand in both orders
+    contradictions: int = 0  # pairs of completions that stand in both orders; completions with both labels
     contradictions_first: str = ""  # file:line of two such rows
     special_rows: int = 0  # whose text contains special tokens
     special_tokens: dict[str, int] = field(default_factory=dict)  # token -> rows
@@ -163,7 +164,12 @@ class Report:
                 "no completion is trained with a token that generation stops on, so the model does not learn to stop: "
                 f"{why} ({'data.max_length' if split.truncated == split.kept else 'model.chat_template'})"
             )
-        if split.contradictions:
+        if split.contradictions and split.desirable is not None:
+            lines.append(
+                f"{counted(split.contradictions, 'completion')} with both labels for the same prompt: the rows work against each "
+                f"other; first: {split.contradictions_first}"
+            )
+        elif split.contradictions:
             lines.append(
                 f"{counted(split.contradictions, 'pair')} of completions in both orders, A preferred to B and B to A for the "
                 f"same prompt: the rows work against each other; first: {split.contradictions_first}"
@@ -190,6 +196,10 @@ class Report:
             f"  read        {counted(split.read, 'row')}",
             f"  kept        {split.kept:,} ({counted(split.tokens, 'token')})",
         ]
+        if split.desirable is not None:
+            lines.append(
+                f"  labels      {split.desirable:,} desirable, {split.kept - split.desirable:,} undesirable"
+            )
         if split.text_rows:
             lines.append(f"  template    {self._template(split.text_rows)}")
         if split.unread:
@@ -238,7 +248,10 @@ def sample(tokenizer: Any, columns: dict[str, Any], limit: int = 1200) -> str:
         return clip(
             marked(tokenizer, columns["input_ids"], [label != -100 for label in columns["labels"]]), limit
         )
-    if "prompt_ids" in columns:
+    sides: tuple[Any, ...]
+    if "completion_ids" in columns:
+        prompt, sides = columns["prompt_ids"], (columns["completion_ids"], None)
+    elif "prompt_ids" in columns:
         prompt, sides = columns["prompt_ids"], (columns["chosen_ids"], columns["rejected_ids"])
         if cut := len(prompt) - whole_characters(tokenizer, prompt, len(prompt)):
             prompt, sides = prompt[:-cut], tuple(ids and prompt[-cut:] + ids for ids in sides)

@@ -263,6 +263,8 @@ def note_example(stats: Stats, name: str, example: Example, tokenizer: Any) -> N
     split.kept += 1
     split.truncated += example.truncated
     split.ended += example.ended
+    if (desirable := example.columns.get("label")) is not None:
+        split.desirable = (split.desirable or 0) + desirable
     split.tokens += example.prompt_tokens + example.completion_tokens
     prompts, completions = stats.lengths[name]
     prompts[example.prompt_tokens] += 1

@@ -57,7 +57,7 @@ RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA'
 # Fragmentation: memory held over memory in use. glibc's allocator cannot place an aligned block into a hole of just its
 # size, and comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 returns each block and costs a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
-# For each entry of (tokens, vocabulary), at the peak of TRL's losses of sft and dpo; measured.
+# For each entry of (tokens, vocabulary), at the peak of TRL's losses of sft, dpo and kto; measured.
 LOGIT_BYTES = 32
 
 
@@ -78,7 +78,7 @@ class Plan:
     items: list[Item]
     device: str  # cpu, cuda
     layers: int
-    tokens: tuple[int, int]  # longest prompt and completion; of sft, rm, dpo: longest row and 0
+    tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
     context: int  # of the base, in tokens
     moved: float  # bytes between a GPU and its memory in a decoding step: the weights, and nf4 unpacked
     unread: str | None = None  # why the base's config.json could not be read; its shape is then from known.py
@@ -357,7 +357,10 @@ def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[
 def _changes(job: Job) -> list[tuple[str, Any]]:
     """Overrides that make a job smaller, mildest first. Only nf4, the last, changes what is learned."""
     rows = settings(job, 1 << 20).rows
-    fewer = [n for n in range(rows - 1, 0, -1) if rows % n == 0]  # divisors: the batch still comes out even
+    fewest = STAGE[job.stage].fewest_rows
+    fewer = [
+        n for n in range(rows - 1, fewest - 1, -1) if rows % n == 0
+    ]  # divisors: the batch still comes out even
     changes: list[tuple[str, Any]] = []
     if job.stage == "ppo":  # a PPOConfig
         now = job.args.planned_rows(job.workers[0])
@@ -439,7 +442,8 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
     else:
         given, facts = plan.job.trainer, STAGE[plan.job.stage]
         learn = 3 if given.get("gradient_checkpointing", True) else 2
-        models = 1 + facts.keeps_reference / learn  # the reference costs a forward, one of `learn` passes
+        # the reference costs a forward, one of `learn` passes
+        models = 1 + (facts.keeps_reference + facts.further_forwards) / learn
         steps, batch = given.get("max_steps", 0), plan.job.data.batch_size or 8 * workers
         if steps and steps > 0:
             tokens = steps * batch * (plan.tokens[0] if given.get("packing") else prompt)

@@ -59,7 +59,9 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
         return None, "none of its first rows can be used: `validate` says why"
     share = sum(map(size, seen)) / sum(map(size, chunks))
     rows = Rows(round(kept / share), tokens / kept)
-    return rows, f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average" + (
+    labelled = [split.desirable for split in splits if split.desirable is not None]
+    labels = f", {sum(labelled) / kept:.0%} desirable" if labelled else ""
+    return rows, f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average{labels}" + (
         ", estimated" if share < 1 else ""
     )
 

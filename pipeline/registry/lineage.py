@@ -135,7 +135,7 @@ def check_head(folder: str, scores: bool, reference: str) -> None:
     if head and not scores:
         raise InputError(
             f"{reference} is a reward adapter (it has a scalar head), so it cannot write completions; expected one that "
-            "`sft`, `dpo` or `ppo` trained, e.g. models:/rlhf-sft@champion"
+            "`sft`, `dpo`, `kto` or `ppo` trained, e.g. models:/rlhf-sft@champion"
         )
 
 

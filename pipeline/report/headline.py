@@ -9,7 +9,7 @@ from pipeline.report.gather import Run
 from pipeline.report.plots import number
 
 # Of several runs: (stage, index of the figure in its headline).
-OVERVIEW = (("rm", 0), ("dpo", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
+OVERVIEW = (("rm", 0), ("dpo", 0), ("kto", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
 
 
 def cards(run: Run) -> list[dict[str, str]]:

@@ -129,6 +129,14 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 level=0.0,
             ),
             Panel(
+                "KL estimate",
+                "nats per completion",
+                {"kl": ""},
+                "KTO's reference point: mean log-ratio of completions behind prompts of other rows, at least 0. A completion has to "
+                "gain more than this to count as likelier.",
+                level=0.0,
+            ),
+            Panel(
                 "Entropy of a completion",
                 "nats",
                 {"objective/entropy": ""},
@@ -158,7 +166,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "Log-probability",
                 "nats per completion",
                 {"logps/chosen": "chosen", "logps/rejected": "rejected"},
-                "Log-probability of the completions of the pairs under the policy.",
+                "Log-probability of the chosen (desirable) and of the rejected completions under the policy.",
             ),
             Panel(
                 "KL coefficient",

@@ -30,14 +30,16 @@ LOGITS = 1 << 28  # fp32 numbers, a GiB, that one row may make; longer rows are 
 def check(worker: Worker, trainer: Any) -> list[Finding]:
     """All findings of a stage whose trainer is about to make its first step. Every rank calls it; no state changes."""
     rows = [dict(row) for row in trainer.train_dataset.select(range(min(FIRST, len(trainer.train_dataset))))]
-    of_stage = {"sft": _demonstrations, "dpo": _preferences, "rm": _comparisons}[worker.job.stage]
+    from pipeline.runtime import thumb_checks
+
+    of_stage = {"sft": _demonstrations, "dpo": _preferences, "kto": thumb_checks.check, "rm": _comparisons}
     model = trainer.accelerator.unwrap_model(trainer.model)
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
     tokens = trainer._total_train_tokens
     model.eval()  # TRL's means of the training steps stay what they are
     try:
         with torch.no_grad():
-            findings = of_stage(worker, trainer, model, rows)
+            findings = of_stage[worker.job.stage](worker, trainer, model, rows)
     finally:
         model.train(training)
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
@@ -96,8 +98,7 @@ def each_row_once(worker: Worker, trainer: Any) -> Finding:
     name = "workers train on different rows"
     if worker.world == 1:
         return Finding(name, "one worker", None)
-    mine = next(iter(trainer.get_train_dataloader().batch_sampler))
-    drawn = [row for part in worker.gather(list(mine)) for row in part]
+    drawn = [row for part in worker.gather(trainer.first_rows()) for row in part]
     twice = len(drawn) - len(set(drawn))
     found = f"{len(drawn)} rows in the first micro-batch of {worker.world} workers"
     return Finding(name, found + (f", {twice} of them twice" if twice else ""), not twice)
@@ -211,7 +212,7 @@ def labels_are_tokens(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> F
 def loss_of_rows_alone(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> Finding:
     """TRL's loss on a padded or packed batch is the mean over its tokens of what each row alone gives."""
     name = "the loss is that of the rows alone"
-    few = _short(model, rows, lambda row: max(row.get("seq_lengths") or [len(row["input_ids"])]))
+    few = shortest(model, rows, lambda row: max(row.get("seq_lengths") or [len(row["input_ids"])]))
     if (
         trainer.args.loss_type not in (None, "nll")
         or trainer.args.label_smoothing_factor
@@ -220,17 +221,17 @@ def loss_of_rows_alone(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> 
         return Finding(name, "not checked: the job's loss is another one", None)
     if not few:
         return Finding(name, "not checked: the rows are too long", None)
-    loss = float(trainer.compute_loss(model, _batch(trainer, model, few)))
+    loss = float(trainer.compute_loss(model, collated(trainer, model, few)))
     total, count = 0.0, 0
     for part in (part for row in few for part in _unpacked(row)):
         labels = torch.tensor(part["labels"][1:])
         learned = labels != -100
-        logprobs = _logprobs(model, part["input_ids"])
+        logprobs = logprobs_alone(model, part["input_ids"])
         total -= float(logprobs[learned].sum())
         count += int(learned.sum())
     plain = total / max(count, 1)
     found = f"{loss:.5g} by the trainer, {plain:.5g} from {count} tokens of {len(few)} rows one by one"
-    return Finding(name, found, abs(loss - plain) <= _tolerance(trainer, model) * max(1.0, plain))
+    return Finding(name, found, abs(loss - plain) <= tolerance(trainer, model) * max(1.0, plain))
 
 
 def _preferences(worker: Worker, trainer: Any, model: Any, rows: list[dict[str, Any]]) -> list[Finding]:
@@ -246,7 +247,7 @@ def _preferences(worker: Worker, trainer: Any, model: Any, rows: list[dict[str, 
         ),
         ends_learned(
             tokenizer,
-            *_with_truncation(worker, [(row["prompt_ids"], row[side]) for row in rows for side in SIDES]),
+            *with_truncation(worker, [(row["prompt_ids"], row[side]) for row in rows for side in SIDES]),
         ),
         sides_differ([row["chosen_ids"] for row in rows], [row["rejected_ids"] for row in rows]),
         *([starts_as_its_file(model, worker.input("policy"))] if "policy" in worker.work.inputs else []),
@@ -268,7 +269,7 @@ def starts_as_its_file(model: Any, folder: str) -> Finding:
 def starts_as_the_reference(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> list[Finding]:
     """Before the first step policy and reference agree; a completion's log-prob is that of the row alone."""
     agree, alone = "the policy starts as the reference", "log-probs are those of the completions alone"
-    few = _short(
+    few = shortest(
         model,
         rows,
         lambda row: len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])),
@@ -276,10 +277,10 @@ def starts_as_the_reference(trainer: Any, model: Any, rows: list[dict[str, Any]]
     mode = trainer._metrics["eval"]
     mode.clear()
     if few:
-        trainer.compute_loss(model, _batch(trainer, model, few))
+        trainer.compute_loss(model, collated(trainer, model, few))
     if "rewards/chosen" not in mode:  # another implementation of the loss keeps no such figures
         return [Finding(agree, "not checked: no figures of single rows", None)]
-    limit = _tolerance(trainer, model)
+    limit = tolerance(trainer, model)
     rewards = {side: mode[f"rewards/{side}"][-1] for side in ("chosen", "rejected")}
     longest = max(len(row[f"{side}_ids"]) for row in few for side in rewards)
     found = ", ".join(f"reward of the {side} {value:.3g}" for side, value in rewards.items())
@@ -292,7 +293,7 @@ def starts_as_the_reference(trainer: Any, model: Any, rows: list[dict[str, Any]]
         plain = {
             side: sum(
                 float(
-                    _logprobs(model, row["prompt_ids"] + row[f"{side}_ids"])[
+                    logprobs_alone(model, row["prompt_ids"] + row[f"{side}_ids"])[
                         len(row["prompt_ids"]) - 1 :
                     ].sum()
                 )
@@ -312,7 +313,7 @@ def _comparisons(worker: Worker, trainer: Any, model: Any, rows: list[dict[str, 
     sides = [[row[side] for row in rows] for side in ("chosen_ids", "rejected_ids")]
     return [
         one_bos(tokenizer, sides[0]),
-        ends_learned(tokenizer, *_with_truncation(worker, [([], ids) for ids in [*sides[0], *sides[1]]])),
+        ends_learned(tokenizer, *with_truncation(worker, [([], ids) for ids in [*sides[0], *sides[1]]])),
         sides_differ(*sides),
         scores_of_rows_alone(trainer, model, rows),
     ]
@@ -321,7 +322,7 @@ def _comparisons(worker: Worker, trainer: Any, model: Any, rows: list[dict[str, 
 def scores_of_rows_alone(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> Finding:
     """Scores in a padded batch are the head's output, in fp32, on the last token of each row alone."""
     name = "scores are read at the last token, in fp32"
-    few = _short(model, rows, lambda row: max(len(row["chosen_ids"]), len(row["rejected_ids"])))
+    few = shortest(model, rows, lambda row: max(len(row["chosen_ids"]), len(row["rejected_ids"])))
     if not few:
         return Finding(name, "not checked: the rows are too long", None)
     head = next((p for key, p in model.named_parameters() if p.requires_grad and _of_head(key)), None)
@@ -330,7 +331,7 @@ def scores_of_rows_alone(trainer: Any, model: Any, rows: list[dict[str, Any]]) -
     owner = next(m for m in model.modules() if any(p is head for p in m.parameters(recurse=False)))
     types: list[torch.dtype] = []
     hook = owner.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
-    batch = _batch(trainer, model, few)
+    batch = collated(trainer, model, few)
     scores = (
         model(**{key: batch[key] for key in ("input_ids", "attention_mask")}).logits.squeeze(-1).float().cpu()
     )
@@ -342,7 +343,7 @@ def scores_of_rows_alone(trainer: Any, model: Any, rows: list[dict[str, Any]]) -
             hidden = body(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0, -1]
         plain.append(float(head.flatten().float() @ hidden.float()))
     largest = float((scores - torch.tensor(plain)).abs().max())
-    limit = _tolerance(trainer, model) * max(1.0, max(map(abs, plain)))
+    limit = tolerance(trainer, model) * max(1.0, max(map(abs, plain)))
     found = f"they differ by up to {largest:.2g} from the head's output on the last token of the rows alone"
     low = [kind for kind in types if kind != torch.float32]
     if low:
@@ -358,14 +359,14 @@ def _limit(worker: Worker) -> float:
     return worker.job.data.max_length or float("inf")
 
 
-def _with_truncation(
+def with_truncation(
     worker: Worker, rows: list[tuple[list[int], list[int]]]
 ) -> tuple[list[list[int]], list[bool]]:
     """The completions of (prompt, completion), and whether each may have been truncated."""
     return [ids for _, ids in rows], [len(prompt) + len(ids) >= _limit(worker) for prompt, ids in rows]
 
 
-def _short(
+def shortest(
     model: Any, rows: list[dict[str, Any]], length: Callable[[dict[str, Any]], int]
 ) -> list[dict[str, Any]]:
     """The shortest rows, and the longest of them all that can be afforded: padding is what most faults are about."""
@@ -374,21 +375,21 @@ def _short(
     return [*fitting[: FORWARD - 1], *fitting[FORWARD - 1 :][-1:]]
 
 
-def _batch(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def collated(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
     batch = trainer.data_collator([dict(row) for row in rows])
     return {
         key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()
     }
 
 
-def _logprobs(model: Any, ids: list[int]) -> Tensor:
+def logprobs_alone(model: Any, ids: list[int]) -> Tensor:
     """(T - 1,) log-probs of the tokens of a row after its first, by a forward of the row alone, on the CPU."""
     row = torch.tensor([ids], device=model.device)
     logits = model(input_ids=row).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, row[0, 1:].unsqueeze(-1)).squeeze(-1).cpu()
 
 
-def _tolerance(trainer: Any, model: Any) -> float:
+def tolerance(trainer: Any, model: Any) -> float:
     """Relative difference that rounding explains: batches differ in padding."""
     low = trainer.args.bf16 or trainer.args.fp16 or model.dtype != torch.float32
     return 0.05 if low or getattr(model, "is_quantized", False) else 1e-3

@@ -355,6 +355,28 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
     return room
 
 
+def check_labels(job: Job, desirable: int, undesirable: int) -> None:
+    """Says how the labels of a kto run are balanced, and warns where the paper would weigh them otherwise."""
+    weights = job.trainer.get("desirable_weight", 1.0), job.trainer.get("undesirable_weight", 1.0)
+    print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
+    if not (desirable and undesirable and all(weights)):
+        print(
+            "warning: only one of the labels teaches anything: the policy is moved towards or away from all completions alike",
+            flush=True,
+        )
+        return
+    ratio = weights[0] * desirable / (weights[1] * undesirable)
+    if 1 <= ratio <= 4 / 3:
+        return
+    lowest, highest = weights[1] * undesirable / desirable, weights[0] * desirable / undesirable
+    print(
+        f"warning: desirable_weight * desirable rows is {ratio:.2f} of undesirable_weight * undesirable rows; expected 1 to 4/3 "
+        f"(eq. 8 of https://arxiv.org/abs/2402.01306): trainer.desirable_weight={lowest:.3g} to {lowest * 4 / 3:.3g}, or "
+        f"trainer.undesirable_weight={highest * 3 / 4:.3g} to {highest:.3g}",
+        flush=True,
+    )
+
+
 def check_updates(job: Job, prompts: int) -> None:
     """Refuses a ppo run that trains the critic alone, and warns of one that ends within its warm-up."""
     args = job.args

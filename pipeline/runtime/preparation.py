@@ -22,6 +22,7 @@ from pipeline.runtime.inputs import (
     check_adapters,
     check_columns,
     check_experts,
+    check_labels,
     check_paths,
     check_sampler,
     check_updates,
@@ -116,6 +117,9 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     rows = {name: getattr(tokenised, split) for name, (tokenised, split) in sets.items()}
     if STAGE[job.stage].scores:
         check_columns(job, rows)
+    if job.stage == "kto":
+        desirable = report.splits["train"].desirable or 0
+        check_labels(job, desirable, report.splits["train"].kept - desirable)
     if job.stage == "ppo":
         check_updates(job, report.splits["train"].kept)
     work = replace(

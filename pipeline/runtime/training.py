@@ -126,9 +126,9 @@ def restore_sums(trainer: Any, path: str) -> None:
 
 
 def undo_rounding(trainer: Any) -> None:
-    """The adapter that dpo starts from, as it is in its file: TRL's copy of it, the reference, is what it was.
+    """The adapter that dpo or kto starts from, as it is in its file: TRL's copy of it, the reference, is what it was.
 
-    On a 4-bit base TRL rounds the adapter to bf16 after copying it (trl 1.16, DPOTrainer.__init__). Remove with the cast in
+    On a 4-bit base TRL rounds the adapter to bf16 after copying it (trl 1.16, DPOTrainer and KTOTrainer). Remove with the cast in
     `run`.
     """
     named = dict(trainer.model.named_parameters())

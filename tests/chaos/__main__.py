@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from faults import FAULTS, WORKERS
 from runs import Baselines, Server, differences
 
-STAGES = ("sft", "rm", "dpo", "ppo")
+STAGES = ("sft", "rm", "dpo", "kto", "ppo")
 
 
 def main() -> int:

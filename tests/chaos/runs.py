@@ -168,7 +168,7 @@ class Run:
 
 
 class Baselines:
-    """The runs that nobody touches, made when they are first asked for; dpo and ppo start from those of sft and rm."""
+    """The runs that nobody touches, made when they are first asked for; dpo, kto and ppo start from those of sft and rm."""
 
     def __init__(self, folder: Path, server: Server):
         self.folder, self.server = folder, server
@@ -196,7 +196,7 @@ class Baselines:
     def start(self, stage: str, name: str, workers: int, quiet: bool = False) -> Run:
         """A run that is ready to be started."""
         overrides = [*SMALL["ppo" if stage == "ppo" else "trl"], f"scaling.num_workers={workers}"]
-        if stage in ("dpo", "ppo"):
+        if stage in ("dpo", "kto", "ppo"):
             overrides.append(f"policy={self.of('sft', 1).result()['adapter']}")
         if stage == "ppo":
             overrides.append(f"reward={self.of('rm', 1).result()['adapter']}")

@@ -144,7 +144,7 @@ def base_of(stage: str) -> str:
     data = "{eval: a.jsonl}" if stage == "evaluate" else "{}" if stage == "export" else "{train: a.jsonl}"
     inputs = [name for name, needed in STAGE[stage].inputs.items() if needed]
     inputs += ["policy"] * (stage in ("evaluate", "export"))
-    trainer = "trainer: {use_cpu: true}\n" if stage in ("sft", "rm", "dpo") else ""
+    trainer = "trainer: {use_cpu: true}\n" if STAGE[stage].trl else ""
     given = "".join(f"{name}: models:/a@b\n" for name in inputs)
     return f"stage: {stage}\nmodel: {{name_or_path: jobs/demo/model}}\ndata: {data}\n{trainer}{given}"
 
@@ -209,7 +209,7 @@ def test_what_is_taken_the_libraries_take_or_refuse_by_name(tmp_path):
     accepted = walk(tmp_path, 20_000, seed=2)
     assert len(accepted) > 1000
     for job in accepted:
-        if job.stage not in ("sft", "rm", "dpo"):
+        if not STAGE[job.stage].trl:
             continue
         refused = problem({"stage": job.stage, "lora": job.lora, "trainer": job.trainer, "use_gpu": True})
         assert refused is None or refused.startswith(("trainer", "lora")), refused

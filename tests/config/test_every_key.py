@@ -3,7 +3,7 @@
 What is proved, by section:
 - `trainer` of ppo: each key is changed in a real run of toy size, and weights, figures, passes through the base or
   evaluations differ. Keys in ELSEWHERE are only looked for in the source that reads them.
-- `trainer` of sft, rm and dpo: each key that is not refused reaches TRL's class as it stands. What TRL does with it is TRL's.
+- `trainer` of sft, rm, dpo and kto: each key that is not refused reaches TRL's class as it stands. What TRL does with it is TRL's.
 - `model`, `data`, `run`, `mlflow`, and `trainer` of evaluate, generate, score and export: the source outside config/ reads each
   key from its section. Which of them a stage has no use for is in STAGE (tests/config/test_job.py).
 - `scaling` and `lora` go to ray.train.ScalingConfig and peft.LoraConfig as they stand (pipeline/runtime/driver.py,

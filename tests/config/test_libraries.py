@@ -13,7 +13,7 @@ from pipeline.errors import InputError
 
 
 def job(stage, *overrides):
-    base = ["policy=base"] if stage == "dpo" else []
+    base = ["policy=base"] if stage in ("dpo", "kto") else []
     return load_job(ROOT / f"jobs/demo/{stage}.yaml", [*base, *overrides], stage)
 
 
@@ -55,14 +55,16 @@ def test_a_refusal_names_the_key(stage, overrides, says, loaded):
     assert str(caught.value).startswith(f"{ROOT}/jobs/demo/{stage}.yaml: ") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo", "evaluate", "generate", "score", "export"])
+@pytest.mark.parametrize(
+    "stage", ["sft", "rm", "dpo", "kto", "ppo", "evaluate", "generate", "score", "export"]
+)
 def test_shipped_jobs_are_taken(stage, loaded):
     with libraries.asked(job(stage)) as check:
         check()
 
 
 @pytest.mark.parametrize("profile", ["llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora"])
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo"])
 def test_a_job_for_gpus_is_taken_where_there_are_none(profile, stage, loaded, monkeypatch):
     monkeypatch.chdir(ROOT)
     with libraries.asked(

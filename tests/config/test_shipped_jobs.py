@@ -60,8 +60,8 @@ def test_the_libraries_take_the_sections(path, tmp_path):
     elif job.stage in ("ppo", "evaluate"):
         made = PPOConfig(**job.trainer)
     else:
-        config = {"sft": trl.SFTConfig, "rm": trl.RewardConfig, "dpo": trl.DPOConfig}[job.stage]
-        made = config(output_dir=str(tmp_path), **{**job.trainer, "use_cpu": True})
+        configs = {"sft": trl.SFTConfig, "rm": trl.RewardConfig, "dpo": trl.DPOConfig, "kto": trl.KTOConfig}
+        made = configs[job.stage](output_dir=str(tmp_path), **{**job.trainer, "use_cpu": True})
     assert made.learning_rate == job.trainer.get("learning_rate", made.learning_rate)
     assert peft.LoraConfig(**job.lora).r == job.lora.get("r", 8)
     assert ScalingConfig(**job.scaling).num_workers == job.workers[0]
@@ -80,7 +80,13 @@ def test_the_stages_of_a_profile_fit_together(profile):
         == 1
     )
     made = {stage: f"models:/{j.mlflow.registered_model}@{j.mlflow.alias}" for stage, j in jobs.items()}
-    assert jobs["dpo"].policy == jobs["ppo"].policy == jobs["evaluate"].baseline == made["sft"]
+    assert (
+        jobs["dpo"].policy
+        == jobs["kto"].policy
+        == jobs["ppo"].policy
+        == jobs["evaluate"].baseline
+        == made["sft"]
+    )
     assert jobs["ppo"].reward == jobs["evaluate"].reward == made["rm"]
     assert jobs["evaluate"].policy == made["ppo"]
     ppo, evaluate = jobs["ppo"], jobs["evaluate"]

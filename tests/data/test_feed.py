@@ -131,6 +131,7 @@ def trainer(
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     from pipeline.data.feed import ExactBatches
+    from pipeline.data.kl_pairs import PairedBatches
 
     random.seed(0)
     torch.set_num_threads(1)
@@ -142,17 +143,32 @@ def trainer(
         "sft": lambda: (lambda x: {"input_ids": x, "labels": [-100] * 3 + x[3:]})(ids(5, 30)),
         "rm": lambda: {"chosen_ids": ids(5, 30), "rejected_ids": ids(5, 30)},
         "dpo": lambda: {"prompt_ids": ids(3, 9), "chosen_ids": ids(4, 20), "rejected_ids": ids(4, 20)},
+        "kto": lambda: {
+            "prompt_ids": ids(3, 9),
+            "completion_ids": ids(4, 20),
+            "label": random.random() < 0.3,
+        },
     }[stage]
     data = Dataset.from_list([columns() for _ in range(rows)])
     base, config = {
         "sft": (trl.SFTTrainer, trl.SFTConfig),
         "rm": (trl.RewardTrainer, trl.RewardConfig),
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "kto": (trl.KTOTrainer, trl.KTOConfig),
     }[stage]
 
-    class Trainer(*((ExactBatches, base) if mixed else (base,))):
+    ours = PairedBatches if stage == "kto" else ExactBatches
+
+    class Trainer(*((ours, base) if mixed else (base,))):
         def _prepare_dataset(self, dataset, *_):
             return dataset
+
+        def get_train_dataloader(self):
+            if mixed or stage != "kto":
+                return super().get_train_dataloader()
+            return in_our_order(
+                self.train_dataset, size, self.data_collator
+            )  # its own has the order of the file
 
     tok = tokenizer()
     shape = {"vocab_size": len(tok), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -165,7 +181,7 @@ def trainer(
     torch.manual_seed(0)
     model = (LlamaForSequenceClassification if stage == "rm" else LlamaForCausalLM)(LlamaConfig(**shape))
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
-    if stage == "dpo":
+    if stage in ("dpo", "kto"):
         from peft import LoraConfig
 
         options_peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")}
@@ -176,9 +192,40 @@ def trainer(
         max_steps=STEPS, logging_steps=1, save_steps=4, learning_rate=1e-2, report_to="none", disable_tqdm=True,
         bf16=False, use_cpu=True, gradient_checkpointing=False, **options,
     )  # fmt: skip
+    held_out_rows = data
+    if stage == "kto" and not mixed:  # TRL's column, as ours pairs held-out rows
+        half = [row["completion_ids"] for row in data]
+        held_out_rows = data.add_column("KL_completion_ids", half[rows // 2 :] + half[: rows // 2])
     return Trainer(
-        model=model, args=args, train_dataset=data, eval_dataset=data, processing_class=tok, **options_peft
+        model=model,
+        args=args,
+        train_dataset=data,
+        eval_dataset=held_out_rows,
+        processing_class=tok,
+        **options_peft,
     )
+
+
+def in_our_order(data, size: int, collator):
+    """A loader of the epochs' permutations, its KL pairs made by TRL's rule: completions moved on by one in each batch."""
+    import torch
+
+    def collate(rows):
+        kl = [rows[-1]["completion_ids"]] + [row["completion_ids"] for row in rows[:-1]]
+        return collator([{**row, "KL_completion_ids": ids} for row, ids in zip(rows, kl, strict=True)])
+
+    class Epochs:
+        epoch = -1
+
+        def __iter__(self):
+            self.epoch += 1
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(42 + self.epoch))
+            yield from (part.tolist() for part in order.split(size))
+
+        def __len__(self):
+            return -(-len(data) // size)
+
+    return torch.utils.data.DataLoader(data, batch_sampler=Epochs(), collate_fn=collate)
 
 
 def losses(stage, rows, size, accumulate, folder, mixed=True, resume=None):
@@ -190,6 +237,10 @@ def losses(stage, rows, size, accumulate, folder, mixed=True, resume=None):
 def evaluated(stage, rows, folder, mixed=True, held_out=5):
     """The held-out figures before training."""
     made = trainer(stage, rows, 2, 2, str(folder), mixed, held_out)
+    if stage == "kto":  # a policy that is not the reference
+        for name, parameter in made.model.named_parameters():
+            if "lora_B" in name:
+                parameter.data += 0.1
     made.evaluate()
     [figures] = [entry for entry in made.state.log_history if "eval_loss" in entry]
     return {
@@ -197,7 +248,7 @@ def evaluated(stage, rows, folder, mixed=True, held_out=5):
     }
 
 
-CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23)]
+CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23), ("kto", 21), ("kto", 23)]
 
 
 def losses_of_all(folder: str) -> None:
@@ -254,9 +305,15 @@ def test_held_out_figures_do_not_depend_on_the_number_of_workers(stage, rows, tw
     assert figures[stage, rows] == alone  # to the bit
     at_once = evaluated(stage, rows, tmp_path, mixed=False, held_out=32)
     same = [name for name in at_once if not name.endswith(("min_reward", "max_reward"))]
-    if stage == "dpo":  # its logits and entropy are means over tokens of a batch, and weighted by rows
+    if stage == "kto":  # its z0 is that of a batch
+        assert alone["eval_rewards/margins"] and alone["eval_kl"]
+        same = [name for name in same if name not in ("eval_kl", "eval_loss")]
+    if stage in (
+        "dpo",
+        "kto",
+    ):  # its logits and entropy are means over tokens of a batch, and weighted by rows
         same = [
             name for name in same if "logits" not in name and "entropy" not in name and "token" not in name
         ]
-    assert {"eval_loss"} < set(same)
+    assert {"eval_loss" if stage != "kto" else "eval_rewards/margins"} < set(same)
     assert {k: alone[k] for k in same} == pytest.approx({k: at_once[k] for k in same}, abs=1e-5)

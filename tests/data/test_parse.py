@@ -53,6 +53,15 @@ ERRORS = [
     ("rm", {"prompt": "a", "chosen": "b", "rejected": ""}, "empty_completion", "rejected"),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "wrong_type", "margin"),
     ("rm", {"chosen": "x y", "rejected": "z y"}, "empty_prompt", "chosen"),
+    ("kto", {"prompt": "a", "completion": "b", "label": "geography"}, "label", "label"),
+    ("kto", {"prompt": "a", "completion": "b", "label": 4}, "label", "label"),
+    ("kto", {"prompt": "a", "completion": "b", "label": None}, "null", "label"),
+    ("kto", {"prompt": "a", "completion": "b", "label": []}, "label", "label"),
+    ("kto", {"prompt": "a", "completion": "b"}, "missing_field", "label"),
+    ("kto", {"prompt": "a", "completion": " ", "label": 1}, "empty_completion", "completion"),
+    ("kto", {"messages": [USER], "label": True}, "wrong_role", "messages"),
+    ("kto", {"messages": [USER, {**BOT, "weight": 0}, USER, BOT], "label": True}, "weight", "messages"),
+    ("kto", {"prompt": "a", "chosen": "b", "rejected": " b "}, "equal_pair", "chosen"),
     (
         "dpo",
         {"chosen": [USER, BOT], "rejected": [{**USER, "content": "ho"}, NO]},
@@ -123,8 +132,10 @@ def test_fields_with_the_names_of_other_data_sets_are_recognised():
 
 def test_rows_of_another_stage_are_told_theirs():
     with pytest.raises(RowError, match=r"rows with such fields are for sft$"):
+        parsed({"prompt": "a", "completion": "b", "note": True}, "dpo")
+    with pytest.raises(RowError, match=r"rows with such fields are for kto$"):
         parsed({"prompt": "a", "completion": "b", "label": True}, "dpo")
-    with pytest.raises(RowError, match=r"rows with such fields are for rm and dpo$"):
+    with pytest.raises(RowError, match=r"rows with such fields are for rm, dpo and kto$"):
         parsed({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft")
     with pytest.raises(RowError, match="`response_chosen` meant to be `chosen`, `response_rejected` meant"):
         parsed({"question": "a", "response_chosen": "b", "response_rejected": "c"}, "rm")

@@ -90,7 +90,7 @@ def test_rows_that_are_all_wrong_in_the_same_way_are_one_line(tmp_path, embedded
         f"  rows 1-40, all in the same way: {path}:1: `completion`: found fields prompt, chosen"
     )
     assert (
-        alike.endswith("(stage sft); rows with such fields are for rm and dpo")
+        alike.endswith("(stage sft); rows with such fields are for rm, dpo and kto")
         and "is it another stage's file?" in advice
     )
     path = write(

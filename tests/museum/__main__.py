@@ -21,7 +21,7 @@ from exhibits import EXHIBITS  # noqa: E402
 from scenes import adapters, of_pair, of_ppo, of_stage, visit  # noqa: E402
 
 GOAL = 0.95
-SCENES = ("ppo", "pair", "sft", "rm", "dpo")
+SCENES = ("ppo", "pair", "sft", "rm", "dpo", "kto")
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import peft
 import torch
 from torch import nn
 
-from pipeline.data import demonstrations, encode, tasks
+from pipeline.data import demonstrations, encode, kl_pairs, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
@@ -31,7 +31,7 @@ Patch = Any  # pytest's MonkeyPatch
 @dataclass(frozen=True)
 class Exhibit:
     name: str
-    scene: str  # of scenes.py: ppo, pair (ppo on two workers), sft, rm, dpo
+    scene: str  # of scenes.py: ppo, pair (ppo on two workers), sft, rm, dpo, kto
     plant: Callable[[Patch], None]
     cause: str
     settings: Sequence[str] = ()
@@ -883,3 +883,42 @@ def _(patch):
         return original(self, name, example)
 
     wrapped(patch, tasks.Task, "write", write)
+
+
+# ------------------------------------------------------------------------------------------------------------ kto
+
+
+@exhibit("kto's labels are swapped in the loss", "kto", "the loss is the paper's")
+def _(patch):
+    of_collator(patch, lambda batch: batch.update(label=~batch["label"]))
+
+
+@exhibit("kto's loss is over the prompts, too", "kto", "the loss is the paper's")
+def _(patch):
+    of_collator(patch, lambda batch: batch.update(completion_mask=batch["attention_mask"].clone()))
+
+
+@exhibit("kto's KL term is over the rows' own completions", "kto", "paired with their own completion")
+def _(patch):
+    def batches(original, self):
+        for batch in original(self):
+            own = batch[: len(batch) // 2]
+            yield own + own
+
+    wrapped(patch, kl_pairs.PairedBatchSampler, "__iter__", batches)
+
+
+@exhibit("kto's KL term is read with other prompts", "kto", "other tokens than those of their pair")
+def _(patch):
+    wrapped(patch, kl_pairs, "paired", lambda original, row, other: {**other, **original(other, row)})
+
+
+@exhibit("kto's reference is the bare base", "kto", "policy starts as the reference")
+def _(patch):
+    def run(original, worker, trainer):
+        for name, parameter in trainer.model.named_parameters():
+            if ".ref." in name:
+                parameter.data.zero_()
+        return original(worker, trainer)
+
+    wrapped(patch, training, "run", run)

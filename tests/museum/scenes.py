@@ -1,7 +1,7 @@
 """Runs of each kind, and what is said about them: the checks that fail, and the error that ends the run.
 
-Real models, rows and trainers of the demo, in this process: `doctor`, two updates of PPO, one step of sft, rm and dpo, and
-the reload of what they save. The adapters that dpo and ppo start from are trained here for a few steps, once.
+Real models, rows and trainers of the demo, in this process: `doctor`, two updates of PPO, one step of sft, rm, dpo and kto, and
+the reload of what they save. The adapters that dpo, kto and ppo start from are trained here for a few steps, once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def of_ppo(*settings: str, inputs: dict[str, str]) -> list[str]:
 
 def of_stage(stage: str, *settings: str, inputs: dict[str, str]) -> list[str]:
     said = []
-    needed = {"policy": inputs["policy"]} if stage == "dpo" else {}
+    needed = {"policy": inputs["policy"]} if stage in ("dpo", "kto") else {}
     with _heard(said):
         alone.train(stage, folder(), *ONE, *settings, inputs=needed)
     return said

@@ -46,6 +46,11 @@ QUICK = {
         "dpo's log-probs include the prompt",
         "dpo's policy is a new adapter on the bare base",
     ],
+    "kto": [
+        "kto's labels are swapped in the loss",
+        "kto's loss is over the prompts, too",
+        "kto's KL term is over the rows' own completions",
+    ],
 }
 NAMED = [name for names in QUICK.values() for name in names]
 
@@ -73,6 +78,8 @@ def test_a_planted_fault_is_named(number):
         ("rm", ["trainer.bf16=true"]),
         ("dpo", []),
         ("dpo", ["trainer.bf16=true"]),
+        ("kto", []),
+        ("kto", ["trainer.bf16=true", "trainer.loss_type=apo_zero_unpaired"]),
         ("ppo", []),
         ("ppo", ["trainer.critic=head", "trainer.num_generations=4"]),
     ],

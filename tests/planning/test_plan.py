@@ -264,6 +264,20 @@ def test_a_large_set_is_estimated_from_a_part_of_it(tmp_path, in_root, monkeypat
     assert how.endswith(", estimated") and rows.count == pytest.approx(2000, rel=0.03)
 
 
+def test_a_kto_job_says_its_labels_and_keeps_two_rows_in_a_micro_batch(in_root):
+    asked = load_job("jobs/demo/kto.yaml", ["policy=base"])
+    _, how = look(asked, 256)
+    assert how.startswith("1,800 rows, ") and how.endswith(", 32% desirable")
+    sizes = {value for key, value in plan._changes(asked) if key == "trainer.per_device_train_batch_size"}
+    assert min(sizes) == 2
+    free, without = (
+        dataclasses.replace(asked, trainer={**asked.trainer, "gradient_checkpointing": on})
+        for on in (False, True)
+    )
+    hours = [plan.cost(plan.make(one), "L4", ROWS).hours for one in (free, without)]
+    assert hours[1] / hours[0] == pytest.approx((3 + 3) / (2 + 3))  # with three forwards that learn nothing
+
+
 def test_where_the_data_is_not_here_rows_count_as_long_as_they_may_be(llama_8b, capsys):
     assert plan_command(llama_8b, "llama3-8b/sft") == 0
     assert (
@@ -345,7 +359,7 @@ def test_absurd_sizes_are_planned_or_do_not_fit(override, capsys, in_root):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo"])
 @pytest.mark.parametrize(
     ("dtype", "checkpointing"), [("float32", "false"), ("bfloat16", "false"), ("float32", "true")]
 )

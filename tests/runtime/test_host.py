@@ -38,7 +38,7 @@ class OnThirdGpu(Host):
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo", "evaluate"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo", "evaluate"])
 def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_path, asked, in_root):
     """Loaded to the CPU first, nf4 is made by one thread of it, and each worker holds a whole base in the node's memory."""
     job = load_job(f"jobs/demo/{stage}.yaml", [f"model.load_in_4bit={str(quantised).lower()}"], stage)

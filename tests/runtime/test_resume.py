@@ -92,10 +92,10 @@ def test_rm_with_a_worker_asked_to_leave(storage, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["sft", "rm", "dpo"])
+@pytest.mark.parametrize("verb", ["sft", "rm", "dpo", "kto"])
 def test_killed_after_the_last_step_no_further_step_is_made(verb, storage, monkeypatch):
     """transformers 5.23, resumed in mid-epoch at max_steps, would make one step more."""
-    options = [*TRL, *(["policy=base"] if verb == "dpo" else [])]
+    options = [*TRL, *(["policy=base"] if verb in ("dpo", "kto") else [])]
     expected = stage(verb, storage, f"resume-last-{verb}", *options)
     module = importlib.import_module(f"pipeline.stages.{verb}")
     monkeypatch.setattr(module, "train", dying.before_finish(verb, str(storage / f"{verb}-last")))

@@ -19,11 +19,12 @@ def trained(tmp_path_factory):
     """{stage: what its `train` returns}."""
     folder = tmp_path_factory.mktemp("bf16")
     made = {stage: alone.train(stage, folder, *BF16, *STEPS) for stage in ("sft", "rm")}
-    made["dpo"] = alone.train("dpo", folder, *BF16, *STEPS, inputs={"policy": made["sft"]["adapter"]})
+    for stage in ("dpo", "kto"):
+        made[stage] = alone.train(stage, folder, *BF16, *STEPS, inputs={"policy": made["sft"]["adapter"]})
     return made
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto"])
 def test_adapters_are_trained_in_fp32(stage, trained):
     tensors = load_file(f"{trained[stage]['adapter']}/adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}

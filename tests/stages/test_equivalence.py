@@ -42,7 +42,7 @@ def one_worker(sft_adapter, storage):
 
 
 def policy(name, sft):
-    return [f"policy=models:/rlhf-sft/{sft['version']}"] if name in ("dpo", "ppo") else []
+    return [f"policy=models:/rlhf-sft/{sft['version']}"] if name in ("dpo", "kto", "ppo") else []
 
 
 @pytest.mark.parametrize("name", ["sft", "rm", "dpo"])
@@ -62,6 +62,19 @@ def test_two_workers_equal_one_with_twice_the_batch(name, one_worker, storage):
     ours = curve(storage, two)
     assert len(ours) == TWO_WORKER_STEPS
     assert ours == pytest.approx(curve(storage, one_worker[name])[:TWO_WORKER_STEPS], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_kto_equals_bare_trl_and_does_not_depend_on_workers_and_micro_batches(sft_adapter, storage):
+    options = [*QUICK, f"trainer.max_steps={STEPS}", "trainer.per_device_train_batch_size=8"]
+    one = stage("kto", storage, "equal-kto", *options, *policy("kto", sft_adapter))
+    two = stage("kto", storage, "equal-kto-2", *options, *policy("kto", sft_adapter), "scaling.num_workers=2")
+    theirs = bare_kto(sft_adapter["adapter"])
+    assert curve(storage, one) == pytest.approx(theirs, abs=1e-4)
+    assert curve(storage, two) == pytest.approx(theirs, abs=1e-4)
+    assert len(theirs) == STEPS and max(theirs) - min(theirs) > 1e-2
+    margins = [curve(storage, run, "rewards/margins")[-1] for run in (one, two)]
+    assert max(margins) > 0.01
 
 
 def test_ppo_updates_are_those_of_one_worker(one_worker, storage):
@@ -86,11 +99,19 @@ def test_ppo_updates_are_those_of_one_worker(one_worker, storage):
 
 def rows(name):
     """The raw rows as TRL's own messages: the comparison covers templating and tokenising, too."""
-    path = ROOT / "jobs/demo/data" / ("demonstrations.jsonl" if name == "sft" else "preferences.jsonl")
+    files = {"sft": "demonstrations", "kto": "thumbs"}
+    path = ROOT / "jobs/demo/data" / f"{files.get(name, 'preferences')}.jsonl"
     for line in path.read_text().splitlines():
         row = json.loads(line)
         if name == "sft":
             yield {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+        elif name == "kto":
+            completion = [{"role": "assistant", "content": row["completion"]}]
+            yield {
+                "prompt": [{"role": "user", "content": row["prompt"]}],
+                "completion": completion,
+                "label": row["label"],
+            }
         else:
             say = {k: [{"role": "assistant", "content": row[k]}] for k in ("chosen", "rejected")}
             yield {"prompt": [{"role": "user", "content": row["prompt"]}], **say}
@@ -154,6 +175,21 @@ def bare_dpo(sft_folder):
     base = AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype="float32")
     model = PeftModel.from_pretrained(base, sft_folder, is_trainable=True)
     return losses(DPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer))
+
+
+def bare_kto(sft_folder):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from trl import KTOConfig, KTOTrainer
+
+    tokenizer, data, args, _ = parts("kto", KTOConfig)
+    # TRL's KL term is of a micro-batch, in the order of the file: a whole step is one, in the order that the pipeline draws.
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = 16, 1
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(args.seed))
+    base = AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype="float32")
+    model = PeftModel.from_pretrained(base, sft_folder, is_trainable=True)
+    return losses(KTOTrainer(model, args=args, train_dataset=data.select(order), processing_class=tokenizer))
 
 
 BARE = {"sft": bare_sft, "rm": bare_rm, "dpo": bare_dpo}

@@ -8,7 +8,7 @@ GOLD = "judge=python:pipeline.demo:gold"  # from 0 to 1; no model is trained on 
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
-def test_the_reward_model_learns_and_ppo_and_dpo_lift_the_gold_reward(seed, tmp_path_factory):
+def test_the_reward_model_learns_and_ppo_dpo_and_kto_lift_the_gold_reward(seed, tmp_path_factory):
     storage = tmp_path_factory.mktemp(f"seed-{seed}")
 
     def run(verb, *overrides):
@@ -19,7 +19,9 @@ def test_the_reward_model_learns_and_ppo_and_dpo_lift_the_gold_reward(seed, tmp_
     ppo = run("ppo", GOLD)
     run("dpo")
     dpo = run("evaluate", "policy=models:/rlhf-dpo@champion")
-    figures = {"rm": rm["metrics"], "ppo": ppo["metrics"], "dpo": dpo["metrics"]}
+    run("kto")
+    kto = run("evaluate", "policy=models:/rlhf-kto@champion", "baseline=models:/rlhf-sft@champion")
+    figures = {name: one["metrics"] for name, one in (("rm", rm), ("ppo", ppo), ("dpo", dpo), ("kto", kto))}
     for name, metrics in figures.items():
         held_out = {k: round(v, 3) for k, v in sorted(metrics.items()) if k.startswith(("eval_", "before_"))}
         print(f"seed {seed} {name}: {held_out}")
@@ -28,3 +30,4 @@ def test_the_reward_model_learns_and_ppo_and_dpo_lift_the_gold_reward(seed, tmp_
     assert ppo["metrics"]["eval_kl"] < 10
     assert ppo["metrics"]["eval_eos"] >= 0.95
     assert dpo["metrics"]["eval_judge"] > dpo["metrics"]["before_judge"] + 0.05
+    assert kto["metrics"]["eval_judge"] > kto["metrics"]["before_judge"] + 0.05

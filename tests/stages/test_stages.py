@@ -33,13 +33,14 @@ def runs(embedded_ray, storage):
     """stage -> its result.json; each takes what the one before it registered."""
     found = {name: stage(name, storage, f"toy-{name}", *TRL_QUICK) for name in ("sft", "rm")}
     found["dpo"] = stage("dpo", storage, "toy-dpo", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
+    found["kto"] = stage("kto", storage, "toy-kto", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
     judge = "judge=python:pipeline.demo:gold"
     found["ppo"] = stage("ppo", storage, "toy-ppo", *PPO_QUICK, judge)
     found["evaluate"] = stage("evaluate", storage, "toy-evaluate")
     return found
 
 
-@pytest.mark.parametrize("name", ["sft", "rm", "dpo", "ppo"])
+@pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto", "ppo"])
 def test_a_training_stage_leaves_a_result_and_a_version(name, runs, storage):
     result = runs[name]
     assert result["stage"] == name
@@ -64,7 +65,7 @@ def test_metrics_are_in_mlflow_step_by_step(name, metric, points, runs, storage)
     assert len(curve(storage, runs[name], metric)) == points
 
 
-@pytest.mark.parametrize("name", ["sft", "rm", "dpo", "ppo"])
+@pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto", "ppo"])
 def test_a_checkpoint_is_as_small_as_plan_says(name, runs, storage):
     """Adapters and Adam's moments, once; nothing of the base."""
     newest = max((storage / f"toy-{name}").glob("checkpoint_*[0-9]"))
@@ -101,11 +102,11 @@ def test_a_run_carries_its_job_and_its_data(runs, storage):
     assert any(f.path == "job.json" for f in client(storage).list_artifacts(run.info.run_id))
 
 
-def test_dpo_and_ppo_continue_the_sft_adapter(runs):
+def test_dpo_kto_and_ppo_continue_the_sft_adapter(runs):
     from safetensors.torch import load_file
 
     start = load_file(f"{runs['sft']['adapter']}/adapter_model.safetensors")
-    for name in ("dpo", "ppo"):
+    for name in ("dpo", "kto", "ppo"):
         end = load_file(f"{runs[name]['adapter']}/adapter_model.safetensors")
         assert end.keys() == start.keys()
         distance = sum(float((end[key] - start[key]).square().sum()) for key in start) ** 0.5

@@ -25,6 +25,7 @@ QUICK = {
     "sft": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
     "rm": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
     "dpo": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
+    "kto": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
     "ppo": ["trainer.total_episodes=64", "trainer.batch_size=64", "trainer.response_length=16"],
 }
 ROWS = 24  # of the demo's files that a stage gets

@@ -15,9 +15,19 @@ import toy_ppo as toy
 from peft import LoraConfig
 from running import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from pipeline.config import load_job
+from pipeline.data.kl_pairs import PairedBatches
 from pipeline.models.adapters import SharedBase
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.planning import plan
@@ -36,6 +46,11 @@ class Dpo(DPOTrainer):
         return dataset
 
 
+class Kto(PairedBatches, KTOTrainer):
+    def _prepare_dataset(self, dataset, *_):
+        return dataset
+
+
 def ids(count):
     return torch.randint(10, 1000, (count,)).tolist()
 
@@ -46,6 +61,8 @@ def row(stage):
         return {"input_ids": some, "labels": some}
     if stage == "rm":
         return {"chosen_ids": ids(WIDTH), "rejected_ids": ids(WIDTH)}
+    if stage == "kto":
+        return {"prompt_ids": ids(WIDTH // 2), "completion_ids": ids(WIDTH // 2), "label": ids(1)[0] % 2 == 0}
     return {"prompt_ids": ids(WIDTH // 2), "chosen_ids": ids(WIDTH // 2), "rejected_ids": ids(WIDTH // 2)}
 
 
@@ -56,6 +73,7 @@ def trl_step(stage, config, dtype, checkpointing, folder):
         "sft": (SFTTrainer, SFTConfig, {"dataset_kwargs": {"skip_prepare_dataset": True}}),
         "rm": (RewardTrainer, RewardConfig, {}),
         "dpo": (Dpo, DPOConfig, {}),
+        "kto": (Kto, KTOConfig, {}),
     }[stage]
     made = trainer(
         model=kind._from_config(config, dtype=dtype),

@@ -1,0 +1,144 @@
+"""KTO's KL term: each prompt with the completion of another row of the same optimizer step.
+
+KTO compares the log-ratio of a completion with z0, the KL from the reference as estimated on completions behind prompts that
+are not theirs (https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs them once, in the order of the file,
+which rules out shuffling, and z0 is that of a micro-batch. Here they are paired in the order of the epoch, and z0 is the mean
+over the whole optimizer step: the same for any number of workers and micro-batches. With one worker and one micro-batch a
+step, both are the same.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler
+
+
+class PairedBatchSampler(ExactBatchSampler):
+    """The batches of ExactBatchSampler; behind the rows of each, those whose completions its KL term takes.
+
+    They are the rows of the optimizer step (`step` rows over all workers), moved on by one place.
+    """
+
+    def __init__(self, *drawn: int, step: int):
+        super().__init__(*drawn)
+        self.step = step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        import torch
+
+        order = self.order()
+        others = torch.cat([rows.roll(1) for rows in order.split(self.step)])
+        for places in self.places():
+            yield order[places].tolist() + others[places].tolist()
+
+
+class PairedEvaluationSampler(EvaluationSampler):
+    """The batches of EvaluationSampler; behind the rows of each, those half the set away: not of the same prompt."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            yield batch + [(row + self.rows // 2) % self.rows for row in batch]
+
+
+class PairedCollator(CountedCollator):
+    """CountedCollator for the batches of these samplers."""
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        own, others = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        return super().__call__([paired(row, other) for row, other in zip(own, others, strict=True)])
+
+
+def paired(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """A row with the completion of another one, as TRL's collator expects it."""
+    return {**row, "KL_completion_ids": other["completion_ids"]}
+
+
+class PairedBatches(ExactBatches):
+    """Mixin for TRL's KTOTrainer (before it in the bases): exact batches, whose KL term does not depend on the workers.
+
+    Figures of the desirable (`.../chosen`) and of the undesirable rows are means over these.
+    """
+
+    # Of the step: what TRL's `_compute_kl_logps` is to return for the policy and for the reference.
+    _of_step: tuple[Any, Any]
+    # What is left of them in the micro-batch under way; nothing outside of training.
+    _due: Iterator[Any] = iter(())
+
+    def get_train_dataloader(self) -> Any:
+        if not self.calculate_KL:  # of the losses without a KL term
+            return super().get_train_dataloader()
+        dataset = self._remove_unused_columns(self.train_dataset, description="Training")
+        args = self.args
+        step = self._train_batch_size * args.world_size * args.gradient_accumulation_steps
+        sampler = PairedBatchSampler(*self._drawn(len(dataset)), step=step)
+        return self._loader(dataset, sampler, self._paired_collator(dataset))
+
+    def first_rows(self) -> list[int]:
+        drawn = super().first_rows()
+        return drawn[: len(drawn) // 2] if self.calculate_KL else drawn
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        if not self.calculate_KL:
+            return super().get_eval_dataloader(eval_dataset)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self._remove_unused_columns(dataset, description="Evaluation")
+        args = self.args
+        sampler = PairedEvaluationSampler(
+            len(dataset), args.eval_batch_size, args.process_index, args.world_size
+        )
+        return self._loader(dataset, sampler, self._paired_collator(dataset))
+
+    def _paired_collator(self, dataset: Any) -> PairedCollator:
+        return PairedCollator(self.data_collator, paired(dataset[0], dataset[0]))
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The micro-batches of an optimizer step, and with them the means of its KL term."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches and self.calculate_KL:
+            self._of_step = self._kl_logps([self._prepare_inputs(batch) for batch in batches])
+        return batches, items
+
+    def _kl_logps(self, batches: list[dict[str, Any]]) -> tuple[Any, Any]:
+        """Mean log-probs of the mismatched completions over the step's rows of all workers: policy, reference."""
+        import torch
+        from trl.models.utils import disable_gradient_checkpointing
+        from trl.trainer.utils import use_adapter
+
+        sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
+        reference = "ref" if "ref" in self.model.peft_config else None  # None: the bare base
+        kwargs = self.args.gradient_checkpointing_kwargs
+        with (
+            torch.no_grad(),
+            self.compute_loss_context_manager(),
+            disable_gradient_checkpointing(self.model, kwargs),
+        ):
+            for batch, (_, rows, _) in zip(batches, self._shares, strict=True):
+                policy = super()._compute_kl_logps(self.model, batch)
+                with use_adapter(self.model, adapter_name=reference):
+                    frozen = super()._compute_kl_logps(self.model, batch)
+                if rows:  # else a dummy batch
+                    sums += torch.stack([policy.sum(), frozen.sum(), policy.new_tensor(rows)])
+        sums = self.accelerator.reduce(sums)
+        return sums[0] / sums[2], sums[1] / sums[2]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if self.calculate_KL:
+            self._due = iter(self._of_step)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
+        # TRL asks for the policy's, then for the reference's, and takes the mean of their difference.
+        of_step = next(self._due, None)
+        return super()._compute_kl_logps(model, batch) if of_step is None else of_step
+
+    def _weight(self, figure: str, inputs: Any, weight: int) -> int:
+        desirable = int(inputs["label"].sum())
+        sides = {"chosen": desirable, "rejected": weight - desirable}
+        return sides.get(figure.rpartition("/")[2], weight)
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        output = super().evaluation_loop(*args, **options)
+        figures = self._metrics["eval"]
+        if {"rewards/chosen", "rewards/rejected"} <= figures.keys():
+            figures["rewards/margins"] = [figures["rewards/chosen"][0] - figures["rewards/rejected"][0]]
+        return output

@@ -1,0 +1,82 @@
+"""Each of TRL's DPO losses: it makes steps, resumes to the bit, passes the first-rows checks, and is explained in the job file."""
+
+import random
+import re
+
+import pytest
+import torch
+import toy_ppo as toy
+from running import ROOT
+
+from pipeline.config import load_job
+from pipeline.config.bounds import DPO_LOSSES
+from pipeline.data.feed import ExactBatches
+from pipeline.runtime import checks
+
+NEEDS = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.001}}
+
+
+def trainer(loss, folder):
+    """TRL's trainer as the stage makes it, on random pairs; a sft adapter that is not zero."""
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from toy_data import tokenizer
+    from transformers import LlamaForCausalLM
+    from trl import DPOConfig, DPOTrainer
+
+    class Trainer(ExactBatches, DPOTrainer):
+        def _prepare_dataset(self, dataset, *_):
+            return dataset
+
+    dice = random.Random(0)
+
+    def ids():
+        return [dice.randrange(3, 250) for _ in range(dice.randrange(3, 8))]
+
+    rows = [{"prompt_ids": ids(), "chosen_ids": ids(), "rejected_ids": ids()} for _ in range(16)]
+    torch.manual_seed(0)
+    words = tokenizer()
+    model = LlamaForCausalLM(toy.config(vocab_size=len(words)))
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **toy.LORA))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    args = DPOConfig(
+        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, max_length=None, max_steps=4,
+        gradient_checkpointing=False, per_device_train_batch_size=4, logging_steps=1, save_steps=2, learning_rate=1e-2,
+        loss_type=[loss], **NEEDS.get(loss, {}),
+    )  # fmt: skip
+    return Trainer(model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=words)
+
+
+def weights(made):
+    return torch.cat([p.detach().flatten() for p in made.model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("loss", DPO_LOSSES.split())
+def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
+    made = trainer(loss, tmp_path)
+    made.model.eval()
+    with torch.no_grad():
+        found = checks.starts_as_the_reference(made, made.model, list(made.train_dataset))
+    assert [finding.holds for finding in found] == [True, True]
+    made.model.train()
+    made._metrics["eval"].clear()
+    start = weights(made)
+    made.train()
+    end = weights(made)
+    assert end.isfinite().all() and (end - start).abs().max() > 1e-4
+    again = trainer(loss, tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(weights(again), end)
+
+
+def test_each_loss_is_explained_and_can_be_named_alone(in_root):
+    text = (ROOT / "jobs/demo/dpo.yaml").read_text()
+    assert set(re.findall(r"^  #   (\w+)  +\S", text, re.MULTILINE)) == set(DPO_LOSSES.split())
+    for loss in DPO_LOSSES.split():
+        more = [f"trainer.{key}={value}" for key, value in NEEDS.get(loss, {}).items()]
+        job = load_job(
+            "jobs/demo/dpo.yaml", [f"trainer.loss_type={loss}", "trainer.loss_weights=null", *more], "dpo"
+        )
+        assert job.trainer["loss_type"] == [loss]
