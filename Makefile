@@ -15,24 +15,27 @@ NAME ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 PINS := pyproject.toml constraints.txt
-SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
+# Whether uv installs: where it is, unless pip is told of an index or a folder of its own, which uv does not read.
+UV = [ -z "$(PIP_ARGS)" ] && command -v uv >/dev/null && ! $(PY) -m pip config list | grep -qE "index-url|find-links"
 
 # Makes the environment if there is none that works, then installs; $(1) is what to install.
 # The stamp is written last, so that an install that failed is tried again.
 define install
 	@if ! $(PY) -c "$(SUPPORTED)" 2>/dev/null; then \
-	  for python in $(or $(PYTHON),python3.11 python3.12 python3); do \
+	  for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3); do \
 	    if $$python -c "$(SUPPORTED)" 2>/dev/null; then found=$$python; break; fi; \
 	  done; \
 	  if [ -z "$${found:-}" ]; then \
-	    echo "error: Python 3.11 or 3.12 is needed; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1 | head -n 1)." >&2; \
+	    echo "error: Python 3.11 to 3.14 is needed; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1 | head -n 1)." >&2; \
 	    echo "       Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; \
 	  fi; \
 	  $$found -m venv --clear $(VENV); \
 	fi
 	@echo "installing $(1) into $(VENV) (the first time takes a minute or two)"
-	@$(PY) -m pip install --progress-bar off --root-user-action ignore --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e "$(1)" \
-	  | awk '/^ *Downloading .* MB\)/ { print "  downloading " $$2 " " $$3 " " $$4; fflush() } /^Installing collected/ { print "  unpacking"; fflush() }'
+	@if $(UV); then uv pip install --python $(PY) -c constraints.txt -e "$(1)"; \
+	else $(PY) -m pip install --progress-bar off --root-user-action ignore --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e "$(1)" \
+	  | awk '/^ *Downloading .* MB\)/ { print "  downloading " $$2 " " $$3 " " $$4; fflush() } /^Installing collected/ { print "  unpacking"; fflush() }'; fi
 	@touch $(VENV)/.core $@
 endef
 

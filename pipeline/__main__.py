@@ -1,6 +1,6 @@
 """The command line: one verb for each stage.
 
-    python -m pipeline VERB JOB.yaml [section.key=value ...]
+    python -m pipeline VERB JOB.yaml [section.key=value ...]        installed, also: rlhf VERB ...
     python -m pipeline rlhf jobs/demo [section.key=value ...]
 
 Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the job file or the data is wrong
@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.stages import STAGE
@@ -22,6 +23,7 @@ from pipeline.system.credentials import without_credentials
 
 # Verbs that are no stages.
 COMMANDS = {
+    "demo": "writes jobs/demo where it is typed, and runs its sft, rm, ppo and evaluate",
     "chat": "talk with a policy in the terminal",
     "serve": "a reward model over HTTP, on this machine",
     "validate": "read the data of a job and report on it, without training",
@@ -29,6 +31,7 @@ COMMANDS = {
     "doctor": "one rollout and one minibatch of a ppo job, examined from all sides",
     "rlhf": "sft, rm, ppo and evaluate of a folder of jobs, on one Ray",
     "report": "a page about a run, or several: curves, samples, lineage, data, job",
+    "completion": "a script that lets bash or zsh complete verbs, job files and keys",
 }
 VERBS = {name: stage.summary for name, stage in STAGE.items()} | COMMANDS
 
@@ -53,7 +56,7 @@ The same run.name again continues that run; run.fresh=true starts it over.
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m pipeline",
+        prog="rlhf" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline",
         description="RLHF on Ray: train, compare and register LoRA adapters. One job file is one run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,7 +78,12 @@ def parser() -> argparse.ArgumentParser:
                 "overrides", nargs="*", default=[], metavar="RUN", help="further runs, on the same page"
             )
             continue
-        if verb == "rlhf":
+        if verb == "completion":
+            sub.set_defaults(job="", overrides=[])
+            continue
+        if verb == "demo":
+            sub.set_defaults(job="")
+        elif verb == "rlhf":
             sub.add_argument(
                 "job", metavar="FOLDER", help="a folder with sft.yaml, rm.yaml, ppo.yaml and evaluate.yaml"
             )
@@ -100,6 +108,10 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError as error:
         raise InputError("the current folder was deleted; change into one that exists") from error
+    if verb == "demo":
+        from pipeline.commands import shipped
+
+        verb, path = "rlhf", str(shipped.bring("demo"))
     if address := os.environ.get("RAY_ADDRESS"):
         from pipeline.cloud import address as addresses
         from pipeline.cloud import submit
@@ -108,6 +120,9 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
             return submit.submit_and_follow(verb, path, overrides)
         if verb in submit.VERBS:
             addresses.check(address)
+    if verb == "completion":
+        importlib.import_module("pipeline.commands.completion").run(list(VERBS), JOBS_OF)
+        return 0
     if verb == "rlhf":
         importlib.import_module("pipeline.commands.rlhf").run(path, overrides)
         return 0
@@ -155,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def stopped(how: str, verb: str, status: int) -> int:
     """Prints how a signal ended the run, and how to continue it; returns `status`."""
-    resumable = verb == "rlhf" or (verb in STAGE and STAGE[verb].runs_in != "here")
+    resumable = verb in ("rlhf", "demo") or (verb in STAGE and STAGE[verb].runs_in != "here")
     further = "; the same command with the same run.name continues from the last checkpoint, if there is one"
     with signals.ignored():
         print(f"\n{how}{further if resumable else ''}", file=sys.stderr)
@@ -173,5 +188,10 @@ def caller(error: SystemExit) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console command `rlhf`."""
     sys.exit(process.run(main))
+
+
+if __name__ == "__main__":
+    command()

@@ -60,6 +60,17 @@ def test_ci_runs_lint_and_tests():
     assert re.search(r"^set -euo pipefail\n(.*\n)*make lint\nmake test\n", script.read_text(), re.MULTILINE)
 
 
+def test_the_workflow_runs_what_ci_runs_on_pythons_that_are_supported():
+    import yaml
+
+    [job] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    low, high = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups()
+    for python in job["strategy"]["matrix"]["python"]:
+        assert int(low) <= int(python.removeprefix("3.")) < int(high)
+    assert f"(3, {low}) <= sys.version_info[:2] < (3, {high})" in MAKEFILE
+
+
 # ---------------------------------------------------------------- make
 # Stands for a Python: answers the version check, makes a "venv" out of itself, and notes what it is asked to install or run.
 FAKE = """#!/usr/bin/env bash
@@ -67,6 +78,7 @@ case "$*" in
   *sys.version_info*) exit ${FAKE_TOO_OLD:-0} ;;
   --version) echo "Python 3.9.1" ;;
   "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+  "-m pip config list") echo "${FAKE_CONFIG:-}" ;;
   "-m pip install "*) echo "$*" >> "$FAKE_LOG"; printf "${FAKE_SAYS:-}"; exit ${FAKE_PIP:-0} ;;
   *) echo "ran: $*" ;;
 esac
@@ -84,7 +96,7 @@ def make(tmp_path):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
 
     def run(*arguments, **env):
-        command = ["make", f"PYTHON={fake}", *arguments]
+        command = ["make", f"PYTHON={fake}", *([] if "PATH" in env else ["UV=false"]), *arguments]
         done = subprocess.run(
             command,
             cwd=tmp_path,
@@ -129,6 +141,22 @@ def test_an_install_says_what_it_waits_for(make):
     assert said[-2:] == ["  downloading torch-2-cp311.whl (188.9 MB)", "  unpacking"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "installer"),
+    [("", "uv"), ("global.find-links='/wheels'", "pip"), (":env:.index-url='http://127.0.0.1'", "pip")],
+)
+def test_uv_installs_where_it_is_and_pip_has_no_index_of_its_own(make, settings, installer):
+    folder = make.folder / "bin"
+    folder.mkdir()
+    (folder / "uv").write_text('#!/bin/sh\necho "uv $*" >> "$FAKE_LOG"\n')
+    (folder / "uv").chmod(0o755)
+    done = make("setup", PATH=f"{folder}:{os.environ['PATH']}", FAKE_CONFIG=settings)
+    assert done.returncode == 0, done.stderr
+    [install] = done.installs
+    begins = "uv pip install --python .venv/bin/python" if installer == "uv" else "-m pip install"
+    assert install.startswith(begins) and install.endswith("-c constraints.txt -e .")
+
+
 def test_a_failed_install_is_tried_again(make):
     failed = make("setup", FAKE_PIP="1")
     assert failed.returncode != 0 and not (make.folder / ".venv/.core").exists()
@@ -145,7 +173,7 @@ def test_tests_bring_their_own_extra_and_setup_is_done_with_it(make):
 def test_too_old_a_python_is_named(make):
     done = make("rlhf", FAKE_TOO_OLD="1")
     assert done.returncode != 0 and done.installs == []
-    assert "Python 3.11 or 3.12 is needed" in done.stderr and "is Python 3.9.1" in done.stderr
+    assert "Python 3.11 to 3.14 is needed" in done.stderr and "is Python 3.9.1" in done.stderr
     assert "make rlhf PYTHON=/path/to/python3.11" in done.stderr
 
 

@@ -16,7 +16,7 @@ from pipeline.config.fields import Field, fields_of, show
 from pipeline.config.gates import OPERATORS as OPERATORS
 from pipeline.config.gates import parse_gate as parse_gate
 from pipeline.config.jobfile import Tree, read_tree
-from pipeline.config.keys import REFUSED, class_of
+from pipeline.config.keys import REFUSED, class_of, keys_of
 from pipeline.config.rules import CHECKS
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError
@@ -294,8 +294,7 @@ def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.7)
     if near:
         return tree.error(name, f"{message}; did you mean {f'{section}.' if section else ''}{near[0]}?")
-    sections = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling")
-    keys = {f"{one}.{k}": k for one in sections for k in fields_of(class_of(one, stage))}
+    keys = keys_of(stage)
     for cutoff in (1.0, 0.7):
         elsewhere = difflib.get_close_matches(key, keys.values(), n=1, cutoff=cutoff)
         if elsewhere:

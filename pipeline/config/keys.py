@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pipeline.config.fields import fields_of
 from pipeline.config.stages import STAGE
+
+# In the order in which most jobs have them.
+SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling")
 
 _DATA = "rows are read, templated and tokenised once, before training, by the `data` section"
 _HUB = "models go to the MLflow registry (mlflow.registered_model)"
@@ -114,3 +118,18 @@ def class_of(section: str, stage: str) -> str:
         "scaling": "ray.train.v2.api.config.ScalingConfig",
     }
     return libraries.get(section) or f"pipeline.config.{'MLflow' if section == 'mlflow' else section.title()}"
+
+
+def keys_of(stage: str) -> dict[str, str]:
+    """{section.key: key} of all that the sections of a stage's job may say."""
+    dotted = {section: class_of(section, stage) for section in SECTIONS}
+    refused = {
+        section: {} if name.startswith("pipeline.") else REFUSED.get(section, {})
+        for section, name in dotted.items()
+    }
+    return {
+        f"{section}.{key}": key
+        for section in SECTIONS
+        for key in fields_of(dotted[section])
+        if key not in refused[section]
+    }

@@ -1,0 +1,49 @@
+"""Completion for bash and zsh: verbs, job files, and the keys of a verb's job.
+
+source <(rlhf completion)        in ~/.bashrc or ~/.zshrc; as a file in bash-completion's folder, it is read when needed
+"""
+
+from pipeline.config import STAGES
+from pipeline.config.keys import keys_of
+from pipeline.config.stages import STAGE
+
+SCRIPT = """\
+# Made by `rlhf completion`, for the versions that are installed: make it again after an upgrade.
+if [ -n "$ZSH_VERSION" ]; then autoload -U +X bashcompinit && bashcompinit; fi
+_rlhf() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} keys=""
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W "{verbs}" -- "$word"))
+    return
+  fi
+  case ${{COMP_WORDS[1]}} in
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$keys" -- "$word"))
+  if [[ $word != *=* ]]; then COMPREPLY+=($(compgen -d -- "$word") $(compgen -f -X '!*.yaml' -- "$word")); fi
+  if [[ ${{#COMPREPLY[@]}} -eq 1 && ${{COMPREPLY[0]}} == *= ]]; then compopt -o nospace 2>/dev/null; fi
+}}
+complete -o filenames -F _rlhf rlhf
+"""
+
+
+def run(verbs: list[str], jobs_of: dict[str, str | None]) -> None:
+    """Prints the script.
+
+    Args:
+        verbs: of the command line.
+        jobs_of: verb -> the stage whose job it takes, where that has another name; None: of any stage.
+    """
+    print(script(verbs, jobs_of), end="")
+
+
+def script(verbs: list[str], jobs_of: dict[str, str | None]) -> str:
+    keys: dict[str, str] = {}
+    for verb in verbs:
+        stage = jobs_of.get(verb, verb)
+        stages = [stage] if stage in STAGE else list(STAGES) if verb in jobs_of else []
+        if stages:
+            known = set().union(*(keys_of(stage).keys() | STAGE[stage].inputs.keys() for stage in stages))
+            keys[verb] = " ".join(f"{key}=" for key in sorted(known))
+    cases = "\n".join(f'    {verb}) keys="{found}" ;;' for verb, found in keys.items())
+    return SCRIPT.format(verbs=" ".join(verbs), cases=cases)

@@ -1,0 +1,33 @@
+"""The job files that ship with the project. In a clone pipeline/jobs is a link to jobs/, in a wheel a copy of it."""
+
+import shutil
+from pathlib import Path
+
+import pipeline
+from pipeline.errors import InputError
+
+JOBS = Path(pipeline.__file__).parent / "jobs"  # a folder for each profile: demo, own, llama3-8b, ...
+
+
+def profiles() -> list[str]:
+    """Names of the profiles that train: the folders with an sft.yaml."""
+    return sorted(file.parent.name for file in JOBS.glob("*/sft.yaml"))
+
+
+def bring(profile: str) -> Path:
+    """The folder jobs/<profile> below the current one; copied there first, unless it is there.
+
+    Raises:
+        InputError: when there is something else of that name, or the folder cannot be written.
+    """
+    here, shipped = Path("jobs") / profile, JOBS / profile
+    if here.is_dir():
+        return here
+    try:
+        shutil.copytree(shipped, here, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        raise InputError(
+            f"{here} cannot be written ({error.strerror or error}); change into a folder of your own"
+        ) from error
+    print(f"wrote {here}: the job files, to read and to change", flush=True)
+    return here

@@ -1,0 +1,109 @@
+"""The package as people install it: a wheel, away from the clone."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from running import ROOT
+
+from pipeline.commands import completion, shipped
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A folder that holds what the wheel holds, and nothing else of ours."""
+    built, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        built,
+        ROOT,
+    ]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def rlhf(wheel, cwd, *arguments):
+    """The console command as pip writes it: the entry point's function, with the installed package first."""
+    command = "import sys; sys.argv[0] = 'rlhf'; from pipeline.__main__ import command; command()"
+    env = {**os.environ, "PYTHONPATH": str(wheel)}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", command, *arguments], cwd=cwd, env=env, capture_output=True, text=True
+    )
+
+
+def test_the_wheel_names_the_command_and_carries_profiles_and_demo(wheel):
+    [points] = wheel.glob("*.dist-info/entry_points.txt")
+    assert "rlhf = pipeline.__main__:command" in points.read_text()
+    tracked = subprocess.run(
+        ["git", "ls-files", "jobs"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    assert tracked and not [name for name in tracked if not (wheel / "pipeline" / name).is_file()]
+    assert (wheel / "pipeline/models/plain.jinja").is_file()
+
+
+def test_demo_writes_its_files_where_it_is_typed_and_keeps_those_that_are_there(wheel, tmp_path):
+    """With a wrong key, so that nothing is trained."""
+    done = rlhf(wheel, tmp_path, "demo", "trainer.learning_rat=1")
+    assert done.returncode == 2 and "did you mean trainer.learning_rate?" in done.stderr
+    assert done.stdout == "wrote jobs/demo: the job files, to read and to change\n"
+    mine = tmp_path / "jobs/demo/sft.yaml"
+    assert mine.read_text() == (ROOT / "jobs/demo/sft.yaml").read_text()
+    mine.write_text("stage: nonsense\n")
+    again = rlhf(wheel, tmp_path, "demo")
+    assert again.returncode == 2 and "nonsense" in again.stderr and mine.read_text() == "stage: nonsense\n"
+
+
+def test_a_job_of_the_wheel_finds_its_model_away_from_the_clone(wheel, tmp_path):
+    shutil.copytree(wheel / "pipeline/jobs/demo", tmp_path / "jobs/demo")
+    done = rlhf(wheel, tmp_path, "plan", "jobs/demo/rm.yaml")
+    assert done.returncode == 0 and "jobs/demo/model" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_demo_runs_the_main_job_away_from_the_clone(wheel, tmp_path):
+    done = rlhf(wheel, tmp_path, "demo")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "judge win rate" in done.stdout and (tmp_path / "runs/mlflow.db").is_file()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, in_root):
+    monkeypatch.chdir(tmp_path)
+    Path("jobs").write_text("a file\n")
+    with pytest.raises(Exception, match="jobs/demo cannot be written"):
+        shipped.bring("demo")
+
+
+# ------------------------------------------------------------------------------------------------ completion
+
+
+def complete(words):
+    """What bash offers for a command line, the last word of which is being typed."""
+    script = completion.script(["sft", "score", "plan", "rlhf"], {"plan": None})
+    line = " ".join(f"'{word}'" for word in words)
+    ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _rlhf; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", ask], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_completion_knows_verbs_job_files_and_the_keys_of_a_verb():
+    assert complete(["rlhf", "s"]) == ["sft", "score"]
+    assert "jobs/own/sft.yaml" in complete(["rlhf", "sft", "jobs/own/s"])
+    assert complete(["rlhf", "sft", "jobs/own/sft.yaml", "trainer.learning_r"]) == ["trainer.learning_rate="]
+    assert complete(["rlhf", "sft", "x.yaml", "trainer.output_d"]) == []  # refused in a job
+    assert "trainer.kl_coef=" in complete(["rlhf", "plan", "x.yaml", "trainer.kl_c"])
+    assert complete(["rlhf", "score", "x.yaml", "rew"]) == ["reward="]
