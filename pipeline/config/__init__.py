@@ -41,10 +41,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    train: str | list[str] | None = None  # a path, a glob, a folder, s3:// gs:// hf://, or a list of them
-    eval: str | list[str] | None = None
+    # A path, a glob, a folder, s3:// gs:// hf://, or a list of them; in a list also {path: ..., weight: ...} (sources.Source).
+    train: str | list[str | dict[str, Any]] | None = None
+    # Where sources have weights: an epoch ends when one of them is used up, or when all are (data/mixture.py).
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    eval: str | list[str | dict[str, Any]] | None = None
     # Of `evaluate`: held-out preferences that the reward model is evaluated on.
-    pairs: str | list[str] | None = None
+    pairs: str | list[str | dict[str, Any]] | None = None
     eval_fraction: float = 0.0  # held out of `train` by prompt, instead of `eval`
     max_length: int | None = None  # tokens; None: the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out

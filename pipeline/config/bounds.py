@@ -101,8 +101,8 @@ NAMES = {
     "run.name": 128, "run.storage_path": 1024, "data.cache_dir": 1024,
     "mlflow.experiment": 200, "mlflow.registered_model": 200, "mlflow.alias": 200,
 }  # fmt: skip
-PATHS = """model.name_or_path model.chat_template data.train data.eval data.pairs data.cache_dir run.storage_path policy reward
-    baseline judge""".split()
+PATHS = """model.name_or_path model.chat_template data.train data.eval data.pairs data.train.path data.eval.path
+    data.pairs.path data.cache_dir run.storage_path policy reward baseline judge""".split()
 
 
 def check(tree: Tree, job: Job) -> None:

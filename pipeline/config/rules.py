@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import bounds, gates, scaling, trainer
+from pipeline.config import bounds, gates, scaling, sources, trainer
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.keys import class_of
@@ -266,6 +266,7 @@ CHECKS = (
     _check_model,
     _check_lora,
     _check_data,
+    sources.check,
     trainer.check,
     scaling.check,
     _check_run,

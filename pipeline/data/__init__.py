@@ -1,8 +1,10 @@
-"""JSON rows -> validated, templated, tokenised Arrow blocks, made once by Ray Data and fed to a trainer.
+"""Rows of files -> validated, templated, tokenised Arrow blocks, made once by Ray Data and fed to a trainer.
 
 A row passes through the files in this order:
 
-    files, chunks, lines | array, gunzip    files of a job -> decoded rows with their line numbers
+    files, chunks                           the files of a job -> chunks that tasks read
+    lines | array | delimited | tables,     a chunk of JSON Lines, a JSON array, CSV, or Parquet and Arrow -> decoded rows with
+      gunzip, cells                           their numbers, and with values that JSON has
     parse, kinds, values, messages, tools   a row of any accepted shape -> a Record (record.py)
     demonstrations, preferences, prompts,   the kinds of rows: their shapes, their parser, their encoder
       scored

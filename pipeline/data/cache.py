@@ -15,15 +15,19 @@ from pipeline.data.tasks import Options
 from pipeline.data.template import DATE
 from pipeline.system import storage
 
-VERSION = 5  # of the parts: raise it when the same rows would become other tokens
+VERSION = 6  # of the parts: raise it when the same rows would become other tokens
 
 
 def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) -> str:
-    """A digest of all that the parts depend on; files are told apart by path, size and time of change."""
+    """A digest of all that the parts depend on.
+
+    Files are told apart by path, size and time of change, not by content as in digests (merge.content_digest): to know that, all
+    of them would have to be read before the cache could save it. A copy of a file is tokenised again.
+    """
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
     listed = {
-        name: [(storage.absolute(file.path), file.size, file.mtime) for file in listing]
+        name: [(storage.absolute(file.path), file.size, file.mtime, file.source) for file in listing]
         for name, listing in files.items()
     }
     parts = [

@@ -1,19 +1,22 @@
 """How files are cut into the chunks that tasks read, and the rows of one chunk (no Ray here).
 
-A chunk is a byte range of an uncompressed JSON Lines file, aligned to line ends by its reader, or a whole file where that
-cannot be cut (.gz, a JSON array). Rows are streamed: no more than one range is ever in memory.
+A chunk is a byte range of an uncompressed JSON Lines file, aligned to line ends by its reader, or a run of rows of a
+Parquet or Arrow file, or a whole file where that cannot be cut (.gz, a JSON array, CSV, whose rows may hold line ends).
+Rows are streamed: no more than one range is ever in memory.
 """
 
 import codecs
 import hashlib
 import io
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.data import lines
+from pipeline.data import lines, tables
 from pipeline.data.array import elements
+from pipeline.data.delimited import DELIMITERS, delimited_rows
 from pipeline.data.files import File, find, open_bytes, shown, unreadable
 from pipeline.data.gunzip import Gunzip, peek_array
 from pipeline.data.kinds import Kind
@@ -25,47 +28,63 @@ from pipeline.system import storage
 CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
 
 
+Format = Literal["lines", "array", "csv", "tsv", "parquet", "arrow"]
+NAMED: dict[str, Format] = {
+    ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow",
+}  # fmt: skip
+MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARRO": "arrow"}
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """What one task reads: bytes [start, stop) of a file."""
+    """What one task reads: bytes [start, stop) of a file of lines, rows [start, stop) of a table, or a whole file."""
 
     path: str
     split: str  # train or eval
     start: int = 0
-    stop: int = -1  # -1: the whole file
-    array: bool = False
+    stop: int = -1  # -1: the end of the file
+    format: Format = "lines"  # of a zipped file of JSON: lines, which may turn out to be an array
     zipped: bool = False
+    size: int = 0  # in the file, in bytes, about
+    source: int = 0  # of the job's sources for this split, the number of that which the file belongs to
     shape: str | None = None  # of the file's first row, where the driver has seen it
     shape_line: int = 1
 
 
 def plan(files: list[File], split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
-    """The chunks of the files, in order. Only the first bytes of each file are read here."""
-    chunks = []
-    for file in files:
-        head = read_head(file)
-        if head[:2] == b"\x1f\x8b" or file.path.endswith(".gz"):
-            chunks.append(Chunk(storage.absolute(file.path), split, zipped=True))
-        elif head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-            chunks.append(Chunk(storage.absolute(file.path), split, array=True))
-        else:
-            line, shape = first_shape(head, kind)
-            starts = range(0, max(file.size, 1), chunk_bytes)
-            chunks += [
-                Chunk(
-                    storage.absolute(file.path),
-                    split,
-                    start,
-                    min(start + chunk_bytes, file.size),
-                    shape=shape,
-                    shape_line=line,
-                )
-                for start in starts
-            ]
-    return chunks
+    """The chunks of the files, in order. Only the first bytes of each file are read here, of tables what describes them."""
+    return [chunk for file in files for chunk in chunks_of(file, split, kind, chunk_bytes)]
 
 
-def first_rows(spec: str | list[str], key: str, kind: Kind, count: int = 3) -> list[Any]:
+def chunks_of(file: File, split: str, kind: Kind, chunk_bytes: int) -> list[Chunk]:
+    path, head = storage.absolute(file.path), read_head(file)
+    zipped = head[:2] == b"\x1f\x8b" or file.path.endswith(".gz")
+    format = format_of(file.path, head)
+    if format in ("parquet", "arrow"):
+        pieces = tables.pieces(path, format, file.size, chunk_bytes)
+        return [
+            Chunk(path, split, start, stop, format, size=size, source=file.source)
+            for start, stop, size in pieces
+        ]
+    if zipped or format != "lines":
+        return [Chunk(path, split, format=format, zipped=zipped, size=file.size, source=file.source)]
+    line, shape = first_shape(head, kind)
+    return [
+        Chunk(path, split, start, stop, size=stop - start, source=file.source, shape=shape, shape_line=line)
+        for start in range(0, max(file.size, 1), chunk_bytes)
+        for stop in [min(start + chunk_bytes, file.size)]
+    ]
+
+
+def format_of(path: str, head: bytes) -> Format:
+    """By the name of the file, else by how it begins."""
+    suffix = os.path.splitext(path.removesuffix(".gz"))[1]
+    if named := NAMED.get(suffix) or MAGIC.get(head[:4]):
+        return named
+    return "array" if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[" else "lines"
+
+
+def first_rows(spec: Any, key: str, kind: Kind, count: int = 3) -> list[Any]:
     """The first rows of a set as its files have them, to look at; `key` is what the job calls the set (`data.train`)."""
     chunk = plan(find(spec, key), "train", kind)[0]
     return [row for _, row, _ in itertools.islice(rows(chunk, hashlib.sha256()), count)]
@@ -92,38 +111,52 @@ def first_shape(head: bytes, kind: Kind) -> tuple[int, str | None]:
 
 
 def rows(chunk: Chunk, digest: "hashlib._Hash") -> Iterator[Row]:
-    """The rows of a chunk with their numbers *inside the chunk*; `digest` is updated with every byte of them.
+    """The rows of a chunk with their numbers *inside the chunk*; `digest` is updated with every byte of them, or value.
 
     Blank lines are skipped, but counted. What cannot be decoded comes as a RowError in place of the row.
     """
+    if chunk.format in ("parquet", "arrow"):
+        yield from tables.table_rows(chunk.path, chunk.format, chunk.start, chunk.stop, digest)
+        return
     with open_bytes(chunk.path) as raw:
-        if not chunk.zipped and not chunk.array:
-            yield from lines.rows_of(lines.range_lines(raw, chunk.start, chunk.stop, digest))
-            return
-        if not chunk.zipped:
+        if chunk.zipped:
+            yield from zipped_rows(raw, chunk, digest)
+        elif chunk.format == "array":
             yield from elements(raw, digest)
-            return
-        unpacked = Gunzip(raw)
-        stream: Any = io.BufferedReader(unpacked)
-        array = peek_array(stream)
-        numbered = elements(stream, digest) if array else lines.rows_of(lines.stream_lines(stream, digest))
-        for row in numbered:
-            unpacked.barren = 0
-            yield row
+        elif chunk.format == "lines":
+            yield from lines.rows_of(lines.range_lines(raw, chunk.start, chunk.stop, digest))
+        else:
+            yield from delimited_rows(io.BufferedReader(raw, lines.BLOCK), chunk.format, digest)
 
 
-def unit(chunk: Chunk) -> Literal["line", "element"]:
+def zipped_rows(raw: Any, chunk: Chunk, digest: "hashlib._Hash") -> Iterator[Row]:
+    unpacked = Gunzip(raw)
+    stream: Any = io.BufferedReader(unpacked, lines.BLOCK)
+    if chunk.format in DELIMITERS:
+        numbered = delimited_rows(stream, chunk.format, digest)
+    elif peek_array(stream):
+        numbered = elements(stream, digest)
+    else:
+        numbered = lines.rows_of(lines.stream_lines(stream, digest))
+    for row in numbered:
+        unpacked.barren = 0
+        yield row
+
+
+def unit(chunk: Chunk) -> Literal["line", "element", "row"]:
     """What the numbers of the chunk's rows count."""
-    if not chunk.zipped:
-        return "element" if chunk.array else "line"
+    if chunk.format in ("parquet", "arrow"):
+        return "row"
+    if not chunk.zipped or chunk.format in DELIMITERS:
+        return "element" if chunk.format == "array" else "line"
     with open_bytes(chunk.path) as raw:
         return "element" if peek_array(io.BufferedReader(Gunzip(raw))) else "line"
 
 
 def lines_before(chunk: Chunk) -> int:
-    """How many lines of the file precede the chunk's first one: counted only for the place of an error."""
-    if chunk.start == 0:
-        return 0
+    """How many lines, or rows, of the file precede the chunk's first one: counted only for the place of an error."""
+    if chunk.start == 0 or chunk.format != "lines":
+        return chunk.start
     count, left = 0, chunk.start - 1
     with open_bytes(chunk.path) as raw:
         while left and (data := raw.read(min(left, BLOCK))):

@@ -2,7 +2,8 @@
 
 The stock data loader of transformers and accelerate repeats or drops rows when they do not divide by the workers.
 `ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead: the rows of a step, and so its
-loss, are the same for any number of workers with the same global batch. With one worker the stock loader is used.
+loss, are the same for any number of workers with the same global batch. With one worker the stock loader is used, unless
+sources are mixed by weight (mixture.py): it knows no epoch that draws rows.
 Held-out rows are evaluated in batches that do not depend on the workers at all.
 """
 
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from pipeline.data.mixture import Mixture
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -34,15 +37,20 @@ def to_hf(shard: Any, fingerprint: str) -> Any:
 class ExactBatchSampler:
     """Lists of row numbers for one rank; over all ranks each row comes once an epoch, in equally many steps.
 
+    Of a mixture an epoch has the rows that are drawn for it, in an order that mixes the sources.
+
     Step i takes rows [i * batch_size * world, ...) of the epoch's order, cut into `world` runs as even as can be. The
     last step has what is left: with fewer rows than workers some ranks get an empty list. (Merging those rows into the
     previous step would make the number of steps depend on the number of workers: a run resumed with another number could
     not find its position.) The order is that of accelerate's SeedableRandomSampler: a permutation by seed + epoch.
     """
 
-    def __init__(self, rows: int, batch_size: int, rank: int, world: int, seed: int):
-        self.rows, self.batch_size, self.rank, self.world = rows, batch_size, rank, world
-        self.seed, self.epoch = seed, 0
+    def __init__(
+        self, rows: int, batch_size: int, rank: int, world: int, seed: int, mixture: Mixture | None = None
+    ):
+        self.rows = len(mixture) if mixture else rows
+        self.batch_size, self.rank, self.world = batch_size, rank, world
+        self.seed, self.epoch, self.mixture = seed, 0, mixture
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -66,7 +74,8 @@ class ExactBatchSampler:
     def order(self) -> Any:
         import torch
 
-        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        return torch.from_numpy(self.mixture.rows(self.epoch, self.seed))[order] if self.mixture else order
 
 
 class EvaluationSampler:
@@ -115,6 +124,7 @@ class ExactBatches(Trainer):
     of them. Only what TRL takes from a batch as a whole (min_reward, max_reward) is of batches of per_device_eval_batch_size.
     """
 
+    mixture: Mixture | None = None  # of train_dataset; set before training
     # of the micro-batches fetched: (weight, rows, uneven over the ranks)
     _shares: deque[tuple[float, int, bool]]
     _share = 1.0
@@ -122,21 +132,26 @@ class ExactBatches(Trainer):
     _evaluated: list[tuple[int, dict[str, tuple[int, float]]]]
 
     def get_train_dataloader(self) -> Any:
-        if self.args.world_size == 1:
+        if self.args.world_size == 1 and not self.mixture:
             return super().get_train_dataloader()
         dataset = self._remove_unused_columns(self.train_dataset, description="Training")
         sampler = ExactBatchSampler(*self._drawn(len(dataset)))
         return self._loader(dataset, sampler, CountedCollator(self.data_collator, dataset[0]))
 
-    def _drawn(self, rows: int) -> tuple[int, int, int, int, int]:
+    def _drawn(self, rows: int) -> tuple[int, int, int, int, int, Mixture | None]:
         """The arguments of ExactBatchSampler for so many rows."""
         args = self.args
         seed = args.data_seed if args.data_seed is not None else args.seed
-        return rows, self._train_batch_size, args.process_index, args.world_size, seed
+        return rows, self._train_batch_size, args.process_index, args.world_size, seed, self.mixture
 
     def first_rows(self) -> list[int]:
         """Numbers of the rows of this rank's first micro-batch."""
         return list(next(iter(self.get_train_dataloader().batch_sampler)))
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Rows of an epoch: transformers counts those of the table."""
+        sampler = dataloader.batch_sampler
+        return sampler.rows if isinstance(sampler, ExactBatchSampler) else super().num_examples(dataloader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset

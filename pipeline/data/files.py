@@ -6,19 +6,20 @@ import glob
 import os
 import pathlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.config.sources import sources_of
+from pipeline.data import sets
 from pipeline.errors import InputError
 from pipeline.system import storage
 
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
-# How to make JSON Lines of other files: by the datasets library, or by a program that unpacks them.
-FOREIGN = {
-    ".parquet": "Dataset.from_parquet({path!r}).to_json('rows.jsonl')",
-    ".csv": "Dataset.from_csv({path!r}).to_json('rows.jsonl')",
-    ".tsv": "Dataset.from_csv({path!r}, sep='\\t').to_json('rows.jsonl')",
-    ".arrow": "Dataset.from_file({path!r}).to_json('rows.jsonl')",
+SUFFIXES = (
+    ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
+    ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
+)  # fmt: skip
+# How to unpack what is not read as it is.
+PACKED = {
     ".zst": "zstd -d {path}",
     ".bz2": "bunzip2 -k {path}",
     ".xz": "unxz -k {path}",
@@ -31,25 +32,31 @@ class File:
     path: str
     size: int  # bytes
     mtime: int  # ns
+    revision: str = ""  # the commit, of a set on the hub
+    source: int = 0  # the number of its source in data.train, data.eval or data.pairs
 
 
-def find(spec: str | list[str], key: str) -> list[File]:
-    """The files of a path, glob, folder or URI, or of a list of them; `key` names the setting in errors."""
-    files = [file for item in ([spec] if isinstance(spec, str) else spec) for file in find_one(item, key)]
+def find(spec: Any, key: str) -> list[File]:
+    """The files of the sources that a job names (config.sources.sources_of); `key` names the setting in errors."""
+    files = [
+        replace(file, source=index)
+        for index, source in enumerate(sources_of(spec))
+        for file in find_one(source.path, key)
+    ]
     for file in files:
-        if convert := FOREIGN.get(os.path.splitext(file.path)[1]):
-            command = convert.format(path=file.path)
-            if convert.startswith("Dataset"):
-                command = f'.venv/bin/python -c "from datasets import Dataset; {command}"'
+        if unpack := PACKED.get(os.path.splitext(file.path)[1]):
             raise InputError(
-                f"{file.path} is not JSON; expected one of {', '.join(SUFFIXES)}; type {command}", key=key
+                f"{file.path} is packed in a way that is not read; expected one of {', '.join(SUFFIXES)}; type "
+                f"{unpack.format(path=file.path)}",
+                key=key,
             )
     return files
 
 
 def reach(item: str, key: str) -> None:
     """Raises InputError when the bucket or hub of a path cannot be reached."""
-    _readable(storage.reach, item, key)
+    if not item.startswith(sets.HUB):
+        _readable(storage.reach, item, key)
 
 
 def find_one(item: str, key: str) -> list[File]:
@@ -77,6 +84,8 @@ def _readable(read: Callable[[str], Any], item: str, key: str) -> Any:
 
 
 def matching(item: str, key: str) -> list[File]:
+    if found := sets.files_of(item, key):
+        return [replace(one_file(path, key), revision=found.revision) for path in found.paths]
     fs, inner = storage.filesystem(item)
     pattern = any(char in inner for char in "*?[") and not (
         not storage.is_remote(item) and os.path.exists(inner)
@@ -86,8 +95,8 @@ def matching(item: str, key: str) -> list[File]:
         infos = [info for info in fs.get_file_info(paths) if info.is_file] if paths else []
         if not infos:
             raise InputError(
-                f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds JSON "
-                "files, such as jobs/demo/data/pref*.jsonl",
+                f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds files "
+                "of rows, such as jobs/demo/data/pref*.jsonl",
                 key=key,
             )
         return [as_file(item, info) for info in infos]
@@ -109,6 +118,14 @@ def matching(item: str, key: str) -> list[File]:
     raise InputError(
         f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://", key=key
     )
+
+
+def one_file(path: str, key: str) -> File:
+    fs, inner = storage.filesystem(path)
+    info = fs.get_file_info(inner)
+    if not info.is_file:
+        raise InputError(f"there is no file {path!r}, which belongs to the set", key=key)
+    return as_file(path, info)
 
 
 def folder(item: str, fs: Any, inner: str, key: str) -> list[File]:

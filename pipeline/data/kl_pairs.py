@@ -19,7 +19,7 @@ class PairedBatchSampler(ExactBatchSampler):
     They are the rows of the optimizer step (`step` rows over all workers), moved on by one place.
     """
 
-    def __init__(self, *drawn: int, step: int):
+    def __init__(self, *drawn: Any, step: int):
         super().__init__(*drawn)
         self.step = step
 

@@ -9,7 +9,7 @@ from pipeline.data import report as reports
 from pipeline.data.chunks import Chunk, where
 from pipeline.data.parts import columns_of
 from pipeline.data.refusals import one_of_each
-from pipeline.data.report import Report, Split
+from pipeline.data.report import Report, SourceCounts, Split
 from pipeline.data.tasks import HASHES, Options, Stats, encoder_of, of_split
 from pipeline.data.values import show
 
@@ -32,6 +32,7 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
             [(stat, chunk) for stat, chunk in zip(stats, chunks, strict=True) if chunk.split == name]
         )
         report.splits[name] = split
+        report.sources[name] = merge_sources(name, stats, chunks)
         parts[name] = [stat.parts[name] for stat in with_split if name in stat.parts]
     report.skipped = one_of_each(stats)
     report.samples = [text for stat in stats for text in stat.samples][: reports.SAMPLES]
@@ -66,6 +67,20 @@ def merge_split(name: str, stats: list[Stats]) -> Split:
     merged.joined_first = next((split.joined_first for split in splits if split.joined_first), "")
     merged.special_first = next((split.special_first for split in splits if split.special_first), "")
     return merged
+
+
+def merge_sources(name: str, stats: list[Stats], chunks: list[Chunk]) -> list[SourceCounts]:
+    """The counts of `train` or `eval` for each of the sources that have rows of it."""
+    merged: dict[int, SourceCounts] = {}
+    for stat, chunk in zip(stats, chunks, strict=True):
+        if split := stat.splits.get(name):
+            counts = merged.setdefault(chunk.source, SourceCounts(chunk.source))
+            counts.read += split.read
+            counts.kept += split.kept
+            counts.tokens += split.tokens
+            counts.dropped += sum(split.dropped.values())
+            counts.rows += stat.parts[name][1] if name in stat.parts else 0
+    return [merged[source] for source in sorted(merged)]
 
 
 def contradictions(chunks: Sequence[tuple[Stats, Chunk]]) -> tuple[int, str]:

@@ -59,7 +59,7 @@ def message(item: Any, key: str) -> Message:
         raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
     names = ("from", "value") if "from" in item else ("role", "content")
     for name in names:
-        if name not in item:
+        if name not in item and not (name == "content" and item.get("tool_calls")):
             raise RowError(
                 "missing_field",
                 f"{key}.{name}",
@@ -69,7 +69,7 @@ def message(item: Any, key: str) -> Message:
     role = text(item[names[0]], f"{key}.{names[0]}")
     if role.lower() not in ROLES:
         raise RowError("wrong_role", f"{key}.{names[0]}", show(role), "one of " + ", ".join(ROLES))
-    content = item[names[1]]
+    content = item.get(names[1])
     calls = tool_calls(item.get("tool_calls"), f"{key}.tool_calls")
     if role.lower() == "function_call":  # LLaMA-Factory's: the content is the call
         calls, content = tool_calls(decoded(content), f"{key}.{names[1]}"), ""

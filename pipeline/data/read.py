@@ -13,11 +13,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.config.sources import sources_of
 from pipeline.data import cache
 from pipeline.data.chunks import Chunk, plan
-from pipeline.data.files import find
+from pipeline.data.files import File, find
 from pipeline.data.kinds import kind_of
 from pipeline.data.merge import merge, notes
+from pipeline.data.mixture import Mixture, mix
 from pipeline.data.refusals import check, note_empty
 from pipeline.data.report import Report
 from pipeline.data.tasks import Options, Stats, make_part
@@ -34,6 +36,7 @@ class Prepared:
     report: Report
     digests: dict[str, str]  # split -> sha256 of the rows it was made from
     fingerprints: dict[str, str]  # split -> name of the token table, the same on all workers
+    mixture: Mixture | None = None  # of `train`, where the job gives its sources weights
 
 
 def prepare(
@@ -71,6 +74,8 @@ def prepare(
         storage.write_json(storage.join(folder, "manifest.json"), manifest)
     report = Report.from_dict(manifest["report"])
     sets = {name: cache.load(folder, parts, manifest["columns"]) for name, parts in manifest["parts"].items()}
+    describe_sources(report, data, files)
+    mixture = mixed(data, report)
     report = replace(report, reused=reused, seconds=round(time.monotonic() - begin, 3))
     return Prepared(
         sets.get("train"),
@@ -78,7 +83,32 @@ def prepare(
         report,
         manifest["digests"],
         {name: hashlib.sha256(f"{key}:{name}".encode()).hexdigest()[:32] for name in sets},
+        mixture,
     )
+
+
+def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> None:
+    """Tells the report the path of each source, and the commit of those on the hub."""
+    for name, counts in report.sources.items():
+        origin = "eval" if "eval" in files and name == "eval" else "train"
+        paths = [source.path for source in sources_of(getattr(data, origin))]
+        for one in counts:
+            one.path = paths[one.source]
+            one.revision = next(file.revision for file in files[origin] if file.source == one.source)
+
+
+def mixed(data: Any, report: Report) -> Mixture | None:
+    """The mixture of the job's sources, if they have weights; tells the report what an epoch draws of each."""
+    sources = sources_of(data.train)
+    weights = [source.weight for source in sources if source.weight is not None]
+    if not weights:
+        return None
+    rows = {one.source: one.rows for one in report.sources["train"]}
+    sizes = [rows.get(index, 0) for index in range(len(sources))]
+    mixture = mix([source.path for source in sources], sizes, weights, data.stopping_strategy)
+    for one in report.sources["train"]:
+        one.drawn = mixture.draws[one.source]
+    return mixture
 
 
 def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool) -> Options:

@@ -18,7 +18,8 @@ def note_empty(stats: list[Stats], chunks: list[Chunk]) -> None:
         read[chunk.path] += sum(split.read for split in stat.splits.values())
     for stat, chunk in zip(stats, chunks, strict=True):
         if chunk.start == 0 and not read[chunk.path]:
-            empty = RowError("empty_file", "", "no rows", "one JSON object on each line")
+            expected = "one JSON object on each line" if chunk.format == "lines" else "at least one row"
+            empty = RowError("empty_file", "", "no rows", expected)
             note_bad(stat, stat.split(chunk.split), 1, empty)
             locate([empty], chunk)
 

@@ -24,7 +24,10 @@ KINDS = {
     "nested": "nested too deep",
     "too_large": "too large",
     "special_tokens": "special tokens that cannot be kept apart",
+    "not_csv": "not CSV",
+    "ragged": "with another number of values than the header",
     "truncated_gzip": "truncated or damaged gzip",
+    "damaged": "truncated or damaged file",
     "missing_field": "wrong or missing field",
     "null": "null",
     "wrong_type": "wrong type",
@@ -69,12 +72,28 @@ class Split:
 
 
 @dataclass
+class SourceCounts:
+    """Counts of one source of `train` or `eval`: JSON rows `read` and `dropped`, token rows `kept`, rows of the table."""
+
+    source: int
+    path: str = ""
+    revision: str = ""  # the commit, of a set on the hub
+    read: int = 0
+    kept: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    rows: int = 0  # of the token table: those kept, or packed
+    drawn: int | None = None  # of them in an epoch; None: each once
+
+
+@dataclass
 class Report:
     """The outcome of preparing the data of one job; `to_dict()` is plain JSON, `render()` a text for a terminal."""
 
     stage: str
     max_length: int
     splits: dict[str, Split] = field(default_factory=dict)
+    sources: dict[str, list[SourceCounts]] = field(default_factory=dict)  # by split, in the job's order
     # rows equal to an earlier one of the same set; None: too many rows to count
     duplicates: int | None = None
     skipped: list[str] = field(default_factory=list)  # the first bad rows, file:line each
@@ -94,8 +113,9 @@ class Report:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> "Report":
         splits = {name: Split(**split) for name, split in value["splits"].items()}
+        sources = {name: [SourceCounts(**one) for one in counts] for name, counts in value["sources"].items()}
         overlap = tuple(value["overlap"]) if value["overlap"] else None
-        return cls(**{**value, "splits": splits, "overlap": overlap})
+        return cls(**{**value, "splits": splits, "sources": sources, "overlap": overlap})
 
     def render(self, samples: bool = True) -> str:
         did = "loaded from the cache into Ray" if self.reused else "read and tokenised"
@@ -103,7 +123,7 @@ class Report:
             f"data for stage {self.stage}: at most {self.max_length} tokens a row, {did} in {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
-            lines += ["", *self._split(name, split), *self._warnings(name, split)]
+            lines += ["", *self._split(name, split), *self._sources(name), *self._warnings(name, split)]
         if self.packed is not None:
             lines.append(f"  packed      {counted(self.packed, 'row')} of up to {self.max_length} tokens")
         if self.duplicates:
@@ -183,6 +203,23 @@ class Report:
                 "memorisation, not generalisation"
             )
         return [f"  warning     {visible(line, lines=False)}" for line in lines]
+
+    def _sources(self, name: str) -> list[str]:
+        """A line for each source, where there are several: what it has, and its share of an epoch."""
+        sources = self.sources.get(name, [])
+        if len(sources) < 2 and not any(one.revision for one in sources):
+            return []
+        total = max(1, sum(one.rows if one.drawn is None else one.drawn for one in sources))
+        lines = []
+        for one in sources:
+            drawn = one.rows if one.drawn is None else one.drawn
+            draws = "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn an epoch"
+            counts = f"read {one.read:,}, kept {one.kept:,}, dropped {one.dropped:,} ({counted(one.tokens, 'token')})"
+            commit = f" at commit {one.revision[:12]}" if one.revision else ""
+            lines.append(
+                f"  source      {one.path}{commit}: {counts}{draws}, {drawn / total:.2%} of the rows"
+            )
+        return [visible(line, lines=False) for line in lines]
 
     def _template(self, rows: int) -> str:
         what = f"{counted(rows, 'row')} of plain text"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.data import report as reports
+from pipeline.data.cells import as_json
 from pipeline.data.chunks import Chunk, locate, rows, where
 from pipeline.data.encode import Dropped, Encoder, Example
 from pipeline.data.kinds import Kind, kind_of
@@ -114,7 +115,9 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
             hashes += hashlib.blake2b(raw, digest_size=8).digest()
         if isinstance(row, dict) and shape is None:
             shape, line = shape_of(row, kind), number
-        batch.append((number, row if isinstance(row, RowError) else checked(row, kind, shape, line)))
+        batch.append(
+            (number, row if isinstance(row, RowError) else checked(row, kind, shape, line, chunk.format))
+        )
         size += len(raw)
         if len(batch) == BATCH or size >= BATCH_BYTES:
             task.flush(batch)
@@ -140,10 +143,10 @@ def encoder_of(tokenizer: Any, options: Options) -> Encoder:
     )
 
 
-def checked(row: Any, kind: Kind, shape: str | None, line: int) -> Record | RowError:
-    """The row as a Record, or what is wrong with it; `shape` is that of the file's first row, in `line`."""
+def checked(row: Any, kind: Kind, shape: str | None, line: int, format: str) -> Record | RowError:
+    """The row as a Record, or what is wrong with it; `shape` is that of the first row in `line` of a file of this format."""
     try:
-        record = parse(row, kind)
+        record = parse(as_json(row, kind, format), kind)
     except RowError as error:
         return error
     other = shape_of(row, kind)

@@ -19,7 +19,8 @@ DEEPEST = 64  # lists and objects inside each other: later readers of a row recu
 
 @dataclass(eq=False)
 class RowError(Exception):
-    """One bad row. `line` counts from 1; in a JSON array it is the number of the element (`unit`).
+    """One bad row. `line` counts from 1; in a JSON array it is the number of the element, in a table
+    that of the row (`unit`).
 
     `kind` is a key of report.KINDS; `field` is a path (`messages[0].role`), or empty for the whole row.
     """
@@ -30,7 +31,7 @@ class RowError(Exception):
     expected: str
     file: str = ""
     line: int = 0
-    unit: Literal["line", "element"] = "line"
+    unit: Literal["line", "element", "row"] = "line"
 
     def way(self) -> tuple[str, str, str]:
         """Equal for rows that are wrong in the same way, whatever the place in a list."""
@@ -38,7 +39,7 @@ class RowError(Exception):
 
     def where(self) -> str:
         file = visible(self.file, lines=False)
-        return f"{file}:{self.line}" if self.unit == "line" else f"{file}: element {self.line}"
+        return f"{file}: element {self.line}" if self.unit == "element" else f"{file}:{self.line}"
 
     def __str__(self) -> str:
         name = f"`{visible(self.field, lines=False)}`: " if self.field else ""
@@ -65,7 +66,10 @@ def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_values(value: Any, name: str = "", depth: int = 0) -> None:
-    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, or deep nesting."""
+    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, deep nesting, or a date.
+
+    Tables hold dates, bytes and decimals, too (cells.py).
+    """
     if isinstance(value, str):
         check_text(value, name)
     elif isinstance(value, float | int):
@@ -88,6 +92,9 @@ def check_values(value: Any, name: str = "", depth: int = 0) -> None:
         for key, item in value.items():
             check_text(key, name)
             check_values(item, f"{name}.{key[:60]}" if name else key[:60], depth + 1)
+    elif value is not None:
+        expected = "a value that JSON has: text, a number, true, false, null, a list or an object"
+        raise RowError("wrong_type", name, f"{type_name(value)} {show(value)}", expected)
 
 
 def check_text(value: str, name: str) -> None:
@@ -140,6 +147,11 @@ def type_name(value: Any) -> str:
         "list": "list",
         "dict": "object",
         "str": "text",
+        "datetime": "date and time",
+        "Timestamp": "date and time",
+        "timedelta": "duration",
+        "Timedelta": "duration",
+        "Decimal": "decimal number",
     }
     return names.get(type(value).__name__, type(value).__name__)
 

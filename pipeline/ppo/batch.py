@@ -7,7 +7,7 @@ changes who computes, not what is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,12 +38,20 @@ def all_reduce(x: Tensor) -> Tensor:
     return x
 
 
-def prompt_order(position: int, count: int, n_prompts: int, seed: int) -> list[int]:
-    """Indices of the next `count` prompts after the first `position` of the run; each epoch has its own permutation."""
+def prompt_order(
+    position: int, count: int, n_prompts: int, seed: int, draws: Callable[[int], np.ndarray] | None = None
+) -> list[int]:
+    """Indices of the next `count` prompts after the first `position` of the run; each epoch has its own permutation.
+
+    Args:
+        n_prompts: of an epoch.
+        draws: the indices of an epoch's prompts, by its number from 0. None: each epoch has every prompt once.
+    """
     order: list[int] = []
     while len(order) < count:
         epoch, start = divmod(position + len(order), n_prompts)
         shuffled = np.random.default_rng([seed, epoch]).permutation(n_prompts)
+        shuffled = draws(epoch)[shuffled] if draws else shuffled
         order += shuffled[start : start + count - len(order)].tolist()
     return order
 

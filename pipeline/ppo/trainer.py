@@ -85,6 +85,7 @@ class PPOTrainer:
         eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
         engine: samples the completions. None: the base itself.
         on_update: called after each update with its metrics, its number (from 1) and the total number of updates.
+        draws: the indices of the prompts of an epoch, by its number; as many in each. None: every prompt once.
 
     Raises:
         ValueError: when a role, a reward or a prompt is missing, or there are more workers than prompts in an update.
@@ -101,6 +102,7 @@ class PPOTrainer:
         eos: Sequence[int] | None = None,
         engine: Engine | None = None,
         on_update: OnUpdate | None = None,
+        draws: Callable[[int], Any] | None = None,
     ) -> None:
         self.shared, self.tokenizer, self.args = shared, tokenizer, args
         self.prompts, self.rewards, self.evaluate = prompts, rewards, evaluate
@@ -108,6 +110,7 @@ class PPOTrainer:
         self.rank, self.workers = world()
         self.prompts_per_update = args.batch_size // args.num_generations
         self._check_inputs()
+        self.draws, self.prompts_per_epoch = draws, len(draws(0)) if draws else len(prompts)
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
         self.reference = "reference" if "reference" in shared.roles else None
         self.sampling = Sampling.of(args, tokenizer, shared, eos)
@@ -135,7 +138,7 @@ class PPOTrainer:
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
         )
-        self.total = args.total_updates(len(prompts))
+        self.total = args.total_updates(self.prompts_per_epoch)
         # The policy's schedule begins when it begins to learn, the critic's with the run.
         begins = {"policy": args.critic_warmup_steps, "critic": 0}
         factors = [
@@ -239,7 +242,11 @@ class PPOTrainer:
         """
         n = self.args.num_generations
         order = prompt_order(
-            self.update * self.prompts_per_update, self.prompts_per_update, len(self.prompts), self.args.seed
+            self.update * self.prompts_per_update,
+            self.prompts_per_update,
+            self.prompts_per_epoch,
+            self.args.seed,
+            self.draws,
         )
         mine = range(self.rank, self.prompts_per_update, self.workers)
         rows = [self.prompts[order[i]] for i in mine]

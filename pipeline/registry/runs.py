@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Job
+from pipeline.config.sources import sources_of
 from pipeline.errors import InputError
 from pipeline.registry.database import file_of_uri
 from pipeline.registry.server import client, flatten, like, metric_key, tracking_uri, wait_for_server
@@ -100,18 +101,14 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
     for context, digest in digests.items():
-        paths = getattr(job.data, context, None) or job.data.train
+        first = sources_of(getattr(job.data, context, None) or job.data.train)[0]
         # a local path can be a "local" source in two ways, which are the same
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(str(_first(paths)))
+            source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(first.path)
         dataset = MetaDataset(source, name=context, digest=digest[:36])
         inputs.append(DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)]))
     mlflow.log_inputs(run_id, inputs)
-
-
-def _first(paths: Any) -> Any:
-    return paths[0] if isinstance(paths, list) else paths
 
 
 def find_run(uri: str, folder: str) -> str | None:

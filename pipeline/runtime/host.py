@@ -11,6 +11,8 @@ from pipeline.config import Job
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from pipeline.data.mixture import Mixture
+
 
 @dataclass(frozen=True)
 class Work:
@@ -22,6 +24,7 @@ class Work:
     digests: dict[str, str]  # of each set of rows, by content
     fingerprints: dict[str, str]  # of each tokenised set
     run_id: str | None  # of MLflow; None: nothing is logged
+    mixture: Mixture | None = None  # of the training rows, where their sources have weights
     inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
 
 

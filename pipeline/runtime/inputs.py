@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
+from pipeline.config.sources import sources_of
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, about, in_brief
 from pipeline.registry import lineage
@@ -74,13 +75,13 @@ def check_paths(job: Job) -> None:
         InputError: when one is not there.
     """
     from pipeline.data import files
+    from pipeline.data.sets import HUB
     from pipeline.models.base_files import require_local
 
     met = set()
     for name in ("train", "eval", "pairs"):
-        spec = getattr(job.data, name) or []
-        for item in [spec] if isinstance(spec, str) else spec:
-            if not storage.is_remote(item):
+        for item in [source.path for source in sources_of(getattr(job.data, name))]:
+            if not storage.is_remote(item) or item.startswith(HUB):
                 files.find(item, f"data.{name}")
             elif (bucket := tuple(item.split("/")[:3])) not in met:
                 files.reach(item, f"data.{name}")

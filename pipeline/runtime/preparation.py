@@ -101,11 +101,11 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     """
     from pipeline.data.read import prepare
 
-    job, sets = work.job, {}
+    job, sets, mixture = work.job, {}, None
     if job.data.train or job.data.eval:
         room, packing = room_for_prompts(job, work.base["context_length"]), bool(job.trainer.get("packing"))
         data = prepare(job.stage, job.data, work.tokenizer, room, _cache(job), packing=packing)
-        report = data.report
+        report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
     if job.data.pairs:
         pairs = _prepare_pairs(work)
@@ -121,11 +121,12 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
         desirable = report.splits["train"].desirable or 0
         check_labels(job, desirable, report.splits["train"].kept - desirable)
     if job.stage == "ppo":
-        check_updates(job, report.splits["train"].kept)
+        check_updates(job, len(mixture) if mixture else report.splits["train"].kept)
     work = replace(
         work,
         digests={name: tokenised.digests[split] for name, (tokenised, split) in sets.items()},
         fingerprints={name: tokenised.fingerprints[split] for name, (tokenised, split) in sets.items()},
+        mixture=mixture,
     )
     return work, rows, report
 

@@ -148,6 +148,7 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
             # them (trl 1.16, RewardTrainer.__init__; https://github.com/huggingface/trl/issues/7268 is the same of DoRA's
             # magnitudes): adapters and heads are fp32 here, whatever the base. Remove when TRL leaves them in fp32.
             parameter.data = parameter.data.float()
+    trainer.mixture = worker.work.mixture
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer))
     if worker.rank == 0:

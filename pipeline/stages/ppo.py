@@ -35,7 +35,7 @@ def train(worker: Worker) -> dict[str, Any]:
     if args.uses_critic:
         roles.add_critic(worker, shared, args)
 
-    held_out = worker.rows("eval")
+    held_out, mixture = worker.rows("eval"), worker.work.mixture
     comparison = held_out is not None and evaluation.Comparison(
         worker, shared, held_out, rewards, roles.judge(worker, shared), roles.start(worker, shared, reference)
     )
@@ -59,6 +59,7 @@ def train(worker: Worker) -> dict[str, Any]:
             evaluate=(lambda: comparison.of("policy")[0]) if comparison else None,
             engine=engine,
             on_update=on_update,
+            draws=(lambda epoch: mixture.rows(epoch, args.seed)) if mixture else None,
         )
         if worker.resume:
             trainer.restore(worker.resume)

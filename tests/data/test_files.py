@@ -41,12 +41,12 @@ def test_file_names_of_any_kind(tmp_path, name):
 def test_files_that_are_not_there(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "table.parquet").write_text("")
+    (tmp_path / "rows.jsonl.zst").write_text("")
     for spec, expected in [
         ("row.jsonl", "rows.jsonl"),
         ("*.txt", "matches no file"),
         ("empty", "holds no data file"),
-        ("table.parquet", "is not JSON"),
+        ("rows.jsonl.zst", "type zstd -d"),
     ]:
         with pytest.raises(InputError, match=expected) as caught:
             files.find(str(tmp_path / spec), "data.train")

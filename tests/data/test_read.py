@@ -1,8 +1,11 @@
 """Files -> token tables on an embedded Ray: order, reuse, the hold-out, real files."""
 
 import json
+import os
+import shutil
 
 import pytest
+from datasets import Dataset
 from running import SHARED
 from toy_data import ROWS, make, rows_of, tokenizer, write
 
@@ -36,6 +39,24 @@ def test_rows_become_tokens_in_order_and_are_reused(tmp_path, embedded_ray, monk
     changed = make(tmp_path, train=path)
     assert not changed.report.reused and changed.report.duplicates == 1
     assert changed.digests != first.digests
+
+
+@pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
+def test_digests_are_of_the_content_not_of_the_path(tmp_path, embedded_ray, format):
+    def table(rows, name):
+        path = tmp_path / name
+        set_of_rows = Dataset.from_list(rows)
+        {"jsonl": set_of_rows.to_json, "csv": set_of_rows.to_csv, "parquet": set_of_rows.to_parquet}[format](
+            path
+        )
+        return path
+
+    first = table(ROWS, f"rows.{format}")
+    shutil.copy(first, copy := tmp_path / f"copy.{format}")
+    os.utime(copy, (1, 1))
+    made = [make(tmp_path, train=str(path)) for path in (first, copy, table(ROWS[:-1], f"other.{format}"))]
+    digests = [one.digests["train"] for one in made]
+    assert digests[0] == digests[1] != digests[2] and not made[1].report.reused
 
 
 def test_a_hold_out_keeps_prompts_together(tmp_path, embedded_ray):

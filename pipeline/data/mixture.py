@@ -1,0 +1,91 @@
+"""Which rows of several weighted sources make an epoch.
+
+An epoch draws from each source in proportion to its weight, exact to one row. By data.stopping_strategy, with the words of
+datasets.interleave_datasets, it ends
+
+- `first_exhausted`: when a source is used up. No row comes twice in an epoch; of the other sources some rows are left out.
+- `all_exhausted`: when every source is. No row is left out; rows of the smaller sources come several times, as often as
+  the others of their source or once more.
+
+What is left out, or comes once more, moves on from epoch to epoch: over several epochs all rows of a source are drawn
+equally often. All of it is a function of seed and epoch, so any number of workers draws the same, and so does a resumed run.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from pipeline.errors import InputError
+
+MOST = 1000  # times that a row is repeated in an epoch
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sources of a token table, in which their rows follow one another."""
+
+    sizes: tuple[int, ...]  # rows of each source
+    draws: tuple[int, ...]  # rows that an epoch draws from each
+
+    def __len__(self) -> int:
+        """Rows of an epoch."""
+        return sum(self.draws)
+
+    def rows(self, epoch: int, seed: int) -> Any:
+        """The numbers in the table of the rows of an epoch, source by source: a numpy array of int64."""
+        import numpy as np
+
+        parts, start = [], 0
+        for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
+            # One order for all epochs; each goes on where the one before stopped, and from the end to the beginning.
+            order = np.random.default_rng([seed, source]).permutation(size)
+            parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
+            start += size
+        return np.concatenate(parts)
+
+
+def mix(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    strategy: Literal["first_exhausted", "all_exhausted"],
+) -> Mixture:
+    """The mixture of sources with so many rows.
+
+    Raises:
+        InputError: where the weights leave a source without a row in an epoch, or repeat its rows more than MOST times.
+    """
+    shares = [Fraction(str(weight)) for weight in weights]
+    shares = [share / sum(shares) for share in shares]
+    for name, size in zip(names, sizes, strict=True):
+        if not size:
+            raise InputError(f"no row of {name} is left to draw from; take it out", key="data.train")
+    lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
+    total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
+    draws = _apportioned(total, shares)
+    for name, size, draw, share in zip(names, sizes, draws, shares, strict=True):
+        if not draw:
+            raise InputError(
+                f"the weight of {name}, {float(share):.2g} of all, is less than a row in an epoch of {total:,} rows; expected a "
+                "larger one, or more rows of the other sources",
+                key="data.train",
+            )
+        if draw > MOST * size:
+            raise InputError(
+                f"the weights repeat the {size:,} rows of {name} {draw / size:,.0f} times an epoch; expected at most {MOST:,} "
+                "times: a smaller weight, or data.stopping_strategy=first_exhausted",
+                key="data.train",
+            )
+    return Mixture(tuple(sizes), tuple(draws))
+
+
+def _apportioned(total: int, shares: Sequence[Fraction]) -> list[int]:
+    """`total` in these shares, each rounded up or down; the largest remainders are rounded up."""
+    exact = [share * total for share in shares]
+    counts = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - exact[index])
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return counts

@@ -1,0 +1,220 @@
+"""Sets of the datasets library, by name: which files make the rows of a split.
+
+    path/to/folder, path/to/folder/test               written by save_to_disk, with or without splits
+    path/to/folder/test, path/to/folder:config/test   a clone or snapshot of a set on the hub, whose README says what its
+    hf://datasets/NAME[@revision][:config][/split]      files are; and the set itself
+
+Without a split, data.train means `train`. The datasets library reads the README and finds the files; it runs no code of a
+set, and nothing is downloaded here: the files are read where they are, as any others. A set on the hub is pinned to the
+commit that its revision means now. With HF_HUB_OFFLINE=1 it is taken from this machine's cache (`hf download`).
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import InputError, in_brief
+from pipeline.system import deadline, storage
+
+HUB = "hf://datasets/"
+NAME = re.compile(
+    r"hf://datasets/(?P<repo>[^/@:]+(/[^/@:]+)?)(@(?P<revision>refs/(convert|pr)/[^/:]+|[^/:]+))?"
+    r"(:(?P<config>[^/]+))?(/(?P<split>.*))?"
+)
+FORMATS = ("json", "csv", "parquet", "arrow")  # of datasets.packaged_modules
+
+
+@dataclass(frozen=True)
+class Files:
+    paths: list[str]
+    revision: str = ""  # the commit, of a set on the hub
+
+
+def files_of(item: str, key: str) -> Files | None:
+    """The files of a set that `item` names, for the setting `key`; None: it names files, a folder of them, or nothing.
+
+    Raises:
+        InputError: for a config or split that the set does not have, for files of other formats, and for a hub that cannot be
+            reached.
+    """
+    if item.startswith(HUB):
+        return _on_hub(item, key)
+    last = item.rstrip("/").rpartition("/")[2]
+    if storage.is_remote(item):
+        return None if re.search(r"[.*?\[]", last) else _saved(item, "", item, key)
+    folder = storage.absolute(item)
+    if os.path.isdir(folder):
+        return _in_folder(folder, "", "", item, key)
+    above, colon, config = folder.rpartition(":")
+    if os.path.exists(folder) or re.search(r"[.*?\[]", last):
+        return None
+    if colon and os.path.isdir(above):
+        config, _, split = config.partition("/")
+        return _in_folder(above, config, split, item, key, named=True)
+    above, _, split = folder.rpartition("/")
+    return _in_folder(above, "", split, item, key) if os.path.isdir(above) else None
+
+
+def _in_folder(
+    folder: str, config: str, split: str, item: str, key: str, named: bool = False
+) -> Files | None:
+    """Of a local folder; `named`: it is written as a set, so it is one although it has no README."""
+    if (saved := None if config else _saved(folder, split, item, key)) or not (named or _has_card(folder)):
+        return saved
+    return Files(_declared(folder, config, split, item, key))
+
+
+def _has_card(folder: str) -> bool:
+    """Whether a README says which files make which split."""
+    try:
+        with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
+            head = file.read(1 << 20)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return (
+        head.startswith("---")
+        and re.search(r"^(configs|dataset_info):", head.split("\n---", 1)[0], re.M) is not None
+    )
+
+
+def _saved(folder: str, split: str, item: str, key: str) -> Files | None:
+    """The Arrow files of a Dataset or DatasetDict that save_to_disk wrote; None: it wrote none here."""
+    if storage.exists(index := storage.join(folder, "dataset_dict.json")):
+        splits = _read(index, "splits", key)
+        folder = storage.join(folder, _split(splits, split, item, key))
+    elif split:
+        return None
+    if not storage.exists(index := storage.join(folder, "state.json")):
+        return None
+    return Files([storage.join(folder, str(file["filename"])) for file in _read(index, "_data_files", key)])
+
+
+def _read(path: str, entry: str, key: str) -> Any:
+    try:
+        return storage.read_json(path)[entry]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise InputError(
+            f"{path} cannot be read ({in_brief(error)}); expected what save_to_disk writes", key=key
+        ) from error
+
+
+def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
+    """The split that is asked for: by name, or the only one, or `train` for data.train."""
+    if not split and (len(splits) == 1 or (key == "data.train" and "train" in splits)):
+        return splits[0] if len(splits) == 1 else "train"
+    if split in splits:
+        return split
+    whole = item.removesuffix("/").removesuffix(f"/{split}") if split else item.removesuffix("/")
+    found = f"no split {split!r}" if split else "several splits"
+    raise InputError(
+        f"{item!r} has {found}; expected one of {', '.join(f'{whole}/{name}' for name in splits)}", key=key
+    )
+
+
+# ---- sets with a README ----------------------------------------------------------------------------------------
+
+
+def _declared(
+    path: str, config: str, split: str, item: str, key: str, revision: str | None = None
+) -> list[str]:
+    """The files of a split, as the datasets library finds them by the README of a folder or hub id, or by their names."""
+    import datasets
+
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            builder = datasets.load_dataset_builder(
+                path, config or None, revision=revision, cache_dir=scratch
+            )
+        except ValueError as error:  # of an unknown config it names those that there are
+            raise InputError(f"{item!r}: {_said(error)}", key=key) from error
+        except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise InputError(f"{item!r} is no set that can be read ({_said(error)})", key=key) from error
+    format = type(builder).__module__.split(".")[-1]
+    if format not in FORMATS:
+        raise InputError(
+            f"{item!r} holds files of the kind {format!r}; expected {', '.join(FORMATS)}", key=key
+        )
+    for name in (
+        "field",
+        "column_names",
+        "names",
+    ):  # of the README: where the rows are, and what the columns are called
+        if getattr(builder.config, name, None):
+            raise InputError(
+                f"the README of {item!r} reads its files with `{name}`; name the files themselves", key=key
+            )
+    files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
+    return files[_split(list(files), split, item, key)]
+
+
+def _said(error: Exception) -> str:
+    """A library's message on one line, without its advice to programmers."""
+    return " ".join(str(error).partition("Example of usage")[0].split())[:300] or type(error).__name__
+
+
+def _on_hub(item: str, key: str) -> Files | None:
+    """Of a set on the hub, or in this machine's cache of it; None: `item` names a file or folder in a repository."""
+    from huggingface_hub import is_offline_mode
+
+    match = NAME.fullmatch(item)
+    if match is None or any(sign in item for sign in "*?["):
+        return None
+    repo, revision, config, rest = (match[name] or "" for name in ("repo", "revision", "config", "split"))
+    rest = rest.strip("/")
+    if is_offline_mode():
+        return _cached(item, key, repo, revision, config, rest)
+    commit = _commit(item, key, repo, revision)
+    if rest and not config:
+        fs, inner = storage.filesystem(path := f"{HUB}{repo}@{commit}/{rest}")
+        if (info := fs.get_file_info(inner)).type.name != "NotFound":
+            return Files([path], commit) if info.is_file else None
+    if "/" in rest:
+        raise InputError(
+            f"there is no file {item!r}; expected hf://datasets/NAME:config/split, or a path in it", key=key
+        )
+    return Files(_declared(repo, config, rest, item, key, commit), commit)
+
+
+def _commit(item: str, key: str, repo: str, revision: str) -> str:
+    """The commit that a revision of a set means now."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        commit = deadline.answer(lambda: HfApi().dataset_info(repo, revision=revision or None).sha)
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise InputError(
+            f"{item!r}: the hub has no such set, or not for you ({_said(error)}); expected hf://datasets/NAME:config/split "
+            "with the NAME and revision as the hub writes them, and HF_TOKEN in the environment for a private or gated one",
+            key=key,
+        ) from error
+    except Exception as error:  # the HTTP client has types of its own
+        raise InputError(
+            f"{item!r}: the hub cannot be reached ({in_brief(error)}); on a machine with network type `hf download --repo-type "
+            f"dataset {repo}`, then here HF_HUB_OFFLINE=1 in front of the command, or the folder instead of the name",
+            key=key,
+        ) from error
+    return str(commit)
+
+
+def _cached(item: str, key: str, repo: str, revision: str, config: str, rest: str) -> Files:
+    """Of the snapshot in the hub's cache: a split, or one file."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            repo, repo_type="dataset", revision=revision or None, local_files_only=True
+        )
+    except Exception as error:
+        raise InputError(
+            f"{item!r} is not in the cache of this machine, and HF_HUB_OFFLINE is set; type `hf download --repo-type dataset "
+            f"{repo}` with network, or leave HF_HUB_OFFLINE out",
+            key=key,
+        ) from error
+    commit, path = os.path.basename(folder), os.path.join(folder, rest)
+    if rest and not config and os.path.isfile(path):
+        return Files([path], commit)
+    return Files(_declared(folder, config, rest, item, key), commit)

@@ -1,0 +1,162 @@
+"""Sources with weights: what an epoch draws of each, exact to one row, on any number of workers."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_data import make, rows_of, write
+
+from pipeline.data.feed import ExactBatchSampler
+from pipeline.data.mixture import Mixture, mix
+from pipeline.errors import InputError
+from pipeline.ppo.batch import prompt_order
+
+SOURCES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)
+STRATEGIES = st.sampled_from(["first_exhausted", "all_exhausted"])
+
+
+def mixture(sources, strategy) -> Mixture | None:
+    sizes, weights = zip(*sources, strict=True)
+    try:
+        return mix([str(i) for i in range(len(sizes))], sizes, [weight / 10 for weight in weights], strategy)
+    except InputError:
+        return None  # a source of which an epoch has no row
+
+
+@settings(max_examples=200, deadline=None)
+@given(sources=SOURCES, strategy=STRATEGIES, seed=st.integers(0, 2**31), epoch=st.integers(0, 5))
+def test_shares_are_exact_to_one_row_an_epoch(sources, strategy, seed, epoch):
+    mixed = mixture(sources, strategy)
+    if mixed is None:
+        return
+    total = sum(weight for _, weight in sources)
+    rows, start = Counter(mixed.rows(epoch, seed).tolist()), 0
+    for (size, weight), draws in zip(sources, mixed.draws, strict=True):
+        mine = [rows[row] for row in range(start, start + size)]
+        assert sum(mine) == draws and abs(draws - Fraction(weight, total) * len(mixed)) < 1
+        assert max(mine) - min(mine) <= 1  # as often as the others of its source
+        assert max(mine) <= 1 if strategy == "first_exhausted" else min(mine) >= 1
+        start += size
+    assert sum(rows.values()) == len(mixed) and max(rows) < start
+    exhausted = [draws >= size for (size, _), draws in zip(sources, mixed.draws, strict=True)]
+    assert strategy == "first_exhausted" or all(exhausted)
+
+
+@settings(max_examples=50, deadline=None)
+@given(sources=SOURCES, strategy=STRATEGIES, seed=st.integers(0, 99), epochs=st.integers(1, 6))
+def test_over_several_epochs_all_rows_of_a_source_come_equally_often(sources, strategy, seed, epochs):
+    mixed = mixture(sources, strategy)
+    if mixed is None:
+        return
+    rows, start = Counter(row for epoch in range(epochs) for row in mixed.rows(epoch, seed).tolist()), 0
+    for size, _ in sources:
+        mine = [rows[row] for row in range(start, start + size)]
+        assert max(mine) - min(mine) <= 1
+        start += size
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sources=SOURCES,
+    size=st.integers(1, 7),
+    world=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    epoch=st.integers(0, 3),
+)
+def test_any_number_of_workers_draws_the_same(sources, size, world, seed, epoch):
+    mixed = mixture(sources, "first_exhausted")
+    if mixed is None:
+        return
+
+    def steps(batch, workers):
+        ranks = [
+            ExactBatchSampler(sum(mixed.sizes), batch, rank, workers, seed, mixed) for rank in range(workers)
+        ]
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        assert len({len(sampler) for sampler in ranks}) == 1
+        return [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)]
+
+    together = steps(size, world)
+    assert together == steps(size * world, 1)
+    drawn = [row for step in together for row in step]
+    assert sorted(drawn) == sorted(mixed.rows(epoch, seed).tolist())
+
+
+def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
+    mixed = mix(["a", "b"], [700, 300], [0.7, 0.3], "first_exhausted")
+    assert mixed.draws == (700, 300)  # a weight of 0.7 is seven tenths, not the nearest binary fraction
+    sampler = ExactBatchSampler(1000, 100, 0, 1, 3, mixed)
+    shares = [sum(row < 700 for row in batch) for batch in sampler]
+    assert min(shares) > 50 and max(shares) < 90
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_prompts_of_ppo_are_drawn_epoch_by_epoch(batch):
+    mixed = mix(["a", "b"], [6, 9], [1, 1], "first_exhausted")
+    order = [
+        row
+        for position in range(0, 36, batch)
+        for row in prompt_order(
+            position, min(batch, 36 - position), len(mixed), 5, lambda epoch: mixed.rows(epoch, 5)
+        )
+    ]
+    for epoch in range(3):
+        assert sorted(order[epoch * 12 : epoch * 12 + 12]) == sorted(mixed.rows(epoch, 5).tolist())
+
+
+@pytest.mark.parametrize(
+    "sizes,weights,strategy,said",
+    [
+        ([5, 0], [1, 1], "first_exhausted", "no row of b is left"),
+        ([5, 500], [1, 1000], "first_exhausted", "weight of a, 0.001 of all, is less than a row"),
+        ([1, 5000], [1, 0.001], "all_exhausted", "repeat the 1 rows of a 5,000,000 times an epoch"),
+    ],
+)
+def test_weights_that_do_not_fit_the_rows(sizes, weights, strategy, said):
+    with pytest.raises(InputError, match=said):
+        mix(["a", "b"], sizes, weights, strategy)
+
+
+def test_a_job_of_two_sources(tmp_path, embedded_ray):
+    demonstrations = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(40)]
+    one = write(tmp_path / "one.jsonl", [*demonstrations, {"prompt": "q", "completion": " "}])
+    other = str(tmp_path / "other.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": f"p{i}", "completion": "x" * 50} for i in range(100)]), other
+    )
+    train = [{"path": one, "weight": 0.8}, {"path": other, "weight": 0.2}]
+    for options in ({}, {"packing": True, "max_length": 60}, {"eval_fraction": 0.2}):
+        made = make(tmp_path, train=train, on_error="skip", **options)
+        sources = made.report.sources["train"]
+        assert [source.rows for source in sources] == list(made.mixture.sizes)
+        assert sum(made.mixture.sizes) == made.train.count()
+        assert [source.drawn for source in sources] == list(made.mixture.draws)
+        assert sources[0].drawn == sources[0].rows and sources[1].drawn == pytest.approx(
+            sources[0].drawn / 4, abs=1
+        )
+        assert (
+            sources[0].dropped == 1
+            and sum(source.tokens for source in sources) == made.report.splits["train"].tokens
+        )
+        text = made.report.render()
+        assert f"source      {other}: read" in text and "drawn an epoch" in text
+        assert json.loads(json.dumps(made.report.to_dict()))["sources"]["train"][1]["path"] == other
+    assert {source.path for source in made.report.sources["eval"]} == {one, other}
+    assert sum(source.kept for source in made.report.sources["eval"]) == made.eval.count()
+    table = rows_of(make(tmp_path, train=train, on_error="skip").train)
+    assert [len(row["input_ids"]) > 40 for row in table] == [False] * 40 + [
+        True
+    ] * 100  # in the order of the sources
+    again = make(tmp_path, train=[{**train[0], "weight": 1}, {**train[1], "weight": 1}], on_error="skip")
+    assert again.report.reused and again.mixture.draws == (40, 40)  # weights are no reason to tokenise again
+    plain = make(tmp_path, train=[one, other], on_error="skip")
+    assert plain.mixture is None and "71.43% of the rows" in plain.report.render()

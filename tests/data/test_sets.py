@@ -1,0 +1,194 @@
+"""Sets of the datasets library by name: saved folders, folders with a README, and a hub that runs on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from datasets import Dataset, DatasetDict
+from running import ROOT
+from toy_data import ROWS, make, read_rows
+from toy_hub import COMMIT, hub
+
+from pipeline.data import files
+from pipeline.errors import InputError
+
+README = """---
+license: mit
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train-*
+  - split: test_prefs
+    path: data/test-*
+- config_name: small
+  data_files: small.jsonl
+---
+# A set
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A clone of a set on the hub."""
+    path = tmp_path / "prefs"
+    (path / "data").mkdir(parents=True)
+    Dataset.from_list(ROWS[:30]).to_parquet(path / "data/train-00000-of-00001.parquet")
+    Dataset.from_list(ROWS[30:]).to_parquet(path / "data/test-00000-of-00001.parquet")
+    (path / "small.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
+    (path / "README.md").write_text(README)
+    (path / "prefs.py").write_text("raise SystemExit('code of a set')\n")
+    return path
+
+
+def found(item, key="data.train"):
+    return [os.path.basename(file.path) for file in files.find(str(item), key)]
+
+
+def test_saved_folders(tmp_path):
+    splits = DatasetDict({"train": Dataset.from_list(ROWS[:40]), "test": Dataset.from_list(ROWS[40:])})
+    splits.save_to_disk(tmp_path / "saved", num_shards={"train": 2, "test": 1})
+    for item in ("saved", "saved/", "saved/train"):
+        rows = [row for path in found_paths(tmp_path / item) for _, row in read_rows(path)]
+        assert rows == ROWS[:40]
+    assert [
+        row for path in found_paths(tmp_path / "saved/test", "data.eval") for _, row in read_rows(path)
+    ] == ROWS[40:]
+    with pytest.raises(
+        InputError, match=r"several splits; expected one of .*saved/train, .*saved/test"
+    ) as caught:
+        found(tmp_path / "saved", "data.eval")
+    assert caught.value.key == "data.eval"
+    with pytest.raises(InputError, match="no split 'validation'; expected one of"):
+        found(tmp_path / "saved/validation")
+    (tmp_path / "saved/train/state.json").write_text("{")
+    with pytest.raises(InputError, match=r"state.json cannot be read"):
+        found(tmp_path / "saved")
+
+
+def found_paths(item, key="data.train"):
+    return [file.path for file in files.find(str(item), key)]
+
+
+def test_a_folder_with_a_readme(folder):
+    (folder / "prefs.py").unlink()
+    for item in ("", "/", "/train", ":default", ":default/train"):
+        assert found(f"{folder}{item}") == ["train-00000-of-00001.parquet"], item
+    for item in ("/test_prefs", ":default/test_prefs"):
+        assert found(f"{folder}{item}", "data.eval") == ["test-00000-of-00001.parquet"]
+    assert found(f"{folder}:small") == found(f"{folder}:small/train", "data.eval") == ["small.jsonl"]
+    assert found(f"{folder}/data/test*") == ["test-00000-of-00001.parquet"]  # files stay files
+    assert found(f"{folder}/data") == ["test-00000-of-00001.parquet", "train-00000-of-00001.parquet"]
+    for item, said in [
+        (":large/train", r"Available: \['default', 'small'\]"),
+        (":small/test", r"no split 'test'; expected one of .*prefs:small/train"),
+        ("/tset", "no split 'tset'; expected one of .*prefs/train, .*prefs/test_prefs"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            found(f"{folder}{item}")
+    (folder / "README.md").unlink()
+    assert len(found(folder)) == 3  # a folder of files, all of them
+    assert found(f"{folder}:default/train") == ["train-00000-of-00001.parquet"]  # by the names of its files
+
+
+def test_code_of_a_set_is_not_run(folder):
+    with pytest.raises(InputError, match="Dataset scripts are no longer supported"):
+        found(folder)
+
+
+def test_a_saved_set_trains(tmp_path, embedded_ray):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    assert make(tmp_path, train=str(tmp_path / "saved")).train.count() == 50
+
+
+# ---- the hub: another process, because huggingface_hub reads its settings once -----------------------------------------
+
+READ = """
+import json, sys
+from toy_data import read_rows
+from pipeline.data import files
+for item in json.loads(sys.argv[1]):
+    try:
+        found = files.find(item, "data.train")
+        print(json.dumps([[f.path, f.revision] for f in found] + [len(read_rows(f.path)) for f in found]))
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def in_process(items, tmp_path, **environment):
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+    command = [sys.executable, "-c", READ, json.dumps(items)]
+    environment = {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "0", **environment}
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_set_on_the_hub_is_pinned_and_read_where_it_is(folder, tmp_path):
+    (folder / "prefs.py").unlink()
+    name = "hf://datasets/owner/prefs"
+    sets = [
+        name,
+        f"{name}/train",
+        f"{name}@v1:default/train",
+        f"{name}/test_prefs",
+        f"{name}:small",
+        f"{name}/small.jsonl",
+    ]
+    wrong = [
+        f"{name}:large",
+        f"{name}/tset",
+        f"{name}@v9",
+        "hf://datasets/nobody/none:a/train",
+        f"{name}/data/none.jsonl",
+    ]
+    with hub(folder) as address:
+        *right, large, split, revision, none, file = in_process(
+            [*sets, *wrong], tmp_path, HF_ENDPOINT=address
+        )
+    pinned = f"{name}@{COMMIT}"
+    train, test, small = (
+        "data/train-00000-of-00001.parquet",
+        "data/test-00000-of-00001.parquet",
+        "small.jsonl",
+    )
+    expected = [(train, 30), (train, 30), (train, 30), (test, 20), (small, 3), (small, 3)]
+    assert right == [[[f"{pinned}/{path}", COMMIT], count] for path, count in expected]
+    assert (
+        "Available: ['default', 'small']" in large
+        and "expected one of" in split
+        and f"{name}/test_prefs" in split
+    )
+    assert (
+        "the hub has no such set" in revision
+        and "the hub has no such set" in none
+        and "there is no file" in file
+    )
+    assert all(error.startswith("InputError") for error in (large, split, revision, none, file))
+
+
+def test_a_hub_out_of_reach_and_its_cache(folder, tmp_path):
+    (folder / "prefs.py").unlink()
+    name = "hf://datasets/owner/prefs"
+    away = in_process([f"{name}:default/train"], tmp_path, HF_ENDPOINT="http://127.0.0.1:9")[0]
+    assert (
+        "the hub cannot be reached" in away
+        and "hf download --repo-type dataset owner/prefs" in away
+        and "HF_HUB_OFFLINE=1" in away
+    )
+    cold = in_process([name], tmp_path, HF_HUB_OFFLINE="1")[0]
+    assert "is not in the cache of this machine" in cold and "hf download" in cold
+    download = "from huggingface_hub import snapshot_download as s; s('owner/prefs', repo_type='dataset')"
+    with hub(folder) as address:
+        settings = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        subprocess.run(
+            [sys.executable, "-c", download], env={**os.environ, **settings}, check=True, timeout=120
+        )
+    items = [name, f"{name}/test_prefs", f"{name}:small", f"{name}/small.jsonl"]
+    made = in_process(items, tmp_path, HF_HUB_OFFLINE="1")
+    assert [one[0][1] for one in made] == [COMMIT] * 4 and [one[1] for one in made] == [30, 20, 3, 3]
