@@ -3,8 +3,8 @@
     RAY_ADDRESS=http://HEAD:8265 make sft PROFILE=llama3-8b ARGS="run.storage_path=s3://BUCKET/runs"
     python -m pipeline.cloud.submit logs|stop|jobs [NAME]        # later, from any machine
 
-Uploads the working directory (less .rayignore), runs `python -m pipeline STAGE JOB ...` beside the head, shows its log
-and ends with its exit status. The job belongs to the cluster: this process, its connection and its machine may go away.
+Uploads the working directory (less .rayignore) and a package that is installed elsewhere, runs `python -m pipeline STAGE JOB`
+beside the head, shows its log and ends with its exit status. The job belongs to the cluster: this process, its connection and its machine may go away.
 Secrets are forwarded by name from the environment and never printed.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pipeline
 from pipeline.cloud import preflight
 from pipeline.config import Job, load_job, make
 from pipeline.config.stages import STAGE
@@ -77,10 +78,16 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     api.submit(
         submission,
         shlex.join(["python", "-m", "pipeline", verb, path, *overrides]),
-        {"working_dir": ".", "env_vars": {**driver.ENVIRONMENT, **environment}},
+        {**uploaded(), "env_vars": {**driver.ENVIRONMENT, **environment}},
         {"run": name, "verb": verb, "job": path},
     )
     return follow(api, submission)
+
+
+def uploaded() -> dict[str, Any]:
+    """What Ray is to upload: the working directory and, unless that is a clone, the package as it is installed here."""
+    package = Path(pipeline.__file__).parent
+    return {"working_dir": "."} | ({} if package.parent == Path.cwd() else {"py_modules": [str(package)]})
 
 
 def check_registry(verb: str, job: Job) -> None:

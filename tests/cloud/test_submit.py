@@ -321,6 +321,18 @@ def test_leaving_a_job_and_ending_it(cluster, capsys):
     assert "no job 'nobody'" in capsys.readouterr().err
 
 
+def test_a_package_that_is_installed_elsewhere_is_uploaded(cluster, tmp_path, monkeypatch, capsys):
+    """From a folder that is no clone, the nodes import what runs here, not what their image may have."""
+    assert submit.uploaded() == {"working_dir": "."}  # the clone
+    monkeypatch.chdir(tmp_path)
+    api = submit.Api(cluster.address)
+    where = "import pipeline, os; print('found', pipeline.__file__, os.path.isdir(pipeline.__path__[0] + '/jobs/demo'))"
+    api.submit("elsewhere", shlex.join(["python", "-c", where]), submit.uploaded(), {"run": "elsewhere"})
+    assert submit.follow(api, "elsewhere") == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("found")]
+    assert "py_modules" in line and line.endswith("True")
+
+
 @pytest.mark.slow
 def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
     """`RAY_ADDRESS=http://... python -m pipeline sft`: uploaded, trained, registered; wrong rows end it with status 2."""
