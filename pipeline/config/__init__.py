@@ -69,6 +69,15 @@ class Run:
     max_failures: int = 0  # restarts after lost workers; -1: no limit
     placement_timeout_s: float = 3600.0  # seconds to wait for workers that no node has room for; -1: no limit
     num_to_keep: int = 2  # checkpoints
+    # The step whose adapter is evaluated, gated and registered: that of the best evaluation so far, or the last one.
+    keep: Literal["best", "last"] = "last"
+    # A held-out figure, by which evaluations are compared. None: eval_loss; of ppo eval_judge, without a judge eval_reward.
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = (
+        None  # None: not where it is a loss, a perplexity, a KL or eval_repetition
+    )
+    # Training stops after this many evaluations in a row none of which was better than the best before. None: never.
+    early_stopping_patience: int | None = None
     fresh: bool = False  # start over although a run of this name exists
     port: int = 8000  # `serve` listens here, on 127.0.0.1; 0: any free one
     report: bool = True  # draw report.html at the end, for the run's folder and for MLflow

@@ -33,6 +33,7 @@ RANGES: dict[str, dict[str, str]] = {
             "-1 or [0, 1000000]": "max_failures",
             "-1 or (0, 31536000]": "placement_timeout_s",
             "[1, 1000]": "num_to_keep",
+            "[1, 1000000]": "early_stopping_patience",
             "[0, 65535]": "port",
         }
     ),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import bounds, gates, scaling, sources, trainer
+from pipeline.config import best, bounds, gates, scaling, sources, trainer
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.keys import class_of
@@ -270,6 +270,7 @@ CHECKS = (
     trainer.check,
     scaling.check,
     _check_run,
+    best.check,
     _check_mlflow,
     gates.check,
     _check_inputs,

@@ -18,6 +18,10 @@ _NOTHING_TRAINED = {
     "data.seed": "it holds nothing out",
     "data.batch_size": "it trains nothing; the rows of one forward are trainer.local_rollout_forward_batch_size",
     "run.num_to_keep": "it leaves no checkpoints",
+    "run.keep": "it trains nothing",
+    "run.metric_for_best_model": "it trains nothing",
+    "run.greater_is_better": "it trains nothing",
+    "run.early_stopping_patience": "it trains nothing",
     "mlflow.registered_model": "it registers nothing",
 }
 _NO_SERVER = {"run.port": "only `serve` listens, with a job of `score`"}

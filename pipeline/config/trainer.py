@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import bounds, gates, scaling
+from pipeline.config import bounds, scaling
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
@@ -86,8 +86,12 @@ def _check_trl(tree: Tree, job: Job) -> None:
             if name not in CHECKPOINTING or not isinstance(value, bool):
                 known = f"expected true or false for one of {', '.join(CHECKPOINTING)}"
                 raise tree.error(f"trainer.{key}", f"found {show(name)}: {show(value)}, {known}")
-    if trainer.get("save_strategy") == "best" or trainer.get("metric_for_best_model") is not None:
-        _check_best(tree, job)
+    if trainer.get("save_strategy") == "best":
+        raise tree.error(
+            "trainer.save_strategy",
+            "found best, which leaves a stopped run little to continue from; expected steps or epoch. run.keep=best registers "
+            "the best step, whenever checkpoints are written",
+        )
     if trainer.get("sync_ref_model"):
         raise tree.error(
             "trainer.sync_ref_model", "the reference is the frozen sft adapter, which stays as it is"
@@ -142,20 +146,6 @@ def _check_kto(tree: Tree, trainer: dict[str, Any]) -> None:
         raise tree.error(
             "trainer.precompute_ref_log_probs",
             "each epoch pairs other rows for the KL term, whose log-probs cannot be known before; take it out",
-        )
-
-
-def _check_best(tree: Tree, job: Job) -> None:
-    metric, strategy = job.trainer.get("metric_for_best_model"), job.trainer.get("eval_strategy", "no")
-    known = [f"eval_{name}" for name in gates.HELD_OUT[job.stage].split()]
-    if metric is None or f"eval_{metric.removeprefix('eval_')}" not in known:
-        raise tree.error(
-            "trainer.metric_for_best_model",
-            f"found {show(metric)}, expected one of {', '.join(known)}",
-        )
-    if strategy == "no":
-        raise tree.error(
-            "trainer.save_strategy", "found best without trainer.eval_strategy: type =steps or =epoch"
         )
 
 

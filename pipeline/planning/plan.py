@@ -93,10 +93,12 @@ class Plan:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes on disk: what learns and Adam's two moments of it, in fp32. The base is not in it."""
+        """Bytes on disk: what learns and Adam's two moments of it, in fp32, and with run.keep=best the best of it so far.
+        The base is not in it.
+        """
         # TRL's trainer also saves the reference's adapter; ours does not.
         reference = STAGE[self.job.stage].trl and _has_reference(self.job)
-        return (12.0 + 4.0 * reference) * self.trainable
+        return (12.0 + 4.0 * reference + 4.0 * (self.job.run.keep == "best")) * self.trainable
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ POLICY_STATS = (
 VALUE_STATS = ("loss/value_avg", "val/clipfrac_avg")
 
 Rows = Sequence[dict[str, Any]]
-OnUpdate = Callable[[dict[str, float], int, int], None]
+OnUpdate = Callable[[dict[str, float], int, int], bool | None]
 
 
 class PPOTrainer:
@@ -84,7 +84,8 @@ class PPOTrainer:
         evaluate: returns metrics of the policy on held-out prompts; called on every rank every `eval_steps` updates.
         eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
         engine: samples the completions. None: the base itself.
-        on_update: called after each update with its metrics, its number (from 1) and the total number of updates.
+        on_update: called after each update with its metrics, its number (from 1) and the total number of updates; True ends
+            the training there.
         draws: the indices of the prompts of an epoch, by its number; as many in each. None: every prompt once.
 
     Raises:
@@ -182,8 +183,8 @@ class PPOTrainer:
             metrics = self.run_update()
             if self.args.logs(self.update, self.total):
                 self.history.append(metrics)
-            if self.on_update is not None:
-                self.on_update(metrics, self.update, self.total)
+            if self.on_update is not None and self.on_update(metrics, self.update, self.total):
+                break
         return self.history
 
     def run_update(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ first and compared file by file.
 
 from pipeline.registry.database import file_of_uri
 from pipeline.registry.metrics import MetricLog
-from pipeline.registry.runs import find_run, history, log_files, mlflow_run, recorded
+from pipeline.registry.runs import find_run, history, log_files, mlflow_run, recorded, tag_run
 from pipeline.registry.server import check, client, first_line, look, tracking_uri, uri_of, wait_for_server
 from pipeline.registry.versions import (
     Version,
@@ -41,6 +41,7 @@ __all__ = [
     "promote",
     "publish",
     "recorded",
+    "tag_run",
     "tags",
     "tracking_uri",
     "uri_of",

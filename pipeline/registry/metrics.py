@@ -18,6 +18,11 @@ class Point(NamedTuple):
     final: bool
 
 
+def recorded(point: Point, known: dict[int, float]) -> bool:
+    """Whether a run that has these values of the metric, {step: value}, has the point, too."""
+    return point.step in known and (not point.final or known[point.step] == point.value)
+
+
 class MetricLog:
     """Metrics of one run, sent by a thread of its own: training never waits for the server, nor fails with it.
 
@@ -39,7 +44,7 @@ class MetricLog:
         self.client: Any = None  # made by the thread: its import and the store's migrations take a second
         self.pending: deque[Point] = deque()
         self.given_up = 0
-        self.known: dict[str, dict[int, float]] = {}  # of each metric, what the run had before: {step: value}
+        self.known: dict[str, dict[int, float]] = {}  # of each metric, what the run has: {step: value}
         self.failures, self.closing = 0, False
         self.wake = threading.Condition()
         self.thread = threading.Thread(target=self._send_all, name="metrics", daemon=True)
@@ -108,10 +113,13 @@ class MetricLog:
         self.client = self.client or client(self.uri)
         for key in {point.key for point in batch} - self.known.keys():
             self.known[key] = {m.step: m.value for m in self.client.get_metric_history(self.run_id, key)}
-        new = [Metric(p.key, p.value, p.time, p.step) for p in batch if not self._recorded(p)]
-        if new:
-            self.client.log_batch(self.run_id, metrics=new)
-
-    def _recorded(self, point: Point) -> bool:
-        recorded = self.known[point.key]
-        return point.step in recorded and (not point.final or recorded[point.step] == point.value)
+        new: dict[str, dict[int, float]] = {key: {} for key in self.known}
+        metrics = []
+        for point in batch:
+            if not recorded(point, self.known[point.key]) and not recorded(point, new[point.key]):
+                metrics.append(Metric(point.key, point.value, point.time, point.step))
+                new[point.key][point.step] = point.value
+        if metrics:
+            self.client.log_batch(self.run_id, metrics=metrics)
+        for key, values in new.items():
+            self.known[key] |= values

@@ -139,6 +139,11 @@ def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
+def tag_run(uri: str, run_id: str, key: str, value: str) -> None:
+    """Sets a tag of a run."""
+    client(uri).set_tag(run_id, key, value)
+
+
 def recorded(uri: str, run_id: str) -> dict[str, Any]:
     """What MLflow holds of a run: name, stage, status, folder, and local copies of its job and result, or None.
 

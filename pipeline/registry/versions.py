@@ -174,7 +174,9 @@ def _create_registered_model(mlflow: Any, name: str) -> None:
 def _tags(lineage: dict[str, Any]) -> dict[str, str]:
     """What one searches for in MLflow, short enough for its pages: lineage.json, beside the adapter, has all of it in full."""
     base, reward = lineage.get("base", {}), lineage.get("reward", {})
-    tags = {key: str(lineage[key]) for key in ("stage", "tokenizer", "chat_template") if lineage.get(key)}
+    tags = {
+        key: str(lineage[key]) for key in ("stage", "step", "tokenizer", "chat_template") if lineage.get(key)
+    }
     tags |= {f"base_{key}": str(base[key]) for key in ("name_or_path", "revision", "digest") if base.get(key)}
     tags |= {f"reward_{key}": f"{value:.6g}" for key, value in reward.items()}
     tags |= {key: tags[key][:DIGEST] for key in ("tokenizer", "chat_template", "base_digest") if key in tags}

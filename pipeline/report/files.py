@@ -17,7 +17,8 @@ JOB = {
 }  # fmt: skip
 RESULT = {
     "stage": str, "metrics": dict, "metrics.*": NUMBER, "samples": list, "samples.*": dict, "inputs": dict, "inputs.*": str,
-    "data": dict, "data.report": dict, "versions": dict, "seconds": NUMBER, "train_seconds": NUMBER,
+    "kept": dict, "kept.step": NUMBER, "kept.by": str,
+    "kept.value": NUMBER, "ended": dict, "ended.early": str, "data": dict, "data.report": dict, "versions": dict, "seconds": NUMBER, "train_seconds": NUMBER,
     "peak_memory_bytes": NUMBER, "tracking_uri": str, "mlflow_run_id": str, "checkpoint": str, "adapter": str,
     "registered_model": str, "version": str, "alias": str, "gate": str,
 }  # fmt: skip

@@ -40,6 +40,12 @@ class Run:
         return max(steps, default=None)
 
     @property
+    def kept(self) -> int | None:
+        """The step whose adapter was kept because it was the best; None: the last one was, or nothing was trained."""
+        kept = self.result.get("kept") or {}
+        return kept.get("step") if kept.get("by") else None
+
+    @property
     def inputs(self) -> dict[str, str]:
         """{"policy": "models:/rlhf-sft/3", ...}: pinned where the run got that far, else as the job names them."""
         if "inputs" in self.result:

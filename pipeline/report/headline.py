@@ -70,6 +70,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if result.get("version"):
         alias = f" @{result['alias']}" if result.get("alias") else " (no alias)"
         entries.append(("registered", f"{result['registered_model']} v{result['version']}{alias}"))
+    if ended := how_it_ended(result):
+        entries.append(("ended", ended))
     scaling = run.job.get("scaling", {})
     workers = scaling.get("num_workers", 1)
     entries.append(("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"))
@@ -82,6 +84,18 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if run.folder:
         entries.append(("folder", run.folder))
     return entries
+
+
+def how_it_ended(result: dict[str, Any]) -> str | None:
+    """From a result.json: which step was kept as the best, and why training stopped early, if either is so."""
+    kept, ended = result.get("kept", {}), result.get("ended", {})
+    said = []
+    if kept.get("by"):
+        value = number(kept.get("value"))
+        said.append(f"kept step {kept.get('step')} of {ended.get('step')}: the best {kept['by']}, {value}")
+    if ended.get("early"):
+        said.append(f"stopped at step {ended.get('step')} of {ended.get('of')}: {ended['early']}")
+    return "; ".join(said) or None
 
 
 def gate(run: Run) -> list[dict[str, Any]]:

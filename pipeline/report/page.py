@@ -75,10 +75,13 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[tuple[Panel, Draw]]
     stage = next(iter(runs.values())).stage
     axis = "update" if stage == "ppo" else "step"  # PPO logs once an update
     histories = {name: run.history for name, run in runs.items()}
+    kept = next(iter(runs.values())).kept if len(runs) == 1 else None
     groups = {}
     for name, (question, panels) in GROUPS.items():
         panels_with_data = [
-            (panel, draw) for panel in panels if (draw := plots.curve(panel, histories, axis)) is not None
+            (panel, draw)
+            for panel in panels
+            if (draw := plots.curve(panel, histories, axis, kept)) is not None
         ]
         if panels_with_data:
             groups[name] = (question, panels_with_data)

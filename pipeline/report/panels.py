@@ -22,6 +22,11 @@ class Panel:
     zero: bool = False  # the axis begins at 0: for counts, shares, sizes
     when: Callable[[Points], bool] = bool  # is a curve worth showing?
 
+    @property
+    def held_out(self) -> set[str]:
+        """Names of the lines that are of held-out rows."""
+        return {label for metric, label in self.lines.items() if metric.startswith("eval_")}
+
     def select(self, history: History) -> History:
         """{name of the line: its points} of a run; empty if the run has none of this panel's metrics."""
         selected = {}

@@ -105,8 +105,12 @@ def _inline(text: str, prefix: str, label: str) -> str:
 # ------------------------------------------------------------------------------------------------ what to draw
 
 
-def curve(panel: Panel, runs: dict[str, History], axis: str) -> Draw | None:
-    """How to draw a panel of one run, or of several runs of a stage over each other; None where it has no points."""
+def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
+    """How to draw a panel of one run, or of several runs of a stage over each other; None where it has no points.
+
+    Args:
+        kept: the step of one run that is marked on its held-out lines.
+    """
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
     if not drawable:
         return None
@@ -114,7 +118,11 @@ def curve(panel: Panel, runs: dict[str, History], axis: str) -> Draw | None:
         compared = {name: _telling(lines) for name, lines in drawable.items()}
         return lambda axes: _lines(axes, panel, compared, axis)
     only = next(iter(drawable.values()))
-    kind = {"stack": _stack, "band": _band}.get(panel.kind, _lines)
+    if panel.kind == "lines":
+        held_out = {label: points for label, points in only.items() if label in panel.held_out}
+        marks = [(step, value) for points in held_out.values() for step, value in points if step == kept]
+        return lambda axes: _lines(axes, panel, only, axis, marks)
+    kind = {"stack": _stack, "band": _band}[panel.kind]
     return lambda axes: kind(axes, panel, only, axis)
 
 
@@ -137,8 +145,13 @@ def _frame(axes: Any, panel: Panel, axis: str) -> None:
         axes.axhline(panel.level, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
 
 
-def _lines(axes: Any, panel: Panel, lines: History, axis: str) -> None:
+def _lines(axes: Any, panel: Panel, lines: History, axis: str, kept: Points | None = None) -> None:
     _frame(axes, panel, axis)
+    for step, value in kept or []:  # the step that was kept
+        axes.axvline(step, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+        axes.plot([step], [value], marker="o", markersize=8, markerfacecolor="none", color=INK, linewidth=0)
+        foot = axes.get_xaxis_transform()  # x in steps, y a share of the panel's height
+        axes.annotate(f"kept: step {step}", (step, 0.04), (4, 0), foot, "offset points", color=FAINT)
     ends = []
     for index, (name, points) in enumerate(lines.items()):
         colour = COLOURS[index % len(COLOURS)]

@@ -155,6 +155,9 @@ class Outcome:
     checkpoint: str
     seconds: float
     peak_memory: int  # bytes, the largest worker: of the GPU where there is one, else resident
+    end: dict[
+        str, Any
+    ]  # which step was kept and why training ended (best.outcome); empty where nothing was trained
 
 
 def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]]) -> Outcome:
@@ -253,13 +256,15 @@ def _outcome(job: Job, result: Any, seconds: float) -> Outcome:
         )
     checkpoints.repair(job.folder)  # what workers that died left half written
     adapter = storage.join(checkpoint, "adapter")
+    left = result.return_value
     return Outcome(
-        metrics=result.return_value["metrics"],
-        samples=result.return_value["samples"],
+        metrics=left["metrics"],
+        samples=left["samples"],
         adapter=adapter if storage.exists(adapter) else None,
         checkpoint=checkpoint,
         seconds=seconds,
-        peak_memory=result.return_value["peak_memory"],
+        peak_memory=left["peak_memory"],
+        end={key: left[key] for key in ("kept", "ended") if key in left},
     )
 
 

@@ -32,6 +32,11 @@ MAY_CHANGE = (
     "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_kwargs",
     "trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor", "trainer.dataloader_pin_memory",
 )  # fmt: skip
+# Of these, what decides which step is kept and where training stops, in a run that compares its evaluations.
+COMPARISON = (
+    "run.keep", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience",
+    "trainer.eval_steps", "trainer.eval_strategy", "judge",
+)  # fmt: skip
 
 
 def record(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
@@ -109,7 +114,7 @@ def unfinished(job: Job) -> dict[str, Any] | None:
     if left is None:
         return None
     free = _free(job)
-    changed = differences(left, job, (*free, *_resolved(job), "begun_with"))
+    changed = differences(left, job, (*free, *_resolved(job), "begun_with")) | _other_comparison(left, job)
     different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
     if different and not _has_progress(job):
         return None
@@ -148,6 +153,17 @@ def differences(left: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[st
         for key in sorted(then.keys() | now.keys())
         if then.get(key) != now.get(key) and not _in(key, but)
     }
+
+
+def _other_comparison(left: dict[str, Any], job: Job) -> dict[str, tuple[Any, Any]]:
+    """Differences in how evaluations are compared, where either of the two jobs keeps the best step or may stop early."""
+    compares = (
+        flat.get("run.keep") == "best" or "run.early_stopping_patience" in flat
+        for flat in (_flat(left), _flat(job.to_dict()))
+    )
+    if not any(compares):
+        return {}
+    return {key: pair for key, pair in differences(left, job, ()).items() if key in COMPARISON}
 
 
 def print_differences(left: dict[str, Any], job: Job, most: int = 5) -> None:

@@ -19,6 +19,7 @@ from pipeline.config import Job, rules
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, summary
 from pipeline.registry import lineage
+from pipeline.report.headline import how_it_ended
 from pipeline.runtime import checkpoints, driver, earlier
 from pipeline.runtime.claim import claim, clear, wait_for_old_workers
 from pipeline.runtime.driver import Outcome
@@ -132,6 +133,8 @@ def _train_and_register(
         outcome = driver.fit(replace(run.work, run_id=run_id), run.rows, train)
         version = register(run, outcome)
         result = describe(run, outcome, version)
+        if ended := how_it_ended(result):
+            registry.tag_run(registry.tracking_uri(job), run_id, "ended", ended)
         storage.write_json(storage.join(run.folder, "result.json"), result)
     return result
 
@@ -219,6 +222,7 @@ def describe(run: Run, outcome: Outcome, version: registry.Version | None) -> di
         "name": run.job.run.name,
         "folder": run.folder,
         "metrics": outcome.metrics,
+        **outcome.end,
         "samples": outcome.samples,
         "checkpoint": outcome.checkpoint,
         "adapter": outcome.adapter,

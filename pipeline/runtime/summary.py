@@ -6,6 +6,7 @@ from pipeline import registry
 from pipeline.config import make
 from pipeline.config.stages import STAGE
 from pipeline.errors import visible
+from pipeline.report.headline import how_it_ended
 
 OMITTED = ("runtime", "per_second", "num_tokens")  # held-out figures that say nothing about the model
 
@@ -24,6 +25,8 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
             before = metrics.get(f"before_{name}")
             was = f"{before:>10.4g} -> " if before is not None else " " * 14
             print(f"   {name:<28}{was}{metrics[f'eval_{name}']:.4g}")
+    if ended := how_it_ended(result):
+        print(f"   {ended}")
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
         gate = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"

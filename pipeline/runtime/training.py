@@ -13,7 +13,8 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from pipeline.findings import require
 from pipeline.models import adapter_files, probes
-from pipeline.runtime import checks
+from pipeline.runtime import best, checks
+from pipeline.runtime.best import Best
 from pipeline.runtime.worker import Worker
 from pipeline.system.progress import Counter
 
@@ -41,8 +42,8 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
 class Reporter(TrainerCallback):
     """Progress, metrics and checkpoints of a transformers Trainer, handed to the worker as they come."""
 
-    def __init__(self, worker: Worker, trainer: Any):
-        self.worker, self.trainer = worker, trainer
+    def __init__(self, worker: Worker, trainer: Any, best: Best | None):
+        self.worker, self.trainer, self.best = worker, trainer, best
         self.evaluating: tuple[Counter, int] | None = None  # batches done in the evaluation that is under way
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -63,8 +64,13 @@ class Reporter(TrainerCallback):
         counter(done + 1)
         self.evaluating = (counter, done + 1)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **_: Any
+    ) -> None:
         self.evaluating = None
+        if self.best and metrics and state.global_step:  # the adapter of step 0 has learned nothing
+            self.best.compare(metrics, state.global_step)
+            control.should_training_stop |= self.best.exhausted
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -80,6 +86,8 @@ class Reporter(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
         save_sums(self.trainer, os.path.join(folder, f"sums_{self.worker.rank}.json"))
+        if self.best and self.worker.rank == 0:
+            self.best.save(folder)
         newest: dict[str, float] = {}
         for entry in state.log_history:
             newest.update(_numbers(entry))
@@ -140,7 +148,8 @@ def undo_rounding(trainer: Any) -> None:
 def run(worker: Worker, trainer: Any) -> dict[str, float]:
     """Trains from the start or from the worker's checkpoint; returns the final metrics.
 
-    `eval_*` are those after training, `before_*` those at step 0 where the job asks for `eval_on_start`.
+    `eval_*` are those of the step that is kept, whose weights the trainer's model has afterwards; `before_*` those at step 0
+    where the job asks for `eval_on_start`.
     """
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
@@ -149,19 +158,25 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
             # magnitudes): adapters and heads are fp32 here, whatever the base. Remove when TRL leaves them in fp32.
             parameter.data = parameter.data.float()
     trainer.mixture = worker.work.mixture
+    learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    tracked = Best.of(worker.job, learning)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Reporter(worker, trainer))
+    trainer.add_callback(Reporter(worker, trainer, tracked))
     if worker.rank == 0:
         evaluates = trainer.args.eval_on_start and not worker.resume
         count = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
         print(f"evaluating {count} held-out rows, then training" if evaluates else "training", flush=True)
-    metrics = _train(worker, trainer)
+    metrics = _train(worker, trainer, tracked)
     if trainer.eval_dataset is not None:
-        evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]
+        evaluated = _evaluations(trainer)
         if not evaluated or evaluated[-1]["step"] != trainer.state.global_step:
             trainer.evaluate()  # logs what it finds
-        evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]
-        metrics |= {k: float(v) for k, v in evaluated[-1].items() if k.startswith("eval_")}
+    kept = tracked.restore() if tracked else None
+    worker.end = best.outcome(tracked, kept, trainer.state.global_step, trainer.state.max_steps)
+    if trainer.eval_dataset is not None:
+        evaluated = _evaluations(trainer)
+        final = next(e for e in reversed(evaluated) if e["step"] == worker.end["kept"]["step"])
+        metrics |= {k: float(v) for k, v in final.items() if k.startswith("eval_")}
         first: dict[str, Any] = next((e for e in evaluated if e["step"] == 0), {})
         metrics |= {
             k.replace("eval_", "before_", 1): float(v) for k, v in first.items() if k.startswith("eval_")
@@ -169,13 +184,19 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
     return metrics
 
 
-def _train(worker: Worker, trainer: Any) -> dict[str, float]:
+def _evaluations(trainer: Any) -> list[dict[str, Any]]:
+    return [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     """The summary of trainer.train(); `train_loss` is over all steps, whatever part of them this process made."""
     if worker.resume:
         # It was evaluated at step 0; here it would be evaluated in mid-run.
         trainer.args.eval_on_start = False
         state = TrainerState.load_from_json(os.path.join(worker.resume, "trainer_state.json"))
-        if state.global_step >= state.max_steps > 0:
+        if best:
+            best.load(worker.resume)
+        if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
             # transformers 5.23 would make one step more, in the middle of an epoch. Remove when train() returns at once.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state

@@ -131,6 +131,9 @@ class Worker(Host):
         )
         self.started: tuple[float, int] | None = None  # (time, step) of the first line: for the time left
         self.step = 0
+        self.end: dict[
+            str, Any
+        ] = {}  # which step was kept and why training ended: best.outcome, of what trains
         self.metrics = (
             registry.MetricLog(registry.tracking_uri(self.job), work.run_id)
             if self.rank == 0 and work.run_id
@@ -268,7 +271,7 @@ class Worker(Host):
         """
         # PPO resets the system's own peak figure at each of its phases and keeps the highest itself (GiB).
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
-        outcome = {"metrics": metrics, "samples": samples or [], "peak_memory": peak}
+        outcome = {"metrics": metrics, "samples": samples or [], "peak_memory": peak, **self.end}
         final = os.path.join(self.scratch, "final")
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -284,7 +287,8 @@ class Worker(Host):
                 verify(adapter)
             if self.metrics:
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
-                self.metrics.log(held_out, self.step, final=True)
+                step = self.end["kept"]["step"] if self.end else self.step
+                self.metrics.log(held_out, step, final=True)
                 self.metrics.close()  # before the run counts as ended: a run that ended is not trained again
             for name, content in {
                 **{f"{k}.json": v for k, v in (tables or {}).items()},
@@ -301,7 +305,11 @@ class Worker(Host):
         work = self.work
         # The judge taught nothing.
         parents = {name: source for name, source in work.inputs.items() if name != "judge"}
-        facts = {**facts, "text_as_chat": text_as_chat(self.tokenizer, self.job.data.apply_chat_template)}
+        facts = {
+            **facts,
+            "step": self.end["kept"]["step"],
+            "text_as_chat": text_as_chat(self.tokenizer, self.job.data.apply_chat_template),
+        }
         return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
     def close(self, patience: float | None = None) -> None:

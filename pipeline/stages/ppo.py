@@ -5,7 +5,7 @@
 Our own trainer (pipeline/ppo) on one frozen base: policy, reference, reward and critic are adapters on it. The policy
 starts as the sft adapter and that adapter, frozen, is the reference; the critic starts as the reward adapter with its
 head, or is a head on the policy (trainer.critic). Held-out prompts are answered before and after, and those figures decide
-the gate.
+the gate; every trainer.eval_steps updates, too, for a curve and for run.keep=best.
 """
 
 import os
@@ -25,7 +25,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
     from pipeline import evaluation
     from pipeline.ppo.trainer import PPOTrainer
-    from pipeline.runtime import roles
+    from pipeline.runtime import best, roles
 
     args = worker.job.args
     set_seed(args.seed)  # new adapters are made of random numbers: the same ones on every rank
@@ -40,14 +40,26 @@ def train(worker: Worker) -> dict[str, Any]:
         worker, shared, held_out, rewards, roles.judge(worker, shared), roles.start(worker, shared, reference)
     )
 
-    def on_update(metrics: dict[str, float], update: int, total: int) -> None:
+    learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
+    tracked = best.Best.of(worker.job, learning)
+
+    def on_update(metrics: dict[str, float], update: int, total: int) -> bool:
         if args.logs(update, total):
             worker.log(metrics, update, total)
+        if tracked and args.evaluates(update, total):
+            tracked.compare(metrics, update)
         due = update == total or (args.save_steps and update % args.save_steps == 0)
         if worker.leaving(update) or due:
             folder = os.path.join(worker.scratch, f"checkpoint-{update}")
             trainer.save(folder)
+            if tracked and worker.rank == 0:
+                tracked.save(folder)
             worker.checkpoint(folder, metrics, update)
+        return bool(tracked and tracked.exhausted)
+
+    def logged() -> dict[int, dict[str, float]]:
+        """{update: its metrics} of all that were logged: the last update, and each that was evaluated, among them."""
+        return {int(metrics["episode"]) // args.batch_size: metrics for metrics in trainer.history}
 
     with roles.sampler(worker, shared, args) as engine:
         trainer = PPOTrainer(
@@ -63,12 +75,20 @@ def train(worker: Worker) -> dict[str, Any]:
         )
         if worker.resume:
             trainer.restore(worker.resume)
-            worker.replay([(int(m["episode"]) // args.batch_size, m) for m in trainer.history])
+            worker.replay(list(logged().items()))
+            if tracked:
+                tracked.load(worker.resume)
         if worker.rank == 0:
             print(f"training; each update samples {args.batch_size} completions", flush=True)
-        trainer.train()
+        if not (tracked and tracked.exhausted):
+            trainer.train()
 
-    metrics = dict(trainer.history[-1])
+    if tracked and comparison and trainer.update == trainer.total:
+        tracked.compare(comparison.of("policy")[0], trainer.update)
+    kept = tracked.restore() if tracked else None
+    worker.end = best.outcome(tracked, kept, trainer.update, trainer.total)
+    update = logged()[worker.end["kept"]["step"]]
+    metrics = {name: value for name, value in update.items() if not name.endswith("/evaluate")}
     samples: list[dict[str, Any]] = []
     if comparison:
         figures, samples = comparison.of("policy")

@@ -360,6 +360,25 @@ def test_an_unfinished_run_is_found_in_mlflow_by_its_folder(store):
     run.__exit__(None, None, None)
 
 
+def test_the_step_that_was_kept_is_marked_and_the_early_stop_is_said(store):
+    job = begin(store, "kept-rm", "rm")
+    curves = {"loss": [0.6, 0.5, 0.4], "eval_loss": [0.6, 0.5, 0.7], "margin": [1.0, 2.0, 3.0]}
+    result = finish(store, job, curves, {"eval_loss": 0.5}, publish=False)
+    file = store / "kept-rm/result.json"
+    last = {"kept": {"step": 3, "by": None}, "ended": {"step": 3, "of": 3, "early": None}}
+    file.write_text(json.dumps(result | last))
+    text = page.render([report.read(str(store / "kept-rm"))])
+    assert "kept: step" not in text and "<dt>ended</dt>" not in text
+    best = {"step": 2, "by": "eval_loss", "value": 0.5}
+    early = {"step": 3, "of": 9, "early": "eval_loss has not improved for 1 evaluation"}
+    file.write_text(json.dumps(result | {"kept": best, "ended": early}))
+    run = report.read(str(store / "kept-rm"))
+    text = page.render([run])
+    said = "kept step 2 of 3: the best eval_loss, 0.5; stopped at step 3 of 9: eval_loss has not improved for 1 evaluation"
+    assert f"<dt>ended</dt><dd>{said}</dd>" in text
+    assert text.count("kept: step 2") == 1  # of the two panels, the one with a held-out line
+
+
 def test_a_server_that_is_away_costs_the_curves_and_is_said(runs, store, tmp_path):
     shutil.copytree(store / "one-rm", tmp_path / "moved")
     result = json.loads((tmp_path / "moved/result.json").read_text())

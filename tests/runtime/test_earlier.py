@@ -100,6 +100,30 @@ def test_what_does_not_change_the_numbers_may_change(overrides, halfway, in_root
     assert earlier.unfinished(job_of(halfway, *BATCH, *overrides)) is not None
 
 
+def test_how_evaluations_are_compared_decides_what_is_registered(halfway, tmp_path, in_root):
+    """run.* and the evaluations may change, but not in a run that keeps its best step or may stop early."""
+    folder = shutil.copytree(halfway, tmp_path / "copy")
+    begun = [*BATCH, "run.keep=best", "trainer.eval_strategy=steps", "trainer.eval_steps=5"]
+    for left, now, says in [
+        (BATCH, [*BATCH, "run.keep=best"], r'run\.keep="last" \(now "best"\)'),
+        (
+            BATCH,
+            [*BATCH, "run.early_stopping_patience=3"],
+            r"run\.early_stopping_patience=not given \(now 3\)",
+        ),
+        (
+            begun,
+            [*begun, "run.metric_for_best_model=eval_mean_token_accuracy"],
+            r"run\.metric_for_best_model=not given",
+        ),
+        (begun, [*begun, "trainer.eval_steps=7"], r"trainer\.eval_steps=5 \(now 7\)"),
+    ]:
+        earlier.record(job_of(folder, *left), {}, "b", {})
+        with pytest.raises(InputError, match=says):
+            earlier.unfinished(job_of(folder, *now))
+        assert earlier.unfinished(job_of(folder, *left, "run.num_to_keep=5")) is not None
+
+
 def job_of(folder, *overrides):
     given = [f"run.storage_path={folder}", "run.name=sft", *overrides]
     return driver.name_run(load_job("jobs/demo/sft.yaml", given, "sft"))

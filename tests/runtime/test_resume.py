@@ -8,11 +8,11 @@ import importlib
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import dying
 import pytest
-from running import NO_EVAL, client, stage
+from resumed import assert_equal, touched
+from running import NO_EVAL, stage
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL = [
@@ -25,32 +25,6 @@ PPO = [
     "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
     "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
 ]  # fmt: skip
-MEASURED = re.compile(r"runtime|per_second|time|memory|flos")
-
-
-def touched(monkeypatch, verb, step, once, happens):
-    module = importlib.import_module(f"pipeline.stages.{verb}")
-    monkeypatch.setattr(module, "train", dying.at_step(verb, step, str(once), happens))
-
-
-def numbers(metrics):
-    return {key: value for key, value in metrics.items() if not MEASURED.search(key)}
-
-
-def assert_equal(storage, expected, result):
-    weights = [Path(one["adapter"], "adapter_model.safetensors").read_bytes() for one in (expected, result)]
-    assert weights[0] == weights[1], "the adapters differ"
-    assert numbers(result["metrics"]) == numbers(expected["metrics"])
-    mlflow = client(storage)
-    keys = numbers(mlflow.get_run(expected["mlflow_run_id"]).data.metrics)
-    assert keys
-
-    def curve(run):
-        return {key: [(p.step, p.value) for p in mlflow.get_metric_history(run, key)] for key in keys}
-
-    assert curve(result["mlflow_run_id"]) == curve(expected["mlflow_run_id"])
-    runs = mlflow.search_runs(["1"], filter_string=f"attributes.run_name = '{result['name']}'")
-    assert [run.info.status for run in runs] == ["FINISHED"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,117 @@
+"""Which step's adapter a run keeps, and whether it stops early: `run.keep`, `run.early_stopping_patience`.
+
+    best = Best.of(job, parameters)            # None: the last step is kept, and nothing ends the run before it
+    best.compare(figures, step)                # after each evaluation, on every rank with the same figures
+    best.exhausted                             # whether training is to stop
+    best.save(folder), best.load(folder)       # as a part of every checkpoint
+    best.restore()                             # the weights of best.step, to be saved and registered
+
+The weights of the best step are kept in memory and written into each checkpoint: evaluations need no checkpoint of their
+own, run.num_to_keep cannot delete the best one, and a resumed run has it on whatever node it continues.
+"""
+
+import json
+import os
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.config import Job, best
+
+STATE, WEIGHTS = "best.json", "best.safetensors"
+
+
+class Best:
+    """The best evaluation so far, and the weights that it was made with.
+
+    Args:
+        parameters: what learns, by name. Empty: evaluations are compared, but the last weights are kept.
+        patience: evaluations without a better one after which to stop. None: never.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        greater_is_better: bool,
+        patience: int | None,
+        parameters: dict[str, torch.nn.Parameter],
+    ):
+        self.metric, self.greater_is_better, self.patience = metric, greater_is_better, patience
+        self.parameters = parameters
+        self.step: int | None = None  # None: no evaluation yet, or none with a finite figure
+        self.value: float | None = None
+        self.stale = 0  # evaluations since then
+        self.weights: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, job: Job, parameters: dict[str, torch.nn.Parameter]) -> "Best | None":
+        """What the job asks for; None: neither the best step nor an early stop."""
+        if job.run.keep == "last" and job.run.early_stopping_patience is None:
+            return None
+        metric = job.run.metric_for_best_model or best.default_metric(job)
+        greater = job.run.greater_is_better
+        return cls(
+            metric,
+            best.greater_is_better(metric) if greater is None else greater,
+            job.run.early_stopping_patience,
+            parameters if job.run.keep == "best" else {},
+        )
+
+    def compare(self, figures: dict[str, float], step: int) -> None:
+        """Keeps this step if its figure is better than any before; equal ones, and NaN, are not."""
+        value = float(figures[self.metric])
+        worst = float("-inf") if self.greater_is_better else float("inf")
+        so_far = worst if self.value is None else self.value
+        if not (value > so_far if self.greater_is_better else value < so_far):
+            self.stale += 1
+            return
+        self.step, self.value, self.stale = step, value, 0
+        self.weights = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the patience has run out."""
+        return self.patience is not None and self.stale >= self.patience
+
+    def restore(self) -> int | None:
+        """Puts the best weights back where they were taken from; their step, or None where the last ones stay."""
+        if not self.weights:
+            return None
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(self.weights[name])
+        return self.step
+
+    def save(self, folder: str) -> None:
+        """Writes what `load` reads. Rank 0 alone calls it: all ranks hold the same."""
+        with open(os.path.join(folder, STATE), "w", encoding="utf-8") as file:
+            json.dump({"step": self.step, "value": self.value, "stale": self.stale}, file)
+        save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, f"{folder}/{WEIGHTS}")
+
+    def load(self, folder: str) -> None:
+        with open(os.path.join(folder, STATE), encoding="utf-8") as file:
+            state = json.load(file)
+        self.step, self.value, self.stale = state["step"], state["value"], state["stale"]
+        self.weights = load_file(os.path.join(folder, WEIGHTS))
+
+    def reason(self) -> str:
+        """Why training stopped early, in words."""
+        count = f"{self.stale} evaluation{'s' * (self.stale != 1)}"
+        if self.step is None:
+            return f"{self.metric} was no number in {count}"
+        return f"{self.metric} has not improved for {count}"
+
+
+def outcome(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:
+    """Which step was kept and why training ended, for result.json.
+
+    Args:
+        kept: the step whose weights were restored; None: the last ones stay.
+        last: the step at which training ended, of `total` planned.
+    """
+    by = {"by": best.metric, "value": best.value} if best and kept is not None else {"by": None}
+    reason = best.reason() if best and best.exhausted and last < total else None
+    return {
+        "kept": {"step": last if kept is None else kept, **by},
+        "ended": {"step": last, "of": total, "early": reason},
+    }

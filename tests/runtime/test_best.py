@@ -1,0 +1,201 @@
+"""run.keep=best: what is registered is the best step's adapter, to the bit, and a run that overfits ends early."""
+
+import json
+import math
+
+import pytest
+import torch
+from dying import before_finish, killed
+from resumed import assert_equal, touched
+from running import ROOT, client, stage
+from safetensors.torch import load_file
+
+from pipeline import registry
+from pipeline.config import load_job
+from pipeline.runtime.best import WEIGHTS, Best, outcome
+
+# Few pairs, many epochs, ten times the learning rate: held-out figures soon get worse.
+OVERFIT = [
+    "data.batch_size=8", "trainer.per_device_train_batch_size=8", "trainer.num_train_epochs=12", "trainer.learning_rate=2e-2",
+    "trainer.lr_scheduler_type=constant", "trainer.logging_steps=5", "run.keep=best", "run.early_stopping_patience=3",
+]  # fmt: skip
+
+
+def weights():
+    return {"adapter": torch.nn.Parameter(torch.zeros(2))}
+
+
+def compared(best, *figures):
+    """`best` after one evaluation for each figure, the weights being the number of the step."""
+    for step, value in enumerate(figures, best.stale + (best.step or 0) + 1):
+        best.parameters["adapter"].data.fill_(step)
+        best.compare({best.metric: value}, step)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("greater", "figures", "step"),
+    [
+        (False, [3.0, 1.0, 2.0], 2),
+        (True, [3.0, 1.0, 2.0], 1),
+        (False, [1.0, 1.0], 1),
+        (False, [math.nan, 2.0, math.nan], 2),
+    ],
+)
+def test_the_best_step_is_the_first_with_the_best_figure(greater, figures, step):
+    best = compared(Best("eval_x", greater, None, weights()), *figures)
+    assert best.restore() == step and not best.exhausted
+    assert best.parameters["adapter"].tolist() == [step, step]
+    assert outcome(best, best.restore(), 3, 3)["kept"] == {
+        "step": step,
+        "by": "eval_x",
+        "value": figures[step - 1],
+    }
+
+
+def test_a_figure_that_is_never_a_number_leaves_the_last_weights():
+    best = compared(Best("eval_x", False, 2, weights()), math.nan, math.nan)
+    assert best.exhausted and best.restore() is None and best.parameters["adapter"].tolist() == [2.0, 2.0]
+    end = outcome(best, None, 2, 9)
+    assert end["kept"] == {"step": 2, "by": None}
+    assert end["ended"] == {"step": 2, "of": 9, "early": "eval_x was no number in 2 evaluations"}
+
+
+def test_a_checkpoint_holds_the_best_and_the_count(tmp_path):
+    best = compared(Best("eval_x", False, 3, weights()), 2.0, 1.0, 4.0)
+    best.save(str(tmp_path))
+    again = Best("eval_x", False, 3, weights())
+    again.load(str(tmp_path))
+    assert (again.step, again.value, again.stale) == (2, 1.0, 1)
+    assert not compared(again, 4.0).exhausted and compared(again, 4.0).exhausted
+    assert again.restore() == 2 and again.parameters["adapter"].tolist() == [2.0, 2.0]
+
+
+def test_the_default_figure_follows_the_stage(in_root):
+    def of(verb, *more):
+        evaluates = "trainer.eval_steps=1" if verb == "ppo" else "trainer.eval_strategy=epoch"
+        best = Best.of(load_job(f"jobs/demo/{verb}.yaml", [evaluates, *more], verb), {})
+        return best and (best.metric, best.greater_is_better)
+
+    assert of("rm", "run.keep=last") is None
+    assert [of(verb, "run.keep=best") for verb in ("sft", "rm", "dpo")] == 3 * [("eval_loss", False)]
+    assert of("ppo", "run.keep=best") == ("eval_judge", True)
+    assert of("ppo", "run.keep=best", "judge=null") == ("eval_reward", True)
+    assert of("ppo", "run.early_stopping_patience=1", "run.metric_for_best_model=eval_kl") == (
+        "eval_kl",
+        False,
+    )
+    assert of("rm", "run.keep=best", "run.metric_for_best_model=eval_accuracy") == ("eval_accuracy", True)
+    own = ["run.metric_for_best_model=eval_entropy", "run.greater_is_better=false"]
+    assert of("sft", "run.keep=best", *own) == ("eval_entropy", False)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """The settings of the overfit, on 24 pairs of the demo and 40 held-out ones."""
+    folder = tmp_path_factory.mktemp("few")
+    for name, split, count in (("train", "preferences", 24), ("eval", "preferences_eval", 40)):
+        lines = (ROOT / f"jobs/demo/data/{split}.jsonl").read_text().splitlines(True)[:count]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return [*OVERFIT, *(f"data.{name}={folder}/{name}.jsonl" for name in ("train", "eval"))]
+
+
+@pytest.fixture(scope="module")
+def overfit(embedded_ray, storage, few):
+    """The overfit in one go, with a checkpoint after every second step."""
+    return stage("rm", storage, "overfit", *few, "trainer.save_strategy=steps", "trainer.save_steps=2")
+
+
+def test_an_overfit_ends_early_and_its_best_step_is_registered(overfit, storage):
+    curves = registry.history(overfit["tracking_uri"], overfit["mlflow_run_id"])
+    losses, accuracies = (dict(curves[name]) for name in ("eval_loss", "eval_accuracy"))
+    best = min(list(losses)[1:], key=losses.get)  # the first is that of step 0
+    kept, ended = overfit["kept"], overfit["ended"]
+    assert kept == {"step": best, "by": "eval_loss", "value": losses[best]}
+    assert ended["step"] == max(losses) == best + 9 < ended["of"] == 36  # three epochs of three steps later
+    assert ended["early"] == "eval_loss has not improved for 3 evaluations"
+    figures = overfit["metrics"]
+    assert figures["eval_loss"] == losses[best] < losses[best + 9]
+    assert (
+        figures["eval_accuracy"] == pytest.approx(accuracies[best])
+        and accuracies[best] > accuracies[best + 9]
+    )
+    version = client(storage).get_model_version("rlhf-rm", overfit["version"])
+    assert version.tags["step"] == str(kept["step"])
+    assert float(version.tags["eval_loss"]) == pytest.approx(losses[best], rel=1e-5)
+    tags = client(storage).get_run(overfit["mlflow_run_id"]).data.tags
+    assert tags["ended"].startswith(f"kept step {kept['step']} of {ended['step']}: the best eval_loss, 0.")
+    # The checkpoint that was made nearest to that step is long gone: run.num_to_keep is 2.
+    registered = load_file(f"{overfit['adapter']}/adapter_model.safetensors")
+    newest = max((storage / "overfit").glob("checkpoint_*[0-9]"))
+    kept_there = {k.replace(".default", "").replace("score.modules_to_save", "score"): v
+                  for k, v in load_file(newest / WEIGHTS).items()}  # fmt: skip
+    assert registered.keys() == kept_there.keys()
+    assert all(torch.equal(registered[key], kept_there[key]) for key in registered)
+    last = load_file(newest / "adapter_model.safetensors")
+    assert any(not torch.equal(registered[key], last[key]) for key in registered)
+
+
+def test_killed_after_its_best_step_it_registers_the_same(overfit, storage, few, monkeypatch, embedded_ray):
+    step = overfit["kept"]["step"] + 2  # a checkpoint lies between
+    saves = ["trainer.save_strategy=steps", "trainer.save_steps=2"]
+    touched(monkeypatch, "rm", step, storage / "overfit-died", killed)
+    result = stage("rm", storage, "overfit-killed", *few, *saves, "run.max_failures=1")
+    assert (storage / "overfit-died").exists()
+    assert_equal(storage, overfit, result)
+    assert (result["kept"], result["ended"]) == (overfit["kept"], overfit["ended"])
+
+
+@pytest.mark.slow
+def test_killed_after_it_stopped_it_makes_no_further_step(overfit, storage, few, monkeypatch):
+    from pipeline.stages import rm
+
+    saves = ["trainer.save_strategy=epoch"]  # a checkpoint at the step at which it stops
+    monkeypatch.setattr(rm, "train", before_finish("rm", str(storage / "overfit-last")))
+    result = stage("rm", storage, "overfit-stopped", *few, *saves, "run.max_failures=1")
+    assert (storage / "overfit-last").exists()
+    assert_equal(storage, overfit, result)
+    assert (result["kept"], result["ended"]) == (overfit["kept"], overfit["ended"])
+
+
+@pytest.mark.slow
+def test_two_workers_stop_at_the_same_step(overfit, storage, few):
+    both = ["trainer.per_device_train_batch_size=4", "scaling.num_workers=2"]
+    result = stage("rm", storage, "overfit-two", *few, *both)
+    assert (result["kept"]["step"], result["ended"]) == (overfit["kept"]["step"], overfit["ended"])
+    assert result["kept"]["value"] == pytest.approx(overfit["kept"]["value"], rel=1e-3)
+
+
+PPO = [
+    "trainer.total_episodes=80", "trainer.batch_size=8", "trainer.response_length=12", "trainer.save_steps=2",
+    "trainer.eval_steps=1", "policy=base", "reward=python:bad_rewards:length", "judge=null", "mlflow.registered_model=null",
+    "run.keep=best", "run.metric_for_best_model=eval_length", "run.greater_is_better=false", "run.early_stopping_patience=2",
+]  # fmt: skip
+
+
+def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch, embedded_ray):
+    """Killed in between, it ends as if it had not been. Rewarded for length, its shortest completions are its first."""
+    few = ["data.train=jobs/demo/data/prompts_eval.jsonl"]
+    expected = stage("ppo", storage, "best-ppo", *PPO, *few)
+    curves = registry.history(expected["tracking_uri"], expected["mlflow_run_id"])
+    lengths = [value for _, value in curves["eval_length"]]
+    kept, ended = expected["kept"], expected["ended"]
+    best = min(range(len(lengths)), key=lengths.__getitem__)
+    assert kept == {"step": best + 1, "by": "eval_length", "value": lengths[best]}
+    assert ended["step"] == best + 3 == len(lengths) < ended["of"] == 10
+    assert ended["early"] == "eval_length has not improved for 2 evaluations"
+    assert expected["metrics"]["eval_length"] == lengths[best] < lengths[-1]
+    assert expected["metrics"]["episode"] == 8 * kept["step"]
+    touched(monkeypatch, "ppo", kept["step"] + 1, storage / "best-ppo-died", killed)
+    result = stage("ppo", storage, "best-ppo-killed", *PPO, *few, "run.max_failures=1")
+    assert (storage / "best-ppo-died").exists()
+    assert_equal(storage, expected, result)
+    assert (result["kept"], result["ended"]) == (kept, ended)
+
+
+def test_result_json_of_a_run_that_keeps_its_last_step(storage, embedded_ray, few):
+    result = stage("sft", storage, "kept-last", "trainer.max_steps=2", "data.batch_size=8",
+                   "trainer.per_device_train_batch_size=8", "mlflow.registered_model=null")  # fmt: skip
+    assert result["kept"] == {"step": 2, "by": None}
+    assert result["ended"] == {"step": 2, "of": 2, "early": None}
+    assert json.loads((storage / "kept-last/final/adapter/lineage.json").read_text())["step"] == 2
