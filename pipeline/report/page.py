@@ -178,10 +178,12 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
             if split[key].get("max")
         }  # fmt: skip
         source = run.job.get("data", {}).get(name) or run.job.get("data", {}).get("train")
+        several = report.get("sources", {}).get(name, [])
         tables.append(
             {
                 "name": name,
-                "source": source,
+                "source": source if len(several) < 2 else f"{len(several)} sources",
+                "sources": [_counted(one) for one in several] if len(several) > 1 else [],
                 "digest": digests.get(name, "")[:12],
                 "dropped": dropped,
                 "lengths": lengths,
@@ -189,6 +191,12 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
             | {key: split[key] for key in ("read", "kept", "truncated", "tokens")}
         )
     return tables
+
+
+def _counted(source: dict[str, Any]) -> str:
+    """What one of several sources has, and what an epoch draws of it where it has a weight."""
+    drawn = "" if source["drawn"] is None else f", {source['drawn']:,} of {source['rows']:,} drawn an epoch"
+    return f"{source['path']}: {source['kept']:,} of {source['read']:,} kept{drawn}"
 
 
 def marked(text: str, safe: Any) -> Any:

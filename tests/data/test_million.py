@@ -17,11 +17,7 @@ from pipeline.data.feed import ExactBatches
 from pipeline.data.mixture import Mixture
 
 SIZES, WEIGHTS = (600_000, 400_000), (0.7, 0.3)
-BATCH, SAVE, KILL = (
-    4096,
-    50,
-    130,
-)  # rows of a step, steps between checkpoints, the step after which it is killed
+BATCH, SAVE, KILL = 4096, 50, 130  # rows of a step; steps between checkpoints; the step in which it is killed
 MIB = 1 << 20
 
 

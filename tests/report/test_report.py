@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -103,6 +104,20 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True):
     }  # fmt: skip
     (store / job.run.name / "result.json").write_text(json.dumps(result))
     return result
+
+
+def test_several_sources_of_rows_are_listed():
+    counts = {"read": 10, "kept": 9, "rows": 9, "drawn": 7}
+    sources = [{**counts, "path": "a.jsonl"}, {**counts, "path": "b.parquet", "drawn": 3}]
+    run = SimpleNamespace(
+        job={"data": {"train": ["a.jsonl", "b.parquet"]}},
+        result={"data": {"report": {"splits": {"train": SPLIT}}}},
+    )
+    assert page.data_tables(run)[0]["sources"] == []  # of an older run
+    run.result["data"]["report"]["sources"] = {"train": sources}
+    (table,) = page.data_tables(run)
+    assert table["source"] == "2 sources"
+    assert table["sources"][1] == "b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch"
 
 
 @pytest.fixture(scope="module")
