@@ -177,12 +177,12 @@ class PPOConfig:
     None: no bound. [c, Ye et al.]"""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, loss per nat of a token's entropy; 0 or more. [c2 in the PPO paper]"""
-    vf_coef: float | None = None
+    vf_coef: float = 0.1
     """Coefficient of the value loss, 0 or more. With `critic: adapter` policy and critic share no parameters, and each has its
     own gradient norm and Adam state, so this does not trade one loss against the other: it scales the critic's gradient, which
     matters for `max_grad_norm` and `adam_epsilon` only, and the critic's step size is `critic_learning_rate`. With
-    `critic: head` it weighs the value loss in what the policy learns. None: 0.1, or 1 with `critic: head`.
-    [c1 in the PPO paper]"""
+    `critic: head` it weighs the value loss in what the policy learns: with much, and rewards of a large scale, the values move
+    the policy, and the KL grows for nothing. [c1 in the PPO paper]"""
     cliprange_value: float | None = 0.2
     """Clip range of the values around those of the rollout, in units of the reward, or of the returns' standard deviation
     with `normalize_values`. None: no clipping."""
@@ -340,11 +340,6 @@ class PPOConfig:
     @property
     def uses_critic(self) -> bool:
         return self.advantage_estimator == "gae"
-
-    @property
-    def value_coefficient(self) -> float:
-        """`vf_coef`, with the critic's default where it is None."""
-        return (1.0 if self.critic == "head" else 0.1) if self.vf_coef is None else self.vf_coef
 
     @property
     def has_critic_adapter(self) -> bool:

@@ -464,7 +464,7 @@ class PPOTrainer:
             if args.uses_critic:
                 of_values, clipfrac = self.value_objective(part, totals.actions, states)
                 loss, stats = (
-                    loss + args.value_coefficient * of_values,
+                    loss + args.vf_coef * of_values,
                     (*stats, of_values.detach(), clipfrac),
                 )
             loss.backward()

@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "kl_coef": 0.05,
     "temperature": 1.0,
-}  # what is not here is the same by default (clip ranges 0.2, vf_coef 0.1 but for a head, gamma 1, lam 0.95, whitened advantages)
+}  # what is not here is the same by default (clip ranges 0.2, vf_coef 0.1, gamma 1, lam 0.95, whitened advantages)
 # but for variants.OPTIMIZER_OF_TRL
 
 
