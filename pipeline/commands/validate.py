@@ -1,4 +1,5 @@
-"""Checks the data of a job without training: rows read, kept, dropped and truncated, and three as the model sees them.
+"""Checks the data of a job without training: rows read, kept, dropped and truncated, and three as the model sees them;
+and says which stages the files would fit, with which data.columns.
 
     python -m pipeline validate jobs/demo/sft.yaml [section.key=value ...]
 
@@ -11,6 +12,7 @@ from typing import Any
 
 from pipeline.config import Job, rules
 from pipeline.config.stages import INPUTS, STAGE
+from pipeline.data import lookahead
 from pipeline.errors import InputError
 from pipeline.runtime import driver
 from pipeline.runtime.inputs import functions, pin_inputs
@@ -32,6 +34,10 @@ def run(job: Job) -> dict[str, Any]:
     except InputError as error:
         print(f"note: the run itself cannot start here: {error}", flush=True)
     job = without_absent_models(job)
+    for key in ("train", "eval"):
+        if spec := getattr(job.data, key):
+            fits = lookahead.fitting(spec, f"data.{key}", job.stage, job.data)
+            print(f"data.{key}: its first rows fit {fits or 'no stage'}", flush=True)
     with prepared(job, looks=True) as run:
         print(run.report.render(), flush=True)
     return run.report.to_dict()

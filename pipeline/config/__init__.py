@@ -17,7 +17,7 @@ from pipeline.config.gates import OPERATORS as OPERATORS
 from pipeline.config.gates import parse_gate as parse_gate
 from pipeline.config.jobfile import Tree, read_tree
 from pipeline.config.keys import REFUSED, class_of, keys_of
-from pipeline.config.rules import CHECKS
+from pipeline.config.rules import CHECKS, without_evaluation
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError
 from pipeline.system import storage
@@ -48,6 +48,12 @@ class Data:
     eval: str | list[str | dict[str, Any]] | None = None
     # Of `evaluate`: held-out preferences that the reward model is evaluated on.
     pairs: str | list[str | dict[str, Any]] | None = None
+    # A Python function of a row, python:module:function, that returns a row, several, or None; it comes before `columns`.
+    transform: str | None = None
+    # {field: column}: the fields that the stage reads, by the names (or paths, as a.0.b) that the columns of the files have.
+    columns: dict[str, str | list[str]] | None = None
+    # {first: 1, second: 2, tie: 0}: what the values of the column `label` say of the completions `first` and `second`.
+    label: dict[str, Any] | None = None
     eval_fraction: float = 0.0  # held out of `train` by prompt, instead of `eval`
     max_length: int | None = None  # tokens; None: the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
@@ -193,6 +199,7 @@ def make(stage: str, job_file: str) -> str:
     """The make target of a stage in the profile that a job file is from."""
     folder = Path(job_file).parent
     profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
+    profile = "own" if profile == "examples" else profile  # whose jobs they extend
     return f"make {stage}" + (f" PROFILE={profile}" if profile else "")
 
 
@@ -233,6 +240,7 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
         **{name: tree.data[name] for name in STAGE[file_stage].inputs if name in tree.data},
     )
+    job = without_evaluation(tree, job)
     for check in CHECKS:
         check(tree, job)
     return job

@@ -29,6 +29,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 # What a stage measures, by what it takes: nothing more than training, held-out rows, a reward, a judge, pairs. The names are
 # repeated here, because a gate is checked before anything heavy is imported: tests/test_upstream.py compares them with
 # what TRL's trainers log, tests/config/test_gates.py with what ours logs, and tests/support/running.py every result.json.
+HELD_OUT_ROWS = "held-out rows (data.eval or data.eval_fraction)"
 _TRL = "loss runtime samples_per_second steps_per_second num_tokens"
 _TOKENS = "entropy mean_token_accuracy aux_loss"
 _COMPLETIONS = "reward eos length repetition distinct distinct_1 distinct_2 perplexity"
@@ -70,7 +71,7 @@ def metrics(job: Job) -> dict[str, str]:
     """{metric: what the job lacks for it, in words; "" if nothing} for every metric that the stage can measure."""
     held_out = bool(job.data.eval or job.data.eval_fraction)
     if STAGE[job.stage].trl:
-        rows = "" if held_out else "held-out rows (data.eval or data.eval_fraction)"
+        rows = "" if held_out else HELD_OUT_ROWS
         first = rows or ("" if job.trainer.get("eval_on_start") else "trainer.eval_on_start=true")
         names = HELD_OUT[job.stage].split()
         return {
@@ -82,7 +83,8 @@ def metrics(job: Job) -> dict[str, str]:
     if job.stage == "ppo":
         lacks = dict.fromkeys(UPDATE.split(), "")
         lacks |= {f"rewards/reward_{i}/mean": "" for i in range(1, len(job.rewards))}
-    rows = "" if held_out else "prompts to answer (data.eval)"
+    missing = HELD_OUT_ROWS if STAGE[job.stage].learns else "prompts to answer (data.eval)"
+    rows = "" if held_out else missing
     reward, judge = rows or ("" if job.reward else "a reward"), rows or ("" if job.judge else "a judge")
     lacks |= {f"{when}_{name}": rows for when in ("before", "eval") for name in _COMPLETIONS.split()}
     lacks["eval_kl"] = rows
@@ -113,12 +115,23 @@ def check(tree: Tree, job: Job) -> None:
             examples = ", ".join([name for name in known if name.startswith("eval_")][:6])
             hint = f"did you mean {near[0]}?" if near else f"expected one of {examples}, ..."
             raise tree.error(f"gate.{short(metric)}", f"`{job.stage}` has no such metric; {hint}")
+        if STAGE[job.stage].learns and known.get(metric) == HELD_OUT_ROWS and not _taken_away(tree, metric):
+            raise tree.error(
+                f"gate.{short(metric)}",
+                f"needs {HELD_OUT_ROWS}, which this job does not have; type data.eval_fraction=0.1, or gate={{}}",
+            )
     judged = job.policy or job.reward
     if job.gate and not STAGE[job.stage].learns and not str(judged).startswith("models:/"):
         raise tree.error(
             "gate",
             f"found one, but {show(judged)} is no registered version that it could let pass; take it out",
         )
+
+
+def _taken_away(tree: Tree, metric: str) -> bool:
+    """Whether the command line took the held-out rows from a job file whose gate counts on them: the run only moves no alias."""
+    typed = [key for key, place in tree.where.items() if place == "command line"]
+    return {"data.eval", "data.eval_fraction"} & {*typed} != set() and f"gate.{metric}" not in typed
 
 
 def unmeasured(job: Job) -> Iterator[str]:

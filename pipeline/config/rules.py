@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pipeline.config import Job
 
 
+FUNCTION = r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 NAME = r"\w[\w .+()-]*"  # of a registered model: it stands in URIs and in the filters of MLflow
 
 
@@ -32,6 +34,17 @@ def _check_unused(tree: Tree, job: Job) -> None:
             default = fields_of(class_of(section, job.stage))[name].default
         if given not in (None, {}, [], default):
             raise tree.error(key, f"`{job.stage}` has no use for it: {why}; take it out")
+
+
+# ---------------------------------------------------------------- nothing held out
+def without_evaluation(tree: Tree, job: Job) -> Job:
+    """A job without held-out rows evaluates nothing, whatever its file says of when to; what the command line says stays."""
+    if job.data.eval or job.data.eval_fraction or not STAGE[job.stage].learns:
+        return job
+    off = {"eval_strategy": "no", "eval_on_start": False} if STAGE[job.stage].trl else {"eval_steps": 0}
+    stays = {key for key, place in tree.where.items() if place == "command line"}
+    quiet = {key: value for key, value in off.items() if key in job.trainer and f"trainer.{key}" not in stays}
+    return replace(job, trainer={**job.trainer, **quiet})
 
 
 # ---------------------------------------------------------------- combinations
@@ -97,6 +110,7 @@ def _check_data(tree: Tree, job: Job) -> None:
             "data.train",
             f"missing; `{job.stage}` needs rows {what}, for example data.train=jobs/demo/data/*.jsonl",
         )
+    _check_preprocessing(tree, job)
     if job.stage == "evaluate":
         _check_evaluate(tree, job)
     if data.subset and not data.pairs:
@@ -121,6 +135,35 @@ def _check_data(tree: Tree, job: Job) -> None:
         raise tree.error(
             "trainer.eval_on_start",
             "there is nothing to evaluate on: give data.eval or data.eval_fraction, or eval_on_start=false",
+        )
+
+
+def _check_preprocessing(tree: Tree, job: Job) -> None:
+    """Refuses what data.transform, data.columns and data.label cannot mean; data/columns.py knows the fields of each stage."""
+    data = job.data
+    if data.transform is not None and not re.fullmatch(FUNCTION, data.transform):
+        raise tree.error(
+            "data.transform",
+            f"found {show(data.transform)}, expected python:MODULE:FUNCTION, for example python:my_rows:pairs",
+        )
+    for field, column in (data.columns or {}).items():
+        if not column or not all([column] if isinstance(column, str) else column):
+            raise tree.error(f"data.columns.{field}", f"found {show(column)}, expected the name of a column")
+    if data.label is None:
+        return
+    values = {name: value if isinstance(value, list) else [value] for name, value in data.label.items()}
+    if not {"first", "second"} <= values.keys() <= {"first", "second", "tie"}:
+        raise tree.error(
+            "data.label",
+            f"found {show(data.label)}, expected {{first: VALUE, second: VALUE}} and perhaps tie: VALUE",
+        )
+    several = [str(one).strip().lower() for some in values.values() for one in some]
+    if len(set(several)) < len(several) or any(
+        isinstance(one, list | dict) for some in values.values() for one in some
+    ):
+        raise tree.error(
+            "data.label",
+            f"found {show(data.label)}, expected different texts or numbers for first, second and tie",
         )
 
 
@@ -215,7 +258,7 @@ def _check_inputs(tree: Tree, job: Job) -> None:
                 key,
                 f"found {show(name)}, expected models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion",
             )
-        if name.startswith("python:") and not re.fullmatch(r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        if name.startswith("python:") and not re.fullmatch(FUNCTION, name):
             raise tree.error(
                 key,
                 f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.demo:gold",
@@ -250,6 +293,11 @@ def _check_export(tree: Tree, job: Job) -> None:
 
 def warnings(job: Job) -> Iterator[str]:
     """Lines to print before a run starts, on settings that are valid but often unintended."""
+    if STAGE[job.stage].learns and not (job.data.eval or job.data.eval_fraction):
+        yield (
+            "nothing is held out, so nothing tells how well the run learns; data.eval names rows, data.eval_fraction=0.1 holds "
+            "out a tenth"
+        )
     yield from gates.unmeasured(job)
     if job.gate and STAGE[job.stage].learns and not job.mlflow.registered_model:
         yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"

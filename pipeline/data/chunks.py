@@ -102,8 +102,9 @@ def first_shape(head: bytes, kind: Kind) -> tuple[int, str | None]:
     """(line, shape) of the first line of a file that is a row of a known shape."""
     for number, line in enumerate(head.split(b"\n"), 1):
         row = decode(line.removeprefix(codecs.BOM_UTF8))  # what is not a row is reported by its own chunk
-        if isinstance(row, dict) and (shape := shape_of(row, kind)):
-            return number, shape
+        for made in kind.rows(row):
+            if isinstance(made, dict) and (shape := shape_of(made, kind)):
+                return number, shape
     return 1, None
 
 

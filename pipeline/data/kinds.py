@@ -3,13 +3,15 @@
 config.stages.STAGE says which kind a stage reads. A new kind is a file of its own, like prompts.py, and an entry here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGE
 from pipeline.data import demonstrations, preferences, prompts, scored, thumbs
+from pipeline.data.columns import UNORDERED, shapes_with
 from pipeline.data.encode import Encoder, Outcome
+from pipeline.data.preprocess import NOTHING, Preprocess
 from pipeline.data.record import Record
 
 
@@ -28,6 +30,26 @@ class Kind:
     further: frozenset[str] = frozenset()  # fields that no shape needs, and that it reads
     packs: bool = False  # whether trainer.packing joins several rows into one
     stage: str = ""  # whose rows they are, for messages
+    preprocess: Preprocess = NOTHING  # what the job makes of a raw row
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The fields that a shape needs."""
+        return frozenset(UNORDERED).union(*self.shapes.values())
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a row may have two completions, one preferred to the other."""
+        return self.completions != "written" and "rejected" in self.needed
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether a row's further columns are kept, for Python rewards."""
+        return "row" in self.columns
+
+    def rows(self, row: Any) -> Iterator[Any]:
+        """The rows that a decoded row of a file stands for: each a row, a RowError or Dropped."""
+        return self.preprocess.rows(row, self)
 
 
 _PAIR = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids"), list)
@@ -70,8 +92,9 @@ KIND = {
 }
 
 
-def kind_of(stage: str) -> Kind:
+def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
     """The kind of rows that a stage reads; `pairs`, those of data.pairs, are a kind by themselves."""
     name = STAGE[stage].rows if stage in STAGE else stage
     assert name is not None, f"{stage} reads no rows"
-    return replace(KIND[name], stage=stage)
+    shapes = shapes_with(preprocess.columns, KIND[name].shapes)
+    return replace(KIND[name], stage=stage, shapes=shapes, preprocess=preprocess)

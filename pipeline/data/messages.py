@@ -29,6 +29,8 @@ ROLES = {
     "function_call": "assistant",
 }
 
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
+
 
 def text(value: Any, key: str) -> str:
     if value is None:
@@ -75,14 +77,36 @@ def message(item: Any, key: str) -> Message:
         calls, content = tool_calls(decoded(content), f"{key}.{names[1]}"), ""
     elif calls and content is None:
         content = ""
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        content = "".join(text(part["text"], f"{key}.{names[1]}") for part in content)
+    if isinstance(content, list):
+        content = "".join(part_text(part, f"{key}.{names[1]}[{i}]") for i, part in enumerate(content))
     turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{names[1]}")}
     if calls:
         turn["tool_calls"] = calls
     if turn["role"] == "tool":
         turn |= {name: item[name] for name in ("tool_call_id", "name") if item.get(name)}
     return turn
+
+
+def part_text(part: Any, key: str) -> str:
+    """The text of one part of a content that is a list: {type: text, text}, {type: text, value}, {text}, or a text.
+
+    Raises:
+        RowError: for a part that is no text, such as an image.
+    """
+    if not isinstance(part, dict):
+        return text(part, key)
+    if (kind := part.get("type") or "text") not in TEXT_PARTS:
+        raise RowError(
+            "wrong_type", key, f"a part of type {show(kind)}", "parts of text: the model reads nothing else"
+        )
+    name = next((name for name in ("text", "value", "content") if part.get(name) is not None), None)
+    if name is None:
+        raise RowError("missing_field", f"{key}.text", fields_of(some(part)), "{type: text, text}")
+    value = part[name]
+    inner = (
+        value.get("value") if isinstance(value, dict) else value
+    )  # of OpenAI's threads: {text: {value, annotations}}
+    return text(inner, f"{key}.{name}")
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.data.kinds import Kind, kind_of
 from pipeline.data.record import Record
-from pipeline.data.tools import offered
+from pipeline.data.tools import decoded, offered
 from pipeline.data.values import RowError, check_values, fields_of, show, some
 from pipeline.errors import visible
 
@@ -13,8 +13,8 @@ from pipeline.errors import visible
 ALIASES = {
     "prompt": ("question", "query", "instruction", "input", "problem", "user"),
     "completion": ("response", "output", "answer", "solution", "target", "reply", "assistant"),
-    "chosen": ("preferred", "accepted", "winner", "better", "positive", "chosen_response"),
-    "rejected": ("dispreferred", "refused", "loser", "worse", "negative", "rejected_response"),
+    "chosen": ("preferred", "accepted", "winner", "better", "positive", "chosen_response", "response_j"),
+    "rejected": ("dispreferred", "refused", "loser", "worse", "negative", "rejected_response", "response_k"),
     "label": ("thumb", "thumbs", "feedback", "rating", "liked", "desirable"),
     "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
 }
@@ -32,11 +32,23 @@ def parse(row: Any, kind: Kind) -> Record:
     for key in kind.shapes[shape]:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
+    row = {**row, **{key: unpacked(row[key]) for key in kind.shapes[shape]}}
     record = kind.parse(row, shape)
     record.tools = offered(row.get("tools"))
     if "row" not in kind.columns:  # else all columns go to Python rewards
         record.unread += tuple(key for key in row if key not in read_of(record, kind, shape))
     return record
+
+
+def unpacked(value: Any) -> Any:
+    """A list of messages, if a text is the JSON of one: a CSV file holds them like that."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return value
+    items = decoded(value)
+    is_chat = isinstance(items, list) and all(
+        isinstance(item, dict) and item.keys() & {"role", "from"} for item in items
+    )
+    return items if is_chat else value
 
 
 def read_of(record: Record, kind: Kind, shape: str) -> set[str]:
@@ -65,8 +77,8 @@ def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
     )
     expected = "one of " + " | ".join(kind.shapes) + f" (stage {kind.stage})"
     if len(meant) == len(missing) and all(key.isidentifier() for key in meant.values()):
-        renamed = ", ".join(f"{name}: .{meant.get(name, name)}" for name in nearest_shape)
-        expected += f"; jq -c '{{{renamed}}}' FILE > rows.jsonl renames"
+        renamed = ", ".join(f"{name}: {column}" for name, column in meant.items())
+        expected += f"; data.columns='{{{renamed}}}' renames"
     for stage, stages in (("rm", "rm, dpo and kto"), ("kto", "kto"), ("sft", "sft")):
         if not meant and shape_of(row, kind_of(stage)):
             expected += f"; rows with such fields are for {stages}"

@@ -16,6 +16,7 @@ from pipeline.data.encode import (
 from pipeline.data.messages import (
     as_turns,
     completion_text,
+    instruction,
     prompt_text,
     repeats_prompt,
     shared_length,
@@ -24,6 +25,7 @@ from pipeline.data.messages import (
 )
 from pipeline.data.record import Record, Text, Turns, plain
 from pipeline.data.template import no_completion, no_prompt
+from pipeline.data.tools import decoded
 from pipeline.data.values import RowError, show
 
 SHAPES = {
@@ -31,6 +33,7 @@ SHAPES = {
     "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
     "conversations+chosen+rejected": ("conversations", "chosen", "rejected"),
     "messages+chosen+rejected": ("messages", "chosen", "rejected"),
+    "instruction+chosen+rejected": ("instruction", "chosen", "rejected"),
     "chosen+rejected": ("chosen", "rejected"),
 }
 SIDES = ("chosen", "rejected")
@@ -54,9 +57,9 @@ def parse(row: dict[str, Any], shape: str) -> Record:
     elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both sides repeat it
         prompt, completions = split_transcripts(row["chosen"], row["rejected"])
         pairs = [completions]
-        prompt = agreed(prompt, prompt_text(row[key], key, row.get("system")), key)
+        prompt = agreed(prompt, given_prompt(row, key), key)
     else:
-        prompt = prompt_text(row[key], key, row.get("system"))
+        prompt = given_prompt(row, key)
         pairs = [tuple(completion_text(row[side], side, prompt) for side in SIDES)]
     for index, (chosen, rejected) in enumerate(pairs):
         if plain(chosen) == plain(rejected):
@@ -68,6 +71,10 @@ def parse(row: dict[str, Any], shape: str) -> Record:
                 "two different completions",
             )
     return Record(prompt, pairs, margin=margin)
+
+
+def given_prompt(row: dict[str, Any], key: str) -> Text:
+    return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
 
 
 def agreed(repeated: Text, given: Text, key: str) -> Text:
@@ -126,11 +133,12 @@ def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
     prompt = prompt_text(row["prompt"], system=row.get("system"))
     sides = []
     for key in ("pos_answers", "neg_answers"):
-        if not isinstance(row[key], list):
-            raise RowError("wrong_type", key, show(row[key]), "a list of texts")
-        if not row[key]:
+        values = decoded(row[key])  # a CSV file holds a list as its JSON text
+        if not isinstance(values, list):
+            raise RowError("wrong_type", key, show(values), "a list of texts")
+        if not values:
             raise RowError("empty_completion", key, "an empty list", "at least one answer")
-        sides.append([completion_text(value, f"{key}[{i}]", prompt) for i, value in enumerate(row[key])])
+        sides.append([completion_text(value, f"{key}[{i}]", prompt) for i, value in enumerate(values)])
     if len(sides[0]) != len(sides[1]):
         raise RowError(
             "unequal_answers",

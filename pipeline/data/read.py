@@ -18,6 +18,7 @@ from pipeline.data import cache
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.files import File, find
 from pipeline.data.kinds import kind_of
+from pipeline.data.lookahead import preprocess_of, settled
 from pipeline.data.merge import merge, notes
 from pipeline.data.mixture import Mixture, mix
 from pipeline.data.refusals import check, note_empty
@@ -60,6 +61,7 @@ def prepare(
     files = {key: find(spec, f"data.{key}") for key in ("train", "eval") if (spec := getattr(data, key))}
     if not files:
         raise InputError(f"stage {stage} needs rows; name a file: data.train=rows.jsonl", key="data.train")
+    options = replace(options, preprocess=settled(options.preprocess, files, stage))
     key = cache.cache_key(files, tokenizer, options)
     folder = storage.join(storage.absolute(cache_root), key[:32])
     manifest = cache.read_manifest(folder)
@@ -147,6 +149,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         data.seed,
         packing and kind_of(stage).packs,
         data.special_tokens,
+        preprocess_of(stage, data),
     )
 
 

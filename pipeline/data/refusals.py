@@ -31,7 +31,7 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
         kinds = sum((stat.kinds for stat in part), Counter())
         splits = [split for stat in part for split in stat.splits.values()]
         read = sum(split.read for split in splits)
-        if kinds and options.on_error == "raise":
+        if kinds and (options.on_error == "raise" or kinds["unclear_label"]):
             raise InputError(complaint(part, kinds, read), key=f"data.{name}")
         if not sum(split.kept for split in splits):
             raise InputError(none_left(part, read, options), key=f"data.{name}")
@@ -85,8 +85,6 @@ def complaint(stats: Sequence[Stats], kinds: Counter, read: int) -> str:
             lines.append(f"  and {kinds.total() - named:,} more")
     lines += usable(stats)
     advice = "fix them, or type data.on_error=skip to leave them out"
-    if kinds["missing_field"] == read > 1 and not any("[" in field for _, field, _ in ways):
-        advice = "no row has the fields of this stage; is it another stage's file? (sft: demonstrations, rm and dpo: pairs, kto: thumbs)"
     if "too_long" in kinds:
         advice += "; data.too_long=truncate (or drop) for long rows"
     return "\n".join([f"{what}:", *lines, advice + "; nothing was trained"])

@@ -18,12 +18,14 @@ from pipeline.data.encode import Dropped, Encoder, Example
 from pipeline.data.kinds import Kind, kind_of
 from pipeline.data.parse import parse, shape_of
 from pipeline.data.parts import PartWriter
+from pipeline.data.preprocess import NOTHING, Preprocess
 from pipeline.data.record import Record
 from pipeline.data.report import Split
 from pipeline.data.values import RowError
 
 BATCH = 256  # rows tokenised together
 BATCH_BYTES = 16 << 20  # of them, at most: a row may be a book
+Read = Record | RowError | Dropped  # what becomes of a row before it is tokenised
 ENOUGH = 10_000  # bad rows of a chunk after which the rest is not read
 # Rows up to which duplicates are counted: 8 bytes a row come to the driver, 16 for those of train and eval.
 HASHES = 1 << 21
@@ -43,10 +45,11 @@ class Options:
     seed: int
     packing: bool
     special_tokens: str = "text"
+    preprocess: Preprocess = NOTHING
 
     @property
     def kind(self) -> Kind:
-        return kind_of(self.stage)
+        return kind_of(self.stage, self.preprocess)
 
 
 @dataclass
@@ -107,19 +110,19 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
     task = Task(chunk, index, encoder_of(tokenizer, options), options, folder)
     stats, kind, digest, hashes = task.stats, task.encoder.kind, hashlib.sha256(), bytearray()
     shape, line = chunk.shape, chunk.shape_line
-    batch: list[tuple[int, Record | RowError]] = []
+    batch: list[tuple[int, Read]] = []
     size = 0
     stats.split(chunk.split)
     for number, row, raw in rows(chunk, digest):
         if len(hashes) <= 8 * HASHES:
             hashes += hashlib.blake2b(raw, digest_size=8).digest()
-        if isinstance(row, dict) and shape is None:
-            shape, line = shape_of(row, kind), number
-        batch.append(
-            (number, row if isinstance(row, RowError) else checked(row, kind, shape, line, chunk.format))
-        )
+        for made in kind.rows(row):
+            if isinstance(made, dict) and shape is None:
+                shape, line = shape_of(made, kind), number
+            left_out = isinstance(made, RowError | Dropped)
+            batch.append((number, made if left_out else checked(made, kind, shape, line, chunk.format)))
         size += len(raw)
-        if len(batch) == BATCH or size >= BATCH_BYTES:
+        if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
             batch, size = [], 0
             if hopeless(stats, options):
@@ -168,10 +171,11 @@ class Task:
         self.options, self.folder = options, folder
         self.stats = Stats()
         self.writers: dict[str, PartWriter] = {}  # by split
+        self.placed = 0, chunk.split  # the number of the row that came last, and the split that it went to
 
-    def flush(self, batch: list[tuple[int, Record | RowError]]) -> None:
+    def flush(self, batch: list[tuple[int, Read]]) -> None:
         """Tokenises a batch of (number, row) and writes it; bad rows are counted, the first few with their numbers."""
-        records = [record for _, record in batch if not isinstance(record, RowError)]
+        records = [record for _, record in batch if isinstance(record, Record)]
         outcomes = iter(self.encoder.encode(records))
         for number, record in batch:
             if isinstance(record, RowError):
@@ -179,7 +183,12 @@ class Task:
                 split.read += 1
                 note_bad(self.stats, split, number, record)
                 continue
-            name = "eval" if held_out(record.prompt_key(), self.options) else self.chunk.split
+            if isinstance(record, Dropped):
+                split = self.stats.split(self.chunk.split)
+                split.read += 1
+                split.dropped[record.reason] = split.dropped.get(record.reason, 0) + 1
+                continue
+            name = self.split_of(number, record)
             split = self.stats.split(name)
             split.read += 1
             examples = next(outcomes)
@@ -199,6 +208,13 @@ class Task:
                 elif isinstance(item, Example):
                     note_example(self.stats, name, item, self.encoder.tokenizer)
                     self.write(name, item)
+
+    def split_of(self, number: int, record: Record) -> str:
+        """Where a row goes: what data.transform made of one row stays together, with its first."""
+        if number != self.placed[0]:
+            away = held_out(record.prompt_key(), self.options)
+            self.placed = number, "eval" if away else self.chunk.split
+        return self.placed[1]
 
     def write(self, name: str, example: Example) -> None:
         if name not in self.writers:

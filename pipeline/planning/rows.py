@@ -1,12 +1,13 @@
 """How many rows a job's data has, and how long they are: estimated from a few of its chunks, without Ray."""
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.config import Job
 from pipeline.config.sources import sources_of
 from pipeline.data.chunks import plan
 from pipeline.data.files import find
+from pipeline.data.lookahead import settled
 from pipeline.data.read import options_of
 from pipeline.data.tasks import tokenise
 from pipeline.errors import InputError
@@ -43,6 +44,7 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
             model.name_or_path, model.revision, model.chat_template, model.trust_remote_code
         )
         options = options_of(job.stage, job.data, tokenizer, context, packing=False)
+        options = replace(options, preprocess=settled(options.preprocess, {"train": files}, job.stage))
         chunks = plan(files, "train", options.kind, CHUNK)
         seen = chunks[:: max(1, -(-len(chunks) // CHUNKS))]
         if any(chunk.size > WHOLE for chunk in seen):

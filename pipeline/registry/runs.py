@@ -101,6 +101,8 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
     for context, digest in digests.items():
+        if context == "transform":
+            continue  # of code, not of rows; the lineage has it
         first = sources_of(getattr(job.data, context, None) or job.data.train)[0]
         # a local path can be a "local" source in two ways, which are the same
         with warnings.catch_warnings():

@@ -21,7 +21,7 @@ class Work:
     job: Job
     tokenizer: Any
     base: dict[str, Any]  # models.base.base_identity of the job's base
-    digests: dict[str, str]  # of each set of rows, by content
+    digests: dict[str, str]  # of each set of rows, and of data.transform, by content
     fingerprints: dict[str, str]  # of each tokenised set
     run_id: str | None  # of MLflow; None: nothing is logged
     mixture: Mixture | None = None  # of the training rows, where their sources have weights

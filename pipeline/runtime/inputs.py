@@ -1,13 +1,11 @@
 """The inputs of a job (adapters, reward models, Python functions): pinned to versions, and checked before anything starts."""
 
-import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import json
 import math
 import os
-import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -17,11 +15,11 @@ from pipeline import registry
 from pipeline.config import Job
 from pipeline.config.sources import sources_of
 from pipeline.config.stages import STAGE
-from pipeline.errors import InputError, about, in_brief
+from pipeline.errors import InputError, about
 from pipeline.registry import lineage
-from pipeline.system import deadline, storage
+from pipeline.system import storage
+from pipeline.system.functions import imported, signature
 
-IMPORT_SECONDS = 15  # for the module of a Python function
 GIVEN = ("prompts", "completions", "completion_ids")  # to every Python reward, whatever the data holds
 
 
@@ -74,9 +72,15 @@ def check_paths(job: Job) -> None:
     Raises:
         InputError: when one is not there.
     """
-    from pipeline.data import files
+    from pipeline.data import files, lookahead
     from pipeline.data.sets import HUB
     from pipeline.models.base_files import require_local
+
+    if job.data.transform:
+        with about("data.transform"):
+            check_transform(job.data.transform)
+    if STAGE[job.stage].rows:
+        lookahead.preprocess_of(job.stage, job.data)
 
     met = set()
     for name in ("train", "eval", "pairs"):
@@ -223,24 +227,12 @@ def check_function(source: str) -> Any:
     Raises:
         InputError: naming the module or the function, and what is wrong with it.
     """
-    module_name, _, function = source.removeprefix("python:").partition(":")
-    module = _imported(source, module_name)
-    reward = getattr(module, function, None)
-    if not callable(reward):
-        there = (
-            ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
-        )
-        raise InputError(f"{source}: {module_name} has no function {function!r} (functions there: {there})")
+    reward = imported(source)
     if inspect.isclass(reward):
         raise InputError(f"{source}: is a class, expected a function that returns a list of numbers")
     if inspect.isgeneratorfunction(reward) or inspect.isasyncgenfunction(reward):
         raise InputError(f"{source}: yields its scores, expected a function that returns a list of numbers")
-    try:
-        parameters = inspect.signature(reward).parameters.values()
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            f"{source}: its parameters cannot be read ({error}); wrap it in a Python function of prompts and completions"
-        ) from error
+    parameters = signature(source, reward, "prompts and completions").parameters.values()
     if nameless := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
         raise InputError(
             f"{source}: takes {nameless[0]!r} by position only; arguments come by name: take the `/` out"
@@ -252,31 +244,24 @@ def check_function(source: str) -> Any:
     return reward
 
 
-def _imported(source: str, module_name: str) -> Any:
-    """The module of a Python function, from an import that ends, and ends well.
+def check_transform(source: str) -> None:
+    """Proves that data.transform can be imported, and called with a row.
 
     Raises:
-        InputError: when there is no such module, or its import raises (SystemExit too), or takes longer than IMPORT_SECONDS.
+        InputError: naming the module or the function, and what is wrong with it.
     """
-    late = f"{source}: its module was not imported within {IMPORT_SECONDS} seconds; move slow work out of the module, into the function"
+    function = imported(source)
+    if (
+        inspect.isclass(function)
+        or inspect.iscoroutinefunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
+        raise InputError(f"{source}: expected a function that takes a row and returns one, several, or None")
+    found = signature(source, function, "one row")
     try:
-        with deadline.limited(IMPORT_SECONDS, InputError(late)):
-            return importlib.import_module(module_name)
-    except (InputError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{module_name}.".startswith(f"{missing}."):  # it, or a package above it
-            raise InputError(
-                f"{source}: no module {module_name!r} can be imported from {os.getcwd()} (PYTHONPATH adds folders)"
-            ) from error
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{at.filename}:{at.lineno}"
-        if isinstance(error, SyntaxError):
-            where = f"{error.filename or module_name}:{error.lineno or '?'}"
-        raise InputError(
-            f"{source}: importing {module_name!r} ended with {in_brief(error)}, at {where}; fix it there"
-        ) from error
+        found.bind({})
+    except TypeError as error:
+        raise InputError(f"{source}: takes {found}, expected one argument, the row ({error})") from error
 
 
 def check_columns(job: Job, rows: dict[str, Any]) -> None:

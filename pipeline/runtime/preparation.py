@@ -99,6 +99,7 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     Raises:
         InputError: when rows are wrong, or do not fit what the job makes of them.
     """
+    from pipeline.data import transform
     from pipeline.data.read import prepare
 
     job, sets, mixture = work.job, {}, None
@@ -122,9 +123,12 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
         check_labels(job, desirable, report.splits["train"].kept - desirable)
     if job.stage == "ppo":
         check_updates(job, len(mixture) if mixture else report.splits["train"].kept)
+    digests = {name: tokenised.digests[split] for name, (tokenised, split) in sets.items()}
+    if job.data.transform:
+        digests["transform"] = transform.digest(job.data.transform)
     work = replace(
         work,
-        digests={name: tokenised.digests[split] for name, (tokenised, split) in sets.items()},
+        digests=digests,
         fingerprints={name: tokenised.fingerprints[split] for name, (tokenised, split) in sets.items()},
         mixture=mixture,
     )

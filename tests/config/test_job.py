@@ -456,6 +456,7 @@ def test_overrides_replace_add_and_remove(job):
             "data.train=[a.jsonl,s3://b/c.jsonl]",
             "lora={r: 4, target_modules: all-linear}",
             "lora.lora_alpha=8",
+            "data.eval=d.jsonl",
             "gate.eval_reward=>= 0.5",
             "gate.eval_kl='<= 10'",
             "reward=[models:/rm@champion, {reward: python:a.b:c, weight: 2}]",

@@ -122,12 +122,12 @@ def test_fields_with_the_names_of_other_data_sets_are_recognised():
         parsed({"question": "a", "response": "b", "id": 7}, "sft")
     assert caught.value.field == "prompt"
     assert "is `question` meant to be `prompt`, `response` meant to be `completion`?" in caught.value.found
-    assert "jq -c '{prompt: .question, completion: .response}' FILE > rows.jsonl" in caught.value.expected
+    assert "data.columns='{prompt: question, completion: response}' renames" in caught.value.expected
     with pytest.raises(
         RowError, match="is `winner` meant to be `chosen`, `loser` meant to be `rejected`"
     ) as caught:
         parsed({"prompt": "a", "winner": "b", "loser": "c"}, "rm")
-    assert "jq -c '{prompt: .prompt, chosen: .winner, rejected: .loser}'" in caught.value.expected
+    assert "data.columns='{chosen: winner, rejected: loser}' renames" in caught.value.expected
 
 
 def test_rows_of_another_stage_are_told_theirs():

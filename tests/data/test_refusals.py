@@ -75,20 +75,13 @@ def test_truncation_is_not_advised_to_those_who_truncate(tmp_path, embedded_ray)
 
 def test_rows_that_are_all_wrong_in_the_same_way_are_one_line(tmp_path, embedded_ray, monkeypatch):
     monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
-    path = write(
-        tmp_path / "pairs.jsonl", [{"prompt": f"q{i}", "chosen": "a", "rejected": "b"} for i in range(40)]
-    )
+    path = write(tmp_path / "empty.jsonl", [{"prompt": f"q{i}", "completion": ""} for i in range(40)])
     with pytest.raises(InputError) as caught:
         make(tmp_path, train=path)
     first, alike, advice = caught.value.message.splitlines()
-    assert first == "40 of 40 rows cannot be used (40 wrong or missing field):"
-    assert alike.startswith(
-        f"  rows 1-40, all in the same way: {path}:1: `completion`: found fields prompt, chosen"
-    )
-    assert (
-        alike.endswith("(stage sft); rows with such fields are for rm, dpo and kto")
-        and "is it another stage's file?" in advice
-    )
+    assert first == "40 of 40 rows cannot be used (40 empty completion):"
+    assert alike.startswith(f"  rows 1-40, all in the same way: {path}:1: `completion`: found")
+    assert "data.on_error=skip" in advice
     path = write(
         tmp_path / "mixed.jsonl", [{"prompt": 1, "completion": "a"}, {"prompt": "a", "completion": 1}]
     )

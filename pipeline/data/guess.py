@@ -1,0 +1,293 @@
+"""Which columns of a file may be meant by the fields of a stage: guessed from their names, and from a look at their values.
+
+A guess is only ever shown, as the data.columns to type; and only if rows can be read with it.
+"""
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.stages import STAGE
+from pipeline.data import sides
+from pipeline.data.columns import named
+from pipeline.data.demonstrations import is_good
+from pipeline.data.kinds import kind_of
+from pipeline.data.parse import ALIASES, parse, shape_of
+from pipeline.data.preprocess import Preprocess
+from pipeline.data.values import RowError, some
+from pipeline.errors import InputError, visible
+
+LOOKED = 50  # rows that are read with a guess
+GROUPS = {
+    "demonstrations": "sft",
+    "whole_preferences": "rm",
+    "prompts": "ppo",
+}  # kind -> the stage to ask for it
+# Of the two columns of a pair, what their names differ in.
+PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
+LABELS = "label preference winner choice choose better preferred annotator vote judge verdict".split()
+PROMPTS = "post history context title article document source human text review".split()
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column, or a field of a column of objects, and what its values in the first rows look like."""
+
+    name: str
+    values: list[Any]
+
+    @property
+    def is_text(self) -> bool:
+        texts = [value for value in self.values if isinstance(value, str)]
+        return 2 * len(texts) > len(self.values) and any(len(text.split()) > 1 for text in texts)
+
+    @property
+    def is_chat(self) -> bool:
+        first = next((value[0] for value in self.values if isinstance(value, list) and value), None)
+        return isinstance(first, dict) and bool({"role", "from"} & first.keys())
+
+    @property
+    def is_number(self) -> bool:
+        return all(isinstance(sides.plain(value), float) for value in self.values) and bool(self.values)
+
+    @property
+    def is_label(self) -> bool:
+        """Few different values, each a number or a word or two."""
+        different = {str(sides.plain(value)) for value in self.values if not isinstance(value, list | dict)}
+        return 0 < len(different) <= sides.SEVERAL and all(len(value.split()) <= 2 for value in different)
+
+    @property
+    def length(self) -> float:
+        """Mean number of characters."""
+        return sum(len(str(value)) for value in self.values) / len(self.values)
+
+    @property
+    def repeats(self) -> float:
+        """The share of values that stand in an earlier row, too."""
+        return 1 - len({str(value) for value in self.values}) / len(self.values)
+
+
+def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str) -> str:
+    """What to say of a file of whose rows none has a shape of the stage, and what to type."""
+    found = visible(
+        ", ".join(dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))), lines=False
+    )
+    numbers = f"rows 1-{len(rows):,} are" if len(rows) > 1 else "row 1 is"
+    head = f"{visible(file, lines=False)}: {numbers} of no shape that `{stage}` reads; found the columns {found[:300] or 'none'}"
+    guess = guessed(rows, stage)
+    if guess:
+        return f"{head}; type {typed(guess, rows)}"
+    if others := fitting(rows):
+        return f"{head}; such rows fit {others}"
+    shape = next(iter(kind_of(stage).shapes.values()))
+    blank = ", ".join(f"{name}: COLUMN" for name in shape)
+    return (
+        f"{head}; expected one of {' | '.join(kind_of(stage).shapes)}: name the columns, data.columns='{{{blank}}}', or make "
+        "such rows, data.transform=python:MODULE:FUNCTION"
+    )
+
+
+def fitting(rows: Sequence[dict[str, Any]]) -> str:
+    """The stages that rows fit, as they are or with which data.columns, in words; empty: none."""
+    fits: dict[str, list[str]] = {}
+    for stage, facts in STAGE.items():
+        if facts.learns and (guess := guessed(rows, stage)) is not None:
+            fits.setdefault(f"with {typed(guess, rows)}" if guess else "as they are", []).append(stage)
+    return "; ".join(f"{' and '.join(stages)} {how}" for how, stages in fits.items())
+
+
+def typed(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """The guess as it is typed behind a command."""
+    text = ", ".join(f"{field}: {_yaml(column)}" for field, column in guess.items())
+    shown = f"data.columns='{{{text}}}'" if "'" not in text else f'data.columns="{{{text}}}"'
+    if _rule(guess, rows) is None:
+        return f"{shown} and data.label='{{first: VALUE, second: VALUE}}' for what its values mean"
+    return shown
+
+
+def _yaml(column: str | list[str]) -> str:
+    if isinstance(column, list):
+        return f"[{', '.join(map(_yaml, column))}]"
+    return column if re.fullmatch(r"[A-Za-z_][\w.-]*", column) else json.dumps(column, ensure_ascii=False)
+
+
+def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None:
+    """{field: column} with which most of the rows can be read, {} if they can be as they are; None: nothing fits."""
+    rows = rows[:LOOKED]
+    columns = _columns(rows)
+    return next((guess for guess in _candidates(columns, stage) if _reads(rows, guess, stage)), None)
+
+
+def _reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
+    """Whether at least half of the rows are of a shape, and one can be read."""
+    kind = kind_of(stage, Preprocess(guess, _rule(guess, rows) or sides.Rule((0.0,), (1.0,), (2.0,))))
+    shaped = read = 0
+    for made in itertools.chain.from_iterable(map(kind.rows, rows)):
+        if not isinstance(made, dict):
+            shaped += not isinstance(made, RowError)  # a tie
+            continue
+        shaped += shape_of(made, kind) is not None
+        try:
+            parse(made, kind)
+            read += 1
+        except RowError:
+            continue
+    return 2 * shaped >= len(rows) and read > 0
+
+
+def _rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> sides.Rule | None:
+    """What the labels mean; an empty rule where the guess needs none, None where it does not follow from them."""
+    if "first" not in guess or "first_score" in guess:
+        return sides.Rule()
+    names = named(guess.get("label", "label"))
+    try:
+        return sides.derived([[row.get(name) for name in names] for row in rows], "label")
+    except InputError:
+        return None
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------
+
+
+def _candidates(columns: list[Column], stage: str) -> Iterator[dict[str, Any]]:
+    """Mappings worth a try, the likeliest first."""
+    yield {}
+    if stage == "sft":
+        yield from _demonstrations(columns)
+    elif stage == "ppo":
+        yield from ({"prompt": one.name} for one in _prompts(columns) if not one.is_label)
+    else:
+        yield from _thumbs(columns) if stage == "kto" else ()
+        for pair in _pairs(columns):
+            free = [one for one in columns if one.name not in _used(pair)]
+            if any(one.name in ("prompt", "instruction") for one in columns):
+                yield _unlike(pair)
+            yield from (_unlike({"prompt": one.name, **pair}) for one in _prompts(free))
+            yield _unlike(pair)
+    if next(_pairs(columns), None):
+        return  # what is left would take one side of a pair for something else
+    for needs in kind_of(stage).shapes.values():  # by the names alone
+        called = {need: _called(need, columns) for need in needs}
+        if None not in called.values() and len({*called.values()}) == len(needs):
+            yield _unlike(called)
+
+
+def _demonstrations(columns: list[Column]) -> Iterator[dict[str, Any]]:
+    if next(_pairs(columns), None):
+        return  # which of two completions is to be imitated?
+    yield from ({"messages": one.name} for one in columns if one.is_chat)
+    names = {one.name for one in columns}
+    if "instruction" in names and (output := _called("completion", columns)):
+        context = {"input": "context"} if "context" in names - {"input"} else {}
+        yield _unlike({"instruction": "instruction", **context, "output": output})
+    for prompt in _prompts(columns):
+        others = [one for one in columns if one.is_text and one is not prompt]
+        if name := _called("completion", others):
+            yield _unlike({"prompt": prompt.name, "completion": name})
+    for prompt in _prompts(columns):
+        for one in sorted(columns, key=lambda one: -one.length):
+            if one.is_text and one is not prompt:
+                yield _unlike({"prompt": prompt.name, "completion": one.name})
+
+
+def _thumbs(columns: list[Column]) -> Iterator[dict[str, Any]]:
+    verdicts = [one for one in columns if all(is_good(value) is not None for value in one.values)]
+    for one in sorted(verdicts, key=lambda one: one.name not in ("label", *ALIASES["label"])):
+        for guess in ({}, *_demonstrations([other for other in columns if other is not one])):
+            yield _unlike({**guess, "label": one.name})
+
+
+def _prompts(columns: list[Column]) -> list[Column]:
+    """Columns that may be the prompt: by name, then those whose values repeat, then in their order."""
+    texts = [one for one in columns if one.is_text or one.is_chat]
+    words = ("prompt", *ALIASES["prompt"], *PROMPTS)
+
+    def rank(one: Column) -> tuple[bool, int, float]:
+        parts = re.split(r"[^a-z]+", one.name.lower())
+        named = next((at for at, word in enumerate(words) if word in parts), len(words))
+        return one.is_label, named, -one.repeats
+
+    return sorted(texts, key=rank)
+
+
+def _pairs(columns: list[Column]) -> Iterator[dict[str, Any]]:
+    """Mappings of both completions: by names that say which is better, or with what else says it."""
+    texts = [
+        one
+        for one in columns
+        if one.is_text or one.is_chat or (one.values and isinstance(one.values[0], dict))
+    ]
+    chosen = _called("chosen", texts)
+    rejected = _called("rejected", [one for one in texts if one.name != chosen])
+    if chosen and rejected:
+        yield {"chosen": chosen, "rejected": rejected}
+    for first, second, ends in _siblings([one for one in columns if one.is_text or one.is_chat]):
+        both = {"first": first, "second": second}
+        scores = [(one, two) for one, two, _ in _siblings([c for c in columns if c.is_number], ends)]
+        labels = [one for one in columns if one.is_label and any(word in one.name.lower() for word in LABELS)]
+        if scores:
+            score = next((pair for pair in scores if "score" in pair[0].lower()), scores[0])
+            found = {**both, "first_score": score[0], "second_score": score[1]}
+            if "score" in score[0].lower() or not labels:
+                yield found
+        voters = [one.name for one in labels if re.sub(r"\d+$", "", one.name) != one.name]
+        if len(voters) > 1:
+            yield {**both, "label": voters}
+        yield from ({**both, "label": one.name} for one in labels)
+
+
+def _siblings(
+    columns: list[Column], ends: tuple[str, str] | None = None
+) -> Iterator[tuple[str, str, tuple[str, str]]]:
+    """Names of two columns that differ in one of PAIRED alone, and in which."""
+    names = [one.name for one in columns]
+    for low, high in [ends] if ends else PAIRED:
+        before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # response1, but not data
+        for name in names:
+            for match in re.finditer(rf"(?i){before}{low}(?![a-z0-9])", name):
+                other = (
+                    name[: match.start()]
+                    + (high.upper() if match[0].isupper() else high)
+                    + name[match.end() :]
+                )
+                if other in names and other != name:
+                    yield name, other, (low, high)
+
+
+def _called(field: str, columns: list[Column]) -> str | None:
+    """The column that a field is likely to be called, by its spelling or as other data sets do."""
+    names = [one.name for one in columns]
+    if field in names:
+        return field
+    words = {name: re.split(r"[^a-z0-9]+", name.lower()) for name in names}
+    aliases = next((alias for alias in ALIASES.get(field, ()) if alias in names), None)
+    within = next(
+        (name for word in (field, *ALIASES.get(field, ())) for name in names if word in words[name]), None
+    )
+    return aliases or within or next(iter(difflib.get_close_matches(field, names, 1)), None)
+
+
+def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the fields whose column has their name."""
+    return {field: column for field, column in guess.items() if field != column}
+
+
+def _used(guess: dict[str, Any]) -> set[str]:
+    return {one for column in guess.values() for one in named(column)}
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """The columns of rows, and the fields of those that hold objects (`question.full_text`)."""
+    values: dict[str, list[Any]] = {}
+    for row in rows:
+        for name in some(row):
+            value = row[name]
+            inner = {f"{name}.{key}": value[key] for key in some(value)} if isinstance(value, dict) else {}
+            for path, one in {name: value, **inner}.items():
+                values.setdefault(path, [])
+                values[path] += [one] if one is not None else []
+    return [Column(name, found) for name, found in values.items() if found]

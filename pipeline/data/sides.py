@@ -1,0 +1,183 @@
+"""Which of two completions is the better one: a label says it, or the scores of both.
+
+    first + second + label                        the label picks the side: chosen and rejected
+    first + second + first_score + second_score   the higher score does
+
+What the values of a label mean is said by data.label ({first: 1, second: 2, tie: 0}), or follows from them where they can
+mean one thing only: 1 and 2, numbers between (1.5 is a tie), words such as a and b, model_a and model_b, and tie. Values 0
+and 1 can mean two: the number of the better completion, or whether the first one is better.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.data.values import RowError, show
+from pipeline.errors import InputError
+
+Side = str | None  # first, second, or None: a tie
+_WORD = r"(?:model|response|output|answer|completion|text|option|summary|assistant|conversation|candidate|system)?"
+WORDS = {
+    "first": re.compile(rf"{_WORD}(?:a|1|first|left)(?:better|isbetter|wins?)?"),
+    "second": re.compile(rf"{_WORD}(?:b|2|second|right)(?:better|isbetter|wins?)?"),
+    "tie": re.compile(r"(?:tie|tied|draw|equal|same|both|neither|none).*"),
+}
+SEVERAL = 12  # different values, more of which are no label
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the values of a label mean: the values of each side, and of a tie, as `plain` makes them."""
+
+    first: tuple[Any, ...] = ()
+    second: tuple[Any, ...] = ()
+    tie: tuple[Any, ...] = ()
+    derived: bool = False  # from the first rows; words mean what WORDS says, too
+
+    @classmethod
+    def of(cls, label: Mapping[str, Any]) -> "Rule":
+        first, second, tie = (
+            tuple(map(plain, listed(label.get(name)))) for name in ("first", "second", "tie")
+        )
+        return cls(first, second, tie)
+
+    def __str__(self) -> str:
+        ends = [(name, end) for name in ("first", "second", "tie") for end in getattr(self, name)]
+        words = ", ".join(
+            f"{end:g} ({name})" if isinstance(end, float) else f"{end} ({name})" for name, end in ends
+        )
+        return words or "a or b, or tie"
+
+    def side(self, value: Any) -> Side:
+        """The side that a value names; raises KeyError for a value that names none and is no tie."""
+        value = plain(value)
+        for name in ("first", "second", "tie"):
+            if value in getattr(self, name) or (self.derived and _word(value) == name):
+                return name if name != "tie" else None
+        ends = [number for number in (*self.first, *self.second) if isinstance(number, float)]
+        if isinstance(value, float) and len(ends) == 2 and min(ends) < value < max(ends):
+            middle = sum(ends) / 2
+            low, high = ("first", "second") if self.first == (min(ends),) else ("second", "first")
+            return None if value == middle else low if value < middle else high
+        raise KeyError(value)
+
+
+def listed(values: Any) -> list[Any]:
+    return [*values] if isinstance(values, list | tuple) else [] if values is None else [values]
+
+
+def plain(value: Any) -> Any:
+    """A label as it is compared: numbers, and text that is one, as float; other text in lower case."""
+    if isinstance(value, str):
+        value = value.strip().lower()
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
+
+
+def _word(value: Any) -> str | None:
+    """`first`, `second` or `tie`, if that is what a text says."""
+    word = re.sub(r"[^a-z0-9]", "", value) if isinstance(value, str) else ""
+    return next((name for name, pattern in WORDS.items() if pattern.fullmatch(word)), None)
+
+
+# ---- row -> row ------------------------------------------------------------------------------------------------
+
+
+def ordered(row: dict[str, Any], rule: Rule | None) -> dict[str, Any] | None:
+    """A row with `first` and `second` as one with `chosen` and `rejected`; None: a tie, or no label.
+
+    Raises:
+        RowError: for a label that names neither side, and where there is nothing to tell the sides apart by.
+    """
+    rest = {name: value for name, value in row.items() if name not in ("first", "second")}
+    if "first_score" in row and "second_score" in row:
+        scores = [_score(rest.pop(name), name) for name in ("first_score", "second_score")]
+        if None in scores or scores[0] == scores[1]:
+            return None
+        side: Side = "first" if scores[0] > scores[1] else "second"  # type: ignore[operator]
+    elif "label" in row:
+        side = vote(rest.pop("label"), rule or Rule())
+    else:
+        expected = (
+            "`label`, or `first_score` and `second_score`, which say whether `first` or `second` is better"
+        )
+        raise RowError("missing_field", "label", "no such field", expected)
+    if side is None:
+        return None
+    other = "second" if side == "first" else "first"
+    return {**rest, "chosen": row[side], "rejected": row[other]}
+
+
+def vote(label: Any, rule: Rule) -> Side:
+    """The side with more votes than the other and than the ties; a label that is no list is the only vote."""
+    votes: Counter[Side] = Counter()
+    for value in listed(label):
+        if value is None or value == "":
+            continue
+        try:
+            votes[rule.side(value)] += 1
+        except (KeyError, TypeError):
+            kind = "unclear_label" if rule.derived else "unknown_label"
+            raise RowError(
+                kind, "label", show(value), f"{rule}; data.label says what its values mean"
+            ) from None
+    (side, most), *others = [*votes.most_common(), (None, 0)]
+    return side if all(most > count for _, count in others) else None
+
+
+def _score(value: Any, name: str) -> float | None:
+    if value is None:
+        return None
+    number = plain(value)
+    if isinstance(value, bool) or not isinstance(number, float):
+        raise RowError("wrong_type", name, show(value), "a number")
+    return number
+
+
+# ---- values -> rule --------------------------------------------------------------------------------------------
+
+
+def derived(labels: Sequence[Any], column: str) -> Rule:
+    """The rule that labels follow, which are those of the first rows of a set.
+
+    Raises:
+        InputError: with the data.label to type, where they can mean more than one thing.
+    """
+    values = {plain(one): one for label in labels for one in listed(label) if one is not None and one != ""}
+    numbers = sorted(value for value in values if isinstance(value, float))
+    words = {_word(value) for value in values if not isinstance(value, float)}
+    digits = any(isinstance(value, str) and re.search(r"\d", value) for value in values)
+    if numbers and 1 <= numbers[0] < 1.5 < numbers[-1] <= 2 and words <= {"tie"}:
+        return Rule((1.0,), (2.0,), derived=True)
+    if not numbers and words and None not in words and ({"first", "second"} <= words or not digits):
+        return Rule(derived=True)
+    raise InputError(_unclear([*values.values()], column), key="data.label")
+
+
+def _unclear(values: list[Any], column: str) -> str:
+    """Why the values of a label are not understood, and what to type."""
+    shown = ", ".join(show(value) for value in values[:SEVERAL])
+    if not values:
+        return (
+            f"the column {column!r} holds no label in the first rows; name another: data.columns.label=COLUMN"
+        )
+    if len(values) > SEVERAL:
+        return f"the column {column!r} holds more than {SEVERAL} different values ({shown}, ...), and is no label"
+    found = f"found the labels {shown} in the column {column!r}, which can mean more than one thing"
+    ends = sorted(values, key=lambda value: (isinstance(value, str), str(value)))
+    if {plain(value) for value in values} <= {0.0, 1.0}:
+        return (
+            f"{found}; type data.label='{{first: 0, second: 1}}' where 0 means that the first completion is better, "
+            "data.label='{first: 1, second: 0}' where 1 does"
+        )
+    first, second, *tie = (
+        [1, 2, 0] if {plain(value) for value in values} == {0.0, 1.0, 2.0} else ends + ["B"] * (len(ends) < 2)
+    )
+    rest = f", tie: {tie[0] if len(tie) == 1 else tie}" if tie else ""
+    return (
+        f"{found}; type what they mean, for example data.label='{{first: {first}, second: {second}{rest}}}'"
+    )

@@ -1,0 +1,89 @@
+"""What a file's columns are guessed to mean: the data.columns to type, for every stage that the rows would fit."""
+
+import pytest
+
+from pipeline.data import guess
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
+OTHER = [CHAT[0], {"role": "assistant", "content": "What?"}]
+
+
+def rows(**columns):
+    """Eight rows of which a text with {} is numbered, and the values of a tuple take turns."""
+
+    def value(one, i):
+        return one[i % len(one)] if isinstance(one, tuple) else one.format(i) if isinstance(one, str) else one
+
+    return [{name: value(one, i) for name, one in columns.items()} for i in range(8)]
+
+
+SETS = {
+    "alpaca": rows(instruction="Give tip {}.", input="", output="Eat well, please."),
+    "dolly": rows(instruction="Say {}.", context=("", "Of old."), response="Well then {}.", category="open_qa"),
+    "openhermes": rows(id="x{}", system_prompt="", question="Why is {} so?", response="It just is."),
+    "sharegpt": rows(id="{}", conversation=[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]),
+    "stack": rows(qid=1, question="How do I {}?", date="2016/01/01", metadata=["https://a"], response_j="Like this.", response_k="Like that."),
+    "llmbar": rows(input="Name {} things.", output_1="One, two.", output_2="No, thanks.", label=(1, 2)),
+    "pandalm": rows(idx=1, instruction="Do {} now.", input="", response1="Done it.", response2="Not done.", annotator1=(0, 1, 2), annotator2=(1, 2), annotator3=(1, 2)),
+    "alpaca_eval": rows(instruction="Do {} now.", output_1="Done it.", generator_1="gpt4", output_2="Not done.", generator_2="x", annotator="gpt4", preference=(1.0, 2.0, 1.5)),
+    "shp": rows(post_id="k{}", history="A post {} here.", human_ref_A="One comment.", human_ref_B="Another one.", score_A=(3, 8), score_B=5, labels=(0, 1), seconds_difference=1.0),
+    "webgpt": rows(question={"id": "1", "full_text": "Why is it so?"}, answer_0="Because of it.", answer_1="No idea why.", score_0=(0.5, -0.5), score_1=(-0.5, 0.5)),
+    "safe": rows(prompt="Ask {} now.", response_0="Yes it is.", response_1="No it is.", better_response_id=(0, 1)),
+    "arena": rows(model_a="gpt", model_b="claude", winner=("model_a", "model_b", "tie"), conversation_a=CHAT, conversation_b=OTHER),
+    "hh": rows(chosen="\n\nHuman: hi {}\n\nAssistant: Yes.", rejected="\n\nHuman: hi {}\n\nAssistant: No."),
+    "ultrafeedback": rows(prompt="hi", chosen=CHAT, rejected=OTHER, messages=CHAT, score_chosen=8.0, score_rejected=2.0),
+    "imdb": rows(review="A film number {} that I saw.", sentiment=("positive", "negative")),
+    "numbers": rows(x=1, y=(2, 3)),
+}  # fmt: skip
+FITS = {
+    "alpaca": "sft as they are; ppo as they are",
+    "dolly": "sft with data.columns='{input: context, output: response}'; ppo as they are",
+    "openhermes": "sft with data.columns='{prompt: question, completion: response}'; ppo with data.columns='{prompt: question}'",
+    "sharegpt": "sft with data.columns='{messages: conversation}'",
+    "stack": "rm and dpo with data.columns='{prompt: question, chosen: response_j, rejected: response_k}'; ppo with data.columns='{prompt: question}'",
+    "llmbar": "rm and dpo with data.columns='{prompt: input, first: output_1, second: output_2}'; ppo with data.columns='{prompt: input}'",
+    "pandalm": "rm and dpo with data.columns='{first: response1, second: response2, label: [annotator1, annotator2, annotator3]}' and "
+    "data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo as they are",
+    "alpaca_eval": "rm and dpo with data.columns='{first: output_1, second: output_2, label: preference}'; ppo as they are",
+    "shp": "rm and dpo with data.columns='{prompt: history, first: human_ref_A, second: human_ref_B, first_score: score_A, "
+    "second_score: score_B}'; ppo with data.columns='{prompt: history}'",
+    "webgpt": "rm and dpo with data.columns='{prompt: question.full_text, first: answer_0, second: answer_1, first_score: score_0, "
+    "second_score: score_1}'; ppo with data.columns='{prompt: question.full_text}'",
+    "safe": "rm and dpo with data.columns='{first: response_0, second: response_1, label: better_response_id}' and "
+    "data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo as they are",
+    "arena": "rm and dpo with data.columns='{first: conversation_a, second: conversation_b, label: winner}'",
+    "hh": "rm and dpo as they are; ppo as they are",
+    "ultrafeedback": "sft as they are; rm and dpo as they are; ppo as they are",
+    "imdb": "ppo with data.columns='{prompt: review}'",
+    "numbers": "",
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_stage_that_the_rows_fit(name):
+    assert guess.fitting(SETS[name]) == FITS[name]
+
+
+def test_the_error_is_one_line_and_ends_in_what_to_type():
+    line = guess.misfit(SETS["openhermes"], "sft", "my/rows.jsonl")
+    assert line.startswith(
+        "my/rows.jsonl: rows 1-8 are of no shape that `sft` reads; found the columns id, system_prompt, question, response"
+    )
+    assert (
+        line.endswith("; type data.columns='{prompt: question, completion: response}'") and "\n" not in line
+    )
+    line = guess.misfit(SETS["hh"], "sft", "hh.jsonl")
+    assert line.endswith("; such rows fit rm and dpo as they are; ppo as they are")
+    line = guess.misfit(SETS["numbers"], "rm", "n.jsonl")
+    assert "data.columns='{prompt: COLUMN, " in line and line.endswith(
+        "data.transform=python:MODULE:FUNCTION"
+    )
+
+
+def test_a_name_that_yaml_would_misread_is_quoted():
+    made = rows(**{"the question: long": "Why is {} so?", "response": "It just is."})
+    assert guess.guessed(made, "sft") == {"prompt": "the question: long", "completion": "response"}
+    assert (
+        guess.typed({"prompt": "the question: long"}, made)
+        == """data.columns='{prompt: "the question: long"}'"""
+    )

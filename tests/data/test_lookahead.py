@@ -1,0 +1,64 @@
+"""What is known from the first rows of the files, before any row is tokenised."""
+
+import json
+
+import pytest
+
+from pipeline.config import Data
+from pipeline.data.files import find
+from pipeline.data.lookahead import preprocess_of, settled
+from pipeline.data.sides import Rule
+from pipeline.errors import InputError
+
+PAIR = {"q": "Why is it so?", "a": "Because of this.", "b": "No idea at all."}
+COLUMNS = {"prompt": "q", "first": "a", "second": "b", "label": "better"}
+
+
+def look(tmp_path, rows, stage="rm", key="train", **options):
+    path = tmp_path / f"{key}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {key: find(str(path), f"data.{key}")}
+    return settled(preprocess_of(stage, Data(**options)), files, stage)
+
+
+def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
+    rows = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
+    assert look(tmp_path, rows, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
+    with pytest.raises(InputError, match=r"data\.label: found the labels 0, 1 in the column 'better'"):
+        look(tmp_path, [{**PAIR, "better": i % 2} for i in range(6)], columns=COLUMNS)
+    label = {"first": 0, "second": 1}
+    rule = look(tmp_path, [{**PAIR, "better": i % 2} for i in range(6)], columns=COLUMNS, label=label).rule
+    assert rule == Rule((0.0,), (1.0,))
+
+
+def test_a_column_that_no_row_has_is_named_before_rows_are_read(tmp_path):
+    with pytest.raises(
+        InputError,
+        match=r"data\.columns\.label: .*train\.jsonl: rows 1-1 have no column 'better'; their columns are q, a, b",
+    ):
+        look(tmp_path, [PAIR], columns=COLUMNS)
+
+
+def test_a_file_of_other_columns_is_one_line(tmp_path):
+    with pytest.raises(InputError) as caught:
+        look(tmp_path, [{"question": "Why is it?", "response": "It just is."}] * 3, "sft", on_error="skip")
+    line = str(caught.value)
+    assert line.startswith("data.train: ") and line.endswith(
+        "type data.columns='{prompt: question, completion: response}'"
+    )
+
+
+@pytest.mark.parametrize(
+    "rows", [[{"prompt": "a", "completion": 7}], [7, "x"], [{"x": 1}, {"prompt": "a", "completion": "b"}], []]
+)
+def test_other_trouble_is_left_to_those_who_name_the_rows(tmp_path, rows):
+    look(tmp_path, rows, "sft")
+
+
+def test_rows_are_looked_at_as_the_transform_makes_them(tmp_path):
+    rows = [{"q": "a", "a": "b", "id": i} for i in range(4)]
+    look(tmp_path, rows, "sft", transform="python:transforms:twice")
+    with pytest.raises(
+        InputError, match="found the columns prompt, completion; such rows fit sft as they are"
+    ):
+        look(tmp_path, rows, "rm", transform="python:transforms:twice")

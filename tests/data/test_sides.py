@@ -1,0 +1,113 @@
+"""A label, or two scores, pick the better of two completions; what a label means is known or asked for, never guessed."""
+
+import pytest
+
+from pipeline.data.encode import Dropped
+from pipeline.data.kinds import kind_of
+from pipeline.data.preprocess import Preprocess
+from pipeline.data.sides import Rule, derived, vote
+from pipeline.data.values import RowError
+from pipeline.errors import InputError
+
+ROW = {"prompt": "q", "first": "A", "second": "B"}
+
+
+def made(row, rule=None):
+    (made,) = kind_of("rm", Preprocess(rule=rule)).rows({**ROW, **row})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("values", "first", "second", "tie"),
+    [
+        ([1, 2], 1, 2, 1.5),
+        (["1", "2", "1"], "1", " 2", "1.5"),
+        ([1.0, 2.0, 1.5, None], 1.2, 1.51, 1.5),
+        ([1.0003, 1.98], 1, 2, 1.5),
+        (["1", "2", "tie"], "1", 2, "Tie"),
+        (["model_a", "model_b", "tie (bothbad)"], "model_a", "model_b", "tie"),
+        (["A", "B", "C"][:2], "a", "B", "tie"),
+        (["a"], "A", "b", "draw"),
+        (["output_1", "output_2"], "output_1", "Output 2", "both"),
+        (["first", "second", "neither"], "first", "second", "same"),
+        ([[1, 2, 1], [2, 2, 2]], 1, 2, 1.5),
+    ],
+)
+def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values, first, second, tie):
+    rule = derived(values, "label")
+    assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", None)
+
+
+@pytest.mark.parametrize(
+    ("values", "typed"),
+    [
+        ([0, 1], "{first: 0, second: 1}' where 0 means that the first completion is better, data.label='{first: 1, second: 0}'"),
+        ([True, False], "{first: 1, second: 0}"),
+        ([1, 1], "data.label="),  # 0 and 1, or 1 and 2?
+        ([0, 1, 2], "{first: 1, second: 2, tie: 0}"),
+        ([-1, 1], "{first: -1, second: 1}"),
+        (["model_1"], "data.label="),  # or is the other one model_0?
+        (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
+        (["a", "b", "c"], "{first: a, second: b, tie: c}"),
+        ([1, 2, 3], "{first: 1, second: 2, tie: 3}"),
+        ([None, ""], "data.columns.label=COLUMN"),
+        ([*range(40)], "more than 12 different values"),
+    ],
+)  # fmt: skip
+def test_what_can_mean_several_things_is_asked_for(values, typed):
+    with pytest.raises(InputError) as caught:
+        derived(values, "verdict")
+    assert (
+        typed in str(caught.value) and "'verdict'" in str(caught.value) and caught.value.key == "data.label"
+    )
+
+
+def test_the_label_picks_the_side():
+    rule = Rule.of({"first": 1, "second": 2, "tie": 0})
+    assert made({"label": 1}, rule) == {"prompt": "q", "chosen": "A", "rejected": "B"}
+    assert made({"label": "2"}, rule) == {"prompt": "q", "chosen": "B", "rejected": "A"}
+    assert (
+        made({"label": 0}, rule)
+        == made({"label": None}, rule)
+        == made({"label": 1.5}, rule)
+        == Dropped("tie")
+    )
+    swapped = Rule.of({"first": 1, "second": 0})  # SHP's
+    assert made({"label": 0}, swapped)["chosen"] == "B" and made({"label": 0.7}, swapped)["chosen"] == "A"
+    graded = Rule.of({"first": -3, "second": 3})  # HelpSteer3's
+    assert made({"label": -1}, graded)["chosen"] == "A" and made({"label": 0}, graded) == Dropped("tie")
+    names = Rule.of({"first": ["gpt-4", "gpt-3"], "second": "claude"})
+    assert made({"label": "GPT-3"}, names)["chosen"] == "A"
+
+
+@pytest.mark.parametrize(
+    ("votes", "side"),
+    [
+        ([1, 1, 2], "first"), ([2, 2, 0], "second"), ([1, 2, 0], None), ([0, 0, 1], None), ([1, 2], None),
+        ([1, None, None], "first"), ([None, None, ""], None), (["2", 2, "1"], "second"),
+    ],
+)  # fmt: skip
+def test_of_several_votes_the_most_count(votes, side):
+    assert vote(votes, Rule.of({"first": 1, "second": 2, "tie": 0})) == side
+
+
+def test_a_value_that_the_first_rows_do_not_explain_is_no_tie():
+    with pytest.raises(
+        RowError, match=r"found 0; expected 1 \(first\), 2 \(second\); data\.label says"
+    ) as caught:
+        vote(0, derived([1, 2], "label"))
+    assert caught.value.kind == "unclear_label"
+    assert made({"label": 3}, Rule.of({"first": 1, "second": 2})).kind == "unknown_label"
+
+
+def test_the_higher_score_is_chosen():
+    assert made({"first_score": 3, "second_score": "12"})["chosen"] == "B"
+    assert made({"first_score": 0.5, "second_score": -1})["chosen"] == "A"
+    assert made({"first_score": 3, "second_score": 3.0}) == Dropped("tie")
+    assert made({"first_score": 3, "second_score": None}) == Dropped("tie")
+    assert made({"first_score": "high", "second_score": 3}).field == "first_score"
+    assert "whether `first` or `second` is better" in str(made({}))
+
+
+def test_prompts_need_no_side():
+    assert next(iter(kind_of("ppo").rows({**ROW, "label": 7}))) == {**ROW, "label": 7}

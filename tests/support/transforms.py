@@ -1,0 +1,52 @@
+"""What a job may name as data.transform, well-made and not."""
+
+COUNT = 3
+
+
+def twice(row):
+    return [{"prompt": row["q"], "completion": row["a"] + end} for end in ("!", "?")]
+
+
+def yields(row):
+    yield from twice(row)
+
+
+def some(row):
+    return {"prompt": row["q"], "completion": row["a"]} if row["id"] % 2 else None
+
+
+def raises(row):
+    return {"prompt": row["q"], "completion": row["missing"]}
+
+
+def raises_sometimes(row):
+    return raises(row) if row["id"] == COUNT else twice(row)[0]
+
+
+def exits(row):
+    raise SystemExit(0)
+
+
+def text(row):
+    return row["q"]
+
+
+def not_json(row):
+    return {"prompt": row["q"], "completion": {"a", "set"}}
+
+
+def rows_and_texts(row):
+    return [row, "text"]
+
+
+def two_arguments(row, tokenizer):
+    return row
+
+
+async def waits(row):
+    return row
+
+
+class Kind:
+    def __init__(self, row):
+        pass
