@@ -108,17 +108,39 @@ class Tree:
 
 def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     """The job file at `path` with `section.key=value` overrides applied. Raises InputError with file:line."""
-    name = printable(str(path))
-    tree = Tree(name)
-    tree.data = _parse(_read(Path(path)), name, tree.where)
-    if not isinstance(tree.data, dict):
-        raise InputError(
-            f"{name}: found {show(tree.data)}, expected sections such as `stage: sft` and `model: ...`"
-        )
+    tree = _extended(_tree(Path(path)), Path(path).parent)
     for override in overrides:
         _override(tree, override)
     _refuse_values(tree, tree.data, "")
     return tree
+
+
+def _tree(path: Path) -> Tree:
+    name = printable(str(path))
+    tree = Tree(name)
+    tree.data = _parse(_read(path), name, tree.where)
+    if not isinstance(tree.data, dict):
+        raise InputError(
+            f"{name}: found {show(tree.data)}, expected sections such as `stage: sft` and `model: ...`"
+        )
+    return tree
+
+
+def _extended(tree: Tree, folder: Path) -> Tree:
+    """A job on top of the one that its `extends` names, a path from its own folder: key by key, and one level deep."""
+    if (name := tree.data.pop("extends", None)) is None:
+        return tree
+    if not isinstance(name, str):
+        raise tree.error("extends", f"found {show(name)}, expected a job file, for example ../own/rm.yaml")
+    base = _tree(folder / name)
+    if "extends" in base.data:
+        raise tree.error("extends", f"found {show(name)}, which extends a job itself: name that one")
+    for section, value in tree.data.items():
+        below = base.data.get(section)
+        base.data[section] = (
+            {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+        )
+    return Tree(tree.source, base.data, {**base.where, **tree.where})
 
 
 def _read(file: Path) -> str:

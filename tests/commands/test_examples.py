@@ -1,0 +1,87 @@
+"""The jobs of jobs/examples on small files of the shapes that public sets have (tests/data/shapes)."""
+
+from pathlib import Path
+
+import pytest
+from running import ROOT, stage
+
+from pipeline.commands import validate
+from pipeline.config import load_job
+
+EXAMPLES = sorted(path.stem for path in (ROOT / "jobs/examples").glob("*.yaml"))
+# job -> rows that are kept, what is dropped and why
+KEPT = {
+    "alpaca": (6, {}),
+    "sharegpt": (6, {}),
+    "tool_calls": (4, {}),
+    "llmbar": (8, {}),
+    "pandalm": (5, {"tie": 3}),
+    "alpaca_eval": (6, {"tie": 2}),
+    "shp": (6, {}),
+    "stack_exchange": (6, {}),
+    "ultrafeedback": (6, {}),
+    "hh": (6, {}),
+    "imdb": (4, {"left_out": 4}),
+    "oasst": (9, {"left_out": 1}),
+}
+
+TOOLS = """\
+{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}\
+{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+def rows_of(name: str) -> str:
+    (path,) = (ROOT / "tests/data/shapes").glob(f"{name}.*")
+    return f"data.train={path}"
+
+
+def small(name: str, tmp_path: Path) -> list[str]:
+    """The example on the demo's model, with its rows in tests/data/shapes."""
+    return [
+        rows_of(name),
+        "model.name_or_path=jobs/demo/model",
+        "data.max_length=256",
+        "data.eval_fraction=0",
+        "data.on_error=raise",
+        f"run.storage_path={tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_reads_its_shape(name, tmp_path, embedded_ray, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    overrides = small(name, tmp_path)
+    if name == "tool_calls":  # the demo's template does not write them
+        (tmp_path / "tools.jinja").write_text(TOOLS)
+        overrides.append(f"model.chat_template={tmp_path / 'tools.jinja'}")
+    job = load_job(f"jobs/examples/{name}.yaml", overrides)
+    split = validate.run(job)["splits"]["train"]
+    assert (split["kept"], split["dropped"]) == KEPT[name]
+    if job.stage == "rm":  # whose rows all prefer the completion that answers
+        samples = capsys.readouterr().out
+        assert samples.count("chosen   ⟦") == 3
+        assert all(" is " in line for line in samples.splitlines() if line.startswith("  chosen "))
+
+
+def test_the_transforms_are_short():
+    for path in (ROOT / "jobs/examples").glob("*.py"):
+        body = path.read_text().partition("\ndef ")[2]
+        assert len([line for line in body.splitlines() if line.strip()]) <= 11, "its signature and ten lines"
+
+
+@pytest.mark.parametrize(("verb", "name"), [("rm", "pandalm"), ("sft", "imdb")])
+def test_an_example_trains(verb, name, tmp_path, embedded_ray):
+    result = stage(
+        verb,
+        tmp_path,
+        name,
+        *small(name, tmp_path)[:-1],
+        "trainer.max_steps=2",
+        "data.batch_size=4",
+        "mlflow.registered_model=null",
+        job=f"jobs/examples/{name}.yaml",
+    )
+    assert result["data"]["report"]["splits"]["train"]["kept"] == KEPT[name][0]
+    assert result["metrics"]["train_loss"] > 0 and "eval_loss" not in result["metrics"]
+    assert ("transform" in result["data"]["digests"]) == (name == "imdb")
