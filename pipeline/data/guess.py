@@ -97,7 +97,12 @@ def fitting(rows: Sequence[dict[str, Any]]) -> str:
     for stage, facts in STAGE.items():
         if facts.learns and (guess := guessed(rows, stage)) is not None:
             fits.setdefault(f"with {typed(guess, rows)}" if guess else "as they are", []).append(stage)
-    return "; ".join(f"{' and '.join(stages)} {how}" for how, stages in fits.items())
+    return "; ".join(f"{_listed(stages)} {how}" for how, stages in fits.items())
+
+
+def _listed(names: list[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def typed(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
@@ -195,6 +200,8 @@ def _demonstrations(columns: list[Column]) -> Iterator[dict[str, Any]]:
 
 
 def _thumbs(columns: list[Column]) -> Iterator[dict[str, Any]]:
+    if next(_pairs(columns), None):
+        return
     verdicts = [one for one in columns if all(is_good(value) is not None for value in one.values)]
     for one in sorted(verdicts, key=lambda one: one.name not in ("label", *ALIASES["label"])):
         for guess in ({}, *_demonstrations([other for other in columns if other is not one])):
@@ -216,11 +223,7 @@ def _prompts(columns: list[Column]) -> list[Column]:
 
 def _pairs(columns: list[Column]) -> Iterator[dict[str, Any]]:
     """Mappings of both completions: by names that say which is better, or with what else says it."""
-    texts = [
-        one
-        for one in columns
-        if one.is_text or one.is_chat or (one.values and isinstance(one.values[0], dict))
-    ]
+    texts = [one for one in columns if not one.is_number]
     chosen = _called("chosen", texts)
     rejected = _called("rejected", [one for one in texts if one.name != chosen])
     if chosen and rejected:

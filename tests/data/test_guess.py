@@ -33,28 +33,33 @@ SETS = {
     "hh": rows(chosen="\n\nHuman: hi {}\n\nAssistant: Yes.", rejected="\n\nHuman: hi {}\n\nAssistant: No."),
     "ultrafeedback": rows(prompt="hi", chosen=CHAT, rejected=OTHER, messages=CHAT, score_chosen=8.0, score_rejected=2.0),
     "imdb": rows(review="A film number {} that I saw.", sentiment=("positive", "negative")),
+    "thumbs": rows(prompt="Say {} now.", completion="As you wish.", label=(True, False)),
+    "feedback": rows(question="Say {} now.", answer="As you wish.", thumb=("up", "down")),
     "numbers": rows(x=1, y=(2, 3)),
 }  # fmt: skip
 FITS = {
-    "alpaca": "sft as they are; ppo as they are",
+    "alpaca": "sft and ppo as they are",
     "dolly": "sft with data.columns='{input: context, output: response}'; ppo as they are",
     "openhermes": "sft with data.columns='{prompt: question, completion: response}'; ppo with data.columns='{prompt: question}'",
     "sharegpt": "sft with data.columns='{messages: conversation}'",
-    "stack": "rm and dpo with data.columns='{prompt: question, chosen: response_j, rejected: response_k}'; ppo with data.columns='{prompt: question}'",
-    "llmbar": "rm and dpo with data.columns='{prompt: input, first: output_1, second: output_2}'; ppo with data.columns='{prompt: input}'",
-    "pandalm": "rm and dpo with data.columns='{first: response1, second: response2, label: [annotator1, annotator2, annotator3]}' and "
+    "stack": "rm, dpo and kto with data.columns='{prompt: question, chosen: response_j, rejected: response_k}'; ppo with data.columns='{prompt: question}'",
+    "llmbar": "rm, dpo and kto with data.columns='{prompt: input, first: output_1, second: output_2}'; ppo with data.columns='{prompt: input}'",
+    "pandalm": "rm, dpo and kto with data.columns='{first: response1, second: response2, label: [annotator1, annotator2, annotator3]}' and "
     "data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo as they are",
-    "alpaca_eval": "rm and dpo with data.columns='{first: output_1, second: output_2, label: preference}'; ppo as they are",
-    "shp": "rm and dpo with data.columns='{prompt: history, first: human_ref_A, second: human_ref_B, first_score: score_A, "
+    "alpaca_eval": "rm, dpo and kto with data.columns='{first: output_1, second: output_2, label: preference}'; ppo as they are",
+    "shp": "rm, dpo and kto with data.columns='{prompt: history, first: human_ref_A, second: human_ref_B, first_score: score_A, "
     "second_score: score_B}'; ppo with data.columns='{prompt: history}'",
-    "webgpt": "rm and dpo with data.columns='{prompt: question.full_text, first: answer_0, second: answer_1, first_score: score_0, "
+    "webgpt": "rm, dpo and kto with data.columns='{prompt: question.full_text, first: answer_0, second: answer_1, first_score: score_0, "
     "second_score: score_1}'; ppo with data.columns='{prompt: question.full_text}'",
-    "safe": "rm and dpo with data.columns='{first: response_0, second: response_1, label: better_response_id}' and "
+    "safe": "rm, dpo and kto with data.columns='{first: response_0, second: response_1, label: better_response_id}' and "
     "data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo as they are",
-    "arena": "rm and dpo with data.columns='{first: conversation_a, second: conversation_b, label: winner}'",
-    "hh": "rm and dpo as they are; ppo as they are",
-    "ultrafeedback": "sft as they are; rm and dpo as they are; ppo as they are",
+    "arena": "rm, dpo and kto with data.columns='{first: conversation_a, second: conversation_b, label: winner}'",
+    "hh": "rm, dpo, kto and ppo as they are",
+    "ultrafeedback": "sft, rm, dpo, kto and ppo as they are",
     "imdb": "ppo with data.columns='{prompt: review}'",
+    "thumbs": "sft, kto and ppo as they are",
+    "feedback": "sft with data.columns='{prompt: question, completion: answer}'; kto with data.columns='{prompt: question, "
+    "completion: answer, label: thumb}'; ppo with data.columns='{prompt: question}'",
     "numbers": "",
 }
 
@@ -73,7 +78,7 @@ def test_the_error_is_one_line_and_ends_in_what_to_type():
         line.endswith("; type data.columns='{prompt: question, completion: response}'") and "\n" not in line
     )
     line = guess.misfit(SETS["hh"], "sft", "hh.jsonl")
-    assert line.endswith("; such rows fit rm and dpo as they are; ppo as they are")
+    assert line.endswith("; such rows fit rm, dpo, kto and ppo as they are")
     line = guess.misfit(SETS["numbers"], "rm", "n.jsonl")
     assert "data.columns='{prompt: COLUMN, " in line and line.endswith(
         "data.transform=python:MODULE:FUNCTION"

@@ -59,6 +59,6 @@ def test_rows_are_looked_at_as_the_transform_makes_them(tmp_path):
     rows = [{"q": "a", "a": "b", "id": i} for i in range(4)]
     look(tmp_path, rows, "sft", transform="python:transforms:twice")
     with pytest.raises(
-        InputError, match="found the columns prompt, completion; such rows fit sft as they are"
+        InputError, match="found the columns prompt, completion; such rows fit sft and ppo as they are"
     ):
         look(tmp_path, rows, "rm", transform="python:transforms:twice")
