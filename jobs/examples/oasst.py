@@ -4,11 +4,11 @@ from itertools import pairwise
 
 
 def pairs(tree):
-    rows, waiting = [], [(tree["prompt"], [])]
-    for message, before in waiting:
+    rows, waiting = [], [{**tree["prompt"], "before": []}]
+    for message in waiting:
         role = "user" if message["role"] == "prompter" else "assistant"
-        turns = [*before, {"role": role, "content": message["text"]}]
-        waiting += [(reply, turns) for reply in message["replies"]]
+        turns = [*message["before"], {"role": role, "content": message["text"]}]
+        waiting += [{**reply, "before": turns} for reply in message["replies"]]
         ranked = [reply for reply in message["replies"] if role == "user" and reply.get("rank") is not None]
         texts = [reply["text"] for reply in sorted(ranked, key=lambda reply: reply["rank"])]
         rows += [{"prompt": turns, "chosen": a, "rejected": b} for a, b in pairwise(texts)]

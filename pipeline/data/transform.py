@@ -7,6 +7,8 @@ It returns a row, several as a list (or yields them), or None to leave the row o
 process and order, so its result depends on the row alone.
 """
 
+import datetime
+import decimal
 import hashlib
 import importlib
 import inspect
@@ -67,11 +69,20 @@ def _row(made: Any, source: str) -> dict[str, Any]:
     """A row as JSON has it: with keys of text, and without tuples."""
     try:
         if isinstance(made, dict):
-            return json.loads(json.dumps(made))  # type: ignore[no-any-return]
+            return json.loads(json.dumps(made, default=_cell))  # type: ignore[no-any-return]
         found = f"{type_name(made)} {show(made)}"
     except (TypeError, ValueError, RecursionError) as error:
         found = f"a row that is not JSON ({in_brief(error, 100)})"
     raise RowError("transform", "", f"{found} returned by {source}", EXPECTED)
+
+
+def _cell(value: Any) -> str:
+    """What a Parquet column may hold beside the values of JSON, as text."""
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        return f"<{len(value):,} bytes>"
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _place(error: BaseException) -> str:
