@@ -24,8 +24,8 @@ class Work:
     digests: dict[str, str]  # of each set of rows, and of data.transform, by content
     fingerprints: dict[str, str]  # of each tokenised set
     run_id: str | None  # of MLflow; None: nothing is logged
-    mixture: Mixture | None = None  # of the training rows, where their sources have weights
     inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
+    mixture: Mixture | None = None  # of the training rows, where their sources have weights
 
 
 class Host:
