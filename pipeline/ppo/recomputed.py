@@ -64,7 +64,7 @@ def each_episode_once(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     args = trainer.args
     seen = torch.zeros(args.batch_size, device=episodes.mask.device)
     seen.index_add_(0, episodes.indices, torch.ones(len(episodes), device=seen.device))
-    order = prompt_order(0, trainer.prompts_per_update, len(trainer.prompts), args.seed)
+    order = prompt_order(0, trainer.prompts_per_update, trainer.prompts_per_epoch, args.seed, trainer.draws)
     wrong_prompts = 0
     for index, ids, start in zip(
         episodes.indices.tolist(), episodes.input_ids.tolist(), episodes.starts.tolist(), strict=True

@@ -7,6 +7,8 @@ import pytest
 from toy_data import ROWS, make, read_rows, rows_of
 
 from pipeline.data import delimited, lines
+from pipeline.data.cells import as_json
+from pipeline.data.kinds import kind_of
 from pipeline.errors import InputError
 
 QUIRKS = 'prompt,completion\r\n"a ""b"", c",\'d\'\r\n\r\n"two\r\nlines",é\r\n42,"[1]"\r\n'
@@ -71,6 +73,19 @@ def test_rows_without_end_are_passed_over(tmp_path, monkeypatch):
 def test_an_index_without_a_name_and_large_values(tmp_path):
     (tmp_path / "a.csv").write_text(f",prompt\n0,{'x' * 200_000}\n")
     assert read_rows(tmp_path / "a.csv") == [(2, {"Unnamed: 0": "0", "prompt": "x" * 200_000})]
+
+
+def test_lists_in_csv_are_json():
+    row = {
+        "messages": '[{"role": "user", "content": "1"}]',
+        "margin": " ",
+        "prompt": "42",
+        "conversations": "[{'from'",
+    }
+    assert as_json(row, kind_of("sft"), "csv") == row | {
+        "messages": [{"role": "user", "content": "1"}],
+        "margin": None,
+    }
 
 
 def test_csv_trains_and_its_errors_name_the_line(tmp_path, embedded_ray):

@@ -3,6 +3,7 @@
 import math
 import socket
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -321,3 +322,16 @@ def test_what_cannot_run_is_refused_at_once():
         toy.trainer(shared, advantage_estimator="remax", sync_ref_model=True)
     with pytest.raises(ValueError, match="same name"):
         toy.trainer(reward=[FunctionReward(toy.low), FunctionReward(toy.low)]).run_update()
+
+
+def test_an_epoch_has_the_prompts_that_are_drawn_for_it():
+    """Its self-check, which runs before the first update, expects the same ones."""
+    trainer = toy.trainer(total_episodes=8, batch_size=4, num_mini_batches=1)
+    trainer.draws, trainer.prompts_per_epoch = lambda epoch: np.array([3, 5, 3, epoch]), 4
+    samples = toy.recorded(trainer)
+    trainer.train()
+    seen = [sorted(sample.prompt_ids) for sample in samples[-2:]]
+    expected = [
+        [[int(i) for i in trainer.prompts[row]["input_ids"]] for row in (3, 5, 3, epoch)] for epoch in (0, 1)
+    ]
+    assert seen == [sorted(prompts) for prompts in expected]
