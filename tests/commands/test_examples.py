@@ -21,6 +21,7 @@ KEPT = {
     "stack_exchange": (6, {}),
     "ultrafeedback": (6, {}),
     "hh": (6, {}),
+    "kto": (8, {}),
     "imdb": (4, {"left_out": 4}),
     "oasst": (9, {"left_out": 1}),
 }
