@@ -2,8 +2,10 @@
 
 import pytest
 import toy_ppo as toy
+from running import ROOT
 
-from pipeline.config import OPERATORS, gates, parse_gate
+from pipeline.config import OPERATORS, gates, load_job, parse_gate, rules
+from pipeline.errors import InputError
 from pipeline.ppo.rewards import FunctionReward
 
 
@@ -24,3 +26,18 @@ def test_ppo_logs_the_metrics_that_its_gate_may_name():
     trainer = toy.trainer(reward=[FunctionReward(toy.low, name="reward")], total_episodes=16)
     trainer.train()
     assert set(trainer.history[-1]) == set(gates.UPDATE.split())
+
+
+def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    taken_away = load_job("jobs/demo/sft.yaml", ["data.eval=null"])  # the file's gate only moves no alias
+    assert "gate.eval_loss: needs held-out rows" in " ".join(rules.warnings(taken_away))
+    with pytest.raises(
+        InputError, match=r"gate\.eval_loss: needs held-out rows .*type data\.eval_fraction=0\.1"
+    ):
+        load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])
+    (tmp_path / "sft.yaml").write_text(
+        f"extends: {ROOT}/jobs/own/sft.yaml\ndata: {{eval_fraction: 0}}\ngate: {{eval_loss: '<= 1'}}\n"
+    )
+    with pytest.raises(InputError, match=r"sft\.yaml:3: gate\.eval_loss: needs held-out rows"):
+        load_job(tmp_path / "sft.yaml")

@@ -1,8 +1,13 @@
 """Texts, messages and transcripts as the content of a row."""
 
+import json
+
 import pytest
 from toy_data import BOT, NO, SYSTEM, USER, encoder, parsed
 
+from pipeline.data.kinds import kind_of
+from pipeline.data.messages import message
+from pipeline.data.parse import parse
 from pipeline.data.values import RowError
 
 
@@ -59,3 +64,40 @@ def test_roles_in_any_case(case):
     assert (parsed(pair, "dpo").prompt, parsed(pair, "dpo").pairs) == ([USER], [([BOT], [NO])])
     with pytest.raises(RowError, match="expected one of system, user, human"):
         parsed({"messages": [{"role": case("robot"), "content": "hi"}, BOT]}, "sft")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        [{"type": "text", "value": "ab"}],
+        [{"text": "ab", "image_url": None}],
+        ["a", "b"],
+        [{"type": "text", "text": {"value": "ab", "annotations": []}}],
+        [{"type": "output_text", "content": "ab"}],
+    ],
+)
+def test_content_may_be_parts_of_text_whatever_their_key(content):
+    assert message({"role": "user", "content": content}, "messages[0]")["content"] == "ab"
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, "messages[0].content[1]"),
+        ({"type": "image", "text": None}, "messages[0].content[1]"),
+        ({"type": "text", "txt": "a"}, "messages[0].content[1].text"),
+        (7, "messages[0].content[1]"),
+    ],
+)
+def test_parts_that_are_no_text_are_refused(part, field):
+    with pytest.raises(RowError) as caught:
+        message({"role": "user", "content": ["a", part]}, "messages[0]")
+    assert caught.value.field == field
+
+
+def test_a_list_of_messages_may_be_its_json_text():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    record = parse({"messages": json.dumps(turns)}, kind_of("sft"))
+    assert (record.prompt, record.pairs) == (turns[:1], [(turns[1:],)])
+    assert parse({"prompt": "[1, 2]", "completion": '["x"]'}, kind_of("sft")).prompt == "[1, 2]"

@@ -1,0 +1,42 @@
+"""A job on top of another one (`extends`), and a job without held-out rows."""
+
+import pytest
+from running import ROOT
+
+from pipeline.config import load_job
+from pipeline.config.stages import STAGE
+from pipeline.errors import InputError
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_a_job_extends_another_key_by_key(tmp_path):
+    base = write(tmp_path / "base.yaml", "stage: sft\nmodel: {name_or_path: m}\ndata: {train: a, seed: 3}\n")
+    path = write(tmp_path / "mine.yaml", "extends: base.yaml\ndata:\n  train: b\n  sed: 4\n")
+    with pytest.raises(InputError, match=r"mine\.yaml:4: data\.sed: unknown key; did you mean data\.seed"):
+        load_job(path)
+    write(path, "extends: base.yaml\ndata:\n  train: b\n")
+    job = load_job(path, ["data.max_length=7"])
+    assert (job.data.train, job.data.seed, job.data.max_length, job.source) == ("b", 3, 7, str(path))
+    write(base, "stage: sft\nmodel: {name_or_path: m}\ndata: {train: a, seed: x}\n")
+    with pytest.raises(InputError, match=r"base\.yaml:3: data\.seed"):
+        load_job(path)
+    third = write(tmp_path / "third.yaml", "extends: mine.yaml\n")
+    with pytest.raises(
+        InputError, match=r"third\.yaml:1: extends: found 'mine\.yaml', which extends a job itself"
+    ):
+        load_job(third)
+
+
+@pytest.mark.parametrize("stage", [name for name, facts in STAGE.items() if facts.learns])
+def test_nothing_more_than_data_eval_is_typed_to_train_without_held_out_rows(stage, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job = load_job(f"jobs/demo/{stage}.yaml", ["data.eval=null"], stage)
+    assert job.trainer.get("eval_strategy", "no") == "no" and not job.trainer.get("eval_on_start")
+    assert not job.trainer.get("eval_steps")
+    key = "eval_strategy=epoch" if STAGE[stage].trl else "eval_steps=2"
+    with pytest.raises(InputError, match="there is nothing to evaluate on"):
+        load_job(f"jobs/demo/{stage}.yaml", ["data.eval=null", f"trainer.{key}"], stage)
