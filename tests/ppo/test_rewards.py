@@ -18,8 +18,8 @@ from running import ROOT
 from pipeline.__main__ import main
 from pipeline.errors import Failure, InputError
 from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward, Samples
-from pipeline.runtime import inputs
 from pipeline.runtime.inputs import check_function
+from pipeline.system import functions
 
 # -------------------------------------------------------------------------------------------------------- modules
 
@@ -64,7 +64,7 @@ def test_no_such_module(source):
 
 @pytest.mark.parametrize("text", ["while True: pass", "import time; time.sleep(99)"])
 def test_an_import_without_end(text, module, monkeypatch):
-    monkeypatch.setattr(inputs, "IMPORT_SECONDS", 0.3)
+    monkeypatch.setattr(functions, "IMPORT_SECONDS", 0.3)
     module("endless", text)
     started = time.monotonic()
     with pytest.raises(
