@@ -1,4 +1,4 @@
-"""Every command of the README is run, on a copy of the repository, with settings that make it short."""
+"""Every command of the README and of docs/ is run, on a copy of the repository, with settings that make it short."""
 
 import os
 import re
@@ -13,13 +13,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from running import ROOT
 from sockets import on_loopback, sockets
 
+from pipeline.config.keys import keys_of
+
 README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 COMMANDS = [
     line.split("  #")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for block in re.findall(r"```bash\n(.*?)```", "".join([README, *PAGES.values()]), re.DOTALL)
     for line in block.replace("\\\n", "").splitlines()
     if line.strip()
 ]
@@ -32,6 +36,7 @@ SHORT = {
     "sft": TRL,
     "rm": TRL,
     "dpo": TRL,
+    "kto": TRL,
     "ppo": PPO,
     "evaluate": "",
     # The profile's model is gated, and its lengths are those of a larger one.
@@ -80,7 +85,7 @@ def shell(command, copy, **more):
 
 
 def test_the_readme_is_short_and_has_commands():
-    assert README.count("\n") < 250
+    assert README.count("\n") < 200
     assert COMMANDS[:2] == ["make rlhf", "make test"]
 
 
@@ -93,8 +98,26 @@ def test_every_file_of_its_tree_exists():
     assert not missing
 
 
+@pytest.mark.parametrize("text", [README, *PAGES.values()], ids=["README.md", *PAGES])
+def test_what_a_page_links_to_exists(text):
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_yaml_of_a_page_is_of_keys_that_there_are(page):
+    """Each fragment, put into a job of a stage that it fits."""
+    for fragment in re.findall(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL):
+        sections = yaml.safe_load(fragment)
+        known = keys_of("rm")
+        for section, keys in sections.items():
+            assert not [key for key in keys if f"{section}.{key}" not in known], fragment
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c in COMMANDS if re.match(r"make \w+", c) and target(c) in SHORT])
+@pytest.mark.parametrize(
+    "command", [c for c in dict.fromkeys(COMMANDS) if re.match(r"make \w+", c) and target(c) in SHORT]
+)
 def test_a_make_command(command, copy):
     name = target(command)
     own = dict(word.split("=", 1) for word in shlex.split(command) if re.match(r"[A-Z]+=", word)).get(
