@@ -24,6 +24,7 @@ from pipeline.system.credentials import without_credentials
 # Verbs that are no stages.
 COMMANDS = {
     "demo": "writes jobs/demo where it is typed, and runs its sft, rm, ppo and evaluate",
+    "init": "writes jobs for a file of one's own rows",
     "chat": "talk with a policy in the terminal",
     "serve": "a reward model over HTTP, on this machine",
     "validate": "read the data of a job and report on it, without training",
@@ -81,6 +82,12 @@ def parser() -> argparse.ArgumentParser:
         if verb == "completion":
             sub.set_defaults(job="", overrides=[])
             continue
+        if verb == "init":
+            sub.add_argument(
+                "job", metavar="FILE", help="rows: a path, a glob, a folder, s3://, gs://, hf://"
+            )
+            sub.add_argument("overrides", nargs="?", default="own", metavar="PROFILE", help="default: own")
+            continue
         if verb == "demo":
             sub.set_defaults(job="")
         elif verb == "rlhf":
@@ -120,11 +127,14 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
             return submit.submit_and_follow(verb, path, overrides)
         if verb in submit.VERBS:
             addresses.check(address)
+    if verb == "rlhf":
+        importlib.import_module("pipeline.commands.rlhf").run(path, overrides)
+        return 0
     if verb == "completion":
         importlib.import_module("pipeline.commands.completion").run(list(VERBS), JOBS_OF)
         return 0
-    if verb == "rlhf":
-        importlib.import_module("pipeline.commands.rlhf").run(path, overrides)
+    if verb == "init":
+        importlib.import_module("pipeline.commands.init").run(path, overrides)
         return 0
     if verb == "report":
         importlib.import_module("pipeline.commands.report").run([*filter(None, [path]), *overrides])

@@ -107,11 +107,21 @@ def _listed(names: list[str]) -> str:
 
 def typed(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """The guess as it is typed behind a command."""
-    text = ", ".join(f"{field}: {_yaml(column)}" for field, column in guess.items())
-    shown = f"data.columns='{{{text}}}'" if "'" not in text else f'data.columns="{{{text}}}"'
-    if _rule(guess, rows) is None:
+    text = mapping(guess)
+    shown = f"data.columns='{text}'" if "'" not in text else f'data.columns="{text}"'
+    if not is_clear(guess, rows):
         return f"{shown} and data.label='{{first: VALUE, second: VALUE}}' for what its values mean"
     return shown
+
+
+def mapping(guess: dict[str, Any]) -> str:
+    """The guess as data.columns, in YAML on one line."""
+    return "{" + ", ".join(f"{field}: {_yaml(column)}" for field, column in guess.items()) + "}"
+
+
+def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether it follows from the values what the labels mean, if the guess has any."""
+    return _rule(guess, rows) is not None
 
 
 def _yaml(column: str | list[str]) -> str:

@@ -1,0 +1,102 @@
+"""`rlhf init`: jobs for a file whose columns nobody has named."""
+
+import json
+
+import pytest
+import yaml
+from running import ROOT
+
+from pipeline.__main__ import main
+from pipeline.commands import shipped
+from pipeline.config import load_job
+from pipeline.data import lookahead
+from pipeline.data.files import find
+
+PAIRS = [
+    {"question": f"What is {n} and {n}?", "output_1": f"It is {2 * n}.", "output_2": f"It is {n}, I think.", "preference": 1 + n % 2}
+    for n in range(20)
+]  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rows(path, made):
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return path.name
+
+
+def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
+    assert main(["init", rows(here / "my.pairs.jsonl", PAIRS)]) == 0
+    shown = capsys.readouterr().out
+    assert "rlhf rm jobs/my/rm.yaml" in shown
+    assert sorted(path.stem for path in (here / "jobs/my").iterdir()) == ["dpo", "kto", "ppo", "rm"]
+    job = load_job("jobs/my/rm.yaml", [], "rm")
+    assert job.data.columns == {
+        "prompt": "question",
+        "first": "output_1",
+        "second": "output_2",
+        "label": "preference",
+    }
+    assert (
+        job.data.train == "my.pairs.jsonl"
+        and job.model.name_or_path == load_job(ROOT / "jobs/own/rm.yaml").model.name_or_path
+    )
+    # the rows can be read with it, as they could not without
+    lookahead.settled(
+        lookahead.preprocess_of("rm", job.data), {"train": find(job.data.train, "data.train")}, "rm"
+    )
+    with pytest.raises(Exception, match="of no shape that `rm` reads"):
+        bare = lookahead.preprocess_of("rm", load_job(ROOT / "jobs/own/rm.yaml").data)
+        lookahead.settled(bare, {"train": find(job.data.train, "data.train")}, "rm")
+
+
+def test_rows_that_fit_as_they_are_get_no_columns_and_another_profile_is_named(here):
+    plain = [{"prompt": f"Say {n}.", "completion": f"{n}, as you wish."} for n in range(10)]
+    assert main(["init", rows(here / "talks.jsonl", plain), "llama3-8b-qlora"]) == 0
+    text = yaml.safe_load((here / "jobs/talks/sft.yaml").read_text())
+    assert text["extends"] == "../llama3-8b-qlora/sft.yaml" and "columns" not in text["data"]
+    assert (here / "jobs/llama3-8b-qlora/llama3.jinja").exists() or (
+        here / "jobs/llama3-8b-qlora/sft.yaml"
+    ).exists()
+    assert load_job("jobs/talks/sft.yaml", [], "sft").data.eval_fraction == 0.1
+
+
+def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here):
+    unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
+    assert main(["init", rows(here / "u.jsonl", unclear)]) == 0
+    assert "label: null" in (here / "jobs/u/rm.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("made", "more", "message"),
+    [
+        ([{"a": 1}], [], "is of no shape that"),
+        (PAIRS, ["nonsense"], "there is no profile 'nonsense'"),
+        (None, [], "there is no file"),
+    ],
+)
+def test_what_cannot_become_a_job_is_refused(made, more, message, here, capsys):
+    if made:
+        rows(here / "rows.jsonl", made)
+    assert main(["init", "rows.jsonl", *more]) == 2
+    assert message in capsys.readouterr().err and not (here / "jobs").exists()
+
+
+def test_jobs_that_are_there_are_not_overwritten(here, capsys):
+    name = rows(here / "my.jsonl", PAIRS)
+    assert main(["init", name]) == 0
+    (here / "jobs/my/rm.yaml").write_text("mine\n")
+    assert main(["init", name]) == 2
+    assert "there already" in capsys.readouterr().err and (here / "jobs/my/rm.yaml").read_text() == "mine\n"
+
+
+def test_every_profile_has_a_job_for_each_stage_that_init_writes():
+    for profile in shipped.profiles():
+        assert all(
+            (shipped.JOBS / profile / f"{stage}.yaml").is_file()
+            for stage in ("sft", "rm", "dpo", "kto", "ppo")
+        ), profile
