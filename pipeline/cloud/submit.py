@@ -40,6 +40,10 @@ FORWARDED = (
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
     "MLFLOW_TRACKING_INSECURE_TLS",
+    "WANDB_API_KEY",
+    "WANDB_BASE_URL",
+    "WANDB_ENTITY",
+    "WANDB_MODE",
 )
 # Ray's loggers, which report every ignore file three times.
 CHATTY = (

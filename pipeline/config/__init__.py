@@ -95,6 +95,8 @@ class MLflow:
     experiment: str = "rlhf"
     registered_model: str | None = None  # None: nothing is registered
     alias: str = "champion"  # moves to the new version if the gate passes
+    # Where else the curves are shown, under the same names and steps; each needs the extra of its name.
+    also: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

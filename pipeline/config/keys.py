@@ -12,7 +12,7 @@ _DATA = "rows are read, templated and tokenised once, before training, by the `d
 _HUB = "models go to the MLflow registry (mlflow.registered_model)"
 _MODEL = "how the base is loaded is said in the `model` section"
 _ORDER = "the pipeline draws the batches, so that every row is seen exactly once an epoch and a resumed run continues where it stopped"
-_REPORT = "there is no other place that metrics go to than MLflow"
+_REPORT = "metrics go to MLflow, and to what mlflow.also names"
 _SHARD = "adapters train data-parallel over scaling.num_workers; the frozen base is not sharded"
 _INIT = (
     "an initialisation from data rewrites base weights that all adapters share; see lora.init_lora_weights"
@@ -23,7 +23,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "trainer": {
         "output_dir": "checkpoints go to <run.storage_path>/<run.name>",
         "run_name": "use run.name",
-        "report_to": "metrics go to MLflow; see the `mlflow` section",
+        "report_to": "metrics go to MLflow; use mlflow.also=[wandb] or [tensorboard] for more",
         "resume_from_checkpoint": "the same command with the same run.name continues; run.fresh=true starts anew",
         "save_total_limit": "use run.num_to_keep",
         "save_only_model": "a checkpoint without optimizer and random state cannot be resumed exactly",

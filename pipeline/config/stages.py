@@ -37,6 +37,7 @@ _ROW_BY_ROW = {
     "scaling.placement_strategy": "its actors are placed one by one",
     "scaling.elastic_resize_monitor_interval_s": "its actors come and go by themselves",
     "mlflow.experiment": "it makes no MLflow run",
+    "mlflow.also": "it makes no MLflow run",
     "mlflow.alias": "it registers nothing",
 }
 

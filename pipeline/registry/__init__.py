@@ -1,4 +1,4 @@
-"""The only package that knows MLflow.
+"""The only package that knows MLflow, and what `mlflow.also` names beside it.
 
 The driver owns a run: it opens it before training, registers what came out, and ends it. Rank 0 of the workers
 logs metrics to the same run by its id. A registered version is the adapter folder as it was saved (adapter, head,
@@ -7,7 +7,8 @@ first and compared file by file.
 """
 
 from pipeline.registry.database import file_of_uri
-from pipeline.registry.metrics import MetricLog
+from pipeline.registry.metrics import MetricLog, MLflowRun
+from pipeline.registry.mirrors import Curves, check_mirrors
 from pipeline.registry.runs import find_run, history, log_files, mlflow_run, recorded, tag_run
 from pipeline.registry.server import check, client, first_line, look, tracking_uri, uri_of, wait_for_server
 from pipeline.registry.versions import (
@@ -23,9 +24,12 @@ from pipeline.registry.versions import (
 )
 
 __all__ = [
+    "Curves",
+    "MLflowRun",
     "MetricLog",
     "Version",
     "check",
+    "check_mirrors",
     "client",
     "fetch",
     "file_of_uri",

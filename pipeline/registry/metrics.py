@@ -1,9 +1,10 @@
-"""The curves of a run on their way to MLflow, while training goes on."""
+"""The curves of a run on their way to MLflow, and to where else the job wants them, while training goes on."""
 
+import contextlib
 import threading
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pipeline.registry.server import client, first_line, metric_key
 
@@ -18,8 +19,49 @@ class Point(NamedTuple):
     final: bool
 
 
+class Target(Protocol):
+    """Where the metrics of one run are recorded. Its methods may take long, and raise whatever its library raises."""
+
+    name: str  # in a warning
+
+    def write(self, points: list[Point]) -> None:
+        """Records the points that it does not have yet. After a failure it is asked again, with the same points first."""
+
+    def close(self) -> None:
+        """Ends the recording: nothing is written any more."""
+
+
+class MLflowRun:
+    """A run in MLflow, as a target."""
+
+    def __init__(self, uri: str, run_id: str):
+        self.name, self.uri, self.run_id = f"MLflow at {uri}", uri, run_id
+        self.client: Any = None  # made by the log's thread: the import and the migrations take a second
+        self.known: dict[str, dict[int, float]] = {}  # of each metric, what the run has: {step: value}
+
+    def write(self, points: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        self.client = self.client or client(self.uri)
+        for key in {point.key for point in points} - self.known.keys():
+            self.known[key] = {m.step: m.value for m in self.client.get_metric_history(self.run_id, key)}
+        new: dict[str, dict[int, float]] = {key: {} for key in self.known}
+        metrics = []
+        for point in points:
+            if not recorded(point, self.known[point.key]) and not recorded(point, new[point.key]):
+                metrics.append(Metric(point.key, point.value, point.time, point.step))
+                new[point.key][point.step] = point.value
+        if metrics:
+            self.client.log_batch(self.run_id, metrics=metrics)
+        for key, values in new.items():
+            self.known[key] |= values
+
+    def close(self) -> None:
+        pass
+
+
 def recorded(point: Point, known: dict[int, float]) -> bool:
-    """Whether a run that has these values of the metric, {step: value}, has the point, too."""
+    """Whether a target that has these values of the metric, {step: value}, has the point, too."""
     return point.step in known and (not point.final or known[point.step] == point.value)
 
 
@@ -39,12 +81,13 @@ class MetricLog:
     PATIENCE = 120.0  # seconds that `close` waits for a server that is away
     ROOM = 500_000  # values kept for it, about 100 MB; beyond that the oldest are given up
 
-    def __init__(self, uri: str, run_id: str):
-        self.uri, self.run_id = uri, run_id
-        self.client: Any = None  # made by the thread: its import and the store's migrations take a second
+    # First calls import libraries, mlflow among them, which two threads at once cannot: they wait for each other.
+    BEGINNING = threading.Lock()
+
+    def __init__(self, target: Target):
+        self.target, self.begun = target, False
         self.pending: deque[Point] = deque()
         self.given_up = 0
-        self.known: dict[str, dict[int, float]] = {}  # of each metric, what the run has: {step: value}
         self.failures, self.closing = 0, False
         self.wake = threading.Condition()
         self.thread = threading.Thread(target=self._send_all, name="metrics", daemon=True)
@@ -74,8 +117,8 @@ class MetricLog:
             self.pending.clear()  # the thread, should it still wait for an answer, has nothing left to do
         if lost:
             print(
-                f"warning: {lost} metric values of run {self.run_id} were not recorded in MLflow: {self.uri} was unreachable. The "
-                "checkpoints hold the curve: the same command sends what is missing if the run goes on",
+                f"warning: {lost} metric values were not recorded: {self.target.name} was unreachable. The checkpoints hold the "
+                "curve: the same command sends what is missing if the run goes on",
                 flush=True,
             )
 
@@ -86,17 +129,20 @@ class MetricLog:
                 self.wake.wait_for(lambda: self.closing and not self.failures, timeout=pause)
                 batch = [self.pending[i] for i in range(min(1000, len(self.pending)))]
                 given_up = self.given_up
-                if not batch and self.closing:
-                    return
-            if not batch:
+            if not batch and not self.closing:
                 continue
             try:
-                self._send(batch)
+                if not batch:
+                    self.target.close()
+                    return
+                with contextlib.nullcontext() if self.begun else self.BEGINNING:
+                    self.target.write(batch)
+                self.begun = True
             except Exception as error:  # a ten-hour run must not die of its bookkeeping
                 if not self.failures:
                     print(
-                        f"warning: MLflow at {self.uri} does not answer ({first_line(error)}); training goes "
-                        "on, its metrics are sent later",
+                        f"warning: {self.target.name} does not answer ({first_line(error)}); training goes on, its metrics are "
+                        "sent later",
                         flush=True,
                     )
                 self.failures = min(self.failures + 1, 10)
@@ -106,20 +152,3 @@ class MetricLog:
                 for _ in range(len(batch) - (self.given_up - given_up)):
                     if self.pending:
                         self.pending.popleft()
-
-    def _send(self, batch: list[Point]) -> None:
-        from mlflow.entities import Metric
-
-        self.client = self.client or client(self.uri)
-        for key in {point.key for point in batch} - self.known.keys():
-            self.known[key] = {m.step: m.value for m in self.client.get_metric_history(self.run_id, key)}
-        new: dict[str, dict[int, float]] = {key: {} for key in self.known}
-        metrics = []
-        for point in batch:
-            if not recorded(point, self.known[point.key]) and not recorded(point, new[point.key]):
-                metrics.append(Metric(point.key, point.value, point.time, point.step))
-                new[point.key][point.step] = point.value
-        if metrics:
-            self.client.log_batch(self.run_id, metrics=metrics)
-        for key, values in new.items():
-            self.known[key] |= values

@@ -89,6 +89,7 @@ def open_run(job: Job) -> Iterator[Run]:
             cannot continue what is there.
     """
     announce(job)
+    registry.check_mirrors(job)
     with console.waiting("opening MLflow"):
         registry.check(job)
     left_behind = earlier.recorded(job)

@@ -134,11 +134,7 @@ class Worker(Host):
         self.end: dict[
             str, Any
         ] = {}  # which step was kept and why training ended: best.outcome, of what trains
-        self.metrics = (
-            registry.MetricLog(registry.tracking_uri(self.job), work.run_id)
-            if self.rank == 0 and work.run_id
-            else None
-        )
+        self.metrics = registry.Curves(self.job, work.run_id) if self.rank == 0 and work.run_id else None
         self.notice, self.saved_for_notice = Notice(self.world), False
         # Signals are for a process's main thread, which is Ray's; training runs in another. `execute` is a method of Ray
         # Train's own actor (ray 2.60, private). Remove when Ray Train lets a worker take SIGTERM.

@@ -244,9 +244,11 @@ def test_secrets_go_by_name_and_are_not_shown(monkeypatch):
     assert submit.forwarded() == {}
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "mighty")
-    assert submit.forwarded() == {"HF_TOKEN": "hf_secret"}  # nodes have a role of their own
+    monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
+    named = {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "wandb_secret"}
+    assert submit.forwarded() == named  # nodes have a role of their own
     monkeypatch.setenv("FORWARD", "AWS_SECRET_ACCESS_KEY")
-    assert submit.forwarded() == {"HF_TOKEN": "hf_secret", "AWS_SECRET_ACCESS_KEY": "mighty"}
+    assert submit.forwarded() == named | {"AWS_SECRET_ACCESS_KEY": "mighty"}
 
 
 # ------------------------------------------------------------------------------------------------------- real jobs

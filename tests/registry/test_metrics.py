@@ -30,14 +30,14 @@ def points(run, key="loss"):
 def test_everything_arrives_in_order_and_logging_does_not_wait(run, monkeypatch):
     sent = []
 
-    class Slow(registry.MetricLog):
-        def _send(self, batch):
-            sent.append(len(batch))
+    class Slow(registry.MLflowRun):
+        def write(self, points):
+            sent.append(len(points))
             time.sleep(0.05)
-            super()._send(batch)
+            super().write(points)
 
     monkeypatch.setattr(registry.MetricLog, "EVERY", 60.0)  # nothing but close() sends
-    log = Slow(*run)
+    log = registry.MetricLog(Slow(*run))
     for step in range(1500):
         log.log({"loss": 1.0 / (step + 1)}, step)
     assert sent == [], "log() sent something itself"
@@ -47,11 +47,11 @@ def test_everything_arrives_in_order_and_logging_does_not_wait(run, monkeypatch)
 
 
 def test_a_worker_that_repeats_steps_adds_only_what_is_missing(run):
-    first = registry.MetricLog(*run)
+    first = registry.MetricLog(registry.MLflowRun(*run))
     for step in (1, 2, 3):
         first.log({"loss": float(step)}, step)
     first.close()
-    again = registry.MetricLog(*run)
+    again = registry.MetricLog(registry.MLflowRun(*run))
     for step in (2, 3, 4):  # from the checkpoint of step 1
         again.log({"loss": step + 0.5}, step)
     again.log({"eval_loss": 7.0}, 4)
@@ -61,14 +61,23 @@ def test_a_worker_that_repeats_steps_adds_only_what_is_missing(run):
 
 
 def test_a_final_figure_stands_beside_the_trainers_own_of_that_step(run):
-    log = registry.MetricLog(*run)
+    log = registry.MetricLog(registry.MLflowRun(*run))
     log.log({"eval_accuracy": 0.5}, 4)
     log.log({"eval_accuracy": 0.75}, 4, final=True)
     log.close()
-    again = registry.MetricLog(*run)
+    again = registry.MetricLog(registry.MLflowRun(*run))
     again.log({"eval_accuracy": 0.75}, 4, final=True)
     again.close()
     assert points(run, "eval_accuracy") == [(4, 0.5), (4, 0.75)]
+
+
+def test_a_final_figure_that_the_step_has_already_is_not_recorded_twice(run):
+    log = registry.MetricLog(registry.MLflowRun(*run))
+    log.log({"eval_loss": 0.5}, 4)
+    log.log({"eval_loss": 0.75}, 6)
+    log.log({"eval_loss": 0.5}, 4, final=True)
+    log.close()
+    assert points(run, "eval_loss") == [(4, 0.5), (6, 0.75)]
 
 
 def test_what_a_server_that_is_away_misses_is_sent_when_it_is_back(run, monkeypatch, capsys):
@@ -82,7 +91,7 @@ def test_what_a_server_that_is_away_misses_is_sent_when_it_is_back(run, monkeypa
 
     monkeypatch.setattr("pipeline.registry.metrics.client", client)
     monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
-    log = registry.MetricLog(*run)
+    log = registry.MetricLog(registry.MLflowRun(*run))
     log.log({"loss": 3.0}, 1)
     log.log({"loss": 2.0}, 2)
     deadline = time.monotonic() + 20
@@ -100,14 +109,14 @@ def test_a_call_that_failed_after_it_was_recorded_is_not_recorded_again(run, mon
     monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
     failed = []
 
-    class Flaky(registry.MetricLog):
-        def _send(self, batch):
-            super()._send(batch)
+    class Flaky(registry.MLflowRun):
+        def write(self, points):
+            super().write(points)
             if not failed:
                 failed.append(True)
                 raise ConnectionError("the answer was lost")
 
-    log = Flaky(*run)
+    log = registry.MetricLog(Flaky(*run))
     log.log({"loss": 3.0}, 1)
     log.close()
     assert failed and points(run) == [(1, 3.0)]
@@ -116,16 +125,19 @@ def test_a_call_that_failed_after_it_was_recorded_is_not_recorded_again(run, mon
 def test_a_server_that_stays_away_is_said_with_the_count(capsys, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
-    log = registry.MetricLog("http://127.0.0.1:9", "some-run")
+    log = registry.MetricLog(registry.MLflowRun("http://127.0.0.1:9", "some-run"))
     log.log({"loss": 1.0, "lr": 0.1}, 1)
     log.close(patience=2.0)
-    assert "warning: 2 metric values of run some-run were not recorded in MLflow" in capsys.readouterr().out
+    assert (
+        "warning: 2 metric values were not recorded: MLflow at http://127.0.0.1:9 was unreachable"
+        in capsys.readouterr().out
+    )
 
 
 def test_memory_is_bounded_and_what_is_given_up_is_counted(capsys, monkeypatch):
     monkeypatch.setattr(registry.MetricLog, "ROOM", 10)
     monkeypatch.setattr("pipeline.registry.metrics.client", lambda uri: 1 / 0)
-    log = registry.MetricLog("http://127.0.0.1:9", "some-run")
+    log = registry.MetricLog(registry.MLflowRun("http://127.0.0.1:9", "some-run"))
     for step in range(25):
         log.log({"loss": 1.0}, step)
     assert [point.step for point in log.pending] == list(range(15, 25))
@@ -163,7 +175,7 @@ def test_a_real_server_that_goes_away_and_comes_back(tmp_path, monkeypatch):
 
     server = serve()
     run_id = registry.client(uri).create_run("0").info.run_id
-    log = registry.MetricLog(uri, run_id)
+    log = registry.MetricLog(registry.MLflowRun(uri, run_id))
     log.log({"loss": 3.0}, 1)
     time.sleep(3)
     stop(server)

@@ -1,0 +1,145 @@
+"""mlflow.also: TensorBoard's and W&B's own files hold MLflow's curves, over a kill and a resume. Both as they are, offline."""
+
+import glob
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from pipeline import registry
+from pipeline.config import load_job
+from pipeline.errors import InputError
+
+FIRST = """
+import os, sys, time
+from pipeline import registry
+from pipeline.config import load_job
+job = load_job("jobs/demo/sft.yaml", [*sys.argv[2:], "gate={}"], "sft")
+log = registry.Curves(job, sys.argv[1])
+for step in range(1, 7):
+    log.log({"loss": 1 / step, "val/ratio": 0.5 * step}, step)
+    time.sleep(0.1)
+deadline = time.monotonic() + 60
+mlflow = registry.client(registry.tracking_uri(job))
+while len(mlflow.get_metric_history(sys.argv[1], "loss")) < 6 or any(one.pending for one in log.logs):
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+os.kill(os.getpid(), 9)
+"""
+NAMES = ["tensorboard", "wandb"]
+
+
+@pytest.fixture
+def begun(migrated, tmp_path, in_root, monkeypatch):
+    """(job, id of its MLflow run), its folder being there."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "planted0planted0planted0planted0planted0")
+    shutil.copy(migrated, tmp_path / "mlflow.db")
+
+    def begin(*also):
+        given = ["gate={}", f"run.storage_path={tmp_path}", "run.name=one", f"mlflow.also=[{','.join(also)}]"]
+        job = load_job("jobs/demo/sft.yaml", given, "sft")
+        (tmp_path / "one").mkdir()
+        return job, registry.client(registry.tracking_uri(job)).create_run("0").info.run_id
+
+    return begin
+
+
+def python(*arguments):
+    """A process of its own that finds the packages that this one finds."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+
+def in_tensorboard(folder):
+    """{metric: [(step, value)]} of the event files in a folder, read by TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def in_wandb(folder):
+    """({metric: [(step, value)]}, summary) of the one offline run in a folder, read by W&B's own inspector."""
+    (file,) = glob.glob(f"{folder}/wandb/offline-run-*/run-*.wandb")
+    shown = python("-m", "wandb", "leet", "inspect", "--json", file).stdout
+    curves, summary = {}, {}
+    for record in map(json.loads, shown.splitlines()):
+        if record["type"] == "history":
+            row = record["history"]["item"]
+            for key in row.keys() - {"_step", "_runtime", "_timestamp"}:
+                curves.setdefault(key, []).append((row["_step"], row[key]))
+        summary |= record.get("summary", {}).get("update", {})
+    return curves, summary
+
+
+READ = {"tensorboard": in_tensorboard, "wandb": lambda folder: in_wandb(folder)[0]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_a_kill_and_a_resume_the_curves_are_mlflows(name, begun, tmp_path):
+    pytest.importorskip(name)
+    job, run_id = begun(name)
+    given = [f"run.storage_path={tmp_path}", "run.name=one", f"mlflow.also=[{name}]"]
+    killed = python("-c", FIRST, run_id, *given)
+    assert killed.returncode == -9, killed.stderr
+    again = registry.Curves(job, run_id)
+    for step in range(1, 11):  # replayed to the checkpoint of step 4, made again to 6, and new
+        again.log({"loss": 1 / step, "val/ratio": 0.5 * step}, step)
+    again.log({"eval_loss": 0.125}, 10)
+    again.log({"eval_loss": 0.125, "before_loss": 1.0}, 10, final=True)
+    again.close()
+    expected = registry.history(registry.tracking_uri(job), run_id)
+    assert [step for step, _ in expected["loss"]] == list(range(1, 11))
+    curves = READ[name](tmp_path / "one" / ("tensorboard" if name == "tensorboard" else ""))
+    assert curves.keys() == expected.keys()
+    for metric, points in expected.items():
+        assert [step for step, _ in curves[metric]] == [step for step, _ in points]
+        assert [value for _, value in curves[metric]] == pytest.approx([value for _, value in points])
+    files = [path for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert files and not any(b"planted0planted0" in path.read_bytes() for path in files)
+
+
+def test_what_is_final_of_an_earlier_step_is_in_wandbs_summary(begun, tmp_path):
+    pytest.importorskip("wandb")
+    job, run_id = begun("wandb")
+    log = registry.Curves(job, run_id)
+    for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+        log.log({"eval_loss": loss}, step)
+    log.log({"eval_loss": 0.25, "before_loss": 1.0}, 2, final=True)
+    log.close()
+    curves, summary = in_wandb(tmp_path / "one")
+    assert curves["eval_loss"] == [(1, 0.5), (2, 0.25), (3, 0.75)]
+    assert (summary["eval_loss"], summary["before_loss"]) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_package_that_is_missing_is_said_before_anything_starts(name, begun, monkeypatch):
+    job, _ = begun(name)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda one, *more: None if one == name else find(one, *more)
+    )
+    with pytest.raises(
+        InputError, match=rf'found {name}, which is not installed here; type .*"\.\[{name}\]"'
+    ) as error:
+        registry.check_mirrors(job)
+    assert error.value.key == "mlflow.also"
+
+
+def test_an_account_is_asked_for_before_anything_starts(begun, monkeypatch, tmp_path):
+    job, _ = begun("wandb")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: True)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    registry.check_mirrors(job)
+    monkeypatch.delenv("WANDB_API_KEY")
+    registry.check_mirrors(job)  # offline
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(InputError, match=r"no account: export WANDB_API_KEY=.*WANDB_MODE=offline"):
+        registry.check_mirrors(job)
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    registry.check_mirrors(job)
