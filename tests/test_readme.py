@@ -1,4 +1,4 @@
-"""Every command of the README and of docs/ is run, on a copy of the repository, with settings that make it short."""
+"""Every command in a block of the README and of docs/ is run, on a copy of the repository, with settings that make it short."""
 
 import os
 import re

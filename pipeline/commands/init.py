@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.commands import shipped
 from pipeline.config.stages import STAGE
-from pipeline.data import guess, lookahead
+from pipeline.data import guess, lookahead, sets
 from pipeline.data.files import find
 from pipeline.data.kinds import kind_of
 from pipeline.data.preprocess import Preprocess
@@ -46,10 +46,11 @@ def run(path: str, profile: str) -> list[Path]:
     }
     if not jobs:
         raise InputError(guess.misfit(rows, "sft", file.path))
-    folder = shipped.bring(profile).parent / name_of(path)
+    folder = Path("jobs") / name_of(path)
     taken = [str(folder / f"{stage}.yaml") for stage in jobs if (folder / f"{stage}.yaml").exists()]
     if taken:
         raise InputError(f"{', '.join(taken)}: there already; move them away to have them written again")
+    shipped.bring(profile)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for stage, text in jobs.items():
@@ -72,6 +73,8 @@ def job(stage: str, path: str, profile: str, columns: dict[str, Any], rows: list
 
 
 def name_of(path: str) -> str:
-    """The name of the folder of jobs for a path or URI."""
-    last = path.rstrip("/").rpartition("/")[2]
-    return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
+    """The name of the folder of jobs for a path or URI: none that a profile has."""
+    on_hub = sets.NAME.fullmatch(path)
+    last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
+    name = re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
+    return f"{name}_rows" if (shipped.JOBS / name).exists() else name

@@ -79,9 +79,8 @@ class Run:
     keep: Literal["best", "last"] = "last"
     # A held-out figure, by which evaluations are compared. None: eval_loss; of ppo eval_judge, without a judge eval_reward.
     metric_for_best_model: str | None = None
-    greater_is_better: bool | None = (
-        None  # None: not where it is a loss, a perplexity, a KL or eval_repetition
-    )
+    # None: false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins, rewards and judges.
+    greater_is_better: bool | None = None
     # Training stops after this many evaluations in a row none of which was better than the best before. None: never.
     early_stopping_patience: int | None = None
     fresh: bool = False  # start over although a run of this name exists

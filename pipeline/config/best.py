@@ -14,8 +14,9 @@ from pipeline.config.stages import STAGE
 if TYPE_CHECKING:
     from pipeline.config import Job
 
-# Figures of which a smaller one is better, and those that say nothing about the model.
+# Figures of which a smaller one is better, those of which a larger one is, and those that say nothing about the model.
 SMALLER = re.compile(r"loss|perplexity|kl|repetition")
+LARGER = re.compile(r"accurac|margin|judge|reward$|win_rate|chosen|agreement")
 CLOCKS = re.compile(r"runtime|per_second|num_tokens")
 
 
@@ -65,7 +66,14 @@ def _check_metric(tree: Tree, job: Job) -> None:
     }
     known = [name for name, lacking in measured.items() if not lacking]
     metric = job.run.metric_for_best_model
-    if metric is None or metric in known:
+    if metric is None:
+        return
+    if metric in known:
+        if job.run.greater_is_better is None and not (SMALLER.search(metric) or LARGER.search(metric)):
+            raise tree.error(
+                "run.metric_for_best_model",
+                f"is a larger {metric} better? Type run.greater_is_better=true or false",
+            )
         return
     if measured.get(metric):
         raise tree.error("run.metric_for_best_model", f"{metric} needs {measured[metric]}, and there is none")

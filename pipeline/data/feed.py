@@ -197,7 +197,7 @@ class ExactBatches(Trainer):
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             rows = [batch.pop("rows", None) for batch in batches]
-            if self.args.world_size == 1:  # any tensor of a batch will do: only proportions count
+            if None in rows:  # of the stock loader: all tensors of a batch have as many
                 rows = [len(next(iter(batch.values()))) for batch in batches]
             by_rank = [rows]
             if self.args.world_size > 1:

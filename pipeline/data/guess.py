@@ -22,11 +22,6 @@ from pipeline.data.values import RowError, some
 from pipeline.errors import InputError, visible
 
 LOOKED = 50  # rows that are read with a guess
-GROUPS = {
-    "demonstrations": "sft",
-    "whole_preferences": "rm",
-    "prompts": "ppo",
-}  # kind -> the stage to ask for it
 # Of the two columns of a pair, what their names differ in.
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 LABELS = "label preference winner choice choose better preferred annotator vote judge verdict".split()

@@ -16,7 +16,7 @@ from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatches,
 class PairedBatchSampler(ExactBatchSampler):
     """The batches of ExactBatchSampler; behind the rows of each, those whose completions its KL term takes.
 
-    They are the rows of the optimizer step (`step` rows over all workers), moved on by one place.
+    They are the rows of the optimizer step (`step` rows over all workers), moved on by one place (`mismatched`).
     """
 
     def __init__(self, *drawn: Any, step: int):
@@ -27,13 +27,31 @@ class PairedBatchSampler(ExactBatchSampler):
         import torch
 
         order = self.order()
-        others = torch.cat([rows.roll(1) for rows in order.split(self.step)])
+        steps = order.split(self.step)
+        others = torch.cat([mismatched(*both) for both in zip(steps, [None, *steps], strict=False)])
         for places in self.places():
             yield order[places].tolist() + others[places].tolist()
 
 
+def mismatched(rows: Any, before: Any) -> Any:
+    """For each row of a step another one of it: the one before, or where that is the same row, drawn again, the next one before.
+
+    Where a step has no other row, which the last of an epoch may not have, one of the step `before` it (None: there is none).
+    """
+    import torch
+
+    others = rows.roll(1)
+    for places in range(2, len(rows)):
+        if not (same := others == rows).any():
+            return others
+        others = torch.where(same, rows.roll(places), others)
+    if (others == rows).any() and before is not None and len(far := before[before != rows[0]]):
+        others = torch.where(others == rows, far[-1], others)
+    return others
+
+
 class PairedEvaluationSampler(EvaluationSampler):
-    """The batches of EvaluationSampler; behind the rows of each, those half the set away: not of the same prompt."""
+    """The batches of EvaluationSampler; behind the rows of each, those half the set away, which are usually of another prompt."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():
@@ -104,6 +122,7 @@ class PairedBatches(ExactBatches):
         from trl.models.utils import disable_gradient_checkpointing
         from trl.trainer.utils import use_adapter
 
+        self.model.train()  # as `training_step` will: after an evaluation dropout would be off
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
         reference = "ref" if "ref" in self.model.peft_config else None  # None: the bare base
         kwargs = self.args.gradient_checkpointing_kwargs

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipeline.data import chunks, columns, guess, sides, transform
+from pipeline.data import chunks, columns, guess, sides, thumbs, transform
 from pipeline.data.files import File, find
 from pipeline.data.kinds import kind_of
 from pipeline.data.parse import shape_of
@@ -59,6 +59,9 @@ def settled(preprocess: Preprocess, files: Mapping[str, Sequence[File]], stage: 
     heads = [(key, file, first_rows(file, kind)) for key, some in files.items() for file in some[:FILES]]
     for _, file, rows in heads:
         columns.check_there(preprocess.columns, rows, file.path)
+        if stage == "kto":
+            made = [columns.renamed(row, preprocess.columns, ()) for row in rows]
+            thumbs.check_labels([row for row in made if "first" not in row], file.path)
         labels += [
             row["label"]
             for row in (columns.renamed(row, preprocess.columns, ()) for row in rows)

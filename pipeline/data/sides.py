@@ -147,7 +147,8 @@ def derived(labels: Sequence[Any], column: str) -> Rule:
     Raises:
         InputError: with the data.label to type, where they can mean more than one thing.
     """
-    values = {plain(one): one for label in labels for one in listed(label) if one is not None and one != ""}
+    flat = (one for label in labels for one in listed(label) if not isinstance(one, list | dict))
+    values = {plain(one): one for one in flat if one is not None and one != ""}
     numbers = sorted(value for value in values if isinstance(value, float))
     words = {_word(value) for value in values if not isinstance(value, float)}
     digits = any(isinstance(value, str) and re.search(r"\d", value) for value in values)

@@ -240,7 +240,7 @@ def _tidying(type: Any) -> Callable[[Any], Any] | None:
 
 
 def _canonical(row: dict[str, Any]) -> bytes:
-    """The row as bytes: equal for rows that are equal, whatever the format and compression of their file."""
+    """The row as bytes: equal for rows that are equal, whatever the compression of their file."""
 
     def short(value: Any) -> str:
         return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)

@@ -9,8 +9,10 @@ from typing import Any
 from pipeline.data import demonstrations, preferences
 from pipeline.data.encode import Dropped, Encoder, Example, Outcome, Rendered
 from pipeline.data.record import Record
+from pipeline.data.sides import plain
 from pipeline.data.template import no_prompt
 from pipeline.data.values import RowError, show
+from pipeline.errors import InputError
 
 SHAPES = {
     f"{shape}+{label}": (*fields, label)
@@ -19,6 +21,24 @@ SHAPES = {
 } | preferences.SHAPES
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------
+
+
+def check_labels(rows: Sequence[dict[str, Any]], file: str) -> None:
+    """Refuses labels that are numbers of another scale, of which 1 would pass for desirable.
+
+    Raises:
+        InputError: for ratings from 1 to 5, say.
+    """
+    for name in sorted(demonstrations.LABELS):
+        numbers = {plain(row[name]) for row in rows if isinstance(row.get(name), str | int | float)}
+        numbers = {number for number in numbers if isinstance(number, float)}
+        if not (numbers <= {0.0, 1.0} or numbers <= {-1.0, 1.0}):
+            shown = ", ".join(f"{number:g}" for number in sorted(numbers)[:8])
+            raise InputError(
+                f"{file}: `{name}` has the numbers {shown}; expected 1 or 0, or 1 or -1: say which of these are desirable with "
+                "data.transform=python:MODULE:FUNCTION",
+                key="data.train",
+            )
 
 
 def parse(row: dict[str, Any], shape: str) -> Record:

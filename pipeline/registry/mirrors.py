@@ -123,7 +123,11 @@ class TensorBoard:
         storage.remove(self.folder)
         self.local = tempfile.mkdtemp() if storage.is_remote(self.folder) else self.folder
         self.writer = SummaryWriter(self.local)
-        self._add(before)
+        try:
+            self._add(before)
+        except BaseException:
+            self.writer, self.known = None, defaultdict(dict)  # the next try begins again
+            raise
 
     def _add(self, points: list[Point]) -> None:
         for point in points:
@@ -195,7 +199,11 @@ class WandB:
             ),
         )
         self.next = self.run.step  # above 0 where a server has the steps of an earlier process
-        self._add(before)
+        try:
+            self._add(before)
+        except BaseException:
+            self.run, self.known = None, defaultdict(dict)  # the next try begins again
+            raise
 
     def _add(self, points: list[Point]) -> None:
         new = [point for point in points if not recorded(point, self.known[point.key])]

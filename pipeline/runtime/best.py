@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import Job, best
+from pipeline.errors import Failure
 
 STATE, WEIGHTS = "best.json", "best.safetensors"
 
@@ -60,6 +61,9 @@ class Best:
 
     def compare(self, figures: dict[str, float], step: int) -> None:
         """Keeps this step if its figure is better than any before; equal ones, and NaN, are not."""
+        if self.metric not in figures:
+            known = ", ".join(sorted(name for name in figures if name.startswith("eval_")))
+            raise Failure(f"run.metric_for_best_model: the evaluation has no {self.metric} here, but {known}")
         value = float(figures[self.metric])
         worst = float("-inf") if self.greater_is_better else float("inf")
         so_far = worst if self.value is None else self.value

@@ -35,7 +35,8 @@ MAY_CHANGE = (
 # Of these, what decides which step is kept and where training stops, in a run that compares its evaluations.
 COMPARISON = (
     "run.keep", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience",
-    "trainer.eval_steps", "trainer.eval_strategy", "judge",
+    # eval_steps is logging_steps where it is not set; figures of whole batches (KTO's KL, extremes) depend on their size.
+    "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What the three TRL stages share inside a worker: arguments, progress, checkpoints, the check that an adapter reloads.
+"""What TRL's stages share inside a worker: arguments, progress, checkpoints, the check that an adapter reloads.
 
 TRL's trainers stay TRL's: a stage subclasses one only to take its rows from Ray Data and to sample each exactly once.
 """

@@ -38,10 +38,11 @@ def train(worker: Worker) -> dict[str, Any]:
         base = PeftModel.from_pretrained(base, worker.input("policy"), is_trainable=True)
     else:
         adapter = LoraConfig(task_type="CAUSAL_LM", **worker.job.lora)
+    # TRL pairs the rows of its KL term in the order of the file and wants it kept; `PairedBatches` pairs them as drawn.
+    order = "random" if worker.job.trainer.get("loss_type") == "apo_zero_unpaired" else "sequential"
     trainer = Trainer(
         model=base,
-        # TRL pairs the rows of its KL term in the order of the file and wants it kept; `PairedBatches` pairs them as drawn.
-        args=training.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy="sequential"),
+        args=training.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order),
         peft_config=adapter,
         train_dataset=rows,
         eval_dataset=held_out,

@@ -21,6 +21,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def train(worker: Worker) -> dict[str, Any]:
+    import numpy as np
     from peft import LoraConfig
     from transformers import set_seed
     from trl import RewardConfig, RewardTrainer
@@ -45,10 +46,9 @@ def train(worker: Worker) -> dict[str, Any]:
         processing_class=worker.tokenizer,
     )
     metrics = training.run(worker, trainer)
-    # All that is held out; of training rows as many as a mean and a deviation need.
-    pairs = score_pairs(
-        worker, trainer, held_out if held_out is not None else rows.select(range(min(4096, len(rows))))
-    )
+    # All that is held out; of training rows, which may be of several sources, as many as a mean and a deviation need.
+    some = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
+    pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(some))
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5

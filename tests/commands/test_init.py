@@ -8,6 +8,7 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.commands import shipped
+from pipeline.commands.init import name_of
 from pipeline.config import load_job
 from pipeline.data import lookahead
 from pipeline.data.files import find
@@ -92,6 +93,14 @@ def test_jobs_that_are_there_are_not_overwritten(here, capsys):
     (here / "jobs/my/rm.yaml").write_text("mine\n")
     assert main(["init", name]) == 2
     assert "there already" in capsys.readouterr().err and (here / "jobs/my/rm.yaml").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("a/own.jsonl", "own_rows"), ("hf://datasets/org/set@main:config/train", "set"), ("a/b c.csv.gz", "b_c"), ("s3://x/rows/", "rows")],
+)  # fmt: skip
+def test_the_folder_of_the_jobs_is_no_profiles(path, name):
+    assert name_of(path) == name
 
 
 def test_every_profile_has_a_job_for_each_stage_that_init_writes():

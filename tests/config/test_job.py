@@ -289,6 +289,8 @@ VALUES = [
     ("ppo", ["run.keep=best", "data.eval_fraction=0.1"], r"run\.keep: .*type trainer\.eval_steps=10"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_mean_token_acuracy"],
      r"run\.metric_for_best_model: found 'eval_mean_token_acuracy', which no evaluation of `sft` has; expected one of eval_loss, eval_entropy, .*did you mean eval_mean_token_accuracy\?"),
+    ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_entropy"],
+     r"run\.metric_for_best_model: is a larger eval_entropy better\? Type run\.greater_is_better=true or false"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_runtime"],
      r"run\.metric_for_best_model: found 'eval_runtime'"),
     ("ppo", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_steps=1", "run.metric_for_best_model=eval_judge"],

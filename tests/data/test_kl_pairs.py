@@ -1,8 +1,14 @@
 """The rows that KTO's KL term pairs: others of the same step, the same ones for any number of workers."""
 
 import pytest
+import torch
 
-from pipeline.data.kl_pairs import PairedBatchSampler, PairedCollator, PairedEvaluationSampler
+from pipeline.data.kl_pairs import (
+    PairedBatchSampler,
+    PairedCollator,
+    PairedEvaluationSampler,
+    mismatched,
+)
 
 
 def pairs(rows, size, world, step, epoch=0):
@@ -28,6 +34,15 @@ def test_each_row_gets_the_completion_of_another_one_of_its_step(size, world):
         assert others == (rows[-1], *rows[:-1])  # TRL's rule
     assert sorted(row for row, _ in found) == list(range(21))
     assert found != pairs(21, size, world, step=8, epoch=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "before"),
+    [([3, 3, 4, 3], None), ([5, 5, 5, 6], [1]), ([7], [7, 2]), ([8, 8], [1, 8])],
+)
+def test_a_row_that_is_drawn_again_does_not_get_its_own_completion(rows, before):
+    rows, before = torch.tensor(rows), None if before is None else torch.tensor(before)
+    assert not (mismatched(rows, before) == rows).any()
 
 
 @pytest.mark.parametrize("world", [1, 3])

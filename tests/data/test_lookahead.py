@@ -62,3 +62,22 @@ def test_rows_are_looked_at_as_the_transform_makes_them(tmp_path):
         InputError, match="found the columns prompt, completion; such rows fit sft and ppo as they are"
     ):
         look(tmp_path, rows, "rm", transform="python:transforms:twice")
+
+
+THUMB = {"prompt": "Why is it so?", "completion": "Because of this."}
+
+
+def test_ratings_are_no_thumbs(tmp_path):
+    """Of 1 to 5 the worst would pass for desirable."""
+    look(tmp_path, [{**THUMB, "label": i % 2} for i in range(4)], stage="kto")
+    with pytest.raises(
+        InputError, match="`label` has the numbers 1, 2, 3, 4, 5; expected 1 or 0, or 1 or -1"
+    ):
+        look(tmp_path, [{**THUMB, "label": i % 5 + 1} for i in range(10)], stage="kto")
+    pairs = [{**PAIR, "better": i % 2 + 1} for i in range(4)]  # which side, not how good
+    look(tmp_path, pairs, stage="kto", columns=COLUMNS)
+
+
+def test_a_label_that_is_an_object_is_left_to_its_row(tmp_path):
+    rows = [{**PAIR, "better": 1 + i % 2} for i in range(6)] + [{**PAIR, "better": {"by": "me"}}]
+    assert look(tmp_path, rows, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)

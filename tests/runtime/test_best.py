@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from pipeline import registry
 from pipeline.config import load_job
+from pipeline.errors import Failure
 from pipeline.runtime.best import WEIGHTS, Best, outcome
 
 # Few pairs, many epochs, ten times the learning rate: held-out figures soon get worse.
@@ -59,6 +60,11 @@ def test_a_figure_that_is_never_a_number_leaves_the_last_weights():
     end = outcome(best, None, 2, 9)
     assert end["kept"] == {"step": 2, "by": None}
     assert end["ended"] == {"step": 2, "of": 9, "early": "eval_x was no number in 2 evaluations"}
+
+
+def test_a_figure_that_the_evaluation_lacks_is_named():
+    with pytest.raises(Failure, match="the evaluation has no eval_margin here, but eval_loss"):
+        Best("eval_margin", True, None, {}).compare({"eval_loss": 1.0, "epoch": 1.0}, 1)
 
 
 def test_a_checkpoint_holds_the_best_and_the_count(tmp_path):
