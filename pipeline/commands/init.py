@@ -27,6 +27,7 @@ data:
   eval: null
   eval_fraction: 0.1                # held out by prompt
 """
+UNCLEAR = "  label: null                       # say what its values mean:"
 
 
 def run(path: str, profile: str) -> list[Path]:
@@ -39,6 +40,8 @@ def run(path: str, profile: str) -> list[Path]:
         raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(shipped.profiles())}")
     [file, *_] = find(path, "data.train")
     rows = lookahead.first_rows(file, kind_of("sft", Preprocess()))
+    if not rows:
+        raise InputError(f"{file.path}: {lookahead.first_error(file) or 'it has no rows'}")
     jobs = {
         stage: job(stage, path, profile, found, rows)
         for stage, facts in STAGE.items()
@@ -57,8 +60,12 @@ def run(path: str, profile: str) -> list[Path]:
         written.append(folder / f"{stage}.yaml")
         written[-1].write_text(text, encoding="utf-8")
     print(f"wrote {', '.join(map(str, written))}; look at the rows, and train:")
-    for stage, file_of_job in zip(jobs, written, strict=True):
-        print(f"  rlhf validate {file_of_job}    rlhf {stage} {file_of_job}")
+    for file_of_job in written:
+        print(
+            f"  python -m pipeline validate {file_of_job}    python -m pipeline {file_of_job.stem} {file_of_job}"
+        )
+    if unclear := [str(one) for one in written if UNCLEAR in one.read_text(encoding="utf-8")]:
+        print(f"what the values of the label mean is to be said first, as data.label in {', '.join(unclear)}")
     return written
 
 
@@ -68,7 +75,7 @@ def job(stage: str, path: str, profile: str, columns: dict[str, Any], rows: list
     if columns:
         text += f"  columns: {guess.mapping(columns)}\n"
     if not guess.is_clear(columns, rows):
-        text += "  label: null                       # say what its values mean: {first: VALUE, second: VALUE, tie: VALUE}\n"
+        text += f"{UNCLEAR} {{first: VALUE, second: VALUE, tie: VALUE}}\n"
     return text
 
 

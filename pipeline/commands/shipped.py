@@ -10,8 +10,8 @@ JOBS = Path(pipeline.__file__).parent / "jobs"  # a folder for each profile: dem
 
 
 def profiles() -> list[str]:
-    """Names of the profiles that train: the folders with an sft.yaml."""
-    return sorted(file.parent.name for file in JOBS.glob("*/sft.yaml"))
+    """Names of the profiles that train: the folders that have jobs of their own."""
+    return sorted(file.parent.name for file in JOBS.glob("*/evaluate.yaml"))
 
 
 def bring(profile: str) -> Path:

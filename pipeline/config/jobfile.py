@@ -127,7 +127,10 @@ def _tree(path: Path) -> Tree:
 
 
 def _extended(tree: Tree, folder: Path) -> Tree:
-    """A job on top of the one that its `extends` names, a path from its own folder: key by key, and one level deep."""
+    """A job on top of the one that its `extends` names, a path from its own folder: key by key, and one level deep.
+
+    An empty section, such as `gate: {}`, takes the place of the other's.
+    """
     if (name := tree.data.pop("extends", None)) is None:
         return tree
     if not isinstance(name, str):
@@ -138,7 +141,7 @@ def _extended(tree: Tree, folder: Path) -> Tree:
     for section, value in tree.data.items():
         below = base.data.get(section)
         base.data[section] = (
-            {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+            {**below, **value} if isinstance(below, dict) and isinstance(value, dict) and value else value
         )
     return Tree(tree.source, base.data, {**base.where, **tree.where})
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import best, bounds, gates, scaling, sources, trainer
 from pipeline.config.fields import fields_of, show
@@ -157,7 +158,7 @@ def _check_preprocessing(tree: Tree, job: Job) -> None:
             "data.label",
             f"found {show(data.label)}, expected {{first: VALUE, second: VALUE}} and perhaps tie: VALUE",
         )
-    several = [str(one).strip().lower() for some in values.values() for one in some]
+    several = [_compared(one) for some in values.values() for one in some]
     if len(set(several)) < len(several) or any(
         isinstance(one, list | dict) for some in values.values() for one in some
     ):
@@ -165,6 +166,14 @@ def _check_preprocessing(tree: Tree, job: Job) -> None:
             "data.label",
             f"found {show(data.label)}, expected different texts or numbers for first, second and tie",
         )
+
+
+def _compared(value: Any) -> str:
+    """A label as it is compared with those of the rows: 1, 1.0 and "1" are one."""
+    text = str(float(value) if isinstance(value, bool) else value).strip().lower()
+    with contextlib.suppress(ValueError):
+        text = str(float(text))
+    return text
 
 
 def _check_evaluate(tree: Tree, job: Job) -> None:

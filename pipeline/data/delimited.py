@@ -101,7 +101,10 @@ def delimiter_of(stream: io.BufferedReader, format: str) -> str:
     first = stream.peek(1 << 16).decode(errors="replace").lstrip("\ufeff\r\n").partition("\n")[0]
 
     def count(delimiter: str) -> int:
-        return max((len(fields) for fields in csv.reader([first], delimiter=delimiter)), default=0)
+        try:
+            return max((len(fields) for fields in csv.reader([first], delimiter=delimiter)), default=0)
+        except csv.Error:  # the rows will say what is wrong
+            return 0
 
     return max(DELIMITERS[format], key=count)
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from pipeline.config.stages import STAGE
 from pipeline.data import sides
 from pipeline.data.columns import named
@@ -25,6 +27,7 @@ LOOKED = 50  # rows that are read with a guess
 # Of the two columns of a pair, what their names differ in.
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 LABELS = "label preference winner choice choose better preferred annotator vote judge verdict".split()
+SCORES = "score rating reward votes likes points".split()  # of which more is better, unlike ranks and lengths
 PROMPTS = "post history context title article document source human text review".split()
 
 
@@ -122,7 +125,10 @@ def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
 def _yaml(column: str | list[str]) -> str:
     if isinstance(column, list):
         return f"[{', '.join(map(_yaml, column))}]"
-    return column if re.fullmatch(r"[A-Za-z_][\w.-]*", column) else json.dumps(column, ensure_ascii=False)
+    plain = (
+        re.fullmatch(r"[A-Za-z_][\w.-]*", column) and yaml.safe_load(column) == column
+    )  # not null, yes, on
+    return column if plain else json.dumps(column, ensure_ascii=False)
 
 
 def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None:
@@ -235,7 +241,10 @@ def _pairs(columns: list[Column]) -> Iterator[dict[str, Any]]:
         yield {"chosen": chosen, "rejected": rejected}
     for first, second, ends in _siblings([one for one in columns if one.is_text or one.is_chat]):
         both = {"first": first, "second": second}
-        scores = [(one, two) for one, two, _ in _siblings([c for c in columns if c.is_number], ends)]
+        numbers = [
+            one for one in columns if one.is_number and any(word in one.name.lower() for word in SCORES)
+        ]
+        scores = [(one, two) for one, two, _ in _siblings(numbers, ends)]
         labels = [one for one in columns if one.is_label and any(word in one.name.lower() for word in LABELS)]
         if scores:
             score = next((pair for pair in scores if "score" in pair[0].lower()), scores[0])

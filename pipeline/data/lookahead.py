@@ -14,6 +14,7 @@ from pipeline.data.files import File, find
 from pipeline.data.kinds import kind_of
 from pipeline.data.parse import shape_of
 from pipeline.data.preprocess import Preprocess
+from pipeline.data.values import RowError
 from pipeline.errors import InputError
 
 FILES = 16  # of a set
@@ -88,6 +89,13 @@ def first_rows(file: File, kind: Any) -> list[dict[str, Any]]:
     some = itertools.islice(chunks.rows(chunk, hashlib.sha256()), ROWS)
     made = (row for _, decoded, _ in some for row in kind.preprocess.transformed(decoded))
     return [row for row in made if isinstance(row, dict)]
+
+
+def first_error(file: File) -> RowError | None:
+    """Why the first rows of a file cannot be read; None: they can."""
+    (chunk, *_) = chunks.plan([file], "train", kind_of("sft"))
+    some = itertools.islice(chunks.rows(chunk, hashlib.sha256()), ROWS)
+    return next((row for _, row, _ in some if isinstance(row, RowError)), None)
 
 
 def fits(row: dict[str, Any], stage: str, preprocess: Preprocess) -> bool:

@@ -11,7 +11,7 @@ from pipeline.data.columns import Columns, renamed
 from pipeline.data.encode import Dropped
 from pipeline.data.sides import Rule, ordered
 from pipeline.data.transform import transformed
-from pipeline.data.values import RowError
+from pipeline.data.values import RowError, check_keys
 
 if TYPE_CHECKING:
     from pipeline.data.kinds import Kind
@@ -45,6 +45,7 @@ class Preprocess:
             yield error
 
     def _fields(self, row: dict[str, Any], kind: "Kind") -> Any:
+        check_keys(row)
         if self.columns:
             row = renamed(row, self.columns, kind.needed)
         if kind.has_pairs and "first" in row and "second" in row:

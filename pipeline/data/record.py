@@ -42,13 +42,13 @@ class Record:
         return next((self.prompt[-20:] + side[:20] for side in sides if not side[:1].isspace()), "")
 
     def prompt_key(self) -> str:
-        """Equal for two rows with the same prompt, whatever their completions; the hold-out is split by it."""
+        """Equal for two rows with the same prompt, whatever their completions."""
         if isinstance(self.prompt, str):
             return self.prompt
         return json.dumps([[turn["role"], words(turn)] for turn in self.prompt], ensure_ascii=False)
 
     def prompt_content(self) -> str:
-        """Equal for a prompt of text and for a single message with the same content."""
+        """Equal for a prompt of text and for a single message with the same content; the hold-out is split by it."""
         if isinstance(self.prompt, str):
             return self.prompt.strip()
         return self.prompt[0]["content"].strip() if len(self.prompt) == 1 else self.prompt_key()

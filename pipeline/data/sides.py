@@ -8,6 +8,7 @@ mean one thing only: 1 and 2, numbers between (1.5 is a tie), words such as a an
 and 1 can mean two: the number of the better completion, or whether the first one is better.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,8 @@ class Rule:
             if value in getattr(self, name) or (self.derived and _word(value) == name):
                 return name if name != "tie" else None
         ends = [number for number in (*self.first, *self.second) if isinstance(number, float)]
-        if isinstance(value, float) and len(ends) == 2 and min(ends) < value < max(ends):
+        on_a_scale = len(self.first) == len(self.second) == 1 and len(ends) == 2
+        if isinstance(value, float) and on_a_scale and min(ends) < value < max(ends):
             middle = sum(ends) / 2
             low, high = ("first", "second") if self.first == (min(ends),) else ("second", "first")
             return None if value == middle else low if value < middle else high
@@ -135,6 +137,8 @@ def _score(value: Any, name: str) -> float | None:
     number = plain(value)
     if isinstance(value, bool) or not isinstance(number, float):
         raise RowError("wrong_type", name, show(value), "a number")
+    if not math.isfinite(number):
+        raise RowError("not_finite", name, show(value), "a finite number")
     return number
 
 

@@ -212,7 +212,7 @@ class Task:
     def split_of(self, number: int, record: Record) -> str:
         """Where a row goes: what data.transform made of one row stays together, with its first."""
         if number != self.placed[0]:
-            away = held_out(record.prompt_key(), self.options)
+            away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
         return self.placed[1]
 

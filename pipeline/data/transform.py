@@ -20,8 +20,9 @@ from functools import cache
 from typing import Any
 
 from pipeline.data.encode import Dropped
-from pipeline.data.values import RowError, check_values, show, type_name
+from pipeline.data.values import RowError, check_keys, show, type_name
 from pipeline.errors import in_brief
+from pipeline.system import signals
 from pipeline.system.functions import parts
 
 EXPECTED = "a row (dict), a list of rows, or None to leave it out"
@@ -49,16 +50,18 @@ def transformed(row: Any, source: str) -> Iterator[Any]:
     Raises:
         RowError: when it raises, or returns what is no row.
     """
-    check_values(row)
+    check_keys(row)
     try:
         made = function(source)(row)
         made = list(made) if isinstance(made, list | tuple | types.GeneratorType) else [made]
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit too
+    except BaseException as error:  # SystemExit too, unless it is this process that is asked to end
+        if signals.received:
+            raise
         found = f"{in_brief(error)}{_place(error)}"
         raise RowError("transform", "", found, f"{EXPECTED}, from {source}") from None
-    if made in ([], [None]):
+    if not made or (len(made) == 1 and made[0] is None):
         yield Dropped("left_out")
         return
     for one in made:

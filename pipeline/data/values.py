@@ -65,6 +65,12 @@ def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return item if len(item) == len(pairs) else Repeated(pairs)
 
 
+def check_keys(value: Any, name: str = "") -> None:
+    """Raises RowError for an object with a key twice, before what is made of it forgets that."""
+    if isinstance(value, Repeated):
+        raise RowError("repeated_key", name, f"the key {show(value.key)} twice", "each key once")
+
+
 def check_values(value: Any, name: str = "", depth: int = 0) -> None:
     """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, deep nesting, or a date.
 
@@ -83,8 +89,7 @@ def check_values(value: Any, name: str = "", depth: int = 0) -> None:
                 f"more than {DEEPEST} lists and objects inside each other",
                 "a flatter row",
             )
-        if isinstance(value, Repeated):
-            raise RowError("repeated_key", name, f"the key {show(value.key)} twice", "each key once")
+        check_keys(value, name)
         if isinstance(value, list):
             for index, item in enumerate(value):
                 check_values(item, f"{name}[{index}]", depth + 1)

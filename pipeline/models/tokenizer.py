@@ -102,7 +102,7 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
         # Some settings are only read when it encodes, or is serialised to be sent to the workers.
         tokenizer(SOME_TEXT)
         tokenizer.backend_tokenizer.to_str()
-    except (InputError, KeyboardInterrupt, MemoryError):
+    except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # SystemExit: a signal
         raise
     except BaseException as error:  # tokenizers panics (PanicException, not an Exception) on a damaged file
         raise InputError(

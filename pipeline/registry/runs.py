@@ -103,11 +103,11 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
     for context, digest in digests.items():
         if context == "transform":
             continue  # of code, not of rows; the lineage has it
-        first = sources_of(getattr(job.data, context, None) or job.data.train)[0]
+        paths = [one.path for one in sources_of(getattr(job.data, context, None) or job.data.train)]
         # a local path can be a "local" source in two ways, which are the same
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(first.path)
+            source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(", ".join(paths))
         dataset = MetaDataset(source, name=context, digest=digest[:36])
         inputs.append(DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)]))
     mlflow.log_inputs(run_id, inputs)

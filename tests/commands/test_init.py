@@ -33,7 +33,7 @@ def rows(path, made):
 def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     assert main(["init", rows(here / "my.pairs.jsonl", PAIRS)]) == 0
     shown = capsys.readouterr().out
-    assert "rlhf rm jobs/my/rm.yaml" in shown
+    assert "python -m pipeline rm jobs/my/rm.yaml" in shown
     assert sorted(path.stem for path in (here / "jobs/my").iterdir()) == ["dpo", "kto", "ppo", "rm"]
     job = load_job("jobs/my/rm.yaml", [], "rm")
     assert job.data.columns == {

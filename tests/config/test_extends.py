@@ -40,3 +40,8 @@ def test_nothing_more_than_data_eval_is_typed_to_train_without_held_out_rows(sta
     key = "eval_strategy=epoch" if STAGE[stage].trl else "eval_steps=2"
     with pytest.raises(InputError, match="there is nothing to evaluate on"):
         load_job(f"jobs/demo/{stage}.yaml", ["data.eval=null", f"trainer.{key}"], stage)
+
+
+def test_an_empty_section_takes_the_place_of_the_others(tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"extends: {ROOT}/jobs/demo/sft.yaml\ngate: {{}}\n")
+    assert load_job(ROOT / "jobs/demo/sft.yaml").gate and not load_job(tmp_path / "mine.yaml").gate

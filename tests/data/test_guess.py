@@ -92,3 +92,19 @@ def test_a_name_that_yaml_would_misread_is_quoted():
         guess.typed({"prompt": "the question: long"}, made)
         == """data.columns='{prompt: "the question: long"}'"""
     )
+
+
+@pytest.mark.parametrize("names", [("rank_a", "rank_b"), ("tokens_1", "tokens_2")])
+def test_ranks_and_lengths_are_no_scores(names):
+    rows = [
+        {"question": f"What is {n}, please?", "answer_a": f"{n} it is.", "answer_b": f"It may be {n}.", names[0]: 1 + n % 2, names[1]: 2 - n % 2}
+        for n in range(20)
+    ]  # fmt: skip
+    assert guess.guessed(rows, "rm") is None
+
+
+def test_a_column_with_the_name_of_a_yaml_value_is_quoted():
+    assert (
+        guess.mapping({"prompt": "yes", "completion": "null", "label": "up"})
+        == '{prompt: "yes", completion: "null", label: up}'
+    )

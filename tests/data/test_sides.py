@@ -5,7 +5,7 @@ import pytest
 from pipeline.data.encode import Dropped
 from pipeline.data.kinds import kind_of
 from pipeline.data.preprocess import Preprocess
-from pipeline.data.sides import Rule, derived, vote
+from pipeline.data.sides import Rule, derived, ordered, vote
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 
@@ -111,3 +111,24 @@ def test_the_higher_score_is_chosen():
 
 def test_prompts_need_no_side():
     assert next(iter(kind_of("ppo").rows({**ROW, "label": 7}))) == {**ROW, "label": 7}
+
+
+@pytest.mark.parametrize(
+    ("label", "value"),
+    [
+        ({"first": [1, 2], "second": "b"}, 1.2),
+        ({"first": [1, 2], "second": [3, 4]}, 2.5),
+        ({"first": 1, "second": 2}, 3),
+    ],
+)
+def test_a_value_that_the_rule_does_not_name_is_no_side(label, value):
+    """Only of one number each is there a between."""
+    with pytest.raises(KeyError):
+        Rule.of(label).side(value)
+    assert Rule.of({"first": 1, "second": 4}).side(1.2) == "first"
+
+
+@pytest.mark.parametrize("score", [float("nan"), "nan", float("inf")])
+def test_a_score_that_is_no_number_picks_no_side(score):
+    with pytest.raises(RowError, match="finite"):
+        ordered({"first": "a", "second": "b", "first_score": score, "second_score": 1.0}, None)
