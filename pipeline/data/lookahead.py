@@ -27,10 +27,8 @@ def preprocess_of(stage: str, data: Any) -> Preprocess:
     Raises:
         InputError: for fields that the stage does not read, and columns that become two fields.
     """
-    mapped, kinds = data.columns or {}, [kind_of(stage)]
-    if (
-        stage == "evaluate" or stage == "pairs"
-    ):  # its two sets are of two kinds, and each takes its own fields
+    mapped = data.columns or {}
+    if stage in ("evaluate", "pairs"):  # two sets of two kinds, and each takes its own fields
         kinds = [kind_of("evaluate"), kind_of("pairs")]
         elsewhere = {field for kind in kinds for field in columns.known_fields(kind)}
         mapped = {
@@ -60,12 +58,12 @@ def settled(preprocess: Preprocess, files: Mapping[str, Sequence[File]], stage: 
     heads = [(key, file, first_rows(file, kind)) for key, some in files.items() for file in some[:FILES]]
     for _, file, rows in heads:
         columns.check_there(preprocess.columns, rows, file.path)
+        mapped = [columns.renamed(row, preprocess.columns, ()) for row in rows]
         if stage == "kto":
-            made = [columns.renamed(row, preprocess.columns, ()) for row in rows]
-            thumbs.check_labels([row for row in made if "first" not in row], file.path)
+            thumbs.check_labels([row for row in mapped if "first" not in row], file.path)
         labels += [
             row["label"]
-            for row in (columns.renamed(row, preprocess.columns, ()) for row in rows)
+            for row in mapped
             if {"first", "second", "label"} <= row.keys() and "first_score" not in row
         ]
     if kind.has_pairs and labels and preprocess.rule is None:
