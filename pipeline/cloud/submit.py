@@ -3,8 +3,9 @@
     RAY_ADDRESS=http://HEAD:8265 make sft PROFILE=llama3-8b ARGS="run.storage_path=s3://BUCKET/runs"
     python -m pipeline.cloud.submit logs|stop|jobs [NAME]        # later, from any machine
 
-Uploads the working directory (less .rayignore) and a package that is installed elsewhere, runs `python -m pipeline STAGE JOB`
-beside the head, shows its log and ends with its exit status. The job belongs to the cluster: this process, its connection and its machine may go away.
+Uploads the working directory (less .rayignore) and a package that is installed elsewhere, runs `python -m pipeline STAGE
+JOB` beside the head, shows its log and ends with its exit status. The job belongs to the cluster: this process, its
+connection and its machine may go away.
 Secrets are forwarded by name from the environment and never printed.
 """
 

@@ -2,8 +2,8 @@
 
     rlhf init my/pairs.parquet [PROFILE]        or   python -m pipeline init ...
 
-PROFILE is `own` unless another is named. Each job is a few lines on top of the profile's (`extends`), with the data.columns
-that the file needs, guessed from names and values: `validate` shows the rows as the model will see them.
+PROFILE is `own` unless another is named. Each job is a few lines on top of the profile's (`extends`), with the
+data.columns that the file needs, guessed from names and values: `validate` shows the rows as the model will see them.
 """
 
 import json
