@@ -5,6 +5,7 @@ SHELL := /bin/bash
 
 PROFILE ?= demo
 ARGS ?=
+SWEEP ?=
 JOB ?= jobs/$(PROFILE)/$@.yaml
 PYTHON ?=
 PIP_ARGS ?=
@@ -48,7 +49,7 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf sft rm dpo kto ppo evaluate generate chat score serve export validate plan doctor test test-all bench chaos museum \
+.PHONY: help setup rlhf sft rm dpo kto ppo evaluate generate collect chat score serve export sweep iterate validate plan doctor test test-all bench chaos museum \
         lint format report notebook ui up status dashboard down jobs logs stop
 
 help: ## list the targets
@@ -86,6 +87,9 @@ evaluate: setup ## compare a policy with a baseline, evaluate a reward model, on
 generate: setup ## completions of a file of prompts: make generate ARGS="data.train=prompts.jsonl"
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
+collect: setup ## rows to train on from a policy's own completions, scored: pairs for dpo, the best of n for sft
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
 chat: JOB = jobs/$(PROFILE)/generate.yaml
 chat: setup ## talk with the policy in the terminal, each completion with its score
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
@@ -93,11 +97,17 @@ chat: setup ## talk with the policy in the terminal, each completion with its sc
 score: setup ## the reward model's scores of a file of pairs or completions
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
-serve: JOB = jobs/$(PROFILE)/score.yaml
-serve: setup ## the reward model over HTTP, on http://127.0.0.1:8000/score
+serve: setup ## policies and reward models behind an OpenAI endpoint, on http://127.0.0.1:8000
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
-export: setup ## policy and reward as merged models for plain transformers
+export: setup ## policy and reward for others: merged models or adapters, in a folder or on the hub (docs/hub.md)
+	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
+
+sweep: JOB = jobs/$(PROFILE)/sft.yaml
+sweep: setup ## trials of a job side by side: make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3 lora.r=8,16"
+	@$(PY) -m pipeline $@ $(JOB) $(foreach values,$(SWEEP),'$(values)') $(ARGS)
+
+iterate: setup ## rounds of collect, dpo and evaluate on the policy's own completions, as one run that goes on where it was killed
 	@$(PY) -m pipeline $@ $(JOB) $(ARGS)
 
 validate: setup ## read a job's data and report on it, without training: make validate JOB=jobs/demo/sft.yaml

@@ -1,4 +1,4 @@
-"""Runs notebooks from top to bottom, each in a fresh kernel without a browser; the executed copies go to runs/notebooks.
+"""Runs notebooks from top to bottom, each in a fresh kernel without a browser; the copies go to runs/notebooks.
 
     make notebook    or    python notebooks/execute.py [NOTEBOOK.ipynb ...]
     python notebooks/execute.py --in-place      writes the outputs into the notebooks themselves, to be committed

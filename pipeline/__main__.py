@@ -26,10 +26,11 @@ COMMANDS = {
     "demo": "writes jobs/demo where it is typed, and runs its sft, rm, ppo and evaluate",
     "init": "writes jobs for a file of one's own rows",
     "chat": "talk with a policy in the terminal",
-    "serve": "a reward model over HTTP, on this machine",
     "validate": "read the data of a job and report on it, without training",
     "plan": "memory, time and money that a job will need, from shapes alone",
     "doctor": "one rollout and one minibatch of a ppo job, examined from all sides",
+    "sweep": "a job with several values of some keys, side by side on Ray Tune; the best one is registered",
+    "iterate": "rounds of collect, training and evaluate on a policy's own completions: online DPO, rejection sampling",
     "rlhf": "sft, rm, ppo and evaluate of a folder of jobs, on one Ray",
     "report": "a page about a run, or several: curves, samples, lineage, data, job",
     "completion": "a script that lets bash or zsh complete verbs, job files and keys",
@@ -37,10 +38,13 @@ COMMANDS = {
 VERBS = {name: stage.summary for name, stage in STAGE.items()} | COMMANDS
 
 # Verbs that take the job file of a stage with another name; None: of any stage.
-JOBS_OF = {"validate": None, "plan": None, "doctor": None, "chat": "generate", "serve": "score"}
+JOBS_OF = {
+    **dict.fromkeys(("sweep", "validate", "plan", "doctor")),
+    "chat": "generate",
+}
 
 # Verbs that run on this machine, with models that a cluster may have trained.
-HERE = ("chat", "serve", "export")
+HERE = ("chat", "export")
 
 EXAMPLES = """\
 examples:
@@ -48,6 +52,7 @@ examples:
   python -m pipeline validate jobs/demo/sft.yaml data.train=my.jsonl
   python -m pipeline sft jobs/demo/sft.yaml trainer.learning_rate=1e-4 scaling.num_workers=2
   python -m pipeline chat jobs/demo/generate.yaml policy=models:/rlhf-sft@champion
+  python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16
   python -m pipeline ppo jobs/demo/ppo.yaml policy=models:/rlhf-sft/3 run.name=ppo-kl trainer.kl_coef=0.02
 
 A value is YAML: data.train=[a.jsonl,b.jsonl], data.eval=null. Keys are the job file's; jobs/demo/*.yaml explains them.
@@ -101,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
             nargs="*",
             default=[],
             metavar="section.key=value",
-            help="replaces that value of the job",
+            help="replaces that value of the job; of a sweep, key=a,b,c varies it",
         )
     return top
 
@@ -130,6 +135,12 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     if verb == "rlhf":
         importlib.import_module("pipeline.commands.rlhf").run(path, overrides)
         return 0
+    if verb == "iterate":
+        importlib.import_module("pipeline.commands.iterate").run(path, overrides)
+        return 0
+    if verb == "sweep":
+        importlib.import_module("pipeline.commands.sweep").run(path, overrides)
+        return 0
     if verb == "completion":
         importlib.import_module("pipeline.commands.completion").run(list(VERBS), JOBS_OF)
         return 0
@@ -149,7 +160,7 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
 
 
 def input_error(error: BaseException, kind: Any = InputError) -> Any:
-    """The InputError (or another `kind`) that Ray wrapped on its way from a worker to the driver; None if there is none."""
+    """The InputError (or another `kind`) that Ray wrapped between a worker and the driver; None if there is none."""
     for one in causes(error):
         # A RayTaskError may itself pass for an InputError, with a traceback as its text.
         if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):
@@ -162,11 +173,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return dispatch(options.verb, options.job, options.overrides)
-    except KeyboardInterrupt:
-        return stopped("interrupted", options.verb, 130)
+    except KeyboardInterrupt as stop:
+        return stopped("interrupted", options.verb, 130, stop)
     except SystemExit as error:
         if signal := signals.received or signals.of_ray():
-            return stopped(f"terminated by {signal.name}", options.verb, 128 + signal)
+            return stopped(f"terminated by {signal.name}", options.verb, 128 + signal, error)
         return failed(f"{caller(error)} called sys.exit({error.code!r}), which no run may do")
     except Exception as error:
         if wrong := input_error(error):
@@ -178,10 +189,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def stopped(how: str, verb: str, status: int) -> int:
+def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
     """Prints how a signal ended the run, and how to continue it; returns `status`."""
-    resumable = verb in ("rlhf", "demo") or (verb in STAGE and STAGE[verb].runs_in != "here")
-    further = "; the same command with the same run.name continues from the last checkpoint, if there is one"
+    several = verb in ("rlhf", "demo")
+    resumable = (
+        several
+        or verb in ("sweep", "iterate")
+        or (verb in STAGE and STAGE[verb].runs_in in ("train", "data"))
+    )
+    name = "the same run.name"
+    # STAGE.run.name=NAME, of the run that was open (runtime/run.py); sweeps and iterations have names of their own
+    for note in getattr(stop, "__notes__", []) if verb not in ("sweep", "iterate") else []:
+        name = note if several else note.partition(".")[2]
+    further = f"; the same command with {name} continues from the last checkpoint, if there is one"
     with signals.ignored():
         print(f"\n{how}{further if resumable else ''}", file=sys.stderr)
     return status

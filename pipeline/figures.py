@@ -30,9 +30,9 @@ def sigmoid(x: float) -> float:
 def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[dict[str, Any]]]:
     """(expected calibration error, reliability bins) of a Bradley-Terry model on pairs, from score(chosen) - score(rejected).
 
-    The model says with probability sigmoid(|margin|), from 0.5 to 1, that the completion it prefers is the better one; it is right
-    where the margin is above 0. Bins are of equal width; the error is the mean over pairs of |accuracy - confidence| of
-    their bin (Guo et al. 2017).
+    The model says with probability sigmoid(|margin|), from 0.5 to 1, that the completion it prefers is the better one; it is
+    right where the margin is above 0. Bins are of equal width; the error is the mean over pairs of |accuracy - confidence|
+    of their bin (Guo et al. 2017).
     """
     said = [(sigmoid(abs(margin)), float(margin > 0)) for margin in margins]
     table, error = [], 0.0

@@ -13,6 +13,7 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
     MLFLOW_DISABLE_TELEMETRY="true",
     RAY_USAGE_STATS_ENABLED="0",
+    RAY_local_fs_capacity_threshold="1",  # what Ray says of a disk that others have filled is not what is tested
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",  # the tests share two cores; and sums of one thread do not depend on the machine
     PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}",  # workers import the rewards that the tests define

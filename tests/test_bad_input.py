@@ -201,7 +201,7 @@ JOB = [
     case("base that is an adapter", "sft", r"model\.name_or_path: '.*other' is an adapter, not a base: name its base here", overrides=["model.name_or_path={other}"]),
     case("base that is a file", "sft", r"model\.name_or_path: 'pyproject\.toml' is a file; expected the folder", overrides=["model.name_or_path=pyproject.toml"]),
     case("base without a tokenizer", "sft", r"model\.name_or_path: no tokenizer can be read from '.*mute'.*expected tokenizer\.json", overrides=["model.name_or_path={mute}"]),
-    # damaged files of a base, and what does not fit it (in every detail: tests/models/test_fit.py, tests/models/test_adapter_files.py)
+    # damaged files of a base, and what does not fit it (in detail: tests/models/test_fit.py, tests/models/test_adapter_files.py)
     case("truncated weights", "sft", r"model\.name_or_path: .*/cut/model\.safetensors: not a whole safetensors file.*; fetch or save", overrides=["model.name_or_path={cut}"]),
     case("weights of another configuration", "rm", r"model\.name_or_path: .*/wider' lack or misshape 38 of its tensors: .*config\.json promises",
          overrides=["model.name_or_path={wider}"]),
@@ -256,9 +256,26 @@ JOB = [
     case("GPU that is not there", "sft", r"scaling\.use_gpu: 99 workers want a GPU each, but this machine has \d+; run on a cluster", overrides=[
         "scaling.use_gpu=true", "trainer.use_cpu=false", "scaling.num_workers=99", "scaling.resources_per_worker={{CPU: 0.01, GPU: 1}}",
         "data.batch_size=null"]),
-    *[case("vLLM where there is none", "ppo", r"trainer\.use_vllm: vLLM is not installed here; type .*\[vllm\]", overrides=["trainer.use_vllm=true"])
-      for _ in range(importlib.util.find_spec("vllm") is None)],
-    case("share of the GPU", "ppo", r"trainer\.vllm_gpu_memory_utilization: found 1\.5, expected above 0 and below 1", overrides=["trainer.vllm_gpu_memory_utilization=1.5"]),
+    *[case(f"vLLM where there is none, {verb}", verb, r"rollout\.engine: vLLM is not installed here; type .*\[vllm\]", overrides=["rollout.engine=vllm", *more])
+      for verb, more in (("ppo", []), ("generate", ["policy=base", "reward=null"]), ("collect", ["policy=base", "reward=python:pipeline.demo:gold"]),
+                         ("evaluate", ["policy=base", "baseline=base", "reward=null", "judge=null", "data.pairs=null"]))
+      if importlib.util.find_spec("vllm") is None],
+    case("rollout workers of what does not learn", "generate", r"rollout\.num_workers: `generate` has no use for it: only `ppo` learns", overrides=["rollout.num_workers=1"]),
+    case("an engine of a job that writes nothing", "score", r"rollout: `score` has no use for it: only `ppo` samples", overrides=["rollout.engine=vllm"]),
+    case("sampled by an unknown engine", "ppo", r"rollout\.engine: found 'sglang', expected one of transformers, vllm", overrides=["rollout.engine=sglang"]),
+    case("ahead, with nobody to sample", "ppo", r"rollout\.staleness: found 1, expected 0 without rollout workers: .*rollout\.num_workers=1", overrides=["rollout.staleness=1"]),
+    case("rollout workers in a row", "ppo", r"rollout\.num_workers: found \[2, 1\], expected 0 to 10000, or \[min, max\]", overrides=["rollout.num_workers=[2,1]"]),
+    case("rollout workers of another stage", "sft", r"rollout: `sft` has no use for it: only `ppo` samples", overrides=["rollout.num_workers=1"]),
+    case("more rollout workers than CPUs", "ppo", r"rollout\.num_workers: 500 rollout workers with CPU: 1 each, beside a trainer with 1, but this machine has \d+; lower",
+         overrides=["rollout.num_workers=500"]),
+    case("a rollout worker with parts of GPUs", "ppo", r"rollout\.resources_per_worker\.GPU: found 1\.5, expected 0 or", overrides=["rollout.num_workers=1", "rollout.resources_per_worker={{GPU: 1.5}}"]),
+    case("a rollout worker with words", "ppo", r"rollout\.resources_per_worker\.memory: found '8G', expected a number", overrides=["rollout.num_workers=1", "rollout.resources_per_worker={{memory: 8G}}"]),
+    case("rollout workers on nodes elsewhere", "ppo", r"rollout\.label_selector: found .*spot.*but this machine has", overrides=["rollout.num_workers=1", "rollout.label_selector={{market: spot}}"]),
+    case("rollout worker on a GPU that is not there", "ppo", r"rollout\.num_workers: 99 rollout workers with GPU: 1 each, beside a trainer with 0, but this machine has \d+",
+         overrides=["rollout.num_workers=99", "rollout.use_gpu=true"]),
+    case("tensor parallel without GPUs", "ppo", r"rollout\.tensor_parallel_size: found 2, expected 1 unless rollout workers .*rollout\.use_gpu=true", overrides=["rollout.tensor_parallel_size=2"]),
+    case("a key of rollout that there is not", "ppo", r"rollout\.num_worker: unknown key; did you mean rollout\.num_workers\?", overrides=["rollout.num_worker=1"]),
+    case("share of the GPU", "ppo", r"rollout\.gpu_memory_utilization: found 1\.5, expected above 0 and below 1", overrides=["rollout.gpu_memory_utilization=1.5"]),
     case("storage below a file", "sft", r"run\.storage_path: '/dev/null/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/dev/null/runs"]),
     case("storage that nobody may write", "sft", r"run\.storage_path: '/proc/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/proc/runs"]),
     case("storage of an unknown scheme", "sft", r"run\.storage_path: 'ftps://host/runs' cannot be written", overrides=["run.storage_path=ftps://host/runs"]),

@@ -152,3 +152,11 @@ def test_a_stage_is_measured_beside_bare_trl_and_earlier_parts_are_kept(tmp_path
     for result in results:
         complete(result)
         assert beside(result) == {"": "bare TRL"}
+
+
+@pytest.mark.slow
+def test_serve_beside_a_plain_loop(tmp_path):
+    [result] = bench(tmp_path, "serve")
+    complete(result)
+    assert result["runs"]["ours"][0]["errors"] == 0 and result["runs"]["ours"][0]["answers"] > 64
+    assert "## serve" in (tmp_path / "bench.md").read_text()

@@ -492,7 +492,7 @@ def test_the_sums_between_two_lines_of_the_log_are_still_where_they_are_saved_fr
 
 
 def test_a_checkpoint_of_a_trainer_still_has_its_files_when_on_save_is_called(sft):
-    """pipeline/runtime/training.py, Reporter.on_save, hands the folder to Ray Train; tests/test_security.py names the same files."""
+    """pipeline/runtime/training.py, Reporter.on_save, hands the folder to Ray Train; tests/test_security.py names its files."""
     needed = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors", "adapter_config.json"}  # fmt: skip
     assert len(sft.saved) == 1 and needed <= sft.saved[0]
 
@@ -597,7 +597,7 @@ def test_the_reward_trainer_still_takes_tokenised_pairs_and_puts_the_chosen_firs
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto"])
 def test_the_trainers_still_log_the_metrics_that_a_gate_may_name(stage, tmp_path):
-    """pipeline/config/gates.py: HELD_OUT and TRAINED. If this fails, a gate on a metric that exists is refused, or never holds."""
+    """pipeline/config/gates.py: HELD_OUT and TRAINED. If it fails, a gate on a metric that exists is refused, or never holds."""
     import transformers
     import trl
     from peft import LoraConfig
@@ -828,7 +828,7 @@ def test_a_checkpointed_layer_still_runs_again_in_the_role_it_was_made_in(shared
 
 
 def test_pefts_lora_layer_can_still_be_fused():
-    """pipeline/models/lora.py: the __class__ swap and what FusedLinear reads. If this fails, numbers change or nothing is fused."""
+    """pipeline/models/lora.py: the __class__ swap and what FusedLinear reads. If it fails, numbers change or nothing is fused."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
@@ -1058,11 +1058,11 @@ def test_vllm_still_takes_the_arguments_of_an_exact_sampler():
     assert LoRARequest("1", 1, "folder").lora_int_id == 1
 
 
-# ------------------------------------------------------------------------------------------------ Ray: a live one, last: it takes some seconds to start
+# --------------------------------------------------------------------- Ray: a live one, last: it takes some seconds to start
 
 
 def test_the_folder_of_a_session_still_ends_with_the_drivers_pid(embedded_ray):
-    """pipeline/runtime/embedded.py deletes and sweeps by it (address_info["session_dir"]), pipeline/runtime/janitor.py finds processes by it."""
+    """pipeline/runtime/embedded.py deletes and sweeps by it (address_info["session_dir"]), janitor.py finds processes by it."""
     from ray._private.worker import RayContext, global_worker
 
     folder = RayContext(global_worker.node.address_info).address_info["session_dir"]  # what ray.init returns
@@ -1097,7 +1097,7 @@ def test_the_processes_of_ray_are_still_known_by_title_and_open_log(embedded_ray
 
 
 def test_the_actor_name_marker_still_names_log_lines(embedded_ray):
-    """pipeline/runtime/worker.py prints `:actor_name:STAGE`; pipeline/system/console.py prints such a stage's lines without a prefix."""
+    """pipeline/runtime/worker.py prints `:actor_name:STAGE`; pipeline/system/console.py prints such lines without a prefix."""
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     def speak():

@@ -3,7 +3,8 @@
     python -m pipeline.cloud.clusterfile up cluster.yaml     # make up: checks it, says what will run, and calls `ray up`
     python -m pipeline.cloud.clusterfile status|dashboard|down cluster.yaml
 
-Exit status 2 with one message where the file is wrong or nobody is signed in to the cloud, else Ray's. `CLUSTER` names another file than cluster.yaml.
+Exit status 2 with one message where the file is wrong or nobody is signed in to the cloud, else Ray's. `CLUSTER` names
+another file than cluster.yaml.
 """
 
 import os

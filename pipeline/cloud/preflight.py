@@ -26,6 +26,7 @@ from pipeline.errors import InputError
 from pipeline.planning import plan
 from pipeline.planning.known import config_of
 from pipeline.runtime import placement
+from pipeline.runtime.placement import Bundle
 from pipeline.system import console, storage
 
 # Bytes: Ray keeps an uploaded working directory in the memory of the head, 100 MiB at most.
@@ -193,7 +194,15 @@ def check_token(job: Job) -> None:
 
 def check_resources(job: Job, cluster: Cluster) -> None:
     """Refuses workers that no node of the cluster, present or to come, has room for: Ray would wait for ever."""
-    count, need = job.workers[0], placement.bundles(job)[0]
+    trainer = placement.bundles(job)[0]
+    _check_room("scaling", "worker", job.workers[0], trainer, cluster)
+    if job.rollout_config.workers[1]:
+        # With [0, max] the run may start without any, but a selector that no node ever has is a mistake.
+        least = max(1, job.rollout_config.workers[0])
+        _check_room("rollout", "rollout worker", least, placement.rollout_bundle(job), cluster)
+
+
+def _check_room(section: str, who: str, count: int, need: Bundle, cluster: Cluster) -> None:
     live, types = cluster.live, cluster.types
     room = clusterfile.room(need, live, types.values(), cluster.max_workers)
     if room >= count:
@@ -207,13 +216,14 @@ def check_resources(job: Job, cluster: Cluster) -> None:
     )
     if room:
         raise InputError(
-            f"{count} workers with {wanted} each, but the cluster has room for {room} ({has}); type "
-            f"scaling.num_workers={room}, or give the cluster more nodes",
-            key="scaling.num_workers",
+            f"{count} {who}s with {wanted} each, but the cluster has room for {room} ({has}); type "
+            f"{section}.num_workers={room}, or give the cluster more nodes",
+            key=f"{section}.num_workers",
         )
     raise InputError(
-        f"scaling: a worker wants {wanted}, which no node of the cluster has ({has}); lower "
-        "scaling.resources_per_worker, type scaling.use_gpu=false or scaling.label_selector=null, or give the cluster such nodes"
+        f"{section}: a {who} wants {wanted}, which no node of the cluster has ({has}); lower "
+        f"{section}.resources_per_worker, type {section}.use_gpu=false or {section}.label_selector=null, or give the cluster "
+        "such nodes"
     )
 
 
@@ -225,43 +235,49 @@ def _shown(node: NodeType) -> str:
 
 
 def check_memory(job: Job, cluster: Cluster) -> None:
-    """Refuses a job that Ray may place on GPUs with less memory than `plan` counts for a worker.
+    """Refuses a job that Ray may place on GPUs with less memory than `plan` counts for a worker, or for a rollout worker.
 
     A GPU that plan does not know is let pass, and so is a base whose config.json cannot be read from here.
     """
-    if not job.scaling.get("use_gpu"):
-        return
-    need = placement.bundles(job)[0]
+    if job.scaling.get("use_gpu"):
+        _check_gpus("scaling", "worker", job, placement.bundles(job)[0], cluster, learns=True)
+    if job.rollout_config.workers[1] and placement.rollout_on_gpu(job):
+        _check_gpus("rollout", "rollout worker", job, placement.rollout_bundle(job), cluster, learns=False)
+
+
+def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster, learns: bool) -> None:
     nodes = [*cluster.live, *cluster.types.values()]
     offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
     gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
     if not gpus:
         return
-    with console.waiting("counting the memory of a worker"):
+    with console.waiting(f"counting the memory of a {who}"):
         try:
             config_of(job.model)
         except InputError:
             return  # a folder or a version of the cluster's, which checks it there
-        planned = plan.make(job)
+        planned = plan.make(job, learns=learns)
     small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
     if not small:
         return
     enough = sorted({*gpus} - {*small}) or plan.fitting(planned)
     needs = (
-        f"a worker needs {planned.peak / plan.GIB:.0f} GiB (make plan), but Ray may place it on "
+        f"a {who} needs {planned.peak / plan.GIB:.0f} GiB (make plan), but Ray may place it on "
         + " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
     )
     if not enough:
         raise InputError(
             f"{needs}; no GPU that plan knows holds it: make plan JOB={job.source} says what to change",
-            key="scaling.use_gpu",
+            key=f"{section}.use_gpu",
         )
     names = ",".join(enough)  # without spaces: Ray takes them as part of the name
-    selector = f"{{{placement.GPU_LABEL}: 'in({names})'}}"
+    more = {key: value for key, value in need.selector.items() if key != placement.GPU_LABEL}
+    selector = "".join(f"{key}: {value}, " for key, value in more.items())
+    selector = f"{{{selector}{placement.GPU_LABEL}: 'in({names})'}}"
     nodes_too = "" if {*gpus} - {*small} else " and give the cluster such nodes"
     raise InputError(
-        f'{needs}; type "scaling.label_selector={selector}"{nodes_too}, or make it smaller (make plan)',
-        key="scaling.label_selector",
+        f'{needs}; type "{section}.label_selector={selector}"{nodes_too}, or make it smaller (make plan)',
+        key=f"{section}.label_selector",
     )
 
 

@@ -30,7 +30,7 @@ from pipeline.system.credentials import without_credentials
 
 # Whose run.name is the name of the submission.
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
-VERBS = (*RUNS, "validate", "doctor", "rlhf")
+VERBS = (*RUNS, "sweep", "iterate", "validate", "doctor", "rlhf")
 # Forwarded to the job if they are set here. Not AWS_*: nodes have a role of their own, with fewer rights than a person.
 FORWARDED = (
     "HF_TOKEN",
@@ -45,6 +45,7 @@ FORWARDED = (
     "WANDB_BASE_URL",
     "WANDB_ENTITY",
     "WANDB_MODE",
+    "RLHF_SERVE_TOKENS",
 )
 # Ray's loggers, which report every ignore file three times.
 CHATTY = (
@@ -96,7 +97,7 @@ def uploaded() -> dict[str, Any]:
 
 
 def check_registry(verb: str, job: Job) -> None:
-    """Refuses a verb that runs on this machine where its models are those of a cluster, and only this machine's registry is named.
+    """Refuses a verb that runs here where its models are those of a cluster, and only this machine's registry is named.
 
     Raises:
         InputError: saying how to reach the cluster's.
@@ -121,6 +122,16 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
 
         stages = {stage: rlhf.overrides_of(stage, overrides) for stage in rlhf.ORDER}
         jobs = [load_job(Path(path) / f"{stage}.yaml", mine, stage) for stage, mine in stages.items()]
+    elif verb == "sweep":
+        from pipeline.sweep import space
+
+        sweep = space.read(path, overrides)
+        return str(sweep.job.run.name), [load_job(path, sweep.arguments)]
+    elif verb == "iterate":
+        from pipeline.iteration import plan
+
+        iteration = plan.read(path, overrides)
+        return iteration.name, [*iteration.jobs.values()]
     else:
         jobs = [load_job(path, overrides, verb if verb in RUNS else None)]
         if verb in RUNS:

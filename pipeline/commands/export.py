@@ -1,6 +1,9 @@
-"""Policy and reward as merged models: the adapter in the weights of its base, in a folder for plain transformers.
+"""Policy and reward as folders for others: merged models for plain transformers, or adapters for plain peft.
 
     make export    or    python -m pipeline export jobs/demo/export.yaml [reward=null] [model.dtype=float32]
+    make export ARGS="reward=null trainer.merge=false trainer.hub_model_id=OWNER/NAME [trainer.push_to_hub=true]"
+
+With trainer.hub_model_id it says what would be pushed to the hub, and pushes if told to (commands/push.py).
 
 This is the only place that merges. The base is loaded as it is stored (never from nf4), each layer's sum is made in
 float32 and rounded once to model.dtype, and the folder holds safetensors, tokenizer, chat template, generation config
@@ -16,10 +19,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from pipeline.commands import push
 from pipeline.commands.card import card
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.models.base_files import announcement
+from pipeline.models.hub import ADAPTER
 from pipeline.runtime.host import Host
 from pipeline.runtime.run import open_run, unless_finished
 from pipeline.system import console, storage
@@ -44,13 +49,16 @@ def run(job: Job) -> dict[str, Any]:
             "run.storage_path=./exports, and copy it",
             key="run.storage_path",
         )
-    return unless_finished(job, export)
+    push.check(job)
+    result = unless_finished(job, export)
+    return push.push(job, result) if job.args.hub_model_id else result
 
 
 def export(job: Job) -> dict[str, Any]:
     """Merges what the job names, in this process; the content of result.json."""
     with open_run(job) as run:
-        print(announcement(run.job.model.name_or_path, run.job.model.revision), flush=True)
+        if job.args.merge:
+            print(announcement(run.job.model.name_or_path, run.job.model.revision), flush=True)
         console.silence_libraries()
         host = Host(run.work)
         for left in storage.folders(run.folder):  # by an attempt that was cut short
@@ -59,10 +67,12 @@ def export(job: Job) -> dict[str, Any]:
         for name in ("policy", "reward.0"):
             if name in run.work.inputs:
                 folder = storage.join(run.folder, name.removesuffix(".0"))
-                exported[name.removesuffix(".0")] = {"folder": folder, **write(host, name, folder)}
+                figures = write(host, name, folder) if job.args.merge else copy(host, name, folder)
+                exported[name.removesuffix(".0")] = {"folder": folder, **figures}
         result = {
             "stage": "export",
             "name": run.job.run.name,
+            "folder": run.folder,
             "exported": exported,
             "inputs": run.work.inputs,
             "seconds": round(time.monotonic() - run.started, 2),
@@ -104,6 +114,23 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
         flush=True,
     )
     return differences
+
+
+def copy(host: Host, name: str, folder: str) -> dict[str, float]:
+    """The adapter as it is, with its tokenizer and card, in `folder`."""
+    adapter, partial = host.input(name), f"{folder}.partial"
+    try:
+        host.tokenizer.save_pretrained(partial)
+        for file in ADAPTER:
+            if os.path.isfile(source := os.path.join(adapter, file)):
+                shutil.copyfile(source, os.path.join(partial, file))
+        with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as readme:
+            readme.write(card(host, name))
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"   {name.removesuffix('.0')}  {folder}  the adapter", flush=True)
+    return {}
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:

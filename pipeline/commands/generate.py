@@ -12,23 +12,22 @@ from typing import Any
 
 from pipeline.config import Job
 from pipeline.runtime.host import Host
-from pipeline.runtime.inference import Answer, Record, launch
+from pipeline.runtime.inference import Answer, Record, Verb, launch
 
 
 def run(job: Job) -> dict[str, Any]:
-    return launch(job, load, measure, "completions.jsonl")
+    return launch(job, Verb("completions.jsonl", load, measure))
 
 
 def load(host: Host) -> Answer:
     from pipeline.ppo.rewards import Samples, weighted
-    from pipeline.ppo.rollout import Sampling, TransformersEngine
+    from pipeline.ppo.rollout import Sampling
     from pipeline.runtime import roles
 
     shared = roles.shared_base(host)
     role = roles.add_frozen(host, shared, "policy", "policy")
     rewards = roles.add_rewards(host, shared)
-    size = host.job.args.local_rollout_forward_batch_size
-    engine = TransformersEngine(shared, role, rows=size, pad=host.tokenizer.pad_token_id)
+    engine = roles.engines(host, shared, [role])(role)
     how = Sampling.of(host.job.args, host.tokenizer, shared)
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:

@@ -7,6 +7,7 @@ on ray.io/accelerator-type names, else all that it knows.
 Exit status 1 if the job does not fit on what is named, with the changes after which it does.
 """
 
+import math
 import os
 from typing import Any
 
@@ -50,6 +51,8 @@ def run(job: Job) -> dict[str, Any]:
     if not fits:
         largest = max((GPUS[name].memory for name in wanted), default=None)
         raise Failure(advice(job, loras, planned, largest * GIB if largest else None))
+    if job.rollout_config.workers[1]:
+        print(of_rollout_workers(job, plan.make(job, loras, learns=False)))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
 
 
@@ -175,11 +178,56 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
             f"   {name:<10} {gpu.memory:>5.0f}  yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand "
             f"({cost.billed(workers)})"
         )
+    if planned.job.stage == "ppo" and (fits := [name for name in names if name in fitting]):
+        print(rollout_workers(plan.cost(planned, fits[0], rows)))
     print(
         f"   Assumed: {plan.UTILISATION:.0%} of the peak in matrix products, {plan.LAUNCH * 1e3:g} ms a layer and token in "
         "decoding,\n   and rough list prices. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
     )
     return bool(set(names) & set(fitting))
+
+
+def of_rollout_workers(job: Job, planned: Plan) -> str:
+    """The memory of one rollout worker, and on GPUs those that hold it and what the workers cost, in words.
+
+    Raises:
+        Failure: when no GPU that rollout.label_selector allows has the memory.
+    """
+    count, need = job.rollout_config.workers[1], f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
+    if planned.device == "cpu":
+        return f"   {need} of the memory of its node."
+    only = {
+        key: value
+        for key, value in placement.rollout_bundle(job).selector.items()
+        if key == placement.GPU_LABEL
+    }
+    allowed = [name for name in GPUS if placement.matches(only, {placement.GPU_LABEL: name})]
+    fits = [name for name in allowed if name in plan.fitting(planned)]
+    if not fits:
+        raise Failure(
+            f"rollout.label_selector: a{need[1:]}, more than {', '.join(allowed) or 'any GPU that plan knows'} has; "
+            f"lower trainer.local_rollout_forward_batch_size, or allow larger ones: {', '.join(plan.fitting(planned))}"
+        )
+    gpus = count * job.rollout_config.tensor_parallel_size
+    dollars, nodes, node = min(
+        (-(-gpus // node.gpus) * node.dollars, -(-gpus // node.gpus), node.instance)
+        for name in fits
+        for node in GPUS[name].nodes
+    )
+    return (
+        f"   {need} and fits on {', '.join(fits)}.\n   All {count} on {nodes} x {node}: about ${dollars:.2f} an hour on "
+        "demand; spot is often a third of it."
+    )
+
+
+def rollout_workers(cost: plan.Cost) -> str:
+    """How many rollout workers keep up with one that learns, and what they would save, in words."""
+    count = max(1, math.ceil(cost.sampling / max(1 - cost.sampling, 0.01)))
+    overlapped = max(1 - cost.sampling, cost.sampling / count)
+    return (
+        f"   Sampling and scoring take {cost.sampling:.0%} of the time. With rollout.staleness=1 and rollout.num_workers={count} for each "
+        f"worker,\n   on GPUs of their own, the run would take about {overlapped:.2f} of it on {1 + count} times the GPUs."
+    )
 
 
 def advice(job: Job, loras: dict[str, dict[str, Any]], planned: Plan, memory: float | None) -> str:

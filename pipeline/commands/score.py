@@ -11,11 +11,11 @@ from typing import Any
 
 from pipeline.config import Job
 from pipeline.runtime.host import Host
-from pipeline.runtime.inference import Answer, Record, launch
+from pipeline.runtime.inference import Answer, Record, Verb, launch
 
 
 def run(job: Job) -> dict[str, Any]:
-    return launch(job, load, measure, "scores.jsonl")
+    return launch(job, Verb("scores.jsonl", load, measure))
 
 
 def load(host: Host) -> Answer:

@@ -35,9 +35,9 @@ def run(job: Job) -> dict[str, Any]:
         print(f"note: the run itself cannot start here: {error}", flush=True)
     job = without_absent_models(job)
     for key in ("train", "eval"):
-        if spec := getattr(job.data, key):
-            fits = lookahead.fitting(spec, f"data.{key}", job.stage, job.data)
-            print(f"data.{key}: its first rows fit {fits or 'no stage'}", flush=True)
+        if getattr(job.data, key):
+            for path, fits in lookahead.fitting(key, job.data).items():
+                print(f"data.{key}: the first rows of {path} fit {fits or 'no stage'}", flush=True)
     with prepared(job, looks=True) as run:
         print(run.report.render(), flush=True)
     return run.report.to_dict()

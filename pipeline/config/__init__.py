@@ -10,17 +10,21 @@ import difflib
 import importlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config.fields import Field, fields_of, show
 from pipeline.config.gates import OPERATORS as OPERATORS
 from pipeline.config.gates import parse_gate as parse_gate
 from pipeline.config.jobfile import Tree, read_tree
 from pipeline.config.keys import REFUSED, class_of, keys_of
-from pipeline.config.rules import CHECKS, without_evaluation
+from pipeline.config.rules import CHECKS, with_revision, without_evaluation
+from pipeline.config.serve import Serve, named
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError
 from pipeline.system import storage
+
+if TYPE_CHECKING:
+    from pipeline.ppo.rollout_config import RolloutConfig
 
 JOBS = tuple(STAGE)  # what a job file may be about
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
@@ -28,7 +32,7 @@ STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
 
 @dataclass(frozen=True)
 class Model:
-    name_or_path: str  # a hub id or a folder
+    name_or_path: str  # a folder, a hub id, or hub id@revision
     revision: str | None = None  # hub only: a commit, tag or branch
     # Of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes it bfloat16.
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -41,7 +45,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    # A path, a glob, a folder, s3:// gs:// hf://, or a list of them; in a list also {path: ..., weight: ...} (sources.Source).
+    # A path, a glob, a folder, s3:// gs:// hf://, or a list of them; in a list also {path: ..., weight: ..., columns: ...}
+    # (sources.Source).
     train: str | list[str | dict[str, Any]] | None = None
     # Where sources have weights: an epoch ends when one of them is used up, or when all are (data/mixture.py).
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
@@ -50,6 +55,8 @@ class Data:
     pairs: str | list[str | dict[str, Any]] | None = None
     # A Python function of a row, python:module:function, that returns a row, several, or None; it comes before `columns`.
     transform: str | None = None
+    # A column: rows in succession with the same value in it go to `transform` together, as a list.
+    group_by: str | None = None
     # {field: column}: the fields that the stage reads, by the names (or paths, as a.0.b) that the columns of the files have.
     columns: dict[str, str | list[str]] | None = None
     # {first: 1, second: 2, tie: 0}: what the values of the column `label` say of the completions `first` and `second`.
@@ -64,7 +71,7 @@ class Data:
     special_tokens: Literal["text", "control"] = "text"
     batch_size: int | None = None  # rows per optimizer step over all workers; gradient accumulation follows
     cache_dir: str | None = None  # None: <run.storage_path>/data
-    seed: int = 0  # of eval_fraction
+    seed: int = 0  # of eval_fraction; of `collect`, of the order in which prompts are drawn
     subset: str | None = None  # a column of `pairs`: accuracy is also reported for each of its values
 
 
@@ -84,7 +91,6 @@ class Run:
     # Training stops after this many evaluations in a row none of which was better than the best before. None: never.
     early_stopping_patience: int | None = None
     fresh: bool = False  # start over although a run of this name exists
-    port: int = 8000  # `serve` listens here, on 127.0.0.1; 0: any free one
     report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
 
 
@@ -104,11 +110,19 @@ class Forward:
 
     local_rollout_forward_batch_size: int = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
+    # Seconds that a Python reward may take for one row, each called by itself. None: all rows in one call, as long as it takes.
+    reward_timeout_s: float | None = None
+    reward_threads: int = 8  # rows that a Python reward scores at the same time, with reward_timeout_s
+
+    @property
+    def rows_per_forward(self) -> int:
+        """Rows of data.train that fill a forward."""
+        return self.local_rollout_forward_batch_size
 
 
 @dataclass(frozen=True)
 class Inference(Forward):
-    """The `trainer` section of `evaluate` and `generate`."""
+    """The `trainer` section of `evaluate`, `generate` and `serve`, where a request may say otherwise."""
 
     response_length: int = 256  # maximum new tokens of a completion, the end-of-sequence token included
     min_new_tokens: int = 0  # minimum new tokens of a completion
@@ -117,12 +131,37 @@ class Inference(Forward):
 
 
 @dataclass(frozen=True)
-class Export:
-    """The `trainer` section of `export`."""
+class Collect(Inference):
+    """The `trainer` section of `collect`."""
 
+    num_generations: int = 4  # completions of each prompt
+    # Rows that come out: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto).
+    select: Literal["best", "best_worst", "pairs"] = "best_worst"
+    min_margin: float = 0.0  # least difference of the scores of a pair; equal scores never make one
+    # Prompts that are used, drawn from data.train without replacement in an order that data.seed gives. None: all, in the
+    # order of the file.
+    num_prompts: int | None = None
+    skip_prompts: int = (
+        0  # of that order, those in front of the first one used; after the last prompt it is drawn anew
+    )
+
+    @property
+    def rows_per_forward(self) -> int:
+        return max(1, self.local_rollout_forward_batch_size // self.num_generations)
+
+
+@dataclass(frozen=True)
+class Export:
+    """The `trainer` section of `export`; what goes to the hub has the names of transformers.TrainingArguments."""
+
+    merge: bool = True  # false: the adapter as it is, with its tokenizer and card
     response_length: int = 256  # maximum new tokens of the greedy completions that are compared
     # Matrix products of the adapter, which the merged model is compared with, in bfloat16 (autocast).
     bf16: bool = False
+    hub_model_id: str | None = None  # OWNER/NAME on the hub; None: nothing is pushed
+    push_to_hub: bool = False  # false: only say what would be pushed
+    hub_private_repo: bool = True  # of a repository that is made for it
+    hub_revision: str | None = None  # the branch, made if there is none; None: main
 
 
 @dataclass(frozen=True)
@@ -133,10 +172,16 @@ class Job:
     data: Data = field(default_factory=Data)
     trainer: dict[str, Any] = field(default_factory=dict)
     scaling: dict[str, Any] = field(default_factory=dict)
+    rollout: dict[str, Any] = field(default_factory=dict)
+    serve: Serve = field(default_factory=Serve)
     run: Run = field(default_factory=Run)
     mlflow: MLflow = field(default_factory=MLflow)
     gate: dict[str, str] = field(default_factory=dict)  # metric -> ">= 0.95"
-    policy: str | None = None  # models:/name@alias, a folder, or `base`: no adapter
+    # models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no adapter
+    policy: str | None = None
+    reference: str | None = (
+        None  # of dpo: the frozen adapter that it is held to; None: the policy that it starts from
+    )
     reward: str | list[Any] | None = None  # one, or a list of names and {reward: name, weight: number}
     baseline: str | None = None
     judge: str | None = None  # a Python function or a second reward model: reported, never trained on
@@ -165,9 +210,9 @@ class Job:
     @property
     def inputs(self) -> dict[str, str]:
         """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
-        named = {key: getattr(self, key) for key in INPUTS if key != "reward"}
-        named |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
-        return {key: name for key, name in named.items() if name}
+        given = {key: getattr(self, key) for key in INPUTS if key != "reward"}
+        given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
+        return {key: name for key, name in given.items() if name} | named(self.serve)
 
     @property
     def bf16(self) -> bool:
@@ -190,6 +235,13 @@ class Job:
         module, _, name = STAGE[self.stage].trainer.rpartition(".")
         assert module.startswith("pipeline."), f"{name} is made in a worker"
         return getattr(importlib.import_module(module), name)(**self.trainer)
+
+    @property
+    def rollout_config(self) -> "RolloutConfig":
+        """The `rollout` section as its config class."""
+        from pipeline.ppo.rollout_config import RolloutConfig
+
+        return RolloutConfig(**self.rollout)
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved job as plain JSON-able data."""
@@ -214,7 +266,15 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
     Raises:
         InputError: naming file:line and section.key.
     """
-    tree = read_tree(path, overrides or [])
+    return job_of(read_tree(path, overrides or []), stage, str(path))
+
+
+def job_of(tree: Tree, stage: str | None, path: str) -> Job:
+    """The job of a tree, as `load_job` reads it from a file.
+
+    Raises:
+        InputError: naming file:line and section.key.
+    """
     file_stage = tree.data.get("stage")
     if file_stage not in JOBS:
         what = "missing" if file_stage is None else f"found {show(file_stage)}"
@@ -234,14 +294,16 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
         data=Data(**_our_section(tree, "data")),
         trainer=_library_section(tree, "trainer"),
         scaling=_library_section(tree, "scaling"),
+        rollout=_library_section(tree, "rollout"),
+        serve=Serve(**_our_section(tree, "serve")),
         run=Run(**_our_section(tree, "run")),
         mlflow=MLflow(**_our_section(tree, "mlflow")),
         gate={name: rule for name, rule in _section(tree, "gate").items() if rule is not None},
-        source=str(path),
+        source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
         **{name: tree.data[name] for name in STAGE[file_stage].inputs if name in tree.data},
     )
-    job = without_evaluation(tree, job)
+    job = with_revision(tree, without_evaluation(tree, job))
     for check in CHECKS:
         check(tree, job)
     return job

@@ -30,8 +30,9 @@ def default_metric(job: Job) -> str:
     return "eval_judge" if job.judge else "eval_reward"
 
 
-def greater_is_better(metric: str) -> bool:
-    return not SMALLER.search(metric)
+def greater_is_better(metric: str, given: bool | None) -> bool:
+    """Whether a larger figure is better: as `given`, else as its name says."""
+    return not SMALLER.search(metric) if given is None else given
 
 
 def check(tree: Tree, job: Job) -> None:
@@ -55,10 +56,11 @@ def check(tree: Tree, job: Job) -> None:
         raise tree.error(
             key, f"{asked}, but the job evaluates only when training has ended: type {wanted}, or {key}={off}"
         )
-    _check_metric(tree, job)
+    check_metric(tree, job)
 
 
-def _check_metric(tree: Tree, job: Job) -> None:
+def check_metric(tree: Tree, job: Job) -> None:
+    """Refuses a metric_for_best_model that no evaluation of the job has."""
     measured = {
         name: lacking
         for name, lacking in gates.metrics(job).items()

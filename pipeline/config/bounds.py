@@ -34,7 +34,6 @@ RANGES: dict[str, dict[str, str]] = {
             "-1 or (0, 31536000]": "placement_timeout_s",
             "[1, 1000]": "num_to_keep",
             "[1, 1000000]": "early_stopping_patience",
-            "[0, 65535]": "port",
         }
     ),
     "lora": table(
@@ -43,6 +42,18 @@ RANGES: dict[str, dict[str, str]] = {
             "[1, 1000000]": "lora_alpha",
             "[0, 0.99]": "lora_dropout",
             "[0, 100000]": "layers_to_transform",
+        }
+    ),
+    "serve": table(
+        {
+            "[0, 65535]": "port",
+            "[1, 1000000]": "max_queue",
+            "[1, 128]": "max_choices",
+            "[1024, 1073741824]": "max_body_bytes",
+            "(0, 86400]": "timeout_s poll_s",
+            "[16, 1000000000000]": "cache_tokens",
+            "[0, 1]": "canary_share shadow_share",
+            "[4096, 1000000000000]": "feedback_bytes",
         }
     ),
     "scaling": table({"[0, 86400]": "elastic_resize_monitor_interval_s"}),
@@ -77,7 +88,11 @@ INFERENCE = table(
     {
         SEED: "seed",
         "[1, 1048576]": "response_length local_rollout_forward_batch_size",
-        "[0, inf)": "min_new_tokens temperature",
+        "[0, inf)": "min_new_tokens temperature min_margin",
+        "[1, 1024]": "num_generations reward_threads",
+        "(0, 31536000]": "reward_timeout_s",
+        "[1, 1000000000]": "num_prompts",
+        "[0, 1000000000]": "skip_prompts",
     }
 )
 LEVELS = "debug info warning error critical passive"
@@ -101,9 +116,10 @@ LOSSES = {"dpo": DPO_LOSSES, "kto": "kto apo_zero_unpaired"}
 NAMES = {
     "run.name": 128, "run.storage_path": 1024, "data.cache_dir": 1024,
     "mlflow.experiment": 200, "mlflow.registered_model": 200, "mlflow.alias": 200,
+    "serve.host": 255, "serve.canary_alias": 200, "serve.shadow_alias": 200,
 }  # fmt: skip
 PATHS = """model.name_or_path model.chat_template data.train data.eval data.pairs data.train.path data.eval.path
-    data.pairs.path data.cache_dir run.storage_path policy reward baseline judge""".split()
+    data.pairs.path data.cache_dir run.storage_path serve.feedback_path policy reward baseline judge""".split()
 
 
 def check(tree: Tree, job: Job) -> None:

@@ -41,6 +41,9 @@ UPDATE = """objective/kl objective/entropy objective/non_score_reward objective/
     policy/first_ratio_rms policy/entropy_avg policy/steps grad_norm/policy grad_norm/critic skipped_steps lr episode
     train_samples_per_second train_tokens_per_second time/rollout time/score time/values time/update memory/rollout memory/score memory/values
     memory/update memory/peak"""
+ROLLOUT = "rollout/workers rollout/idle rollout/queue rollout/bytes rollout/lost_workers rollout/waited rollout/waiting"
+OFF_POLICY = """rollout/ratio_mean rollout/ratio_max rollout/ratio_cut rollout/effective_samples
+    rollout/sampler_kl"""
 _PAIRS = """accuracy accuracy_low accuracy_high margin loss ece accuracy_chosen_shorter accuracy_chosen_longer
     length_correlation"""
 HELD_OUT = {
@@ -83,6 +86,14 @@ def metrics(job: Job) -> dict[str, str]:
     if job.stage == "ppo":
         lacks = dict.fromkeys(UPDATE.split(), "")
         lacks |= {f"rewards/reward_{i}/mean": "" for i in range(1, len(job.rewards))}
+        rollout = job.rollout_config
+        lacks |= dict.fromkeys(
+            ROLLOUT.split(), "" if rollout.workers[1] else "rollout workers (rollout.num_workers)"
+        )
+        lacks |= dict.fromkeys(
+            OFF_POLICY.split(),
+            "" if rollout.corrects or rollout.staleness else "rollout.staleness or rollout.correction",
+        )
     missing = HELD_OUT_ROWS if STAGE[job.stage].learns else "prompts to answer (data.eval)"
     rows = "" if held_out else missing
     reward, judge = rows or ("" if job.reward else "a reward"), rows or ("" if job.judge else "a judge")

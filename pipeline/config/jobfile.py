@@ -115,6 +115,25 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     return tree
 
 
+def section_tree(tree: Tree, section: str, folder: Path) -> Tree:
+    """A section that is a job by itself, on top of the one that its `extends` names, a path from `folder`.
+
+    Raises:
+        InputError: when it is none.
+    """
+    data = tree.data.get(section)
+    if not isinstance(data, dict):
+        found = "missing" if data is None else f"found {show(data)}"
+        raise tree.error(
+            section, f"{found}, expected a job, for example {section}: {{extends: {section}.yaml}}"
+        )
+    prefix = f"{section}."
+    where = {key.removeprefix(prefix): at for key, at in tree.where.items() if key.startswith(prefix)}
+    job = _extended(Tree(tree.source, dict(data), where), folder)
+    _refuse_values(job, job.data, "")
+    return job
+
+
 def _tree(path: Path) -> Tree:
     name = printable(str(path))
     tree = Tree(name)
@@ -241,7 +260,7 @@ def _override(tree: Tree, text: str) -> None:
             f"command line: {short(text)}: expected section.key=value, for example trainer.learning_rate=1e-4"
         )
     where: dict[str, str] = {}
-    if key.startswith("gate.") and value not in ("", "null"):
+    if re.match(r"(\w+\.)?gate\.", key) and value not in ("", "null"):
         parsed: Any = value.strip("'\"")
     else:
         try:

@@ -6,7 +6,7 @@ from pipeline.config.fields import fields_of
 from pipeline.config.stages import STAGE
 
 # In the order in which most jobs have them.
-SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling")
+SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling", "rollout", "serve")
 
 _DATA = "rows are read, templated and tokenised once, before training, by the `data` section"
 _HUB = "models go to the MLflow registry (mlflow.registered_model)"
@@ -118,6 +118,7 @@ def class_of(section: str, stage: str) -> str:
     libraries = {
         "lora": "peft.tuners.lora.config.LoraConfig",
         "scaling": "ray.train.v2.api.config.ScalingConfig",
+        "rollout": "pipeline.ppo.rollout_config.RolloutConfig",
     }
     return libraries.get(section) or f"pipeline.config.{'MLflow' if section == 'mlflow' else section.title()}"
 

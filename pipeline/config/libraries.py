@@ -56,6 +56,12 @@ def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
                 _running.pop(one, None)
 
 
+def accept(job: Job) -> None:
+    """For a process whose parent has asked about this job already."""
+    if request := _request(job):
+        _answers[request] = None
+
+
 def _request(job: Job) -> str | None:
     """What to ask about a job, as JSON; None if it has no section for TRL or peft."""
     facts = STAGE[job.stage]

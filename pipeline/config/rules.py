@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pipeline.config import best, bounds, gates, scaling, sources, trainer
+from pipeline.config import best, bounds, gates, scaling, serve, sources, trainer
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.keys import class_of
 from pipeline.config.stages import STAGE
+from pipeline.errors import about
 from pipeline.intervals import outside
 
 if TYPE_CHECKING:
     from pipeline.config import Job
 
 
-FUNCTION = r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 NAME = r"\w[\w .+()-]*"  # of a registered model: it stands in URIs and in the filters of MLflow
 
 
@@ -46,6 +45,21 @@ def without_evaluation(tree: Tree, job: Job) -> Job:
     stays = {key for key, place in tree.where.items() if place == "command line"}
     quiet = {key: value for key, value in off.items() if key in job.trainer and f"trainer.{key}" not in stays}
     return replace(job, trainer={**job.trainer, **quiet})
+
+
+# ---------------------------------------------------------------- a base on the hub
+def with_revision(tree: Tree, job: Job) -> Job:
+    """`model.name_or_path: org/name@v1` is `model.revision: v1` of org/name."""
+    from pipeline.models import hub
+
+    with about("model.name_or_path"):
+        name, revision = hub.split(job.model.name_or_path)
+    if revision and job.model.revision not in (None, revision):
+        raise tree.error(
+            "model.revision",
+            f"found {show(job.model.revision)}, but model.name_or_path says {show(revision)}; keep one",
+        )
+    return replace(job, model=replace(job.model, name_or_path=name, revision=revision or job.model.revision))
 
 
 # ---------------------------------------------------------------- combinations
@@ -111,7 +125,6 @@ def _check_data(tree: Tree, job: Job) -> None:
             "data.train",
             f"missing; `{job.stage}` needs rows {what}, for example data.train=jobs/demo/data/*.jsonl",
         )
-    _check_preprocessing(tree, job)
     if job.stage == "evaluate":
         _check_evaluate(tree, job)
     if data.subset and not data.pairs:
@@ -137,43 +150,6 @@ def _check_data(tree: Tree, job: Job) -> None:
             "trainer.eval_on_start",
             "there is nothing to evaluate on: give data.eval or data.eval_fraction, or eval_on_start=false",
         )
-
-
-def _check_preprocessing(tree: Tree, job: Job) -> None:
-    """Refuses what data.transform, data.columns and data.label cannot mean; data/columns.py knows the fields of each stage."""
-    data = job.data
-    if data.transform is not None and not re.fullmatch(FUNCTION, data.transform):
-        raise tree.error(
-            "data.transform",
-            f"found {show(data.transform)}, expected python:MODULE:FUNCTION, for example python:my_rows:pairs",
-        )
-    for field, column in (data.columns or {}).items():
-        if not column or not all([column] if isinstance(column, str) else column):
-            raise tree.error(f"data.columns.{field}", f"found {show(column)}, expected the name of a column")
-    if data.label is None:
-        return
-    values = {name: value if isinstance(value, list) else [value] for name, value in data.label.items()}
-    if not {"first", "second"} <= values.keys() <= {"first", "second", "tie"}:
-        raise tree.error(
-            "data.label",
-            f"found {show(data.label)}, expected {{first: VALUE, second: VALUE}} and perhaps tie: VALUE",
-        )
-    several = [_compared(one) for some in values.values() for one in some]
-    if len(set(several)) < len(several) or any(
-        isinstance(one, list | dict) for some in values.values() for one in some
-    ):
-        raise tree.error(
-            "data.label",
-            f"found {show(data.label)}, expected different texts or numbers for first, second and tie",
-        )
-
-
-def _compared(value: Any) -> str:
-    """A label as it is compared with those of the rows: 1, 1.0 and "1" are one."""
-    text = str(float(value) if isinstance(value, bool) else value).strip().lower()
-    with contextlib.suppress(ValueError):
-        text = str(float(text))
-    return text
 
 
 def _check_evaluate(tree: Tree, job: Job) -> None:
@@ -259,6 +235,7 @@ def _check_inputs(tree: Tree, job: Job) -> None:
         names.append((place, item))
     if job.rewards and not any(weight for _, weight in job.rewards):
         raise tree.error("reward", "found weights of 0 alone, which reward nothing")
+    names += [(f"serve.{key}", name) for key, name in serve.named(job.serve).items()]
     for key, name in names:
         if name is None:
             continue
@@ -267,16 +244,15 @@ def _check_inputs(tree: Tree, job: Job) -> None:
                 key,
                 f"found {show(name)}, expected models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion",
             )
-        if name.startswith("python:") and not re.fullmatch(FUNCTION, name):
+        if name.startswith("python:") and not re.fullmatch(sources.FUNCTION, name):
             raise tree.error(
                 key,
                 f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.demo:gold",
             )
-        if key not in ("policy", "baseline") and re.fullmatch(
-            r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_]\w*", name
-        ):
+        adapter = key in ("policy", "baseline") or key.startswith("serve.policies.")
+        if not adapter and re.fullmatch(r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
             raise tree.error(key, f"found {show(name)}; for a Python function type python:{name}")
-        if name.startswith("python:") and key in ("policy", "baseline"):
+        if name.startswith("python:") and adapter:
             raise tree.error(
                 key, f"found {show(name)}, expected an adapter: models:/NAME@ALIAS, a folder, or base"
             )
@@ -298,6 +274,24 @@ def _check_export(tree: Tree, job: Job) -> None:
             "reward",
             f"found {show(job.reward)}, expected one reward adapter: models:/rlhf-rm@champion, or its folder",
         )
+    repository = job.args.hub_model_id
+    if repository is None:
+        for key in ("push_to_hub", "hub_private_repo", "hub_revision"):
+            if job.trainer.get(key) not in (None, fields_of(STAGE["export"].trainer)[key].default):
+                raise tree.error(
+                    f"trainer.{key}", "goes with trainer.hub_model_id=OWNER/NAME; give that, too"
+                )
+    elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}", repository) or ".." in repository:
+        raise tree.error(
+            "trainer.hub_model_id",
+            f"found {show(repository)}, expected OWNER/NAME: a user or an organisation, and a name of letters, digits, "
+            "`.`, `_` and `-`",
+        )
+    elif job.policy and job.reward:
+        raise tree.error(
+            "trainer.hub_model_id",
+            f"{repository} is one repository, for one model; type reward=null or policy=null",
+        )
 
 
 def warnings(job: Job) -> Iterator[str]:
@@ -310,10 +304,28 @@ def warnings(job: Job) -> Iterator[str]:
     yield from gates.unmeasured(job)
     if job.gate and STAGE[job.stage].learns and not job.mlflow.registered_model:
         yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
+    if job.stage == "ppo":
+        yield from _idle_rollout_workers(job)
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
             f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: the run "
             "is evaluated on those rows. To hold out a tenth of your own, type data.eval=null data.eval_fraction=0.1"
+        )
+
+
+def _idle_rollout_workers(job: Job) -> Iterator[str]:
+    """More rollout workers than there are chunks to be sampled at a time."""
+    args, rollout = job.args, job.rollout_config
+    most, trainers = rollout.workers[1], job.workers[1]
+    share = -(-args.batch_size // args.num_generations // trainers)  # prompts
+    chunks = trainers * -(-share // max(1, args.decoded(trainers) // args.num_generations))
+    busy = chunks * max(1, rollout.staleness)
+    if most > busy:
+        rows = max(args.num_generations, args.batch_size * max(1, rollout.staleness) // most)
+        yield (
+            f"rollout.num_workers: {most - busy} of {most} workers will have nothing to do: an update is {chunks} "
+            f"chunk{'s' * (chunks > 1)} of {args.decoded(trainers)} completions. trainer.local_rollout_forward_batch_size={rows} "
+            "cuts it into smaller ones"
         )
 
 
@@ -330,5 +342,6 @@ CHECKS = (
     best.check,
     _check_mlflow,
     gates.check,
+    serve.check,
     _check_inputs,
 )

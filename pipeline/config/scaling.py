@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.fields import short, show
 from pipeline.config.jobfile import Tree
@@ -19,34 +19,47 @@ ANY = "0 or [0.0001, 1000000]"
 
 def check(tree: Tree, job: Job) -> None:
     """Refuses what Ray could not count: it fails in its own process, or waits for ever."""
-    each, use_gpu = job.scaling.get("resources_per_worker"), job.scaling.get("use_gpu")
-    for name, amount in (each or {}).items():
-        number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
-        if problem := outside(amount, AMOUNTS.get(name, ANY)) if number else "a number":
-            raise tree.error(
-                f"scaling.resources_per_worker.{short(name)}", f"found {show(amount)}, expected {problem}"
-            )
-    if each is not None and not any(each.values()) and not (use_gpu and "GPU" not in each):
-        raise tree.error(
-            "scaling.resources_per_worker", f"found {show(each)}, expected at least one of them above 0"
-        )
-    if use_gpu and each and each.get("GPU", 1) == 0:
-        raise tree.error("scaling.resources_per_worker.GPU", "found 0 with scaling.use_gpu=true; take it out")
+    _check_amounts(tree, "scaling", job.scaling)
+    _check_amounts(tree, "rollout", {"use_gpu": job.scaling.get("use_gpu"), **job.rollout})
     selectors = job.scaling.get("label_selector")
     if isinstance(selectors, list) and STAGE[job.stage].runs_in == "data":
         raise tree.error("scaling.label_selector", "found a list, expected one mapping, for all actors")
     for selector in selectors if isinstance(selectors, list) else [selectors or {}]:
-        for key, value in selector.items():
-            if " " in str(value):  # Ray (2.60) takes it as part of the name, and then waits for ever
-                raise tree.error(
-                    f"scaling.label_selector.{short(key)}",
-                    f"found {show(value)}, expected {str(value).replace(' ', '')}",
-                )
+        _check_labels(tree, "scaling", selector)
+    _check_labels(tree, "rollout", job.rollout.get("label_selector") or {})
     if isinstance(selectors, list) and len(selectors) != job.workers[1]:
         raise tree.error(
             "scaling.label_selector",
             f"found {len(selectors)}, expected one for all workers, or one for each of {job.workers[1]}",
         )
+
+
+def _check_amounts(tree: Tree, section: str, given: dict[str, Any]) -> None:
+    """What one worker of a section, `scaling` or `rollout`, asks for."""
+    each, use_gpu = given.get("resources_per_worker"), given.get("use_gpu")
+    for name, amount in (each or {}).items():
+        number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
+        if problem := outside(amount, AMOUNTS.get(name, ANY)) if number else "a number":
+            raise tree.error(
+                f"{section}.resources_per_worker.{short(name)}", f"found {show(amount)}, expected {problem}"
+            )
+    if each is not None and not any(each.values()) and not (use_gpu and "GPU" not in each):
+        raise tree.error(
+            f"{section}.resources_per_worker", f"found {show(each)}, expected at least one of them above 0"
+        )
+    if use_gpu and each and each.get("GPU", 1) == 0:
+        raise tree.error(
+            f"{section}.resources_per_worker.GPU", f"found 0 with {section}.use_gpu=true; take it out"
+        )
+
+
+def _check_labels(tree: Tree, section: str, selector: dict[str, Any]) -> None:
+    for key, value in selector.items():
+        if " " in str(value):  # Ray (2.60) takes it as part of the name, and then waits for ever
+            raise tree.error(
+                f"{section}.label_selector.{short(key)}",
+                f"found {show(value)}, expected {str(value).replace(' ', '')}",
+            )
 
 
 def worker_range(tree: Tree, job: Job) -> tuple[int, int]:

@@ -1,9 +1,11 @@
-"""The sources of rows that a job names under data.train, data.eval and data.pairs, and the shares in which they are mixed."""
+"""The sources of rows that a job names under data.train, data.eval and data.pairs: what their rows become, and their shares."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.fields import fields_of, show
@@ -11,7 +13,12 @@ from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
 
 if TYPE_CHECKING:
-    from pipeline.config import Job
+    from pipeline.config import Data, Job
+
+FUNCTION = r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+HUB = "hf://datasets/"
+# Keys of a source that say what its rows become; one that is not given is that of the section.
+PREPROCESSING = ("columns", "label", "transform", "group_by")
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,21 @@ class Source:
     path: str  # a path, a glob, a folder, s3:// gs:// hf://
     # Of data.train: the share of an epoch that is drawn from this source, in proportion to the weights of the others.
     weight: float | None = None
+    # Of a set on the hub: a commit, tag or branch, as @REVISION in its path.
+    revision: str | None = None
+    # As data.columns, data.label, data.transform and data.group_by, for the rows of this source; None: what these say.
+    columns: dict[str, str | list[str]] | None = None
+    label: dict[str, Any] | None = None
+    transform: str | None = None
+    group_by: str | None = None
+
+    @property
+    def location(self) -> str:
+        """The path, of a set on the hub with its revision."""
+        if self.revision is None:
+            return self.path
+        name, colon, split = self.path.removeprefix(HUB).partition(":")
+        return f"{HUB}{name}@{self.revision}{colon}{split}"
 
 
 def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
@@ -29,13 +51,52 @@ def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
     return [Source(item) if isinstance(item, str) else Source(**item) for item in items]
 
 
+def completed(data: Data, name: str) -> list[Source]:
+    """The sources of data.train, data.eval or data.pairs, each with what the section says of all where it says nothing."""
+    return [
+        replace(
+            source,
+            **{key: getattr(data, key) for key in PREPROCESSING if getattr(source, key) is None},
+        )
+        for source in sources_of(getattr(data, name))
+    ]
+
+
+def transforms(data: Data) -> dict[str, str]:
+    """{key of the job: python:module:function} of all functions that rows go through, each once."""
+    found = {"data.transform": data.transform}
+    for name in ("train", "eval", "pairs"):
+        for index, source in enumerate(sources_of(getattr(data, name))):
+            found[f"data.{name}.{index}.transform"] = source.transform
+    first = {source: key for key, source in reversed(found.items()) if source is not None}
+    return {key: source for source, key in first.items()}
+
+
 def check(tree: Tree, job: Job) -> None:
-    """Refuses unknown keys of a source, and weights that fit neither each other nor the stage."""
+    """Refuses unknown keys of a source, what its rows cannot become, and weights that fit neither each other nor the stage."""
     for name in ("train", "eval", "pairs"):
         spec = getattr(job.data, name)
         for index, item in enumerate(spec if isinstance(spec, list) else []):
             if isinstance(item, dict):
                 _check_keys(tree, f"data.{name}.{index}", item)
+    check_preprocessing(tree, "data", job.data)
+    for name in ("train", "eval", "pairs"):
+        whole = completed(job.data, name)
+        for index, source in enumerate(sources_of(getattr(job.data, name))):
+            check_preprocessing(tree, key := f"data.{name}.{index}", source)
+            if source.revision is not None and (not source.path.startswith(HUB) or "@" in source.path):
+                raise tree.error(
+                    f"{key}.revision",
+                    f"found {show(source.revision)} for {show(source.path)}; a revision is of a set on the hub, {HUB}NAME, and is "
+                    "named once",
+                )
+            if whole[index].group_by and not whole[index].transform:
+                at = f"{key}.group_by" if source.group_by else "data.group_by"
+                raise tree.error(
+                    at,
+                    f"found {show(whole[index].group_by)}; only a transform can read several rows at once: give "
+                    "transform: python:MODULE:FUNCTION, too",
+                )
     for name in ("eval", "pairs"):
         if any(source.weight is not None for source in sources_of(getattr(job.data, name))):
             raise tree.error(
@@ -76,3 +137,42 @@ def _check_keys(tree: Tree, key: str, item: dict[str, Any]) -> None:
         raise tree.error(
             key, f"a source without a path, {show(item)}; for example {{path: rows.jsonl, weight: 0.7}}"
         )
+
+
+def check_preprocessing(tree: Tree, key: str, said: Data | Source) -> None:
+    """Refuses what transform, columns and label, of the section or of a source, cannot mean.
+
+    The fields of each stage are checked later (data/columns.py).
+    """
+    if said.transform is not None and not re.fullmatch(FUNCTION, said.transform):
+        raise tree.error(
+            f"{key}.transform",
+            f"found {show(said.transform)}, expected python:MODULE:FUNCTION, for example python:my_rows:pairs",
+        )
+    for field, column in (said.columns or {}).items():
+        if not column or not all([column] if isinstance(column, str) else column):
+            raise tree.error(f"{key}.columns.{field}", f"found {show(column)}, expected the name of a column")
+    if said.label is None:
+        return
+    values = {name: value if isinstance(value, list) else [value] for name, value in said.label.items()}
+    if not {"first", "second"} <= values.keys() <= {"first", "second", "tie"}:
+        raise tree.error(
+            f"{key}.label",
+            f"found {show(said.label)}, expected {{first: VALUE, second: VALUE}} and perhaps tie: VALUE",
+        )
+    several = [_compared(one) for some in values.values() for one in some]
+    if len(set(several)) < len(several) or any(
+        isinstance(one, list | dict) for some in values.values() for one in some
+    ):
+        raise tree.error(
+            f"{key}.label",
+            f"found {show(said.label)}, expected different texts or numbers for first, second and tie",
+        )
+
+
+def _compared(value: Any) -> str:
+    """A label as it is compared with those of the rows: 1, 1.0 and "1" are one."""
+    text = str(float(value) if isinstance(value, bool) else value).strip().lower()
+    with contextlib.suppress(ValueError):
+        text = str(float(text))
+    return text

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 OURS = "pipeline.config"
 # The models that a job may name; which of them a stage takes is in its `inputs`.
-INPUTS = ("policy", "baseline", "reward", "judge")
+INPUTS = ("policy", "reference", "baseline", "reward", "judge")
 _NOTHING_TRAINED = {
     "lora": "it trains nothing",
     "data.eval_fraction": "it holds nothing out",
@@ -24,9 +24,16 @@ _NOTHING_TRAINED = {
     "run.early_stopping_patience": "it trains nothing",
     "mlflow.registered_model": "it registers nothing",
 }
-_NO_SERVER = {"run.port": "only `serve` listens, with a job of `score`"}
+_NO_SERVER = {"serve": "only `serve` answers requests"}
 _NO_PAIRS = {"data.pairs": "they are for `evaluate`; its held-out rows are data.eval"}
 _LEARNS = {**_NO_SERVER, **_NO_PAIRS}
+_NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
+# Of `rollout`, what a job that writes completions and does not learn from them has a use for is what decodes.
+_DECODES = {
+    f"rollout.{key}": "only `ppo` learns from what it samples; here it is rollout.engine and its settings that count"
+    for key in """num_workers staleness use_gpu resources_per_worker label_selector patience_s heartbeat_timeout_s chunk_timeout_s
+    tensor_parallel_size correction correction_mode correction_cap""".split()
+}
 _ROW_BY_ROW = {
     **_NOTHING_TRAINED,
     "data.pairs": "they are for `evaluate`; all its rows are data.train",
@@ -65,7 +72,7 @@ class Stage:
     rows: str | None = None
     # The role whose adapter it trains: policy or reward.
     learns: str | None = None
-    # It keeps the adapter that training starts from, frozen, as the reference.
+    # It keeps the adapter that training starts from, frozen, as the reference, unless the job names another one.
     keeps_reference: bool = False
     # Forwards without gradients over as many tokens as it learns from, beside the reference's.
     further_forwards: int = 0
@@ -77,7 +84,8 @@ class Stage:
     writes: bool = False
     # It scores with rewards or a judge; a Python function among them asks for columns of the rows.
     scores: bool = False
-    # Where it runs: `train`, Ray Train's workers; `data`, actors of Ray Data, each row by itself; `here`, this process.
+    # Where it runs: `train`, Ray Train's workers; `data`, actors of Ray Data, each row by itself; `serve`, replicas of Ray Serve;
+    # `here`, this process.
     runs_in: str = "train"
     # {section or section.key: why the stage has no use for it}
     unused: Mapping[str, str] = field(default_factory=dict)
@@ -103,7 +111,7 @@ STAGE: dict[str, Stage] = {
         "supervised fine-tuning on demonstrations",
         rows="demonstrations",
         learns="policy",
-        unused=_LEARNS,
+        unused={**_LEARNS, **_NO_ROLLOUT},
         title="Supervised fine-tuning",
         headline=(
             Figure("held-out loss", "before_loss", "eval_loss"),
@@ -116,7 +124,7 @@ STAGE: dict[str, Stage] = {
         rows="whole_preferences",
         learns="reward",
         sequences=2,
-        unused=_LEARNS,
+        unused={**_LEARNS, **_NO_ROLLOUT},
         title="Reward model",
         headline=(
             Figure("held-out accuracy", "before_accuracy", "eval_accuracy", "%"),
@@ -126,12 +134,12 @@ STAGE: dict[str, Stage] = {
     "dpo": Stage(
         "trl.trainer.dpo_config.DPOConfig",
         "direct preference optimisation, from the sft adapter",
-        {"policy": True},
+        {"policy": True, "reference": False},
         rows="preferences",
         learns="policy",
         keeps_reference=True,
         sequences=2,
-        unused=_LEARNS,
+        unused={**_LEARNS, **_NO_ROLLOUT},
         title="Direct preference optimisation",
         headline=(
             Figure("held-out accuracy", "", "eval_rewards/accuracies", "%"),
@@ -148,7 +156,7 @@ STAGE: dict[str, Stage] = {
         keeps_reference=True,
         fewest_rows=2,  # prompts get the completions of other rows
         further_forwards=2,  # of policy and reference, for the KL term
-        unused=_LEARNS,
+        unused={**_LEARNS, **_NO_ROLLOUT},
         title="Kahneman-Tversky optimisation",
         headline=(
             Figure("margin", "before_rewards/margins", "eval_rewards/margins"),
@@ -182,7 +190,7 @@ STAGE: dict[str, Stage] = {
         rows="answered_prompts",
         writes=True,
         scores=True,
-        unused={**_NO_SERVER, **_NOTHING_TRAINED, "data.train": "it trains nothing; put the prompts under data.eval"},
+        unused={**_NO_SERVER, **_DECODES, **_NOTHING_TRAINED, "data.train": "it trains nothing; put the prompts under data.eval"},
         title="Evaluation",
         headline=(
             Figure("judge win rate", "", "eval_judge_win_rate", "%"),
@@ -200,7 +208,17 @@ STAGE: dict[str, Stage] = {
         writes=True,
         scores=True,
         runs_in="data",
-        unused={**_NO_SERVER, **_ROW_BY_ROW},
+        unused={**_NO_SERVER, **_DECODES, **_ROW_BY_ROW},
+    ),
+    "collect": Stage(
+        f"{OURS}.Collect",
+        "completions of a policy, several of each prompt and scored, as rows to train on",
+        {"policy": True, "reward": True},
+        rows="prompts",
+        writes=True,
+        scores=True,
+        runs_in="data",
+        unused={**_NO_SERVER, **_DECODES, **{key: why for key, why in _ROW_BY_ROW.items() if key != "data.seed"}},
     ),
     "score": Stage(
         f"{OURS}.Forward",
@@ -209,15 +227,35 @@ STAGE: dict[str, Stage] = {
         rows="completions",
         scores=True,
         runs_in="data",
-        unused=_ROW_BY_ROW,
+        unused={**_NO_SERVER, **_NO_ROLLOUT, **_ROW_BY_ROW},
+    ),
+    "serve": Stage(
+        f"{OURS}.Inference",
+        "policies and reward models behind an OpenAI endpoint, batched on one base",
+        writes=True,
+        scores=True,
+        runs_in="serve",
+        unused={
+            **_NO_ROLLOUT,
+            **_ROW_BY_ROW,
+            **dict.fromkeys(
+                (f"data.{key}" for key in ("train", "on_error", "too_long", "columns", "label", "transform", "group_by", "cache_dir", "subset")),
+                "it reads no rows",
+            ),
+            "trainer.seed": "a request may bring one; else each has another",
+            "run.max_failures": "Ray Serve starts a lost replica again",
+            "run.fresh": "it leaves nothing to continue from",
+            "scaling.elastic_resize_monitor_interval_s": "Ray Serve scales by the requests that wait",
+        },
     ),
     "export": Stage(
         f"{OURS}.Export",
-        "policy and reward as merged models for plain transformers",
+        "policy and reward for others: merged models or adapters, in a folder or on the hub",
         {"policy": False, "reward": False},
         runs_in="here",
         unused={
             **_NO_SERVER,
+            **_NO_ROLLOUT,
             **_ROW_BY_ROW,
             "data": "it reads no rows",
             "model.load_in_4bit": "an adapter is merged into the base as it is stored, in model.dtype, never into nf4 weights",

@@ -31,17 +31,21 @@ def check(tree: Tree, job: Job) -> None:
     elif STAGE[job.stage].trl:
         _check_trl(tree, job)
     elif STAGE[job.stage].writes:
+        _check_rollout(tree, job)
         _check_inference(tree, job.args)
+    if job.stage == "collect":
+        _check_collect(tree, job.args)
     _check_batches(tree, job)
 
 
 def _check_ppo(tree: Tree, job: Job) -> None:
-    from pipeline.ppo.config import SettingError
+    from pipeline.ppo.settings import SettingError
 
     try:
         args = job.args
     except SettingError as error:
         raise tree.error(f"trainer.{error.key}", error.message) from None
+    _check_rollout(tree, job)
     prompts, workers = args.batch_size // args.num_generations, job.workers[1]
     if prompts < workers:
         raise tree.error(
@@ -49,6 +53,15 @@ def _check_ppo(tree: Tree, job: Job) -> None:
             f"found {args.batch_size}, which is {prompts} prompt{'s' * (prompts > 1)} an update for {workers} workers; "
             f"expected at least trainer.batch_size={workers * args.num_generations}",
         )
+
+
+def _check_rollout(tree: Tree, job: Job) -> None:
+    from pipeline.ppo.settings import SettingError
+
+    try:
+        job.rollout_config  # noqa: B018 - it raises
+    except SettingError as error:
+        raise tree.error(f"rollout.{error.key}", error.message) from None
 
 
 def _check_trl(tree: Tree, job: Job) -> None:
@@ -155,6 +168,28 @@ def _check_inference(tree: Tree, args: Any) -> None:
     if args.min_new_tokens >= args.response_length:
         raise tree.error(
             "trainer.min_new_tokens", f"found {args.min_new_tokens}, expected less than response_length"
+        )
+
+
+def _check_collect(tree: Tree, args: Any) -> None:
+    if args.select != "best" and args.num_generations < 2:
+        raise tree.error(
+            "trainer.num_generations",
+            f"found {args.num_generations}: a pair needs two completions; expected 2 or more, for example 4, or "
+            "trainer.select=best",
+        )
+    if args.temperature == 0 and args.num_generations > 1:
+        raise tree.error(
+            "trainer.temperature",
+            f"found 0, with which the {args.num_generations} completions of a prompt are all the same; expected a temperature "
+            "above 0, for example 1.0",
+        )
+    if args.select == "best" and args.min_margin:
+        raise tree.error("trainer.min_margin", "trainer.select=best makes no pairs; take it out")
+    if args.skip_prompts and args.num_prompts is None:
+        raise tree.error(
+            "trainer.skip_prompts",
+            "goes with trainer.num_prompts, of the order in which prompts are drawn; without it all are used",
         )
 
 

@@ -3,8 +3,10 @@
 A row passes through the files in this order:
 
     files, chunks                           the files of a job -> chunks that tasks read
-    lines | array | delimited | tables,     a chunk of JSON Lines, a JSON array, CSV, or Parquet and Arrow -> decoded rows with
-      gunzip, cells                           their numbers, and with values that JSON has
+    formats: lines | array | delimited |    a chunk of JSON Lines, a JSON array, CSV, or Parquet and Arrow -> decoded rows with
+      tables, gunzip, cells                   their numbers, and with values that JSON has
+    lookahead, preprocess, columns, sides,  what the job makes of a decoded row: its function, its names of columns, the side
+      transform                               that a label picks
     parse, kinds, values, messages, tools   a row of any accepted shape -> a Record (record.py)
     demonstrations, preferences, prompts,   the kinds of rows: their shapes, their parser, their encoder
       scored

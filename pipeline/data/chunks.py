@@ -6,25 +6,27 @@ Rows are streamed: no more than one range is ever in memory.
 """
 
 import codecs
-import hashlib
 import io
 import itertools
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.data import lines, tables
-from pipeline.data.array import elements
-from pipeline.data.delimited import DELIMITERS, delimited_rows
 from pipeline.data.files import File, find, open_bytes, shown, unreadable
-from pipeline.data.gunzip import Gunzip, peek_array
+from pipeline.data.formats import lines, tables
+from pipeline.data.formats.array import elements
+from pipeline.data.formats.delimited import DELIMITERS, delimited_rows
+from pipeline.data.formats.gunzip import Gunzip, peek_array
+from pipeline.data.formats.lines import BLOCK, Row, decode
 from pipeline.data.kinds import Kind
-from pipeline.data.lines import BLOCK, Row, decode
 from pipeline.data.parse import shape_of
-from pipeline.data.values import RowError
+from pipeline.data.values import RowError, fields_of, show, some
+from pipeline.errors import InputError
 from pipeline.system import storage
 
+GROUP = 10_000  # rows that data.group_by joins
 CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
 
 
@@ -47,6 +49,7 @@ class Chunk:
     zipped: bool = False
     size: int = 0  # in the file, in bytes, about
     source: int = 0  # of the job's sources for this split, the number of that which the file belongs to
+    group_by: str | None = None  # the column whose value rows of a group share; such a file is one chunk
     shape: str | None = None  # of the file's first row, where the driver has seen it
     shape_line: int = 1
 
@@ -60,6 +63,18 @@ def chunks_of(file: File, split: str, kind: Kind, chunk_bytes: int) -> list[Chun
     path, head = storage.absolute(file.path), read_head(file)
     zipped = head[:2] == b"\x1f\x8b" or file.path.endswith(".gz")
     format = format_of(file.path, head)
+    if group_by := kind.preprocess.group_by:  # no border of two chunks may part a group
+        return [
+            Chunk(
+                path,
+                split,
+                format=format,
+                zipped=zipped,
+                size=file.size,
+                source=file.source,
+                group_by=group_by,
+            )
+        ]
     if format in ("parquet", "arrow"):
         pieces = tables.pieces(path, format, file.size, chunk_bytes)
         return [
@@ -87,15 +102,21 @@ def format_of(path: str, head: bytes) -> Format:
 def first_rows(spec: Any, key: str, kind: Kind, count: int = 3) -> list[Any]:
     """The first rows of a set as its files have them, to look at; `key` is what the job calls the set (`data.train`)."""
     chunk = plan(find(spec, key), "train", kind)[0]
-    return [row for _, row, _ in itertools.islice(rows(chunk, hashlib.sha256()), count)]
+    return [row for _, row, _ in itertools.islice(rows(chunk), count)]
 
 
 def read_head(file: File) -> bytes:
     try:
         with open_bytes(file.path) as stream:
-            return stream.read(BLOCK // 4)
+            head = stream.read(BLOCK // 4)
     except OSError as error:  # a folder opens, but does not read
         raise unreadable(file.path, error) from error
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(
+            f"{file.path}: found UTF-16 text; expected UTF-8: type iconv -f UTF-16 -t UTF-8 {shlex.quote(file.path)} > utf8"
+            f"{os.path.splitext(file.path)[1]} (Excel saves it as CSV UTF-8)"
+        )
+    return head
 
 
 def first_shape(head: bytes, kind: Kind) -> tuple[int, str | None]:
@@ -111,34 +132,65 @@ def first_shape(head: bytes, kind: Kind) -> tuple[int, str | None]:
 # ---- rows of a chunk -------------------------------------------------------------------------------------------
 
 
-def rows(chunk: Chunk, digest: "hashlib._Hash") -> Iterator[Row]:
-    """The rows of a chunk with their numbers *inside the chunk*; `digest` is updated with every byte of them, or value.
+def rows(chunk: Chunk) -> Iterator[Row]:
+    """The rows of a chunk with their numbers *inside the chunk*, those of a group as a list (Preprocess.group_by).
 
     Blank lines are skipped, but counted. What cannot be decoded comes as a RowError in place of the row.
     """
+    return grouped(_rows(chunk), chunk.group_by) if chunk.group_by else _rows(chunk)
+
+
+def _rows(chunk: Chunk) -> Iterator[Row]:
     if chunk.format in ("parquet", "arrow"):
-        yield from tables.table_rows(chunk.path, chunk.format, chunk.start, chunk.stop, digest)
+        yield from tables.table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
         return
     with open_bytes(chunk.path) as raw:
         if chunk.zipped:
-            yield from zipped_rows(raw, chunk, digest)
+            yield from zipped_rows(raw, chunk)
         elif chunk.format == "array":
-            yield from elements(raw, digest)
+            yield from elements(raw)
         elif chunk.format == "lines":
-            yield from lines.rows_of(lines.range_lines(raw, chunk.start, chunk.stop, digest))
+            yield from lines.rows_of(lines.range_lines(raw, chunk.start, chunk.stop))
         else:
-            yield from delimited_rows(io.BufferedReader(raw, lines.BLOCK), chunk.format, digest)
+            yield from delimited_rows(io.BufferedReader(raw, lines.BLOCK), chunk.format)
 
 
-def zipped_rows(raw: Any, chunk: Chunk, digest: "hashlib._Hash") -> Iterator[Row]:
+def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
+    """Rows in succession with the same value in a column as one, their list, with the number of the first of them."""
+    group: list[Any] = []
+    number, raws = 0, list[bytes]()
+    for at, row, raw in numbered:
+        if isinstance(row, dict) and column not in row:
+            row = RowError(
+                "missing_field", column, fields_of(some(row)), "the column that data.group_by names"
+            )
+        alike = group and isinstance(row, dict) and row[column] == group[0][column]
+        if alike and len(group) == GROUP:
+            found = f"more than {GROUP:,} rows in succession with {show(row[column])}"
+            yield at, RowError("too_large", column, found, "groups of fewer rows"), b""
+            return
+        if group and not alike:
+            yield number, group, b"\n".join(raws)
+            group, raws = [], []
+        if not isinstance(row, dict):
+            yield at, row, raw
+            continue
+        number = number if group else at
+        group.append(row)
+        raws.append(raw)
+    if group:
+        yield number, group, b"\n".join(raws)
+
+
+def zipped_rows(raw: Any, chunk: Chunk) -> Iterator[Row]:
     unpacked = Gunzip(raw)
     stream: Any = io.BufferedReader(unpacked, lines.BLOCK)
     if chunk.format in DELIMITERS:
-        numbered = delimited_rows(stream, chunk.format, digest)
+        numbered = delimited_rows(stream, chunk.format)
     elif peek_array(stream):
-        numbered = elements(stream, digest)
+        numbered = elements(stream)
     else:
-        numbered = lines.rows_of(lines.stream_lines(stream, digest))
+        numbered = lines.rows_of(lines.stream_lines(stream))
     for row in numbered:
         unpacked.barren = 0
         yield row

@@ -73,14 +73,16 @@ def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dic
     """The row with the fields of `columns` in place of the columns that they are made of.
 
     Raises:
-        RowError: when it lacks the column of a field that is `needed`.
+        RowError: when it lacks the column of a field that is `needed`, or that it has under the field's own name: the job
+            says that this is another column.
     """
     fields: dict[str, Any] = {}
+    taken = {one for column in columns.values() for one in named(column)}
     for field, column in columns.items():
         try:
             values = [value_at(row, one) for one in named(column)]
         except KeyError as error:
-            if field in needed:
+            if field in needed or (field in row and field not in taken):
                 raise absent(row, field, str(error.args[0])) from None
             continue
         fields[field] = values if isinstance(column, list) else values[0]

@@ -41,7 +41,7 @@ def find(spec: Any, key: str) -> list[File]:
     files = [
         replace(file, source=index)
         for index, source in enumerate(sources_of(spec))
-        for file in find_one(source.path, key)
+        for file in find_one(source.location, key)
     ]
     for file in files:
         if unpack := PACKED.get(os.path.splitext(file.path)[1]):

@@ -17,10 +17,13 @@ from pipeline.config.stages import STAGE
 from pipeline.data import sides
 from pipeline.data.columns import named
 from pipeline.data.demonstrations import is_good
+from pipeline.data.formats.cells import as_json
 from pipeline.data.kinds import kind_of
+from pipeline.data.messages import dialogue
 from pipeline.data.parse import ALIASES, parse, shape_of
 from pipeline.data.preprocess import Preprocess
-from pipeline.data.values import RowError, some
+from pipeline.data.tools import offered
+from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 
 LOOKED = 50  # rows that are read with a guess
@@ -46,17 +49,54 @@ class Column:
     @property
     def is_chat(self) -> bool:
         first = next((value[0] for value in self.values if isinstance(value, list) and value), None)
-        return isinstance(first, dict) and bool({"role", "from"} & first.keys())
+        return isinstance(first, dict) and bool(
+            {"role", "from"} & first.keys() or {"input", "output"} <= first.keys()
+        )
+
+    @property
+    def is_dialogue(self) -> bool:
+        """Whether most values are conversations from the first turn to the last, whatever their form."""
+        listed = any(isinstance(value, list) and value and isinstance(value[0], str) for value in self.values)
+        if listed and self.name not in ("messages", "conversations", "data", *ALIASES["messages"]):
+            return False  # several texts, but of what?
+        turns = [dialogue(value) for value in self.values]
+        return self.is_chat or (
+            2 * sum(isinstance(one, list) and len(one) > 1 for one in turns) > len(turns)
+            and (
+                all(
+                    isinstance(item, dict) and "role" in item
+                    for one in turns
+                    if isinstance(one, list)
+                    for item in one
+                )
+            )
+        )
+
+    @property
+    def is_tools(self) -> bool:
+        """Functions that may be called."""
+        found = [tools for value in self.values if (tools := offered(value))]
+        return bool(found) and all("function" in tool for tools in found for tool in tools)
 
     @property
     def is_number(self) -> bool:
-        return all(isinstance(sides.plain(value), float) for value in self.values) and bool(self.values)
+        return all(isinstance(sides.comparable(value), float) for value in self.values) and bool(self.values)
 
     @property
     def is_label(self) -> bool:
-        """Few different values, each a number or a word or two."""
-        different = {str(sides.plain(value)) for value in self.values if not isinstance(value, list | dict)}
-        return 0 < len(different) <= sides.SEVERAL and all(len(value.split()) <= 2 for value in different)
+        """Few different values, each a number or a word or two; one alone is no label where there are several rows."""
+        different = {
+            str(sides.comparable(value)) for value in self.values if not isinstance(value, list | dict)
+        }
+        least = 2 if len(self.values) > 1 else 1
+        return least <= len(different) <= sides.SEVERAL and all(
+            len(value.split()) <= 2 for value in different
+        )
+
+    def picks(self, ends: tuple[str, str]) -> bool:
+        """Whether its values are what the names of two columns end in, whatever it is called itself; one more may be a tie."""
+        different = {str(value).strip().lower().removesuffix(".0") for value in self.values}
+        return set(ends) <= different and len(different) <= 3
 
     @property
     def length(self) -> float:
@@ -69,8 +109,8 @@ class Column:
         return 1 - len({str(value) for value in self.values}) / len(self.values)
 
 
-def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str) -> str:
-    """What to say of a file of whose rows none has a shape of the stage, and what to type."""
+def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
+    """What to say of a file of whose rows none has a shape of the stage, and what to type; `key` of its source, or of all."""
     found = visible(
         ", ".join(dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))), lines=False
     )
@@ -78,14 +118,14 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str) -> str:
     head = f"{visible(file, lines=False)}: {numbers} of no shape that `{stage}` reads; found the columns {found[:300] or 'none'}"
     guess = guessed(rows, stage)
     if guess:
-        return f"{head}; type {typed(guess, rows)}"
+        return f"{head}; type {typed(guess, rows, key)}"
     if others := fitting(rows):
         return f"{head}; such rows fit {others}"
     shape = next(iter(kind_of(stage).shapes.values()))
     blank = ", ".join(f"{name}: COLUMN" for name in shape)
     return (
-        f"{head}; expected one of {' | '.join(kind_of(stage).shapes)}: name the columns, data.columns='{{{blank}}}', or make "
-        "such rows, data.transform=python:MODULE:FUNCTION"
+        f"{head}; expected one of {' | '.join(kind_of(stage).shapes)}: name the columns, "
+        f"{setting(f'{key}.columns', f'{{{blank}}}')}, or make such rows, {key}.transform=python:MODULE:FUNCTION"
     )
 
 
@@ -103,12 +143,12 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def typed(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """The guess as it is typed behind a command."""
-    text = mapping(guess)
-    shown = f"data.columns='{text}'" if "'" not in text else f'data.columns="{text}"'
+def typed(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
+    """The guess as it is typed behind a command, or written where `key` is that of a source."""
+    shown = setting(f"{key}.columns", mapping(guess))
     if not is_clear(guess, rows):
-        return f"{shown} and data.label='{{first: VALUE, second: VALUE}}' for what its values mean"
+        label = setting(f"{key}.label", "{first: VALUE, second: VALUE}")
+        return f"{shown} and {label} for what its values mean"
     return shown
 
 
@@ -135,12 +175,17 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     """{field: column} with which most of the rows can be read, {} if they can be as they are; None: nothing fits."""
     rows = rows[:LOOKED]
     columns = _columns(rows)
-    return next((guess for guess in _candidates(columns, stage) if _reads(rows, guess, stage)), None)
+    guess = next((guess for guess in _candidates(columns, stage) if reads(rows, guess, stage)), None)
+    tools = next((one.name for one in columns if one.is_tools), "tools")
+    if guess is None or "tools" in rows[0] or tools == "tools" or tools in _used(guess):
+        return guess
+    return {**guess, "tools": tools} if stage in ("sft", "ppo") else guess
 
 
-def _reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
-    """Whether at least half of the rows are of a shape, and one can be read."""
-    kind = kind_of(stage, Preprocess(guess, _rule(guess, rows) or sides.Rule((0.0,), (1.0,), (2.0,))))
+def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
+    """Whether at least half of the rows are of a shape with these data.columns, and one can be read."""
+    rows = rows[:LOOKED]
+    kind = kind_of(stage, Preprocess(guess, _rule(guess, rows) or _any_rule(guess, rows)))
     shaped = read = 0
     for made in itertools.chain.from_iterable(map(kind.rows, rows)):
         if not isinstance(made, dict):
@@ -148,7 +193,7 @@ def _reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) ->
             continue
         shaped += shape_of(made, kind) is not None
         try:
-            parse(made, kind)
+            parse(as_json(made, kind, "parquet"), kind)
             read += 1
         except RowError:
             continue
@@ -164,6 +209,12 @@ def _rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> sides.Rule |
         return sides.derived([[row.get(name) for name in names] for row in rows], "label")
     except InputError:
         return None
+
+
+def _any_rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> sides.Rule:
+    """A rule that knows all values of a label, to see whether the rest of the rows can be read."""
+    values = [sides.comparable(row.get(name)) for row in rows for name in named(guess.get("label", "label"))]
+    return sides.Rule(tuple(value for value in values if not isinstance(value, list | dict)))
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------
@@ -195,25 +246,30 @@ def _candidates(columns: list[Column], stage: str) -> Iterator[dict[str, Any]]:
 def _demonstrations(columns: list[Column]) -> Iterator[dict[str, Any]]:
     if next(_pairs(columns), None):
         return  # which of two completions is to be imitated?
-    yield from ({"messages": one.name} for one in columns if one.is_chat)
+    yield from (_unlike({"messages": one.name}) for one in columns if one.is_dialogue)
     names = {one.name for one in columns}
     if "instruction" in names and (output := _called("completion", columns)):
         context = {"input": "context"} if "context" in names - {"input"} else {}
         yield _unlike({"instruction": "instruction", **context, "output": output})
     for prompt in _prompts(columns):
-        others = [one for one in columns if one.is_text and one is not prompt]
+        others = [one for one in columns if one.is_text and one is not prompt and not one.is_tools]
         if name := _called("completion", others):
             yield _unlike({"prompt": prompt.name, "completion": name})
     for prompt in _prompts(columns):
         for one in sorted(columns, key=lambda one: -one.length):
-            if one.is_text and one is not prompt:
+            if one.is_text and one is not prompt and not one.is_tools:
                 yield _unlike({"prompt": prompt.name, "completion": one.name})
 
 
 def _thumbs(columns: list[Column]) -> Iterator[dict[str, Any]]:
     if next(_pairs(columns), None):
         return
-    verdicts = [one for one in columns if all(is_good(value) is not None for value in one.values)]
+    verdicts = [
+        one
+        for one in columns
+        if all(is_good(value) is not None for value in one.values)
+        and len({is_good(value) for value in one.values}) == 2
+    ]
     for one in sorted(verdicts, key=lambda one: one.name not in ("label", *ALIASES["label"])):
         for guess in ({}, *_demonstrations([other for other in columns if other is not one])):
             yield _unlike({**guess, "label": one.name})
@@ -221,7 +277,11 @@ def _thumbs(columns: list[Column]) -> Iterator[dict[str, Any]]:
 
 def _prompts(columns: list[Column]) -> list[Column]:
     """Columns that may be the prompt: by name, then those whose values repeat, then in their order."""
-    texts = [one for one in columns if one.is_text or one.is_chat]
+    texts = [
+        one
+        for one in columns
+        if (one.is_text or one.is_chat) and not one.is_tools and one.name not in ("system", "system_prompt")
+    ]
     words = ("prompt", *ALIASES["prompt"], *PROMPTS)
 
     def rank(one: Column) -> tuple[bool, int, float]:
@@ -246,6 +306,7 @@ def _pairs(columns: list[Column]) -> Iterator[dict[str, Any]]:
         ]
         scores = [(one, two) for one, two, _ in _siblings(numbers, ends)]
         labels = [one for one in columns if one.is_label and any(word in one.name.lower() for word in LABELS)]
+        labels = labels or [one for one in columns if one.is_label and one.picks(ends)]
         if scores:
             score = next((pair for pair in scores if "score" in pair[0].lower()), scores[0])
             found = {**both, "first_score": score[0], "second_score": score[1]}

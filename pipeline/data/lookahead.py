@@ -3,12 +3,12 @@
 That their columns are those that the job names, what the values of a label mean, and that the rows are of a shape of the stage.
 """
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.config.sources import Source, completed, sources_of
 from pipeline.data import chunks, columns, guess, sides, thumbs, transform
 from pipeline.data.files import File, find
 from pipeline.data.kinds import kind_of
@@ -17,17 +17,29 @@ from pipeline.data.preprocess import Preprocess
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 
-FILES = 16  # of a set
+FILES = 16  # of a source
 ROWS = 1000  # of a file
 
 
-def preprocess_of(stage: str, data: Any) -> Preprocess:
-    """What the `data` section asks for, as far as it is known without the rows.
+def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
+    """{split: what the `data` section asks for, for each source of the split}, as far as it is known without the rows.
 
     Raises:
         InputError: for fields that the stage does not read, and columns that become two fields.
     """
-    mapped = data.columns or {}
+    made = {}
+    for name in ("train", "eval"):
+        own = sources_of(getattr(data, name))
+        made[name] = tuple(
+            _preprocess(stage, source, f"data.{name}.{index}" if own[index].columns else "data", data.pairs)
+            for index, source in enumerate(completed(data, name))
+        )
+    return made
+
+
+def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
+    """Of one source; `key` says where its columns are named."""
+    mapped = source.columns or {}
     if stage in ("evaluate", "pairs"):  # two sets of two kinds, and each takes its own fields
         kinds = [kind_of("evaluate"), kind_of("pairs")]
         elsewhere = {field for kind in kinds for field in columns.known_fields(kind)}
@@ -36,55 +48,105 @@ def preprocess_of(stage: str, data: Any) -> Preprocess:
             for field, column in mapped.items()
             if field in columns.known_fields(kind_of(stage)) or field not in elsewhere
         }
-    if stage == "evaluate" and data.pairs:
+    if stage == "evaluate" and pairs:
         mapped = {field: column for field, column in mapped.items() if field not in ("chosen", "rejected")}
-    columns.check(mapped, kind_of(stage))
+    columns.check(mapped, kind_of(stage), f"{key}.columns")
     return Preprocess(
         mapped,
-        sides.Rule.of(data.label) if data.label else None,
-        data.transform,
-        transform.digest(data.transform) if data.transform else "",
+        sides.Rule.of(source.label) if source.label else None,
+        source.transform,
+        transform.digest(source.transform) if source.transform else "",
+        source.group_by,
     )
 
 
-def settled(preprocess: Preprocess, files: Mapping[str, Sequence[File]], stage: str) -> Preprocess:
-    """The preprocessing of a stage's files, with the rule that their labels follow where the job says none.
+@dataclass(frozen=True)
+class Head:
+    """The first rows of a file."""
+
+    key: str  # of the job, whose sources it is one of: data.train or data.eval
+    several: bool  # whether that names several sources
+    file: File
+    preprocess: Preprocess
+    rows: list[dict[str, Any]]
+
+    @property
+    def source(self) -> str:
+        """The key of what is said of this file's rows alone."""
+        return f"{self.key}.{self.file.source}" if self.several else "data"
+
+
+def settled(
+    preprocess: Mapping[str, Sequence[Preprocess]], files: Mapping[str, Sequence[File]], stage: str
+) -> dict[str, tuple[Preprocess, ...]]:
+    """The preprocessing of a stage's files, with the rules that their labels follow where the job says none.
 
     Raises:
         InputError: for a column that a file does not have, labels that can mean several things, and a file of another
             stage's rows.
     """
-    kind, labels = kind_of(stage, preprocess), list[Any]()
-    heads = [(key, file, first_rows(file, kind)) for key, some in files.items() for file in some[:FILES]]
-    for _, file, rows in heads:
-        columns.check_there(preprocess.columns, rows, file.path)
-        mapped = [columns.renamed(row, preprocess.columns, ()) for row in rows]
+    heads = [head for name, some in files.items() for head in _heads(name, some, preprocess[name], stage)]
+    labels: dict[str, list[Any]] = {}  # of sources that are preprocessed alike
+    for head in heads:
+        mapping, file = head.preprocess.columns, head.file.path
+        columns.check_there(mapping, head.rows, file, f"{head.source}.columns")
+        mapped = [row for row in (_renamed(row, mapping) for row in head.rows) if row is not None]
         if stage == "kto":
-            thumbs.check_labels([row for row in mapped if "first" not in row], file.path)
-        labels += [
+            thumbs.check_labels([row for row in mapped if "first" not in row], file, head.key)
+        labels.setdefault(repr(head.preprocess), []).extend(
             row["label"]
             for row in mapped
             if {"first", "second", "label"} <= row.keys() and "first_score" not in row
-        ]
-    if kind.has_pairs and labels and preprocess.rule is None:
-        column = preprocess.columns.get("label", "label")
-        preprocess = replace(preprocess, rule=sides.derived(labels, ", ".join(columns.named(column))))
-    for key, file, rows in heads:
-        if rows and not any(fits(row, stage, preprocess) for row in rows):
-            raise InputError(guess.misfit(rows, stage, file.path), key=f"data.{key}")
-    return preprocess
+        )
+
+    def with_rule(one: Preprocess) -> Preprocess:
+        if not kind_of(stage, one).has_pairs or one.rule is not None or not labels.get(repr(one)):
+            return one
+        head = next(head for head in heads if head.preprocess == one)
+        column = ", ".join(columns.named(one.columns.get("label", "label")))
+        return replace(one, rule=sides.derived(labels[repr(one)], column, f"{head.source}.label"))
+
+    made = {name: tuple(map(with_rule, some)) for name, some in preprocess.items()}
+    for head in heads:
+        known = made[head.key.removeprefix("data.")][head.file.source]
+        if head.rows and not any(fits(row, stage, known) for row in head.rows):
+            raise InputError(guess.misfit(head.rows, stage, head.file.path, head.source), key=head.key)
+    return made
 
 
-def fitting(spec: str | list[str], key: str, stage: str, data: Any) -> str:
-    """The stages that a set's first rows fit, as they are or with which data.columns, in words; empty: none."""
-    kind = kind_of(stage, Preprocess(transform=data.transform))
-    return guess.fitting(first_rows(find(spec, key)[0], kind))
+def _renamed(row: dict[str, Any], mapping: columns.Columns) -> dict[str, Any] | None:
+    """The row with the fields of a mapping; None: it lacks one of the columns, which those who read it will say."""
+    try:
+        return columns.renamed(row, mapping, ())
+    except RowError:
+        return None
+
+
+def _heads(name: str, files: Sequence[File], preprocess: Sequence[Preprocess], stage: str) -> list[Head]:
+    """Of the first files of each source."""
+    by_source = [[file for file in files if file.source == index] for index in range(len(preprocess))]
+    return [
+        Head(f"data.{name}", len(preprocess) > 1, file, one, first_rows(file, kind_of(stage, one)))
+        for one, some in zip(preprocess, by_source, strict=True)
+        for file in some[:FILES]
+    ]
+
+
+def fitting(name: str, data: Any) -> dict[str, str]:
+    """{path of a source: the stages that its first rows fit, as they are or with which data.columns, in words; empty: none}."""
+    files = find(getattr(data, name), f"data.{name}")
+    fits = {}
+    for index, source in enumerate(completed(data, name)):
+        one = Preprocess(transform=source.transform, group_by=source.group_by)
+        file = next(file for file in files if file.source == index)
+        fits[source.path] = guess.fitting(first_rows(file, kind_of("sft", one)))
+    return fits
 
 
 def first_rows(file: File, kind: Any) -> list[dict[str, Any]]:
     """The first rows of a file that are objects, as data.transform makes them."""
     (chunk, *_) = chunks.plan([file], "train", kind)
-    some = itertools.islice(chunks.rows(chunk, hashlib.sha256()), ROWS)
+    some = itertools.islice(chunks.rows(chunk), ROWS)
     made = (row for _, decoded, _ in some for row in kind.preprocess.transformed(decoded))
     return [row for row in made if isinstance(row, dict)]
 
@@ -92,7 +154,7 @@ def first_rows(file: File, kind: Any) -> list[dict[str, Any]]:
 def first_error(file: File) -> RowError | None:
     """Why the first rows of a file cannot be read; None: they can."""
     (chunk, *_) = chunks.plan([file], "train", kind_of("sft"))
-    some = itertools.islice(chunks.rows(chunk, hashlib.sha256()), ROWS)
+    some = itertools.islice(chunks.rows(chunk), ROWS)
     return next((row for _, row, _ in some if isinstance(row, RowError)), None)
 
 

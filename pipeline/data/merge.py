@@ -1,12 +1,15 @@
 """The statistics of all tasks -> the manifest of the set: parts, columns, digests and the report."""
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from pipeline.data import report as reports
+from pipeline.data import versions
 from pipeline.data.chunks import Chunk, where
+from pipeline.data.digest import joined
 from pipeline.data.parts import columns_of
 from pipeline.data.refusals import one_of_each
 from pipeline.data.report import Report, SourceCounts, Split
@@ -35,7 +38,7 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
         report.sources[name] = merge_sources(name, stats, chunks)
         parts[name] = [stat.parts[name] for stat in with_split if name in stat.parts]
     report.skipped = one_of_each(stats)
-    report.samples = [text for stat in stats for text in stat.samples][: reports.SAMPLES]
+    report.samples = samples(stats, chunks)
     train, held_out = of_split("train", stats, chunks), of_split("eval", stats, chunks)
     counts = [duplicates([stat.hashes for stat in part]) for part in (train, held_out)]
     report.duplicates = None if None in counts else sum(filter(None, counts))
@@ -48,6 +51,15 @@ def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str
     columns = [name for name in columns_of(options) if name != "margin" or margins]
     digests = {name: content_digest(name, stats, chunks, options) for name in parts}
     return {"parts": parts, "columns": columns, "digests": digests, "report": report.to_dict()}
+
+
+def samples(stats: Sequence[Stats], chunks: Sequence[Chunk]) -> list[str]:
+    """The first rows, of several sources in turn."""
+    by_source: dict[int, list[str]] = {}
+    for stat, chunk in zip(stats, chunks, strict=True):
+        by_source.setdefault(chunk.source, []).extend(stat.samples)
+    rounds = itertools.zip_longest(*by_source.values())
+    return [text for some in rounds for text in some if text is not None][: reports.SAMPLES]
 
 
 def merge_split(name: str, stats: list[Stats]) -> Split:
@@ -64,6 +76,8 @@ def merge_split(name: str, stats: list[Stats]) -> Split:
     special = sum((Counter(split.special_tokens) for split in splits), Counter())
     merged.special_tokens = dict(special.most_common())
     merged.unread = dict(sum((Counter(split.unread) for split in splits), Counter()))
+    for split in splits:
+        versions.add(merged.versions, split.versions)
     merged.joined_first = next((split.joined_first for split in splits if split.joined_first), "")
     merged.special_first = next((split.special_first for split in splits if split.special_first), "")
     return merged
@@ -78,7 +92,10 @@ def merge_sources(name: str, stats: list[Stats], chunks: list[Chunk]) -> list[So
             counts.read += split.read
             counts.kept += split.kept
             counts.tokens += split.tokens
+            if split.desirable is not None:
+                counts.desirable = (counts.desirable or 0) + split.desirable
             counts.dropped += sum(split.dropped.values())
+            versions.add(counts.versions, split.versions)
             counts.rows += stat.parts[name][1] if name in stat.parts else 0
     return [merged[source] for source in sorted(merged)]
 
@@ -130,16 +147,16 @@ def overlap(train: list[bytearray | None], held_out: list[bytearray | None]) -> 
 
 
 def content_digest(name: str, stats: list[Stats], chunks: list[Chunk], options: Options) -> str:
-    """sha256 over the bytes of the rows, by chunk; both sides of a hold-out also carry how it was made."""
+    """Of the rows in their order, however they were cut into chunks; both sides of a hold-out also carry how it was made."""
     origin = "train" if options.eval_fraction else name
-    digests = [stat.digest for stat in of_split(origin, stats, chunks)]
+    whole = joined(stat.digest for stat in of_split(origin, stats, chunks))
     held = f"{name}:{options.eval_fraction}:{options.seed}" if options.eval_fraction else ""
-    return hashlib.sha256("".join([*digests, held]).encode()).hexdigest()
+    return hashlib.sha256(f"{whole.count}:{whole.value}:{held}".encode()).hexdigest()
 
 
 def notes(stats: list[Stats], tokenizer: Any, options: Options) -> list[str]:
     """What a user should know about the rows as a whole."""
-    warnings = []
+    warnings = [f"{stat.cut}" for stat in stats if stat.cut]
     completions = options.kind.completions
     if completions == "learned" and any(stat.margins for stat in stats):
         warnings.append(f"{options.stage} does not use the column `margin`: only rm does")

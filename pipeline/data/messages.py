@@ -27,6 +27,12 @@ ROLES = {
     "ipython": "tool",
     "observation": "tool",
     "function_call": "assistant",
+    "tool_call": "assistant",
+    "function": "tool",
+    "tool_response": "tool",
+    "ai": "assistant",
+    "prompter": "user",
+    "developer": "system",
 }
 
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
@@ -56,12 +62,34 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
     return turns
 
 
+def dialogue(value: Any) -> Any:
+    """A list of messages, if it is a conversation of another form: JSON text, a transcript, [{input, output}], texts in turns."""
+    if isinstance(value, str):
+        listed = decoded(value) if value.lstrip().startswith("[") else value
+        if not isinstance(listed, list):
+            return split_turns(value) if is_transcript(value) else value
+        value = listed
+    if not isinstance(value, list) or not value:
+        return value
+    if all(isinstance(item, str) for item in value):  # LIMA
+        return [
+            {"role": "assistant" if at % 2 else "user", "content": content}
+            for at, content in enumerate(value)
+        ]
+    if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in value):  # Capybara
+        sides = {"input": "user", "output": "assistant"}
+        return [{"role": role, "content": item[name]} for item in value for name, role in sides.items()]
+    return value
+
+
 def message(item: Any, key: str) -> Message:
     if not isinstance(item, dict):
         raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
     names = ("from", "value") if "from" in item else ("role", "content")
     for name in names:
-        if name not in item and not (name == "content" and item.get("tool_calls")):
+        if name not in item and not (
+            name == "content" and (item.get("tool_calls") or item.get("function_call"))
+        ):
             raise RowError(
                 "missing_field",
                 f"{key}.{name}",
@@ -72,8 +100,11 @@ def message(item: Any, key: str) -> Message:
     if role.lower() not in ROLES:
         raise RowError("wrong_role", f"{key}.{names[0]}", show(role), "one of " + ", ".join(ROLES))
     content = item.get(names[1])
-    calls = tool_calls(item.get("tool_calls"), f"{key}.tool_calls")
-    if role.lower() == "function_call":  # LLaMA-Factory's: the content is the call
+    called = next((name for name in ("tool_calls", "function_call") if item.get(name)), "tool_calls")
+    calls = tool_calls(
+        item.get(called), f"{key}.{called}"
+    )  # function_call: OpenAI's first format, of one call
+    if role.lower() in ("function_call", "tool_call"):  # LLaMA-Factory's: the content is the call
         calls, content = tool_calls(decoded(content), f"{key}.{names[1]}"), ""
     elif calls and content is None:
         content = ""

@@ -3,7 +3,9 @@
 import difflib
 from typing import Any
 
+from pipeline.data import versions
 from pipeline.data.kinds import Kind, kind_of
+from pipeline.data.messages import dialogue
 from pipeline.data.record import Record
 from pipeline.data.tools import decoded, offered
 from pipeline.data.values import RowError, check_values, fields_of, show, some
@@ -32,16 +34,19 @@ def parse(row: Any, kind: Kind) -> Record:
     for key in kind.shapes[shape]:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
-    row = {**row, **{key: unpacked(row[key]) for key in kind.shapes[shape]}}
+    row = {**row, **{key: unpacked(key, row[key]) for key in kind.shapes[shape]}}
     record = kind.parse(row, shape)
     record.tools = offered(row.get("tools"))
+    record.version = versions.of_row(row)
     if "row" not in kind.columns:  # else all columns go to Python rewards
         record.unread += tuple(key for key in row if key not in read_of(record, kind, shape))
     return record
 
 
-def unpacked(value: Any) -> Any:
-    """A list of messages, if a text is the JSON of one: a CSV file holds them like that."""
+def unpacked(field: str, value: Any) -> Any:
+    """A list of messages, if a text is the JSON of one: a CSV file holds them like that. Or if it is a conversation's field."""
+    if field in ("messages", "conversations"):
+        return dialogue(value)
     if not isinstance(value, str) or not value.lstrip().startswith("[{"):
         return value
     items = decoded(value)
@@ -53,7 +58,7 @@ def unpacked(value: Any) -> Any:
 
 def read_of(record: Record, kind: Kind, shape: str) -> set[str]:
     """The columns that are read of a row of a shape."""
-    read = {*kind.shapes[shape], *kind.further, "system"}
+    read = {*kind.shapes[shape], *kind.further, "system"} | ({"version"} if record.version else set())
     return read | ({"input"} if "instruction" in read else set()) | ({"tools"} if record.tools else set())
 
 

@@ -57,7 +57,9 @@ def parse(row: dict[str, Any], shape: str) -> Record:
     elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both sides repeat it
         prompt, completions = split_transcripts(row["chosen"], row["rejected"])
         pairs = [completions]
-        prompt = agreed(prompt, given_prompt(row, key), key)
+        given = row[key]
+        if not isinstance(given, str) or given.strip():  # an empty one says nothing else
+            prompt = agreed(prompt, given_prompt(row, key), key)
     else:
         prompt = given_prompt(row, key)
         pairs = [tuple(completion_text(row[side], side, prompt) for side in SIDES)]

@@ -25,6 +25,9 @@ class Preprocess:
     rule: Rule | None = None  # None: not known, or no labels
     transform: str | None = None
     transform_digest: str = ""
+    group_by: str | None = (
+        None  # `transform` gets the rows in succession that have the same value in this column
+    )
 
     def rows(self, row: Any, kind: "Kind") -> Iterator[Any]:
         """The rows that a decoded row stands for: each a row, a RowError, or Dropped."""

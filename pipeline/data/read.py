@@ -18,7 +18,7 @@ from pipeline.data import cache
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.files import File, find
 from pipeline.data.kinds import kind_of
-from pipeline.data.lookahead import preprocess_of, settled
+from pipeline.data.lookahead import preprocessing, settled
 from pipeline.data.merge import merge, notes
 from pipeline.data.mixture import Mixture, mix
 from pipeline.data.refusals import check, note_empty
@@ -67,7 +67,12 @@ def prepare(
     manifest = cache.read_manifest(folder)
     reused = manifest is not None
     if manifest is None:
-        chunks = [chunk for name, listing in files.items() for chunk in plan(listing, name, options.kind)]
+        chunks = [
+            chunk
+            for name, listing in files.items()
+            for file in listing
+            for chunk in plan([file], name, options.kind_in(name, file.source))
+        ]
         stats = run_tasks(chunks, tokenizer, options, folder)
         note_empty(stats, chunks)
         check(stats, chunks, options, data)
@@ -90,12 +95,13 @@ def prepare(
 
 
 def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> None:
-    """Tells the report the path of each source, and the commit of those on the hub."""
+    """Tells the report the path of each source, what its rows go through, and the commit of those on the hub."""
     for name, counts in report.sources.items():
         origin = "eval" if "eval" in files and name == "eval" else "train"
-        paths = [source.path for source in sources_of(getattr(data, origin))]
+        sources = sources_of(getattr(data, origin))
         for one in counts:
-            one.path = paths[one.source]
+            source = sources[one.source]
+            one.path, one.columns, one.transform = source.path, source.columns, source.transform
             one.revision = next(file.revision for file in files[origin] if file.source == one.source)
 
 
@@ -149,7 +155,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         data.seed,
         packing and kind_of(stage).packs,
         data.special_tokens,
-        preprocess_of(stage, data),
+        preprocessing(stage, data),
     )
 
 

@@ -27,6 +27,8 @@ class Record:
     margin: float | None = None
     # of thumbs: for each of `pairs`, a 1-tuple, whether the completion is desirable
     labels: tuple[bool, ...] = ()
+    # the registered version whose conversation the row is from, models:/NAME/NUMBER; None: it names none
+    version: str | None = None
     # JSON schemas of the functions that may be called, for the chat template
     tools: list[dict[str, Any]] | None = None
     # columns of the row that nothing reads

@@ -33,6 +33,10 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
         read = sum(split.read for split in splits)
         if kinds and (options.on_error == "raise" or kinds["unclear_label"]):
             raise InputError(complaint(part, kinds, read), key=f"data.{name}")
+        if unread := cut_at_once(stats, chunks, name):
+            raise InputError(
+                f"{unread}; no row of this file can be read: mend it, or take it out", key=f"data.{name}"
+            )
         if not sum(split.kept for split in splits):
             raise InputError(none_left(part, read, options), key=f"data.{name}")
     kept = Counter(
@@ -48,6 +52,21 @@ def check(stats: list[Stats], chunks: list[Chunk], options: Options, data: Any) 
             "set another share, or name held-out rows: data.eval=eval.jsonl",
             key="data.eval_fraction",
         )
+
+
+def cut_at_once(stats: Sequence[Stats], chunks: Sequence[Chunk], name: str) -> RowError | None:
+    """Why a file is not read to its end, of the files of a set of which no row is kept; None: there is no such file."""
+    kept: Counter = Counter()
+    for stat, chunk in zip(stats, chunks, strict=True):
+        kept[chunk.path] += sum(split.kept for split in stat.splits.values())
+    return next(
+        (
+            stat.cut
+            for stat, chunk in zip(stats, chunks, strict=True)
+            if chunk.split == name and stat.cut and not kept[chunk.path]
+        ),
+        None,
+    )
 
 
 def none_left(stats: Sequence[Stats], read: int, options: Options) -> str:

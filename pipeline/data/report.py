@@ -1,9 +1,11 @@
 """What became of the rows: counts, reasons, token lengths and a few samples, merged from the data tasks."""
 
+import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipeline.data import versions
 from pipeline.data.kinds import kind_of
 from pipeline.data.messages import shared_length
 from pipeline.data.values import show
@@ -68,6 +70,9 @@ class Split:
     joined: int = 0
     joined_first: str = ""  # the border of the first of these
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
+    versions: dict[str, int] = field(
+        default_factory=dict
+    )  # models:/NAME/NUMBER whose conversations rows are from -> rows
     ended: int = 0  # whose trained tokens include one that generation stops on
     contradictions: int = 0  # pairs of completions that stand in both orders; completions with both labels
     contradictions_first: str = ""  # file:line of two such rows
@@ -83,10 +88,15 @@ class SourceCounts:
     source: int
     path: str = ""
     revision: str = ""  # the commit, of a set on the hub
+    # What the job says of this source alone: the columns of its fields, and the function that its rows go through.
+    columns: dict[str, Any] | None = None
+    transform: str | None = None
     read: int = 0
     kept: int = 0
     dropped: int = 0
     tokens: int = 0
+    desirable: int | None = None  # of the rows kept, those with a thumb up
+    versions: dict[str, int] = field(default_factory=dict)  # as in Split
     rows: int = 0  # of the token table: those kept, or packed
     drawn: int | None = None  # of them in an epoch; None: each once
 
@@ -111,6 +121,14 @@ class Report:
     notes: list[str] = field(default_factory=list)  # warnings about the set as a whole
     reused: bool = False
     seconds: float = 0.0
+
+    def labels(self) -> tuple[int, int]:
+        """(desirable, undesirable) rows of an epoch of thumbs; of a source with a weight as many as are drawn, on average."""
+        desirable = drawn = 0.0
+        for one in self.sources["train"]:
+            share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
+            desirable, drawn = desirable + share * (one.desirable or 0), drawn + share * one.kept
+        return round(desirable), round(drawn) - round(desirable)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -220,9 +238,12 @@ class Report:
             drawn = one.rows if one.drawn is None else one.drawn
             draws = "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn an epoch"
             counts = f"read {one.read:,}, kept {one.kept:,}, dropped {one.dropped:,} ({counted(one.tokens, 'token')})"
+            through = f" through {one.transform}" if one.transform else ""
+            mapped = f" with columns {json.dumps(one.columns, ensure_ascii=False)}" if one.columns else ""
+            written = f"; {versions.in_words(one.versions, one.kept)}" if one.versions else ""
             commit = f" at commit {one.revision[:12]}" if one.revision else ""
             lines.append(
-                f"  source      {one.path}{commit}: {counts}{draws}, {drawn / total:.2%} of the rows"
+                f"  source      {one.path}{commit}{through}{mapped}: {counts}{draws}, {drawn / total:.2%} of the rows{written}"
             )
         return [visible(line, lines=False) for line in lines]
 
@@ -241,6 +262,10 @@ class Report:
         if split.desirable is not None:
             lines.append(
                 f"  labels      {split.desirable:,} desirable, {split.kept - split.desirable:,} undesirable"
+            )
+        if split.versions:
+            lines.append(
+                f"  versions    {visible(versions.in_words(split.versions, split.kept), lines=False)}"
             )
         if split.text_rows:
             lines.append(f"  template    {self._template(split.text_rows)}")

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.config.sources import HUB
 from pipeline.errors import InputError, in_brief
 from pipeline.system import deadline, storage
 
-HUB = "hf://datasets/"
 NAME = re.compile(
     r"hf://datasets/(?P<repo>[^/@:]+(/[^/@:]+)?)(@(?P<revision>refs/(convert|pr)/[^/:]+|[^/:]+))?"
     r"(:(?P<config>[^/]+))?(/(?P<split>.*))?"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.values import RowError, show
+from pipeline.data.values import RowError, setting, show
 from pipeline.errors import InputError
 
 Side = str | None  # first, second, or None: a tie
@@ -30,7 +30,7 @@ SEVERAL = 12  # different values, more of which are no label
 
 @dataclass(frozen=True)
 class Rule:
-    """What the values of a label mean: the values of each side, and of a tie, as `plain` makes them."""
+    """What the values of a label mean: the values of each side, and of a tie, as `comparable` makes them."""
 
     first: tuple[Any, ...] = ()
     second: tuple[Any, ...] = ()
@@ -40,7 +40,7 @@ class Rule:
     @classmethod
     def of(cls, label: Mapping[str, Any]) -> "Rule":
         first, second, tie = (
-            tuple(map(plain, listed(label.get(name)))) for name in ("first", "second", "tie")
+            tuple(map(comparable, listed(label.get(name)))) for name in ("first", "second", "tie")
         )
         return cls(first, second, tie)
 
@@ -53,7 +53,7 @@ class Rule:
 
     def side(self, value: Any) -> Side:
         """The side that a value names; raises KeyError for a value that names none and is no tie."""
-        value = plain(value)
+        value = comparable(value)
         for name in ("first", "second", "tie"):
             if value in getattr(self, name) or (self.derived and _word(value) == name):
                 return name if name != "tie" else None
@@ -70,7 +70,7 @@ def listed(values: Any) -> list[Any]:
     return [*values] if isinstance(values, list | tuple) else [] if values is None else [values]
 
 
-def plain(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     """A label as it is compared: numbers, and text that is one, as float; other text in lower case."""
     if isinstance(value, str):
         value = value.strip().lower()
@@ -118,7 +118,7 @@ def vote(label: Any, rule: Rule) -> Side:
     """The side with more votes than the other and than the ties; a label that is no list is the only vote."""
     votes: Counter[Side] = Counter()
     for value in listed(label):
-        if value is None or value == "":
+        if value is None or (isinstance(value, str) and not value.strip()):
             continue
         try:
             votes[rule.side(value)] += 1
@@ -132,9 +132,9 @@ def vote(label: Any, rule: Rule) -> Side:
 
 
 def _score(value: Any, name: str) -> float | None:
-    if value is None:
+    if value is None or (isinstance(value, str) and not value.strip()):  # in CSV nothing is empty text
         return None
-    number = plain(value)
+    number = comparable(value)
     if isinstance(value, bool) or not isinstance(number, float):
         raise RowError("wrong_type", name, show(value), "a number")
     if not math.isfinite(number):
@@ -145,44 +145,52 @@ def _score(value: Any, name: str) -> float | None:
 # ---- values -> rule --------------------------------------------------------------------------------------------
 
 
-def derived(labels: Sequence[Any], column: str) -> Rule:
+def derived(labels: Sequence[Any], column: str, key: str = "data.label") -> Rule:
     """The rule that labels follow, which are those of the first rows of a set.
 
     Raises:
         InputError: with the data.label to type, where they can mean more than one thing.
     """
     flat = (one for label in labels for one in listed(label) if not isinstance(one, list | dict))
-    values = {plain(one): one for one in flat if one is not None and one != ""}
+    values = {comparable(one): one for one in flat if one is not None and one != ""}
     numbers = sorted(value for value in values if isinstance(value, float))
     words = {_word(value) for value in values if not isinstance(value, float)}
-    digits = any(isinstance(value, str) and re.search(r"\d", value) for value in values)
+    # 1 of 0 and 1, or of 1 and 2? And what is right may be the right one.
+    doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
     if numbers and 1 <= numbers[0] < 1.5 < numbers[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
-    if not numbers and words and None not in words and ({"first", "second"} <= words or not digits):
+    if not numbers and words and None not in words and ({"first", "second"} <= words or not doubtful):
         return Rule(derived=True)
-    raise InputError(_unclear([*values.values()], column), key="data.label")
+    raise InputError(_unclear([*values.values()], column, key), key=key)
 
 
-def _unclear(values: list[Any], column: str) -> str:
-    """Why the values of a label are not understood, and what to type."""
+def _unclear(values: list[Any], column: str, key: str) -> str:
+    """Why the values of a label are not understood, and what to type, or to write where `key` is that of a source."""
     shown = ", ".join(show(value) for value in values[:SEVERAL])
     if not values:
-        return (
-            f"the column {column!r} holds no label in the first rows; name another: data.columns.label=COLUMN"
-        )
+        return f"the column {column!r} holds no label in the first rows; name another: {key.removesuffix('label')}columns.label=COLUMN"
     if len(values) > SEVERAL:
         return f"the column {column!r} holds more than {SEVERAL} different values ({shown}, ...), and is no label"
     found = f"found the labels {shown} in the column {column!r}, which can mean more than one thing"
     ends = sorted(values, key=lambda value: (isinstance(value, str), str(value)))
-    if {plain(value) for value in values} <= {0.0, 1.0}:
+    if {comparable(value) for value in values} <= {0.0, 1.0}:
         return (
-            f"{found}; type data.label='{{first: 0, second: 1}}' where 0 means that the first completion is better, "
-            "data.label='{first: 1, second: 0}' where 1 does"
+            f"{found}; type {setting(key, '{first: 0, second: 1}')} where 0 means that the first completion is better, "
+            f"{setting(key, '{first: 1, second: 0}')} where 1 does"
+        )
+    numbers = sorted(number for value in values if isinstance(number := comparable(value), float))
+    low, high = (numbers[0], numbers[-1]) if len(numbers) == len(values) else (0.0, 0.0)
+    if low == -high < 0 and len(numbers) > 2:  # a scale, such as -3 to 3
+        return (
+            f"{found}; type {setting(key, f'{{first: {low:g}, second: {high:g}, tie: 0}}')} where {low:g} means that the first "
+            f"completion is better, {setting(key, f'{{first: {high:g}, second: {low:g}, tie: 0}}')} where {high:g} does; what lies "
+            "between goes to the nearer"
         )
     first, second, *tie = (
-        [1, 2, 0] if {plain(value) for value in values} == {0.0, 1.0, 2.0} else ends + ["B"] * (len(ends) < 2)
+        [1, 2, 0]
+        if {comparable(value) for value in values} == {0.0, 1.0, 2.0}
+        else ends + ["B"] * (len(ends) < 2)
     )
     rest = f", tie: {tie[0] if len(tie) == 1 else tie}" if tie else ""
-    return (
-        f"{found}; type what they mean, for example data.label='{{first: {first}, second: {second}{rest}}}'"
-    )
+    meaning = f"{{first: {first}, second: {second}{rest}}}"
+    return f"{found}; type what they mean, for example {setting(key, meaning)}"

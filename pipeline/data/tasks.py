@@ -7,14 +7,16 @@ import functools
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.data import report as reports
-from pipeline.data.cells import as_json
+from pipeline.data import versions
 from pipeline.data.chunks import Chunk, locate, rows, where
+from pipeline.data.digest import RowsDigest
 from pipeline.data.encode import Dropped, Encoder, Example
+from pipeline.data.formats.cells import as_json
 from pipeline.data.kinds import Kind, kind_of
 from pipeline.data.parse import parse, shape_of
 from pipeline.data.parts import PartWriter
@@ -45,11 +47,18 @@ class Options:
     seed: int
     packing: bool
     special_tokens: str = "text"
-    preprocess: Preprocess = NOTHING
+    # split -> what becomes of the raw rows of each of its sources; of none: they stay as they are
+    preprocess: Mapping[str, Sequence[Preprocess]] = field(default_factory=dict)
 
     @property
     def kind(self) -> Kind:
-        return kind_of(self.stage, self.preprocess)
+        """The kind of all rows, whatever becomes of them first."""
+        return kind_of(self.stage)
+
+    def kind_in(self, split: str, source: int) -> Kind:
+        """The kind of the rows of a source."""
+        sources = self.preprocess.get(split, ())
+        return kind_of(self.stage, sources[source] if sources else NOTHING)
 
 
 @dataclass
@@ -65,11 +74,13 @@ class Stats:
     kinds: Counter = field(default_factory=Counter)
     # the first bad rows of each kind
     errors: list[RowError] = field(default_factory=list)
+    # why the chunk is not read to its end; None: it is
+    cut: RowError | None = None
     # RowError.way of the bad rows -> rows; the first hundred of them
     ways: Counter = field(default_factory=Counter)
     samples: list[str] = field(default_factory=list)
-    # sha256 of all bytes of the chunk
-    digest: str = ""
+    # of the rows of the chunk
+    digest: RowsDigest = field(default_factory=RowsDigest)
     # 8 bytes for each row; None: too many rows
     hashes: bytes | None = b""
     # 16 bytes for each row that is kept, Record.digests; None: too many rows
@@ -107,13 +118,14 @@ def _fetched(reference: Any) -> tuple[list[Chunk], Any, Options, str]:
 
 def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder: str) -> Stats:
     """Makes the parts of chunk number `index` in `folder`, one for each split."""
-    task = Task(chunk, index, encoder_of(tokenizer, options), options, folder)
-    stats, kind, digest, hashes = task.stats, task.encoder.kind, hashlib.sha256(), bytearray()
+    task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
+    stats, kind, hashes = task.stats, task.encoder.kind, bytearray()
     shape, line = chunk.shape, chunk.shape_line
     batch: list[tuple[int, Read]] = []
     size = 0
     stats.split(chunk.split)
-    for number, row, raw in rows(chunk, digest):
+    for number, row, raw in rows(chunk):
+        stats.digest.add(raw)
         if len(hashes) <= 8 * HASHES:
             hashes += hashlib.blake2b(raw, digest_size=8).digest()
         for made in kind.rows(row):
@@ -129,15 +141,14 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
                 break
     task.flush(batch)
     task.close()
-    stats.digest = digest.hexdigest()
     stats.hashes = bytes(hashes) if len(hashes) <= 8 * HASHES else None
     return stats
 
 
-def encoder_of(tokenizer: Any, options: Options) -> Encoder:
+def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> Encoder:
     return Encoder(
         tokenizer,
-        options.kind,
+        options.kind_in(chunk.split, chunk.source) if chunk else options.kind,
         options.max_length,
         options.too_long,
         options.apply_template,
@@ -207,6 +218,7 @@ class Task:
                     split.dropped[item.reason] = split.dropped.get(item.reason, 0) + 1
                 elif isinstance(item, Example):
                     note_example(self.stats, name, item, self.encoder.tokenizer)
+                    versions.add(split.versions, {record.version: 1} if record.version else {})
                     self.write(name, item)
 
     def split_of(self, number: int, record: Record) -> str:
@@ -251,6 +263,8 @@ def held_out(prompt: str, options: Options) -> bool:
 def note_bad(stats: Stats, split: Split, number: int, error: RowError) -> None:
     split.dropped[error.kind] = split.dropped.get(error.kind, 0) + 1
     stats.kinds[error.kind] += 1
+    if error.rest:
+        error.line, stats.cut = number, error
     if error.way() in stats.ways or len(stats.ways) < 100:
         stats.ways[error.way()] += 1
     if stats.kinds[error.kind] <= reports.FIRST:
@@ -294,8 +308,9 @@ def note_example(stats: Stats, name: str, example: Example, tokenizer: Any) -> N
 
 def locate_named(stats: Stats, chunk: Chunk) -> None:
     """Gives the rows that are named their file:line: the lines before the chunk are counted only now."""
-    if stats.errors:
-        locate(stats.errors, chunk)
+    named = [*stats.errors, *([stats.cut] if stats.cut and stats.cut not in stats.errors else [])]
+    if named:
+        locate(named, chunk)
     for split in stats.splits.values():
         if split.special_first:
             split.special_first = where(chunk, int(split.special_first))

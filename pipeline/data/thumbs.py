@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.data import demonstrations, preferences
 from pipeline.data.encode import Dropped, Encoder, Example, Outcome, Rendered
 from pipeline.data.record import Record
-from pipeline.data.sides import plain
+from pipeline.data.sides import comparable
 from pipeline.data.template import no_prompt
 from pipeline.data.values import RowError, show
 from pipeline.errors import InputError
@@ -23,21 +23,21 @@ SHAPES = {
 # ---- row -> Record ---------------------------------------------------------------------------------------------
 
 
-def check_labels(rows: Sequence[dict[str, Any]], file: str) -> None:
+def check_labels(rows: Sequence[dict[str, Any]], file: str, key: str = "data.train") -> None:
     """Refuses labels that are numbers of another scale, of which 1 would pass for desirable.
 
     Raises:
         InputError: for ratings from 1 to 5, say.
     """
     for name in sorted(demonstrations.LABELS):
-        numbers = {plain(row[name]) for row in rows if isinstance(row.get(name), str | int | float)}
+        numbers = {comparable(row[name]) for row in rows if isinstance(row.get(name), str | int | float)}
         numbers = {number for number in numbers if isinstance(number, float)}
         if not (numbers <= {0.0, 1.0} or numbers <= {-1.0, 1.0}):
             shown = ", ".join(f"{number:g}" for number in sorted(numbers)[:8])
             raise InputError(
                 f"{file}: `{name}` has the numbers {shown}; expected 1 or 0, or 1 or -1: say which of these are desirable with "
                 "data.transform=python:MODULE:FUNCTION",
-                key="data.train",
+                key=key,
             )
 
 
@@ -75,10 +75,12 @@ def encode(encoder: Encoder, records: Sequence[Record]) -> list[list[Outcome]]:
     return [
         [texts]
         if isinstance(texts, RowError)
-        else [
-            _fit(encoder, both, next(ids), next(ids), label)
-            for both, label in zip(texts, record.labels, strict=True)
-        ]
+        else _contrary(
+            [
+                _fit(encoder, both, next(ids), next(ids), label)
+                for both, label in zip(texts, record.labels, strict=True)
+            ]
+        )
         for record, texts in zip(records, rendered, strict=True)
     ]
 
@@ -94,6 +96,23 @@ def _render(encoder: Encoder, record: Record) -> list[tuple[Rendered, Rendered]]
     except RowError as error:
         return error
     return texts
+
+
+def _contrary(outcomes: list[Outcome]) -> list[Outcome]:
+    """Without the thumbs of a pair whose completions are the same tokens after truncation: one would be up, one down."""
+    kept: list[Outcome] = []
+    for one in outcomes:
+        other = kept[-1] if kept else None
+        if (
+            isinstance(one, Example)
+            and isinstance(other, Example)
+            and one.columns | {"label": None} == other.columns | {"label": None}
+            and one.columns["label"] != other.columns["label"]
+        ):
+            kept[-1] = Dropped("equal_after_truncation")
+        else:
+            kept.append(one)
+    return kept
 
 
 def _fit(

@@ -27,11 +27,17 @@ def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def offered(value: Any) -> list[dict[str, Any]] | None:
-    """The functions that a row offers, from a list of JSON schemas or its JSON text; None: the column is something else."""
+    """The functions that a row offers, from a list of JSON schemas or its JSON text; None: the column is something else.
+
+    A schema that stands there by itself, {name, description, parameters}, is put into OpenAI's {type, function}.
+    """
     value = decoded(value)
-    return (
-        value if value and isinstance(value, list) and all(isinstance(item, dict) for item in value) else None
-    )
+    if not value or not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        return None
+    return [
+        {"type": "function", "function": item} if "name" in item and "function" not in item else item
+        for item in value
+    ]
 
 
 def decoded(value: Any) -> Any:

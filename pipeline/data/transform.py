@@ -4,7 +4,8 @@
         return {"prompt": row["q"], "chosen": row["answers"][0], "rejected": row["answers"][1]}
 
 It returns a row, several as a list (or yields them), or None to leave the row out. It is called once for each row, in any
-process and order, so its result depends on the row alone.
+process and order, so its result depends on the row alone. With data.group_by it gets the list of all rows in succession
+that have the same value in this column, such as those of a tree or a prompt.
 """
 
 import datetime
@@ -15,7 +16,7 @@ import inspect
 import json
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -44,13 +45,20 @@ def digest(source: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def digest_of(sources: Iterable[str]) -> str:
+    """That of one function, or of several together."""
+    several = [digest(source) for source in sources]
+    return several[0] if len(several) == 1 else hashlib.sha256("".join(several).encode()).hexdigest()
+
+
 def transformed(row: Any, source: str) -> Iterator[Any]:
-    """The rows that the function makes of a row: each a row or Dropped.
+    """The rows that the function makes of a row, or of the list of those of a group: each a row or Dropped.
 
     Raises:
         RowError: when it raises, or returns what is no row.
     """
-    check_keys(row)
+    for one in row if isinstance(row, list) else [row]:
+        check_keys(one)
     try:
         made = function(source)(row)
         made = list(made) if isinstance(made, list | tuple | types.GeneratorType) else [made]

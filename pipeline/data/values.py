@@ -32,6 +32,7 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element", "row"] = "line"
+    rest: str = ""  # what of the file is not read because of it, in words; empty: the next row follows
 
     def way(self) -> tuple[str, str, str]:
         """Equal for rows that are wrong in the same way, whatever the place in a list."""
@@ -43,11 +44,22 @@ class RowError(Exception):
 
     def __str__(self) -> str:
         name = f"`{visible(self.field, lines=False)}`: " if self.field else ""
-        return f"{self.where()}: {name}found {self.found}; expected {self.expected}"
+        rest = f"; not read: {self.rest}" if self.rest else ""
+        return f"{self.where()}: {name}found {self.found}; expected {self.expected}{rest}"
 
     # An exception is pickled by its args, which a dataclass does not set.
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowError, (self.kind, self.field, self.found, self.expected, self.file, self.line, self.unit)
+        values = (
+            self.kind,
+            self.field,
+            self.found,
+            self.expected,
+            self.file,
+            self.line,
+            self.unit,
+            self.rest,
+        )
+        return RowError, values
 
 
 class Repeated(dict[str, Any]):
@@ -74,7 +86,7 @@ def check_keys(value: Any, name: str = "") -> None:
 def check_values(value: Any, name: str = "", depth: int = 0) -> None:
     """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, deep nesting, or a date.
 
-    Tables hold dates, bytes and decimals, too (cells.py).
+    Tables hold dates, bytes and decimals, too (formats/cells.py).
     """
     if isinstance(value, str):
         check_text(value, name)
@@ -142,6 +154,15 @@ def fields_of(keys: list[str]) -> str:
 def nearest(name: str, keys: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, some(keys), 1)
     return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
+
+
+def setting(key: str, value: str) -> str:
+    """How a job is told `value` for a key: typed behind the command, or, in an entry of a list, written in its file."""
+    section, _, name = key.rpartition(".")
+    if section != "data":
+        return f"`{name}: {value}` in the entry {section}"
+    quote = '"' if "'" in value else "'"
+    return f"{key}={quote}{value}{quote}"
 
 
 def type_name(value: Any) -> str:

@@ -5,6 +5,7 @@ Both sample one completion to every prompt with the same random numbers; the pro
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.ppo.batch import micro_batches
 from pipeline.ppo.config import PLANNED_ROWS
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Samples, weighted
-from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
+from pipeline.ppo.rollout import Completion, Engine, Sampling, TransformersEngine
 from pipeline.runtime.worker import Worker
 from pipeline.system import console
 
@@ -30,6 +31,7 @@ class Comparison:
         prompts: rows with `input_ids` (prompt token ids) and `row` (JSON text of the row as the data has it).
         rewards, judge: scorers of pipeline.ppo.rewards; the judge may be None.
         baseline: a frozen role on `shared`; None is the bare base.
+        engine: what decodes for a role. None: the base itself.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Comparison:
         rewards: list[Any],
         judge: Any,
         baseline: str | None,
+        engine: Callable[[str | None], Engine] | None = None,
     ) -> None:
         self.worker, self.shared, self.rewards, self.judge = worker, shared, rewards, judge
         sampling = Sampling.of(worker.job.args, worker.tokenizer, shared)
@@ -48,6 +51,9 @@ class Comparison:
         self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
         # None in a PPO job: not by the memory that is free, which would be another in a run that is resumed.
         self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
+        self.engine = engine or (
+            lambda role: TransformersEngine(shared, role, rows=self.size, pad=worker.tokenizer.pad_token_id)
+        )
         self.before: list[dict[str, Any]] | None = None
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -87,7 +93,7 @@ class Comparison:
         """One completion of a role to each of this rank's prompts: its tokens, scores and figures."""
         if not self.rows:
             return []
-        engine = TransformersEngine(self.shared, role, rows=self.size, pad=self.worker.tokenizer.pad_token_id)
+        engine = self.engine(role)
         ids = [row["input_ids"] for row in self.rows]
         completions = engine.generate(ids, [row["index"] for row in self.rows], self.sampling)
         scored = _score(self.worker, self.rows, completions, self.rewards, self.judge)

@@ -13,7 +13,7 @@ gets a context that restores the role of its forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from pipeline.errors import InputError
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, HEAD_NAMES, is_head
 from pipeline.models.logprobs import per_action
-from pipeline.models.lora import fuse
+from pipeline.models.lora import FusedLinear, MixedBatch, fuse
 from pipeline.models.packing import Batch, alone, packed
 from pipeline.models.precision import linear_fp32
 
@@ -59,6 +59,8 @@ class SharedBase(nn.Module):
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._layers: list[BaseTunerLayer] = []
         self._role: str | None = None
+        self._rows: MixedBatch | None = None  # the adapter of each row of a batch, in `use_each`
+        self._mixing: list[Any] = []  # its hooks
         config = base_model.config.get_text_config()
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -159,6 +161,7 @@ class SharedBase(nn.Module):
         self._stored[role] = role
         fuse(self.base)
         self._layers = [m for m in self.base.modules() if isinstance(m, BaseTunerLayer)]
+        self._mixing = [handle.remove() for handle in self._mixing][:0]  # they are put on all layers anew
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
         for name in self.configs:  # injecting changes requires_grad of the other adapters
@@ -227,6 +230,63 @@ class SharedBase(nn.Module):
         finally:
             self._switch(previous)
 
+    @contextmanager
+    def use_each(self, roles: Sequence[str | None]) -> Iterator[SharedBase]:
+        """Within the block, row i of a forward's batch uses the adapter of `roles[i]`. Without gradients.
+
+        The base's products are those of the whole batch, each adapter's those of its rows.
+        """
+        names = [None if role is None else self._stored[role] for role in roles]
+        if len(set(names)) == 1:
+            with self.use(roles[0]):
+                yield self
+            return
+        if not self._mixing:
+            self._mixing = [
+                layer.register_forward_pre_hook(self._mix, with_kwargs=True) for layer in self._layers
+            ]
+        index = {
+            name: [i for i, one in enumerate(names) if one == name]
+            for name in dict.fromkeys(names)
+            if name is not None
+        }
+        self._rows = MixedBatch(
+            {name: torch.tensor(rows, device=self.device) for name, rows in index.items()},
+            ["__base__" if name is None else name for name in names],
+        )
+        previous = self._role
+        self._switch(next(role for role in roles if role is not None))
+        try:
+            yield self
+        finally:
+            self._rows = None
+            self._switch(previous)
+
+    def _mix(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Gives a layer the adapter of each row: the fused ones their indices, others the names that peft's forward takes."""
+        if self._rows is None:
+            return None
+        mixed = isinstance(layer, FusedLinear) and layer.mixes(self._rows)
+        return args, {**kwargs, **({"mixed": self._rows} if mixed else {"adapter_names": self._rows.names})}
+
+    def remove(self, role: str) -> None:
+        """Take a role away, with its adapter if no other role has that. Raises ValueError for the role in use."""
+        if role == self._role:
+            raise ValueError(f"role {role!r} is in use")
+        if self.is_head(role):
+            del self.heads[role]
+        stored = self._stored.pop(role)
+        if stored in self._stored.values():
+            return
+        for layer in self._layers:
+            layer._active_adapter = []  # else peft warns that it chooses another
+            layer.delete_adapter(stored)
+        for known in (self.configs, self.trainable, self._parameters_by_key, self.heads):
+            if stored in known:
+                del known[stored]
+        self._folders = {folder: name for folder, name in self._folders.items() if name != stored}
+        self._switch(self._role)
+
     def _switch(self, role: str | None) -> None:
         stored = None if role is None else self._stored[role]
         self._role = role
@@ -266,6 +326,14 @@ class SharedBase(nn.Module):
         if (head := self._head_of(role)) is not None:
             tensors[HEAD] = head.weight.data.contiguous().cpu()
         return tensors
+
+    @torch.no_grad()
+    def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
+        """Copy into an existing role what `tensors_of` returned of it, or of the same role on another base of this kind."""
+        for key, parameter in self._own_adapter(role).items():
+            parameter.data.copy_(tensors[key])
+        if (head := self._head_of(role)) is not None:
+            head.weight.data.copy_(tensors[HEAD])
 
     def load(self, role: str, folder: str | Path) -> None:
         """Fill an existing role from an adapter folder. Raises InputError unless names and shapes match exactly."""

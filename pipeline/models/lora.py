@@ -12,7 +12,7 @@ adapter's parameters stay fp32, and their gradients are not rounded.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -32,6 +32,13 @@ def fuse(model: nn.Module) -> None:
             layer.__class__ = FusedLinear
 
 
+class MixedBatch(NamedTuple):
+    """A batch whose rows have different adapters."""
+
+    rows_of: dict[str, Tensor]  # adapter -> the indices of its rows
+    names: list[str]  # each row's adapter; "__base__": none
+
+
 class FusedLinear(Linear):
     """peft's `lora.Linear`, fused while one plain adapter is active on a frozen base.
 
@@ -40,6 +47,8 @@ class FusedLinear(Linear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if mixed := kwargs.pop("mixed", None):
+            return self._mixed(x, mixed)
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if args or kwargs or not self._plain(x, autocast):
@@ -50,6 +59,26 @@ class FusedLinear(Linear):
         # In decoding, to call through autograd takes as long as a small product.
         y = _Product.apply(*operands) if torch.is_grad_enabled() else _product(*operands)[0]
         return y if base.bias is None else y + base.bias.to(y.dtype)
+
+    def mixes(self, batch: MixedBatch) -> bool:
+        """Whether `_mixed` applies: plain adapters, as in `_plain`."""
+        return not self.merged and all(
+            name not in self.lora_variant
+            and self.lora_B[name].bias is None
+            and isinstance(self.lora_dropout[name], nn.Identity)
+            for name in batch.rows_of
+            if name in self.lora_A
+        )
+
+    def _mixed(self, x: Tensor, batch: MixedBatch) -> Tensor:
+        """(B, ..., N) for rows x (B, ..., K) of which each has an adapter of its own, or none."""
+        y = self.get_base_layer()(x)
+        for name, index in batch.rows_of.items():
+            if name in self.lora_A:
+                rows = self._cast_input_dtype(x[index], self.lora_A[name].weight.dtype)
+                more = self.lora_B[name](self.lora_A[name](rows)).mul_(self.scaling[name])
+                y.index_add_(0, index, more.to(y.dtype))
+        return y
 
     def _plain(self, x: Tensor, autocast: torch.dtype | None) -> bool:
         """Whether the fused forward applies to input `x`."""

@@ -144,7 +144,7 @@ def settings(job: Job, context: int) -> Settings:
             args.gradient_checkpointing,
             1,
             min(args.decoded(job.workers[0]), MOST_ROWS)
-            if args.use_vllm
+            if job.rollout_config.engine == "vllm"
             else args.planned_rows(job.workers[0]),
             prompt,
             args.response_length,
@@ -167,21 +167,31 @@ def device_of(job: Job) -> str:
     return "cuda" if job.scaling.get("use_gpu") else "cpu"
 
 
+def _rollout_device(job: Job) -> str:
+    """The type of the device of the job's rollout workers."""
+    from pipeline.runtime.placement import rollout_on_gpu
+
+    return "cuda" if rollout_on_gpu(job) else "cpu"
+
+
 Loras = Mapping[str, dict[str, Any]]  # peft's settings by input: `policy`, `reward`
 
 
-def make(job: Job, loras: Loras | None = None) -> Plan:
+def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     """The plan of a job that runs on workers. For a job that does not train, only memory is estimated.
 
     Args:
         loras: peft's settings of the adapters that the job starts from, by input (`policy`, `reward`); where one is not
             known, it is taken to be like the job's own `lora`.
+        learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
 
     Raises:
         InputError: for a model without a config, and for lengths that do not fit it.
     """
-    device = device_of(job)
+    device = device_of(job) if learns else _rollout_device(job)
     roles, learning = _roles(job)
+    if not learns:
+        roles, learning = [role for role in roles if role != "critic"], []
     starts = {"reference": "policy", "critic": "reward"}
     try:
         shape = Shape(job)
@@ -197,14 +207,18 @@ def make(job: Job, loras: Loras | None = None) -> Plan:
     trainable = sum(size[role] for role in learning)
     items = [
         Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights),
-        Item(f"adapters: {', '.join(roles)}{_critic(job)}", sum(size.values())),
+        Item(
+            f"adapters: {', '.join(roles)}{_critic(job) if learns else ''}", sum(size[role] for role in roles)
+        ),
         Item("Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces", RUNTIME[device]),
     ]
     if learning:
         items.insert(2, Item(f"gradients and Adam of {', '.join(learning)}", 3 * trainable))
         items += _update_items(job, shape, asked, device)
     if asked.rollout_rows:
-        items += _rollout_items(shape, asked, device, bool(job.trainer.get("use_vllm")))
+        items += _rollout_items(
+            shape, asked, device, job.stage == "ppo" and job.rollout_config.engine == "vllm"
+        )
     if asked.scored:
         what = f"activations of a forward without gradients: {asked.scored:,} tokens"
         items.append(Item(what, asked.scored * shape.forward(asked.bf16), "score"))
@@ -309,7 +323,7 @@ def _critic(job: Job) -> str:
 
 def _has_reference(job: Job) -> bool:
     """Whether the reference is an adapter; without one it is the base itself, which costs nothing."""
-    return STAGE[job.stage].keeps_reference and job.policy not in (None, "base")
+    return STAGE[job.stage].keeps_reference and (job.reference or job.policy) not in (None, "base")
 
 
 def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
@@ -409,6 +423,9 @@ class Cost:
     count: int
     node: Node  # the smallest that holds all workers, else the largest
     dollars: float  # of whole nodes: GPUs that no worker uses are billed, too
+    sampling: float = (
+        0.0  # the share of the time that rollout workers could take: sampling, rewards, the reference
+    )
 
     def billed(self, workers: int) -> str:
         """The nodes, and how many of their GPUs so many workers use."""
@@ -429,6 +446,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
     flops = gpu.tflops * 1e12 * UTILISATION
     forward = 2.0 * plan.parameters
     prompt, completion = min(rows.tokens, plan.tokens[0]), plan.tokens[1]
+    sampling = 0.0
     if plan.job.stage == "ppo":  # a PPOConfig
         args = plan.job.args
         episodes = args.total_updates(rows.count) * args.batch_size
@@ -436,11 +454,15 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         learn = (
             args.num_ppo_epochs * (1 + args.has_critic_adapter) * (3 if args.gradient_checkpointing else 2)
         )
-        seconds = episodes * (prompt + completion) * forward * (passes + 1 + learn) / flops
+        one = episodes * (prompt + completion) * forward / flops  # a forward of all episodes
         batches = math.ceil(episodes / args.decoded(workers))
-        launch = 0.0 if args.use_vllm else plan.layers * LAUNCH  # vLLM replays CUDA graphs
+        launch = (
+            0.0 if plan.job.rollout_config.engine == "vllm" else plan.layers * LAUNCH
+        )  # vLLM replays CUDA graphs
         step = max(plan.moved / (gpu.bandwidth * 1e9), launch)
-        seconds += batches * completion * step
+        sampling = batches * completion * step + 2 * one  # the reward's and the reference's forwards
+        seconds = sampling + one * (passes - 1 + learn)
+        sampling /= seconds
     else:
         given, facts = plan.job.trainer, STAGE[plan.job.stage]
         learn = 3 if given.get("gradient_checkpointing", True) else 2
@@ -455,4 +477,4 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
     hours = seconds / workers / 3600
     node = next((node for node in gpu.nodes if node.gpus >= workers), gpu.nodes[-1])
     count = math.ceil(workers / node.gpus)
-    return Cost(hours, count, node, hours * count * node.dollars)
+    return Cost(hours, count, node, hours * count * node.dollars, sampling)

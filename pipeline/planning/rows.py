@@ -1,15 +1,18 @@
 """How many rows a job's data has, and how long they are: estimated from a few of its chunks, without Ray."""
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config import Job
 from pipeline.config.sources import sources_of
-from pipeline.data.chunks import plan
+from pipeline.data.chunks import Chunk, plan
 from pipeline.data.files import find
 from pipeline.data.lookahead import settled
+from pipeline.data.mixture import mix
 from pipeline.data.read import options_of
-from pipeline.data.tasks import tokenise
+from pipeline.data.report import Split
+from pipeline.data.tasks import Stats, tokenise
 from pipeline.errors import InputError
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.system import storage
@@ -45,22 +48,60 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
         )
         options = options_of(job.stage, job.data, tokenizer, context, packing=False)
         options = replace(options, preprocess=settled(options.preprocess, {"train": files}, job.stage))
-        chunks = plan(files, "train", options.kind, CHUNK)
-        seen = chunks[:: max(1, -(-len(chunks) // CHUNKS))]
-        if any(chunk.size > WHOLE for chunk in seen):
+        chunks = [
+            chunk
+            for file in files
+            for chunk in plan([file], "train", options.kind_in("train", file.source), CHUNK)
+        ]
+        sources = [
+            [chunk for chunk in chunks if chunk.source == index]
+            for index in range(len(sources_of(job.data.train)))
+        ]
+        seen = [some[:: max(1, -(-len(some) * len(sources) // CHUNKS))] for some in sources]
+        if any(chunk.size > WHOLE for some in seen for chunk in some):
             return None, "data.train is one large file that cannot be cut"
         with tempfile.TemporaryDirectory() as folder:
-            stats = [tokenise(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(seen)]
+            parts = [
+                _counted([tokenise(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)])
+                for some in seen
+            ]
+        shares = [_bytes(some) / max(1, _bytes(whole)) for some, whole in zip(seen, sources, strict=True)]
+        sizes = [round(part.kept / share) if share else 0 for part, share in zip(parts, shares, strict=True)]
+        if not sum(sizes):
+            return None, "none of its first rows can be used: `validate` says why"
+        drawn = _drawn(job, sizes)
     except InputError as error:
         return None, str(error)
-    splits = [stat.split("train") for stat in stats]
-    kept, tokens = sum(split.kept for split in splits), sum(split.tokens for split in splits)
-    if not kept:
-        return None, "none of its first rows can be used: `validate` says why"
-    share = sum(chunk.size for chunk in seen) / max(1, sum(chunk.size for chunk in chunks))
-    rows = Rows(round(kept / share), tokens / kept)
-    labelled = [split.desirable for split in splits if split.desirable is not None]
-    labels = f", {sum(labelled) / kept:.0%} desirable" if labelled else ""
-    return rows, f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average{labels}" + (
-        ", estimated" if share < 1 else ""
+    means = [(part.tokens / max(1, part.kept), (part.desirable or 0) / max(1, part.kept)) for part in parts]
+    tokens, desirable = (
+        sum(count * mean[at] for count, mean in zip(drawn, means, strict=True)) / sum(drawn) for at in (0, 1)
     )
+    rows = Rows(sum(drawn), tokens)
+    labels = f", {desirable:.0%} desirable" if any(part.desirable is not None for part in parts) else ""
+    return rows, f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average{labels}" + (
+        ", estimated" if min(shares) < 1 else ""
+    )
+
+
+def _counted(stats: list[Stats]) -> Split:
+    """What the tasks of a source have counted, together."""
+    splits = [stat.split("train") for stat in stats]
+    labelled = [split.desirable for split in splits if split.desirable is not None]
+    return Split(
+        kept=sum(split.kept for split in splits),
+        tokens=sum(split.tokens for split in splits),
+        desirable=sum(labelled) if labelled else None,
+    )
+
+
+def _bytes(chunks: list[Chunk]) -> int:
+    return sum(chunk.size for chunk in chunks)
+
+
+def _drawn(job: Job, sizes: list[int]) -> Sequence[int]:
+    """The rows of each source in an epoch, of sources of these sizes."""
+    sources = sources_of(job.data.train)
+    weights = [source.weight for source in sources if source.weight is not None]
+    if not weights:
+        return sizes
+    return mix([source.path for source in sources], sizes, weights, job.data.stopping_strategy).draws

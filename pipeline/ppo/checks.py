@@ -7,9 +7,10 @@ violate one of these long before a reward curve shows them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +22,13 @@ from pipeline.ppo.batch import Episodes, all_reduce
 from pipeline.ppo.functional import kl_estimate
 
 if TYPE_CHECKING:
+    from pipeline.ppo.chunks import Chunk, Sampled
+    from pipeline.ppo.rollouts import Rollout
     from pipeline.ppo.trainer import PPOTrainer
+    from pipeline.ppo.versions import Versions
+
+
+LOOKED_AT = 4  # completions of an update that rollout workers sampled
 
 
 def tolerance(shared: SharedBase) -> float:
@@ -87,6 +94,50 @@ def sampler_agrees(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> 
         f"they differ by {rms:.2g} nats",
         rms <= 3 * tolerance(trainer.shared),  # an engine may use other kernels
     )
+
+
+def delivered_as_asked(versions: Versions, chunks: Sequence[Chunk], sampled: Sequence[Sampled]) -> Finding:
+    """Each chunk came back whole, once, and from a sampler with the parameters of the version that was asked for."""
+    name = "rollout workers deliver what they are asked for"
+    for chunk, one in zip(chunks, sampled, strict=True):
+        if one.key != chunk.key or len(one.completions) != len(chunk.episodes):
+            found = (
+                f"chunk {chunk.key} (update, rank, number) came back as chunk {one.key} with {len(one.completions)} completions; "
+                f"{len(chunk.episodes)} were asked for: one was lost, or came twice"
+            )
+            return Finding(name, found, False)
+        if (one.version, one.digest) != (chunk.version, versions.digests[chunk.version]):
+            found = (
+                f"chunk {chunk.key} is of version {one.version} with the parameters {one.digest}; asked for version "
+                f"{chunk.version} with {versions.digests[chunk.version]}"
+            )
+            return Finding(name, found, False)
+    return Finding(name, f"{len(chunks)} chunks", True)
+
+
+def sampled_by_its_version(trainer: PPOTrainer, rollout: Rollout) -> Finding:
+    """The log-probs of some of a chunk's completions are those of its version, by the trainer's forward.
+
+    An engine may hold the right parameters, and sample from what it cached of others.
+    """
+    name, versions = "rollout workers sample from the version that they are asked to", trainer.versions
+    assert versions
+    drawn = np.random.default_rng([trainer.args.seed, trainer.update])
+    number = int(drawn.integers(len(rollout.chunks)))
+    chunk = rollout.chunks[number]
+    episodes = trainer.sampler.episodes(chunk, rollout.sampled[number])
+    part = episodes.take(drawn.permutation(len(episodes))[:LOOKED_AT].tolist())
+    with versions.use(chunk.version), torch.no_grad():
+        logprobs, _ = trainer.logprobs("policy", part)
+    apart = float((logprobs - part.sampler_logprobs)[part.mask].square().mean().sqrt())
+    found = f"log-probs of version {chunk.version} differ by {apart:.2g} nats"
+    if not apart <= 3 * tolerance(trainer.shared):
+        found += (
+            f" on completions of chunk {chunk.key}: they were sampled from other parameters than their worker holds (a cache of "
+            "another version), or from other prompts"
+        )
+        return Finding(name, found, False)
+    return Finding(name, found, True)
 
 
 def ends_inside(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:

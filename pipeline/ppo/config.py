@@ -7,11 +7,11 @@ elsewhere. An *episode* is one completion of one prompt; an *update* is one roll
 from __future__ import annotations
 
 import math
-import types
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal
 
-from pipeline.intervals import outside, table
+from pipeline.intervals import table
+from pipeline.ppo.settings import Settings
 
 # Allowed values of each number; `seed` is what numpy takes. Upper bounds are far above any sensible value, and below
 # what overflows.
@@ -24,8 +24,9 @@ RANGES = table(
         "(0, 1000000000]": "micro_batch_tokens logging_steps ref_model_sync_steps",
         "[0, 1000000000]": "critic_warmup_steps warmup_steps save_steps eval_steps",
         "(0, 1000000000000]": "total_episodes",
-        "(0, 1000000]": """num_train_epochs num_ppo_epochs cliprange cliprange_high cliprange_value early_stop_kl reward_clip
-            vllm_importance_sampling_clip_max""",
+        "(0, 31536000]": "reward_timeout_s",
+        "whole [1, 1024]": "reward_threads",
+        "(0, 1000000]": "num_train_epochs num_ppo_epochs cliprange cliprange_high cliprange_value early_stop_kl reward_clip",
         "[0.000001, 1000000]": "kl_target",
         "[1, 1000000000000]": "kl_horizon",
         "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty",
@@ -36,30 +37,15 @@ RANGES = table(
         "[1e-30, 1]": "adam_epsilon",
         "[0, 1]": "gamma lam ref_model_mixup_alpha",
         "[0, 1)": "adam_beta1 adam_beta2",
-        "(0, 1)": "vllm_gpu_memory_utilization",
     }
-)
-
-# Arguments of vllm.LLM that follow from the job.
-VLLM_FIXED = set(
-    """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
-    max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load""".split()
 )
 
 # Completions decoded at once where memory decides on it: those that a plan counts, and the most of an evaluation.
 PLANNED_ROWS = 64
 
 
-class SettingError(ValueError):
-    """A setting has a value that it cannot have; the text is `key: message`."""
-
-    def __init__(self, key: str, message: str):
-        super().__init__(f"{key}: {message}")
-        self.key, self.message = key, message
-
-
 @dataclass
-class PPOConfig:
+class PPOConfig(Settings):
     """Settings of one PPO run. A wrong value raises SettingError with the key, the value and what is expected.
 
     Where a field has a symbol in the paper that introduced it, its docstring ends with it in brackets.
@@ -86,7 +72,8 @@ class PPOConfig:
     and in passes without gradients 16384 tokens on a GPU, 4096 on a CPU."""
     local_rollout_forward_batch_size: int | None = None
     """Completions that one worker decodes at once. None: all of its completions of an update, as far as their KV cache fits
-    into half of the memory that is free when the run starts; a resumed run keeps that number."""
+    into half of the memory that is free when the run starts; a resumed run keeps that number. An update is cut into chunks
+    of so many, which are sampled and scored one by one, and which rollout workers share (`rollout.num_workers`)."""
 
     # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs are those of the distribution sampled from
     response_length: int = 53
@@ -96,19 +83,15 @@ class PPOConfig:
     in sampling and in all log-probs."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in all log-probs. 0.000001 to 100."""
-    use_vllm: bool = False
-    """Sample with vLLM (the extra `vllm`): faster for large models, at the cost of a second copy of the base."""
-    vllm_gpu_memory_utilization: float | None = None
-    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1). None: what they need."""
-    vllm_kwargs: dict[str, Any] | None = None
-    """Further arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
-    vllm_importance_sampling_clip_max: float | None = 3.0
-    """vLLM's log-probs differ slightly from the trainer's: each advantage is multiplied by the token's probability ratio
-    trainer / vLLM, truncated at this value (truncated importance sampling). Above 0. None: no correction."""
 
     # ---- reward
     normalize_rewards: bool = False
     """Normalise each reward's scores with the mean and standard deviation stored with the reward model's version."""
+    reward_timeout_s: float | None = None
+    """Seconds that a Python reward may take for one row. It is then called for each row by itself, `reward_threads` rows at a
+    time, and a row that takes longer ends the run. None: called once with all rows, for as long as it takes."""
+    reward_threads: int = 8
+    """Rows that a Python reward scores at the same time, with `reward_timeout_s`. 1 for one that draws random numbers."""
     reward_clip: float | None = None
     """Clip the weighted sum of the (normalised) scores to [-reward_clip, reward_clip]. None: no clipping."""
     missing_eos_penalty: float | None = None
@@ -227,7 +210,7 @@ class PPOConfig:
 
     # ---- precision, memory
     bf16: bool = False
-    """Matrix products in bfloat16 (autocast), and on a CPU the base; adapters, heads, log-softmax, ratios and losses stay in fp32."""
+    """Matrix products in bfloat16 (autocast), on a CPU the base, too; adapters, heads, log-softmax, ratios, losses stay fp32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a quarter slower, far less memory."""
 
@@ -245,19 +228,8 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for key, allowed in RANGES.items():
-            value = getattr(self, key)
-            expected = None if value is None else outside(value, allowed)
-            self._require(key, expected is None, expected or "")
+        self._check_ranges(RANGES)
         self._check_combinations()
-
-    def _check_types(self) -> None:
-        for key, hint in get_type_hints(PPOConfig).items():
-            value = getattr(self, key)
-            if not _fits(value, hint):
-                raise SettingError(key, f"found {value!r}, expected {_spell(hint)}")
-            if float in _options(hint) and type(value) is int:
-                setattr(self, key, float(value))
 
     def _check_combinations(self) -> None:
         estimator = self.advantage_estimator
@@ -306,8 +278,6 @@ class PPOConfig:
             len(chosen) <= 1,
             f"only one of {', '.join(truncated)}: found {chosen}",
         )
-        overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
-        self._require("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}")
         for key in ("vf_coef", "critic_learning_rate"):
             self._require(
                 key,
@@ -320,10 +290,6 @@ class PPOConfig:
                 not getattr(self, key) or self.uses_critic,
                 "off without a critic (advantage_estimator: gae)",
             )
-
-    def _require(self, key: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise SettingError(key, f"found {getattr(self, key)!r}, expected {expected}")
 
     @property
     def whitens_advantages(self) -> bool:
@@ -355,7 +321,6 @@ class PPOConfig:
             and not self.uses_critic
             and (self.kl_in == "loss" or self.kl_coef == 0)
             and not self.mask_truncated_completions
-            and not (self.use_vllm and self.vllm_importance_sampling_clip_max)
         )
 
     def total_updates(self, n_prompts: int) -> int:
@@ -380,44 +345,3 @@ class PPOConfig:
     def logs(self, update: int, total: int) -> bool:
         """Whether the metrics of this update, counted from 1, are logged; those with an evaluation always are."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union type, or the type itself."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the annotated type; an int that a float holds counts as a float, a bool as no number."""
-    for option in _options(hint):
-        if get_origin(option) is Literal:
-            if value in get_args(option) and isinstance(value, str):
-                return True
-        elif option is float:
-            if (type(value) is int and abs(value) < 1 << 63) or (
-                type(value) is float and math.isfinite(value)
-            ):
-                return True
-        elif type(value) is (get_origin(option) or option):
-            return True
-    return False
-
-
-def _spell(hint: Any) -> str:
-    """An annotated type in the words of an error message."""
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        dict: "a mapping",
-        type(None): "null",
-    }
-    words = []
-    for option in _options(hint):
-        words += (
-            [repr(v) for v in get_args(option)]
-            if get_origin(option) is Literal
-            else [names[get_origin(option) or option]]
-        )
-    return ", ".join(words[:-1]) + f" or {words[-1]}" if len(words) > 1 else words[0]

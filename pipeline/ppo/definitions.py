@@ -21,6 +21,7 @@ from pipeline.findings import Finding
 from pipeline.ppo.batch import Episodes
 
 if TYPE_CHECKING:
+    from pipeline.ppo.rollout_config import RolloutConfig
     from pipeline.ppo.trainer import PPOTrainer
 
 Numbers = np.ndarray  # one for each action of a row
@@ -80,9 +81,9 @@ def _compared(
     expected = _advantages(args, rows, paid)
     if args.whitens_advantages:
         expected = _whitened(expected, [row.learns for row in rows])
-    if args.use_vllm and (limit := args.vllm_importance_sampling_clip_max):
-        ratios = [np.exp(np.minimum(row.old - row.sampler, 50.0)) for row in rows]
-        expected = [values * np.minimum(ratio, limit) for values, ratio in zip(expected, ratios, strict=True)]
+    if trainer.rollout_config.corrects:
+        ratios = [_ratios(trainer.rollout_config, row) for row in rows]
+        expected = [values * ratio for values, ratio in zip(expected, ratios, strict=True)]
     wrong_rewards = sum(not _close(row.rewards, plain) for row, plain in zip(rows, paid, strict=True))
     learning = [(row, plain) for row, plain in zip(rows, expected, strict=True) if row.learns]
     wrong = sum(not _close(row.advantages, plain) for row, plain in learning)
@@ -132,6 +133,18 @@ def _token_rewards(args: Any, kl_coef: float, row: Row) -> Numbers:
     if len(rewards) and (row.ended or not args.bootstrap_truncated):
         rewards[-1] += row.score
     return rewards
+
+
+def _ratios(config: RolloutConfig, row: Row) -> Numbers:
+    """trainer / sampler, as far as the job's correction lets it count."""
+    difference, cap = (row.old - row.sampler).astype(np.float64), config.correction_cap
+    if config.corrects != "token" and len(difference):
+        whole = difference.sum() if config.corrects == "sequence" else difference.mean()
+        difference = np.full_like(difference, whole)
+    ratios = np.exp(np.minimum(difference, 50.0))
+    if config.correction_mode == "mask":
+        return np.where((ratios <= cap) & (ratios >= 1 / cap), ratios, 0.0)
+    return np.minimum(ratios, cap)
 
 
 def _advantages(args: Any, rows: list[Row], rewards: list[Numbers]) -> list[Numbers]:

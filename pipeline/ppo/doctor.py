@@ -33,11 +33,13 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
         folders: role -> the adapter folder that it must equal.
     """
     with trainer.phases("rollout"):
-        episodes, samples, greedy = trainer.rollout()
+        rollout = trainer.rollout()
+    episodes = rollout.episodes
     with trainer.phases("score"):
-        trainer.score(episodes, samples)
-        greedy_scores = trainer.greedy_scores(greedy)
+        trainer.score(rollout)
+        greedy_scores = trainer.greedy_scores(rollout)
     with trainer.phases("values"):
+        trainer.reference_logprobs(rollout)
         trainer.logprobs_and_values(episodes)
     rewards = trainer.rewards_and_advantages(episodes, greedy_scores)
     findings = check_rollout(trainer, episodes, rewards)
@@ -129,7 +131,7 @@ def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     prompt = row.input_ids[0, : int(row.starts[0])].tolist()
     trainer.engine.sync()
     completions = trainer.engine.generate([prompt] * 4, range(4), trainer.sampling)
-    sampled = collate([prompt] * 4, completions, range(4), trainer.pad, shared.device)
+    sampled = collate([prompt] * 4, completions, range(4), trainer.sampler.pad, shared.device)
     now, _ = trainer.logprobs("policy", sampled)
     apart = float((now - sampled.sampler_logprobs)[sampled.mask].square().mean().sqrt())
     for parameter, start in zip(parameters, before, strict=True):

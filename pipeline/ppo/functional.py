@@ -13,7 +13,8 @@ Conventions, the same everywhere:
 Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347), 2015 (GAE, 1506.02438); "The N implementation details of RLHF
 with PPO" (Huang et al. 2024); Ziegler et al. 2019 (adaptive KL, 1909.08593); Schulman, "Approximating KL divergence"
 (k1, k2, k3); Ye et al. 2020 (dual clip, 1912.09729); Shao et al. 2024 (GRPO, 2402.03300); Yu et al. 2025 (DAPO,
-2503.14476); Liu et al. 2025 (Dr. GRPO, 2503.20783); Zheng et al. 2025 (GSPO, 2507.18071).
+2503.14476); Liu et al. 2025 (Dr. GRPO, 2503.20783); Zheng et al. 2025 (GSPO, 2507.18071); Hilton et al. 2021 (decoupled
+PPO, 2110.00641).
 """
 
 from __future__ import annotations
@@ -216,15 +217,38 @@ def policy_loss(
     return (loss.sum() / denominator if weights is None else (loss * weights).sum()), stats
 
 
-def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, limit: float) -> Tensor:
-    """(batch, time) probability ratio trainer / sampler of each action, truncated at `limit`; 0 off the mask.
+def off_policy_weights(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    level: Literal["token", "sequence", "geometric"] = "token",
+    mode: Literal["truncate", "mask"] = "truncate",
+    cap: float = 3.0,
+) -> Tensor:
+    """(batch, time) probability ratio trainer / sampler of each action, bounded by `cap`; 0 off the mask.
 
-    Corrects for a sampler of other kernels or precision by truncated importance sampling (Ionides 2008), per action. As
-    a weight w >= 0 of the clipped surrogate equals the surrogate of w * A, the weights multiply advantages.
+    Corrects for a sampler of other weights, kernels or precision: for the old policy of an update that it was not sampled from
+    (decoupled PPO, Hilton et al. 2021, arXiv 2110.00641; truncated importance sampling, Ionides 2008). As a weight w >= 0 of
+    the clipped surrogate equals the surrogate of w * A, the weights multiply advantages.
+
+    Args:
+        logprobs, sampler_logprobs: (batch, time), in nats, of the trainer's policy and of the one that sampled.
+        level: token: of each action by itself. sequence: the product over a completion's actions, for all of them. geometric:
+            its root by their number.
+        mode: truncate: ratios above `cap` are `cap`. mask: ratios outside [1 / cap, cap] are 0.
+        cap: above 1.
     """
     mask = mask.bool()
     log_ratio = logprobs.float().where(mask, 0.0) - sampler_logprobs.float().where(mask, 0.0)
-    return log_ratio.clamp(max=math.log(limit)).exp().where(mask, 0.0)
+    if level != "token":
+        total = log_ratio.sum(-1, keepdim=True)
+        if level == "geometric":
+            total = total / mask.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio = total.expand_as(log_ratio)
+    weights = log_ratio.clamp(max=math.log(cap)).exp()
+    if mode == "mask":
+        weights = weights.where(log_ratio.abs() <= math.log(cap), 0.0)
+    return weights.where(mask, 0.0)
 
 
 def value_loss(

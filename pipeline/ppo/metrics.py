@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ppo.batch import Episodes, all_reduce
+from pipeline.ppo.batch import Episodes, all_reduce, world
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.functional import kl_estimate
+from pipeline.ppo.functional import kl_estimate, off_policy_weights
+from pipeline.ppo.rollout_config import RolloutConfig
 
 
 @torch.no_grad()
@@ -53,3 +55,35 @@ def episode_metrics(
         unexplained = error_squares - error_sum * error_sum / actions
         metrics["val/explained_variance"] = 1 - unexplained / variance if variance > 0 else 0.0
     return metrics
+
+
+@torch.no_grad()
+def off_policy_metrics(episodes: Episodes, weights: Tensor, config: RolloutConfig) -> dict[str, float]:
+    """How far the sampler was from the trainer's policy, and what the correction made of it.
+
+    `rollout/ratio_mean` and `_max` are of the weights, per action; `rollout/ratio_cut` the share of actions whose weight is not
+    their ratio; `rollout/effective_samples` the effective sample size as a share of the actions, (sum w)^2 / (n sum w^2)
+    (Kong 1992); `rollout/sampler_kl` the mean of sampler's - trainer's log-prob, nats per action.
+
+    Args:
+        weights: (B, R), as `functional.off_policy_weights` returns them.
+    """
+    mask = episodes.mask
+    plain = off_policy_weights(
+        episodes.old_logprobs, episodes.sampler_logprobs, mask, config.corrects or "token", "truncate", 1e6
+    )
+    w = weights.where(mask, 0.0).double()
+    drift = (episodes.sampler_logprobs - episodes.old_logprobs).where(mask, 0.0).double()
+    sums = [mask.sum().double(), w.sum(), (w**2).sum(), (plain != weights).sum().double(), drift.sum()]
+    count, total, squares, cut, apart = all_reduce(torch.stack(sums)).tolist()
+    largest = w.max()
+    if world()[1] > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    count = max(count, 1)
+    return {
+        "rollout/ratio_mean": total / count,
+        "rollout/ratio_max": float(largest),
+        "rollout/ratio_cut": cut / count,
+        "rollout/effective_samples": total**2 / (count * squares) if squares else 0.0,
+        "rollout/sampler_kl": apart / count,
+    }

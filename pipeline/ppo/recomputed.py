@@ -153,7 +153,7 @@ def logprobs_of_the_model(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     name = "log-probs are those of the model's own forward"
     row = int(episodes.counts.argmin())  # padded the most
     differences = {}
-    for role, ours in (("policy", episodes.old_logprobs), (trainer.reference, episodes.ref_logprobs)):
+    for role, ours in (("policy", episodes.old_logprobs), (trainer.sampler.reference, episodes.ref_logprobs)):
         plain = plain_logprobs(trainer, role, episodes, row).of_actions()
         difference = (ours[row, : len(plain)] - plain).square().mean().sqrt() if len(plain) else 0.0
         differences[role or "base"] = float(difference)

@@ -7,20 +7,27 @@ held-out completions, stored with the reward model's version). The score of a co
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import inspect
 import math
 import numbers
 import os
+import random
 import sysconfig
+import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.errors import Failure, in_brief, is_out_of_memory
@@ -230,28 +237,54 @@ class ModelReward(Reward):
         return [*ids, eos] if samples.ended[i] and eos is not None and ids[-1] != eos else ids
 
 
+def generator_states() -> bytes:
+    """Digest of the global generators' states: it changes when a number is drawn."""
+    numpy: Any = np.random.get_state()
+    states = (random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes())
+    return hashlib.blake2b(repr(states).encode()).digest()
+
+
+ROW = "_row"  # attribute of an exception: the sample that it is about
+
+
 class FunctionReward(Reward):
     """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, as in TRL.
 
     It is called by keyword with those of `prompts`, `completions`, `completion_ids` and the data's further columns, each a
     list, that its signature names, or with all of them if it takes **kwargs. If it raises, the run stops with a Failure
     that shows the sample and the function's own stack frames.
+
+    Args:
+        timeout_s: seconds for one row; the function is then called for each row by itself, `threads` rows at a time, and a row
+            that takes longer stops the run with a Failure that names it. None: one call with all rows, as long as it takes.
     """
 
-    def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        timeout_s: float | None = None,
+        threads: int = 8,
+        **settings: Any,
+    ) -> None:
         super().__init__(**{"name": getattr(function, "__name__", type(function).__name__), **settings})
-        self.function = function
+        self.function, self.timeout_s, self.threads = function, timeout_s, threads
 
     def score(self, samples: Samples) -> list[float]:
         try:
+            if self.timeout_s is not None:
+                return self._row_by_row(samples, self.timeout_s)
             return self._call(samples, range(len(samples)))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Failure):
             raise
         except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
             if is_out_of_memory(error):
                 raise
-            is_exception = isinstance(error, Exception)
-            hint = f" for {self._culprit(samples)}" if is_exception else "; expected a list of numbers"
+            if not isinstance(error, Exception):
+                hint = "; expected a list of numbers"
+            elif hasattr(error, ROW):
+                hint = f" for {samples.show(getattr(error, ROW))}"
+            else:
+                hint = f" for {self._culprit(samples)}"
             raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
 
     def __str__(self) -> str:
@@ -271,6 +304,62 @@ class FunctionReward(Reward):
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(asyncio.run, _wait(result)).result()
         return result
+
+    def _row_by_row(self, samples: Samples, limit: float) -> list[float]:
+        """The function's score of each sample, in their order, whichever is done first."""
+        rows: SimpleQueue[int] = SimpleQueue()
+        for i in range(len(samples)):
+            rows.put(i)
+        scores: list[Future[float]] = [Future() for _ in range(len(samples))]
+        begun: dict[int, float] = {}
+        samples.prompts, samples.completions  # noqa: B018 - decoded once, not in each thread
+        drawn = generator_states()
+
+        def work() -> None:
+            while not rows.empty():
+                with contextlib.suppress(Empty):
+                    i = rows.get_nowait()
+                    begun[i] = time.monotonic()
+                    try:
+                        scores[i].set_result(self._one(samples, i))
+                    except BaseException as error:
+                        setattr(error, ROW, i)
+                        scores[i].set_exception(error)
+
+        # Not of a pool, which is waited for when the process ends: a row that hangs is left behind.
+        for _ in range(min(self.threads, len(samples))):
+            Thread(target=work, daemon=True, name=f"reward {self.name}").start()
+        waiting = set(scores)
+        while waiting:
+            done, waiting = wait(waiting, timeout=min(0.1, limit), return_when=FIRST_COMPLETED)
+            now = time.monotonic()
+            late = [i for i in sorted(begun) if now - begun[i] > limit and not scores[i].done()]
+            raised = [error for score in done if (error := score.exception())]
+            while (late or raised) and not rows.empty():  # nobody begins another one
+                with contextlib.suppress(Empty):
+                    rows.get_nowait()
+            if late:
+                raise Failure(
+                    f"reward {self} took more than {limit:g} s (trainer.reward_timeout_s) for {samples.show(late[0])}"
+                )
+            if raised:
+                raise min(raised, key=lambda error: getattr(error, ROW))
+        if self.threads > 1 and generator_states() != drawn:
+            raise Failure(
+                f"reward {self} draws random numbers, and several rows at a time get them in any order; type "
+                "trainer.reward_threads=1"
+            )
+        return [score.result() for score in scores]
+
+    def _one(self, samples: Samples, i: int) -> float:
+        score: Any = self._call(samples, [i])
+        listed = score.tolist() if hasattr(score, "tolist") else score
+        if not isinstance(listed, (list, tuple)) or len(listed) != 1:
+            raise Failure(
+                f"reward {self} returned {_brief(score, 100)} for one row, expected a list of one number; with "
+                "trainer.reward_timeout_s it is called for each row by itself"
+            )
+        return listed[0]
 
     def _culprit(self, samples: Samples) -> str:
         """The first sample on which alone the function raises, in words."""
@@ -301,15 +390,23 @@ def _frames(error: BaseException, limit: int = 10) -> str:
 def weighted(
     rewards: Sequence[Reward], samples: Samples, normalize: bool
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """The weighted sum of the rewards' (normalised) scores of each sample, and each reward's raw scores by name.
+    """The weighted sum of the rewards' (normalised) scores of each sample, and each reward's raw scores by name."""
+    raw = raw_scores(rewards, samples)
+    return combined(rewards, raw, normalize), raw
 
-    Raises ValueError if two rewards have the same name.
-    """
+
+def raw_scores(rewards: Sequence[Reward], samples: Samples) -> dict[str, list[float]]:
+    """Each reward's own scores of the samples, by its name. Raises ValueError if two rewards have the same name."""
     raw = {reward.name: reward.checked(samples) for reward in rewards}
     if len(raw) < len(rewards):
         raise ValueError(f"two rewards have the same name: {[reward.name for reward in rewards]}")
-    total = [0.0] * len(samples)
+    return raw
+
+
+def combined(rewards: Sequence[Reward], raw: Mapping[str, Sequence[float]], normalize: bool) -> list[float]:
+    """The weighted sum of scores as `raw_scores` returns them, normalised if asked for."""
+    total = [0.0] * len(raw[rewards[0].name])
     for reward in rewards:
         for i, score in enumerate(raw[reward.name]):
             total[i] += reward.weight * ((score - reward.mean) / reward.std if normalize else score)
-    return total, raw
+    return total

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from pipeline.ppo.batch import world
-from pipeline.ppo.rollout import TransformersEngine
 
 if TYPE_CHECKING:
     from pipeline.ppo.trainer import PPOTrainer
@@ -42,8 +41,10 @@ def save_state(trainer: PPOTrainer, folder: str | Path) -> None:
         "skipped_steps": trainer.skipped_steps,
         "scheduler": trainer.scheduler.state_dict(),
         "history": trainer.history,
-        "decoding": {"workers": workers, "rows": getattr(trainer.engine, "rows", None)},
+        "decoding": {"workers": workers, "rows": trainer.rows},
     }
+    if trainer.versions:
+        trainer.versions.save(folder, trainer.update)
     (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -67,8 +68,10 @@ def restore_state(trainer: PPOTrainer, folder: str | Path) -> None:
     # How many rows are decoded at once decides the rounding: what is free now must not. Other workers have other shares.
     rows = state["decoding"]["rows"] if state["decoding"]["workers"] == workers else None
     unset = trainer.args.local_rollout_forward_batch_size is None
-    if rows and unset and isinstance(trainer.engine, TransformersEngine):
-        trainer.engine.rows = rows
+    if rows and unset:
+        trainer.rows = rows
+    if trainer.versions:
+        trainer.versions.load(folder)
     random_state = folder / f"rng_{rank}_of_{workers}.pt"
     if random_state.exists():
         set_rng_state(torch.load(random_state, weights_only=True))

@@ -12,9 +12,7 @@ all-reduce of the adapters' gradients per step. How a step is split into micro-b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +30,42 @@ from pipeline.ppo.batch import (
     Episodes,
     Totals,
     all_reduce,
-    collate,
     deal,
     minibatches,
     prompt_order,
     world,
 )
-from pipeline.ppo.checks import check_first_ratio, check_rollout, learned_alike, weights_of
+from pipeline.ppo.checks import (
+    check_first_ratio,
+    check_rollout,
+    delivered_as_asked,
+    learned_alike,
+    sampled_by_its_version,
+    weights_of,
+)
+from pipeline.ppo.chunks import Chunk, cut
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.decode_memory import GIB, decoding_rows
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.functional import (
     AdaptiveKLController,
-    importance_weights,
     kl_estimate,
     loss_weights,
+    off_policy_weights,
     policy_loss,
     token_rewards,
     value_loss,
     whiten,
 )
-from pipeline.ppo.metrics import episode_metrics
+from pipeline.ppo.metrics import episode_metrics, off_policy_metrics
 from pipeline.ppo.phases import Phases
-from pipeline.ppo.rewards import Reward, Samples, weighted
-from pipeline.ppo.rollout import Completion, Engine, Sampling, TransformersEngine
+from pipeline.ppo.rewards import Reward, combined
+from pipeline.ppo.rollout import Engine, Sampling
+from pipeline.ppo.rollout_config import RolloutConfig
+from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, assembled, rows_of
+from pipeline.ppo.sampler import Sampler
 from pipeline.ppo.state import kept_rng_state, restore_state, save_state
+from pipeline.ppo.versions import Versions
 
 # Statistics of the optimizer steps, means per action, in the order in which the objectives return them.
 POLICY_STATS = (
@@ -84,6 +93,8 @@ class PPOTrainer:
         evaluate: returns metrics of the policy on held-out prompts; called on every rank every `eval_steps` updates.
         eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
         engine: samples the completions. None: the base itself.
+        rollout: how far sampling may run ahead, and how what is off-policy is weighed. None: the defaults.
+        rollout_workers: sample and score in this trainer's place. None: it does so itself.
         on_update: called after each update with its metrics, its number (from 1) and the total number of updates; True ends
             the training there.
         draws: the indices of the prompts of an epoch, by its number; as many in each. None: every prompt once.
@@ -104,19 +115,21 @@ class PPOTrainer:
         engine: Engine | None = None,
         on_update: OnUpdate | None = None,
         draws: Callable[[int], Any] | None = None,
+        rollout: RolloutConfig | None = None,
+        rollout_workers: RolloutWorkers | None = None,
     ) -> None:
         self.shared, self.tokenizer, self.args = shared, tokenizer, args
         self.prompts, self.rewards, self.evaluate = prompts, rewards, evaluate
+        self.rollout_config = rollout or RolloutConfig()
         self.on_update, self.device = on_update, shared.device
         self.rank, self.workers = world()
         self.prompts_per_update = args.batch_size // args.num_generations
         self._check_inputs()
         self.draws, self.prompts_per_epoch = draws, len(draws(0)) if draws else len(prompts)
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
-        self.reference = "reference" if "reference" in shared.roles else None
-        self.sampling = Sampling.of(args, tokenizer, shared, eos)
-        self.pad = tokenizer.pad_token_id or 0
-        self.engine = engine or TransformersEngine(shared, "policy", self._decoding_rows(), self.pad)
+        reference = "reference" if "reference" in shared.roles else None
+        self.sampler = Sampler(shared, tokenizer, args, rewards, reference, engine, eos)
+        self.rows = self._decoding_rows(fixed=engine is not None or self.rollout_config.engine == "vllm")
         if args.bf16:
             shared.autocast = torch.bfloat16
         if self.workers > 1:  # all deal the same packs
@@ -152,6 +165,21 @@ class PPOTrainer:
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []
         self.phases = Phases(self.device)
+        staleness = self.rollout_config.staleness
+        self.versions = Versions(shared, "policy", staleness) if staleness or rollout_workers else None
+        self.rollouts = Rollouts(
+            self.sampler, self.versions, rollout_workers, self._chunks, self.total, self.rank == 0
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        """How completions are sampled."""
+        return self.sampler.sampling
+
+    @property
+    def engine(self) -> Engine:
+        """What samples in this process."""
+        return self.sampler.engine
 
     def _check_inputs(self) -> None:
         if "policy" not in self.shared.roles or (self.args.uses_critic and "critic" not in self.shared.roles):
@@ -191,17 +219,22 @@ class PPOTrainer:
         """One update, from prompts to metrics."""
         args = self.args
         with self.phases("rollout"):
-            episodes, samples, greedy = self.rollout()
+            rollout = self.rollout()
+        episodes = rollout.episodes
         with self.phases("score"):
-            raw = self.score(episodes, samples)
-            greedy_scores = self.greedy_scores(greedy)
+            raw = self.score(rollout)
+            greedy_scores = self.greedy_scores(rollout)
         with self.phases("values"):
+            self.reference_logprobs(rollout)
             self.logprobs_and_values(episodes)
+        if self.rollouts.workers:
+            require([sampled_by_its_version(self, rollout)])
         kl_coef = self.kl_coef
         rewards = self.rewards_and_advantages(episodes, greedy_scores)
         if self.update == 0:
             compared = recomputed.check(self, episodes, rewards, greedy_scores)
             require([*check_rollout(self, episodes, rewards), *compared])
+        off_policy = self.off_policy_metrics(episodes)
         weights = weights_of(self) if self.update == 0 else None
         with self.phases("update"):
             learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)
@@ -209,6 +242,7 @@ class PPOTrainer:
             require([learned_alike(self, weights, learning_metrics)])
         metrics = episode_metrics(args, episodes, rewards, raw, kl_coef) | learning_metrics
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
+        metrics |= off_policy
 
         self.scheduler.step()
         # While the critic alone learns, the KL stays 0, and the coefficient would fall for nothing.
@@ -224,7 +258,11 @@ class PPOTrainer:
             with self.phases("evaluate"), kept_rng_state():
                 metrics |= self.evaluate()
         cost = self.phases.metrics()
+        if self.rollouts.workers:
+            cost |= self.rollouts.workers.metrics()
         seconds = sum(cost.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "values", "update"))
+        if "rollout/waited" in cost:
+            cost["rollout/waiting"] = cost["rollout/waited"] / seconds
         tokens = metrics["completions/mean_length"] * args.batch_size
         speed = {
             "train_samples_per_second": args.batch_size / seconds,
@@ -234,53 +272,74 @@ class PPOTrainer:
 
     # --------------------------------------------------------------------------------- rollout and scores
 
-    def rollout(self) -> tuple[Episodes, Samples, Samples | None]:
-        """Sample `num_generations` completions to each of this worker's share of the next prompts.
-
-        Returns:
-            The episodes; the same completions as samples for the rewards; for remax, samples of one greedy completion to
-            each prompt, else None.
-        """
+    def rollout(self) -> Rollout:
+        """`num_generations` completions to each prompt of this worker's share of the next update."""
+        chunks, sampled = self.rollouts.of(self.update)
+        if self.versions and self.rollouts.workers:
+            require([delivered_as_asked(self.versions, chunks, sampled)])
         n = self.args.num_generations
-        order = prompt_order(
-            self.update * self.prompts_per_update,
-            self.prompts_per_update,
-            self.prompts_per_epoch,
-            self.args.seed,
-            self.draws,
-        )
-        mine = range(self.rank, self.prompts_per_update, self.workers)
-        rows = [self.prompts[order[i]] for i in mine]
         # Indices in the global batch. Sampling is keyed by these, not by rank.
-        indices = [i * n + g for i in mine for g in range(n)]
-        prompt_ids = [self._prompt_ids(row) for row in rows]
-        prompts = [ids for ids in prompt_ids for _ in range(n)]
-        self.engine.sync()
-        first = self.update * self.args.batch_size
-        completions = self.engine.generate(prompts, [first + index for index in indices], self.sampling)
-        samples = self._samples([row for row in rows for _ in range(n)], prompts, completions)
-        greedy = None
-        if self.args.advantage_estimator == "remax":
-            greedy_completions = self.engine.generate(prompt_ids, range(len(rows)), self._greedy())
-            greedy = self._samples(rows, prompt_ids, greedy_completions)
-        return collate(prompts, completions, indices, self.pad, self.device), samples, greedy
+        indices = [place * n + g for place in self._share() for g in range(n)]
+        return assembled(chunks, sampled, indices, self.sampler.pad, self.device)
 
-    def score(self, episodes: Episodes, samples: Samples) -> dict[str, list[float]]:
+    def _share(self) -> range:
+        """Places of this worker's prompts among those of an update."""
+        return range(self.rank, self.prompts_per_update, self.workers)
+
+    def _chunks(self, update: int) -> list[Chunk]:
+        """This worker's share of an update, in the pieces that are sampled and scored one by one."""
+        n, per_update = self.args.num_generations, self.prompts_per_update
+        order = prompt_order(
+            update * per_update, per_update, self.prompts_per_epoch, self.args.seed, self.draws
+        )
+        share = self._share()
+        rows = [self.prompts[order[place]] for place in share]
+        prompt_ids = [self._prompt_ids(row) for row in rows]
+        first = update * self.args.batch_size
+        return [
+            Chunk(
+                update=update,
+                rank=self.rank,
+                number=number,
+                version=max(0, update - self.rollout_config.staleness),
+                places=places,
+                prompt_ids=[prompt_ids[i] for i in places],
+                data=[rows[i]["row"] for i in places],
+                episodes=[first + share[i] * n + g for i in places for g in range(n)],
+                rows=self.rows,
+            )
+            for number, places in enumerate(cut([len(ids) for ids in prompt_ids], self.rows, n))
+        ]
+
+    def score(self, rollout: Rollout) -> dict[str, list[float]]:
         """Fill `scores`, and `learn` if truncated completions are excluded. Returns each reward's raw scores by name."""
-        total, raw = weighted(self.rewards, samples, self.args.normalize_rewards)
+        episodes = rollout.episodes
+        raw = {reward.name: [0.0] * len(episodes) for reward in self.rewards}
+        for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
+            if sampled.raw is None:
+                self.sampler.score(chunk, sampled)
+            for name, scores in (sampled.raw or {}).items():
+                for row, score in zip(rows_of(chunk), scores, strict=True):
+                    raw[name][row] = score
+        total = combined(self.rewards, raw, self.args.normalize_rewards)
         scores = self._clip_and_penalise(total, episodes.ended.tolist())
         episodes.scores = torch.tensor(scores, device=self.device)
         if self.args.mask_truncated_completions:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
         return raw
 
-    def greedy_scores(self, greedy: Samples | None) -> Tensor | None:
-        """(B,) baseline of remax: the score of the greedy completion to each episode's prompt. None without `greedy`."""
-        if greedy is None:
+    def greedy_scores(self, rollout: Rollout) -> Tensor | None:
+        """(B,) baseline of remax: the score of the greedy completion to each episode's prompt, after `score`. Else None."""
+        if self.args.advantage_estimator != "remax":
             return None
-        total, _ = weighted(self.rewards, greedy, self.args.normalize_rewards)
-        baseline = torch.tensor(self._clip_and_penalise(total, greedy.ended), device=self.device)
-        return baseline.repeat_interleave(self.args.num_generations)
+        baseline = torch.zeros(len(rollout.episodes), device=self.device)
+        for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
+            assert sampled.greedy and sampled.greedy.raw
+            total = combined(self.rewards, sampled.greedy.raw, self.args.normalize_rewards)
+            ended = [completion.ended for completion in sampled.greedy.completions]
+            scores = torch.tensor(self._clip_and_penalise(total, ended), device=self.device)
+            baseline[rows_of(chunk)] = scores.repeat_interleave(chunk.generations)
+        return baseline
 
     def _clip_and_penalise(self, scores: list[float], ended: list[bool]) -> list[float]:
         """Scores clipped, and then less the penalty for truncation, which clipping would otherwise hide."""
@@ -288,19 +347,27 @@ class PPOTrainer:
         clipped = scores if limit is None else [min(max(s, -limit), limit) for s in scores]
         return [s if e else s - penalty for s, e in zip(clipped, ended, strict=True)]
 
+    def reference_logprobs(self, rollout: Rollout) -> None:
+        """Fill the reference's log-probs."""
+        for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
+            if sampled.ref_logprobs is None:
+                self.sampler.reference_logprobs(chunk, sampled)
+            assert sampled.ref_logprobs is not None
+            width = sampled.ref_logprobs.shape[1]
+            rollout.episodes.ref_logprobs[rows_of(chunk), :width] = sampled.ref_logprobs.to(self.device)
+
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:
-        """Fill old and reference log-probs, values and bootstrap, by the same code as the training forward.
+        """Fill old log-probs, values and bootstrap, by the same code as the training forward.
 
-        Without the old ones where they come out of the training forward.
+        Without the log-probs where they come out of the training forward.
         """
+        if self.old_from_training:
+            return
         tokens = self.args.micro_batch_tokens or FORWARD_TOKENS[self.device.type]
         for rows in forward.cut(self.shared, episodes, range(len(episodes)), tokens=tokens):
             part = episodes.take(rows)
             width = part.mask.shape[1]
-            episodes.ref_logprobs[rows, :width] = self.logprobs(self.reference, part)[0]
-            if self.old_from_training:
-                continue
             states = self.states("policy", part)
             # Not the sampler's, which differ from the training forward by rounding: the first ratio must be 1.
             episodes.old_logprobs[rows, :width] = self.logprobs("policy", part, states=states)[0]
@@ -314,7 +381,7 @@ class PPOTrainer:
     @property
     def old_from_training(self) -> bool:
         """Whether this update's old log-probs come out of its training forward. The first update's do not: it is checked."""
-        return self.args.learns_in_one_forward and self.update > 0
+        return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
     def states(self, role: str | None, part: Episodes) -> Tensor:
         """(B, R + 1, H) hidden states of a role (None: the bare base) before each action, and after the last."""
@@ -323,27 +390,8 @@ class PPOTrainer:
     def logprobs(
         self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (B, R) of the actions by a role (None: the bare base), and the entropies (B, R) if asked for.
-
-        With the temperature and the minimum length that the completions were sampled with.
-
-        Args:
-            states: of the role, as `states` returns them. None: computed here.
-        """
-        sampling = self.sampling
-        barred = sampling.eos if sampling.min_new_tokens else ()
-        states = self.states(role, part) if states is None else states
-        return self.shared.logprobs(
-            role,
-            part.input_ids,
-            part.starts,
-            part.mask,
-            sampling.temperature,
-            barred,
-            sampling.min_new_tokens,
-            entropy,
-            states,
-        )
+        """Log-probs (B, R) of the actions by a role, and their entropies; see `Sampler.logprobs`."""
+        return self.sampler.logprobs(role, part, entropy, states)
 
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
@@ -372,14 +420,29 @@ class PPOTrainer:
         episodes.advantages, episodes.returns = estimate_advantages(
             args, rewards, episodes.values, episodes.mask, bootstrap, greedy_scores, episodes.learn
         )
-        if args.use_vllm and args.vllm_importance_sampling_clip_max:
-            episodes.advantages *= importance_weights(
-                episodes.old_logprobs,
-                episodes.sampler_logprobs,
-                episodes.mask,
-                args.vllm_importance_sampling_clip_max,
-            )
+        weights = self.off_policy_weights(episodes)
+        if weights is not None:
+            episodes.advantages *= weights
         return rewards
+
+    def off_policy_weights(self, episodes: Episodes) -> Tensor | None:
+        """(B, R) weights of the advantages, where the sampler was another policy or engine than the trainer's. None: of 1."""
+        return None if self.rollout_config.corrects is None else self._ratios(episodes)
+
+    def _ratios(self, episodes: Episodes) -> Tensor:
+        """(B, R) probability ratios trainer / sampler as the job's correction takes them, or would."""
+        config = self.rollout_config
+        logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
+        return off_policy_weights(
+            *logprobs, config.corrects or "token", config.correction_mode, config.correction_cap
+        )
+
+    def off_policy_metrics(self, episodes: Episodes) -> dict[str, float]:
+        """What the weights are like, or would be; {} where sampler and trainer are the same, or old log-probs come later."""
+        config = self.rollout_config
+        if self.old_from_training or not (config.corrects or config.staleness):
+            return {}
+        return off_policy_metrics(episodes, self._ratios(episodes), config)
 
     # ----------------------------------------------------------------------------------------- learning
 
@@ -553,10 +616,6 @@ class PPOTrainer:
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _samples(self, rows: Rows, prompts: list[list[int]], completions: list[Completion]) -> Samples:
-        tokens, ended = [c.tokens for c in completions], [c.ended for c in completions]
-        return Samples(prompts, tokens, ended, [json.loads(row["row"]) for row in rows], self.tokenizer)
-
     def _prompt_ids(self, row: dict[str, Any]) -> list[int]:
         """The prompt's token ids. Raises ValueError if there are none, or no room for a completion behind them."""
         ids = [int(i) for i in row["input_ids"]]
@@ -569,10 +628,14 @@ class PPOTrainer:
             )
         return ids
 
-    def _decoding_rows(self) -> int:
-        """`local_rollout_forward_batch_size`; where it is None, what memory allows on every worker."""
+    def _decoding_rows(self, fixed: bool) -> int:
+        """`local_rollout_forward_batch_size`; where it is None, what memory allows on every worker.
+
+        Args:
+            fixed: whether the engine sees to its memory itself.
+        """
         most = self.args.decoded(self.workers)
-        if self.args.local_rollout_forward_batch_size is not None:
+        if fixed or self.args.local_rollout_forward_batch_size is not None:
             return most
         longest = max(len(ids) for ids in self._all_prompt_ids()) + self.args.response_length
         rows, room = decoding_rows(self.shared, most, longest)
@@ -594,9 +657,6 @@ class PPOTrainer:
         if hasattr(prompts, "column_names"):
             return prompts["input_ids"]
         return (row["input_ids"] for row in prompts)
-
-    def _greedy(self) -> Sampling:
-        return replace(self.sampling, temperature=0.0)
 
     def _packs(self, episodes: Episodes, rows: list[int]) -> list[list[int]]:
         """A minibatch in packs of completions, to be dealt to the workers: none so large that the others wait for one."""

@@ -1,15 +1,17 @@
-"""Rollouts by vLLM, beside the trainer on the same device: `trainer.use_vllm`. Needs the extra `vllm`.
+"""Completions by vLLM, beside the base on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
 
-It holds a second copy of the base, and pays where decoding is most of an update: large models, long completions. Only
-the policy's adapter is sent to it, before each rollout.
+It holds a second copy of the base, and pays where decoding is most of the time: large models, long completions. Only
+adapters are sent to it; in ppo that of the policy, before each rollout.
 
 vLLM uses other kernels than the trainer, so its log-probs differ slightly. Old log-probs are the trainer's all the same
-(the first ratio stays 1), and functional.importance_weights corrects for the difference. A completion is a function of
+(the first ratio stays 1), and functional.off_policy_weights corrects for the difference. A completion is a function of
 seed, episode, prompt and policy here too, up to rounding: vLLM's sums depend on the batch that a row is in.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -34,7 +36,7 @@ class VllmEngine:
         model: folder or hub id of the base, for vLLM to load.
         folder: adapters are handed over in it; removed on `close`.
         longest: tokens of the longest prompt and its completion together.
-        role: the role that samples.
+        roles: those that it may sample from, the first one until `of` names another; None: the bare base.
         options: further arguments of vllm.LLM: revision, dtype, quantization, gpu_memory_utilization, ...
 
     Raises:
@@ -47,28 +49,32 @@ class VllmEngine:
         model: str,
         folder: str | Path,
         longest: int,
-        role: str = "policy",
+        roles: Sequence[str | None] = ("policy",),
         **options: Any,
     ) -> None:
-        config = shared.configs[role]
-        if config.use_dora:
+        configs = [shared.configs[role] for role in roles if role]
+        if any(config.use_dora for config in configs):
             raise ValueError(
-                "trainer.use_vllm: vLLM cannot run a DoRA adapter; train one with lora.use_dora=false"
+                "rollout.engine: vLLM cannot run a DoRA adapter; train one with lora.use_dora=false"
             )
-        self.shared, self.role = shared, role
-        self.folder, self.synced = Path(folder), 0
+        self.shared, self.role = shared, roles[0]
+        self.folder, self.synced, self.numbers = Path(folder), 0, itertools.count(1)
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
 
         if shared.device.type == "cuda":
             torch.cuda.empty_cache()  # what loading the base has left: vLLM counts it as taken
-        with own_device(shared.device):
+        with own_device(shared.device, options.get("tensor_parallel_size", 1)):
             self.llm = LLM(
                 model,
-                enable_lora=True,
+                enable_lora=bool(configs),
                 max_loras=1,
-                max_lora_rank=accepted_rank(max(config.r, *config.rank_pattern.values(), 1)),
+                max_lora_rank=accepted_rank(
+                    max(rank for config in configs for rank in (config.r, *config.rank_pattern.values()))
+                    if configs
+                    else 1
+                ),
                 max_model_len=longest,
                 max_logprobs=1,
                 logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
@@ -78,11 +84,21 @@ class VllmEngine:
                 **options,
             )
 
+    def of(self, role: str | None) -> VllmEngine:
+        """An engine that decodes in the same process, from another of its roles as that is now."""
+        other = copy.copy(self)
+        other.role, other.synced = role, 0
+        other.sync()
+        return other
+
     def sync(self) -> None:
         """Hand the adapter over under a new number: vLLM caches keys and values of prompts by that number."""
-        self.synced += 1
+        if self.role is None:
+            return
+        before, self.synced = self.synced, next(self.numbers)
         self.shared.save(self.role, self.folder / str(self.synced))
-        shutil.rmtree(self.folder / str(self.synced - 1), ignore_errors=True)
+        if before:
+            shutil.rmtree(self.folder / str(before), ignore_errors=True)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], episodes: Sequence[int], sampling: Sampling
@@ -90,7 +106,8 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
-        adapter = LoRARequest(str(self.synced), self.synced, str(self.folder / str(self.synced)))
+        name = str(self.synced)
+        adapter = LoRARequest(name, self.synced, str(self.folder / name)) if self.role else None
         params = [
             SamplingParams(
                 temperature=sampling.temperature,
@@ -138,21 +155,24 @@ def accepted_rank(rank: int) -> int:
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
     if not ranks:
-        raise ValueError(
-            f"trainer.use_vllm: lora.r is {rank}; vLLM takes up to {max(get_args(MaxLoRARanks))}"
-        )
+        raise ValueError(f"rollout.engine: lora.r is {rank}; vLLM takes up to {max(get_args(MaxLoRARanks))}")
     return ranks[0]
 
 
 @contextmanager
-def own_device(device: torch.device) -> Iterator[None]:
-    """Processes started within the block see only this worker's GPU: Ray Train shows each worker all GPUs of its node."""
+def own_device(device: torch.device, count: int = 1) -> Iterator[None]:
+    """Processes started within the block see only this worker's GPUs: Ray Train shows each worker all those of its node.
+
+    Args:
+        count: of its GPUs, from `device` on.
+    """
     if device.type != "cuda":
         yield
         return
     key, index = "CUDA_VISIBLE_DEVICES", torch.cuda.current_device() if device.index is None else device.index
     visible = os.environ.get(key)
-    os.environ[key] = visible.split(",")[index] if visible else str(index)
+    every = visible.split(",") if visible else [str(i) for i in range(index + count)]
+    os.environ[key] = ",".join(every[index : index + count])
     try:
         yield
     finally:

@@ -9,12 +9,24 @@ first and compared file by file.
 from pipeline.registry.database import file_of_uri
 from pipeline.registry.metrics import MetricLog, MLflowRun
 from pipeline.registry.mirrors import Curves, check_mirrors
-from pipeline.registry.runs import find_run, history, log_files, mlflow_run, recorded, tag_run
+from pipeline.registry.runs import (
+    end_interrupted,
+    find_run,
+    history,
+    log_figures,
+    log_files,
+    mlflow_run,
+    recorded,
+    tag_run,
+    under,
+)
 from pipeline.registry.server import check, client, first_line, look, tracking_uri, uri_of, wait_for_server
 from pipeline.registry.versions import (
     Version,
+    aliases,
     fetch,
     other_base,
+    parameters,
     passes,
     pin,
     promote,
@@ -28,18 +40,22 @@ __all__ = [
     "MLflowRun",
     "MetricLog",
     "Version",
+    "aliases",
     "check",
     "check_mirrors",
     "client",
+    "end_interrupted",
     "fetch",
     "file_of_uri",
     "find_run",
     "first_line",
     "history",
+    "log_figures",
     "log_files",
     "look",
     "mlflow_run",
     "other_base",
+    "parameters",
     "passes",
     "pin",
     "promote",
@@ -48,6 +64,7 @@ __all__ = [
     "tag_run",
     "tags",
     "tracking_uri",
+    "under",
     "uri_of",
     "version",
     "wait_for_server",

@@ -3,6 +3,7 @@
 from typing import Any
 
 from pipeline.config.stages import STAGE
+from pipeline.data.versions import counted, most_frequent
 
 DIGEST = 19  # characters that are shown of `sha256:...` or `commit:...`, and that tell digests apart
 
@@ -17,7 +18,7 @@ def describe(
         run: (experiment id, id, name) of the MLflow run.
     """
     experiment, run_id, name = run
-    base = lineage.get("base", {})
+    base, rows_from = lineage.get("base", {}), most_frequent(lineage.get("rows_from", {}), 8)
     figures = [figure for figure in STAGE[stage].headline if figure.after in metrics]
     lines = [
         f"- {one.label}: {_shown(metrics.get(one.before), one.unit, ' → ')}**{_shown(metrics[one.after], one.unit)}**"
@@ -30,6 +31,8 @@ def describe(
         f"on `{base.get('name_or_path', '?')}` ({base.get('digest', '?')[:DIGEST]})"
         + (", from" if lineage.get("parents") else "."),
         *(f"- {role}: {_link(source)}" for role, source in lineage.get("parents", {}).items()),
+        *(["", "Learned from the conversations of"] if rows_from else []),
+        *(f"- {_link(version)}: {counted(rows)}" for version, rows in rows_from.items()),
         "",
         *(
             f"{title}: {', '.join(f'{key} {value[:12]}' for key, value in lineage[entry].items())}  "

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from pipeline.errors import InputError
-from pipeline.models import adapter_files
+from pipeline.models import adapter_files, hub
 from pipeline.models.files import json_object
 
 FILE = "lineage.json"
@@ -30,7 +30,7 @@ def describe(
     data: dict[str, str],
     **more: Any,
 ) -> dict[str, Any]:
-    """The lineage of an adapter that a stage is about to save; `more` holds e.g. the reward's mean and std."""
+    """The lineage of an adapter that a stage is about to save; `more` holds e.g. the reward's mean and std, or rows_from."""
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
     return {
@@ -79,9 +79,11 @@ def read(folder: str, reference: str) -> dict[str, Any]:
 
 def _problem(lineage: dict[str, Any]) -> str | None:
     """The first entry that is not as `describe` writes it, in words; entries may be missing."""
-    for key in ("base", "parents", "data", "versions", "reward"):
+    for key in ("base", "parents", "data", "rows_from", "versions", "reward"):
         if not isinstance(lineage.get(key, {}), dict):
             return f"{key}: found {lineage[key]!r:.80}, expected an object"
+    if not all(type(rows) is int for rows in lineage.get("rows_from", {}).values()):
+        return f"rows_from: found {lineage['rows_from']!r:.80}, expected numbers of rows"
     for key in ("name_or_path", "digest") if "base" in lineage else ():
         if not isinstance(lineage["base"].get(key), str):
             return f"base.{key}: found {lineage['base'].get(key)!r:.80}, expected a text"
@@ -112,11 +114,37 @@ def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, referenc
     """
     trained_on = lineage.get("base")
     if trained_on and trained_on["digest"] != base["digest"]:
+        commit = trained_on["digest"].partition("commit:")[2]
+        if commit and trained_on["name_or_path"] == base["name_or_path"]:
+            raise InputError(
+                f"{reference} was trained on {base['name_or_path']} at commit {commit}, and the job's base is at another one "
+                f"({base['digest'].partition(':')[2]}); type model.revision={commit}",
+                key=key,
+            )
         raise InputError(
             f"{reference} was trained on base {trained_on['name_or_path']} ({trained_on['digest'][:19]}), but "
             f"model.name_or_path is {base['name_or_path']} ({base['digest'][:19]}). An adapter works on its own base "
             f"only: set model.name_or_path={trained_on['name_or_path']}, or train a new adapter on this base",
             key=key,
+        )
+
+
+def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
+    """Refuses an adapter without lineage.json whose settings name another base on the hub than the job's.
+
+    A folder, of the adapter's base or of the job's, says nothing: its name differs from machine to machine.
+
+    Raises:
+        InputError: with both names.
+    """
+    trained_on = str(adapter_config(folder).get("base_model_name_or_path") or "")
+    name = base["name_or_path"]
+    if not hub.is_reference(trained_on) or not base["digest"].startswith("commit:"):
+        return
+    if trained_on.lower() != name.lower():
+        raise InputError(
+            f"{reference} was trained on base {trained_on}, but model.name_or_path is {name}. An adapter works on its own base "
+            f"only: type model.name_or_path={trained_on}. If {name} holds the same weights, download it and name the folder"
         )
 
 

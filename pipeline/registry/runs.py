@@ -1,9 +1,11 @@
 """Runs in MLflow: opened before training and ended after it, with the job, its data and its tables; and read back."""
 
 import json
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,31 @@ RUN_TAG = "pipeline.run"  # of an MLflow run: the folder that it belongs to
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 
+_parent: ContextVar[str | None] = ContextVar("parent", default=None)
+
+
 @contextmanager
-def mlflow_run(job: Job, digests: dict[str, str], anew: bool = False) -> Iterator[str]:
+def under(run_id: str) -> Iterator[None]:
+    """Runs that are opened in the block are shown under that one."""
+    token = _parent.set(run_id)
+    try:
+        yield
+    finally:
+        _parent.reset(token)
+
+
+@contextmanager
+def mlflow_run(
+    job: Job, digests: dict[str, str], anew: bool = False, parent: str | None = None
+) -> Iterator[str]:
     """Opens the MLflow run of a job, yields its id, and ends it as FINISHED, FAILED, or, on Ctrl-C or SIGTERM, KILLED.
 
     A run that was interrupted is opened again by the same `run.name`, so that one job stays one run. `anew` starts a new
-    one instead; a run that a killed driver left RUNNING is then ended as KILLED.
+    one instead; a run that a killed driver left RUNNING is then ended as KILLED. `parent` is the run that MLflow shows it
+    under; None: that of `under`.
     """
+    from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+
     mlflow = client(tracking_uri(job))
     run_key = storage.absolute(job.folder)
     experiment = _experiment(mlflow, job)
@@ -38,7 +58,9 @@ def mlflow_run(job: Job, digests: dict[str, str], anew: bool = False) -> Iterato
     else:
         if unfinished and unfinished.status == "RUNNING":
             mlflow.set_terminated(unfinished.run_id, "KILLED")
-        run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=_tags(job)).info.run_id
+        parent = parent or _parent.get()
+        tags = _tags(job) | ({MLFLOW_PARENT_RUN_ID: parent} if parent else {})
+        run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
         _log_inputs(mlflow, run_id, job, digests)
     try:
         yield run_id
@@ -52,6 +74,14 @@ def mlflow_run(job: Job, digests: dict[str, str], anew: bool = False) -> Iterato
         raise
     wait_for_server(job)
     mlflow.set_terminated(run_id, "FINISHED")
+
+
+def end_interrupted(job: Job) -> None:
+    """Ends the run of a job as KILLED if MLflow has it as RUNNING: of a driver that was ended with its process."""
+    mlflow = client(tracking_uri(job))
+    newest = _newest(mlflow, [_experiment(mlflow, job)], storage.absolute(job.folder))
+    if newest and newest.info.status == "RUNNING":
+        mlflow.set_terminated(newest.info.run_id, "KILLED")
 
 
 def _tags(job: Job) -> dict[str, str]:
@@ -103,7 +133,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
     for context, digest in digests.items():
         if context == "transform":
             continue  # of code, not of rows; the lineage has it
-        paths = [one.path for one in sources_of(getattr(job.data, context, None) or job.data.train)]
+        paths = [one.location for one in sources_of(getattr(job.data, context, None) or job.data.train)]
         # a local path can be a "local" source in two ways, which are the same
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -139,6 +169,17 @@ def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
         points = sorted(mlflow.get_metric_history(run_id, name), key=lambda p: (p.step, p.timestamp))
         curves[name] = sorted({point.step: point.value for point in points}.items())
     return curves
+
+
+def log_figures(uri: str, run_id: str, figures: Mapping[str, Any], step: int) -> None:
+    """Logs the numbers among `figures` as metrics of a run."""
+    from mlflow.entities import Metric
+
+    now = int(time.time() * 1000)
+    numbers = {key: value for key, value in figures.items() if type(value) in (int, float)}
+    client(uri).log_batch(
+        run_id, metrics=[Metric(key, float(value), now, step) for key, value in numbers.items()]
+    )
 
 
 def tag_run(uri: str, run_id: str, key: str, value: str) -> None:

@@ -1,4 +1,4 @@
-"""Versions: the gate, registering with a load back, aliases, lineage as tags and description, and from a reference to a folder."""
+"""Versions: the gate, registering with a load back, aliases, lineage as tags and description; from a reference to a folder."""
 
 import hashlib
 import json
@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 
 from pipeline.config import OPERATORS, Job, make, parse_gate
 from pipeline.config.stages import TRAINED
+from pipeline.data.versions import most_frequent
 from pipeline.errors import InputError
+from pipeline.models import hub
 from pipeline.registry.description import DIGEST, describe
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.server import client, first_line, like, metric_key, tracking_uri, wait_for_server
@@ -181,13 +183,18 @@ def _tags(lineage: dict[str, Any]) -> dict[str, str]:
     tags |= {f"reward_{key}": f"{value:.6g}" for key, value in reward.items()}
     tags |= {key: tags[key][:DIGEST] for key in ("tokenizer", "chat_template", "base_digest") if key in tags}
     data = {name: digest[:12] for name, digest in lineage.get("data", {}).items()}
-    return tags | {"parents": json.dumps(lineage.get("parents", {})), "data": json.dumps(data)}
+    rows_from = most_frequent(lineage.get("rows_from", {}), 20)
+    return tags | {
+        "parents": json.dumps(lineage.get("parents", {})),
+        "data": json.dumps(data),
+        **({"rows_from": json.dumps(rows_from)} if rows_from else {}),
+    }
 
 
 def pin(reference: str, uri: str, job_file: str = "") -> str:
     """`models:/name@alias` -> `models:/name/VERSION`, so that a run's inputs do not change under it.
 
-    Folders and hub ids are returned as they are.
+    A hub id becomes `hf://org/name@COMMIT`. Folders are returned as they are.
 
     Args:
         job_file: that names it, for what an error advises to type.
@@ -195,6 +202,8 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
     Raises:
         InputError: when the model, alias or version does not exist, with the ones that do.
     """
+    if hub.is_reference(reference):
+        return hub.pin(reference)
     if not reference.startswith("models:/"):
         return reference
     from mlflow.exceptions import MlflowException
@@ -211,12 +220,32 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
         raise InputError(_not_found(mlflow, reference, name, uri, job_file)) from error
 
 
+def aliases(name: str, uri: str) -> dict[str, str]:
+    """{alias: models:/name/VERSION} of a registered model. Raises MLflow's errors."""
+    found = client(uri).get_registered_model(name).aliases
+    return {alias: f"models:/{name}/{version}" for alias, version in found.items()}
+
+
 def tags(reference: str, uri: str) -> dict[str, str]:
     """The tags of a pinned version (`models:/name/3`): lineage and evaluation figures; {} for a folder."""
     if not reference.startswith("models:/"):
         return {}
     name, version = reference.removeprefix("models:/").split("/")
     return dict(client(uri).get_model_version(name, version).tags)
+
+
+def parameters(reference: str, uri: str) -> dict[str, str]:
+    """{section.key: value} of the job that registered a pinned version; {} for a folder, and where MLflow lost the run."""
+    from mlflow.exceptions import MlflowException
+
+    if not reference.startswith("models:/"):
+        return {}
+    name, version = reference.removeprefix("models:/").split("/")
+    mlflow = client(uri)
+    try:
+        return dict(mlflow.get_run(mlflow.get_model_version(name, version).run_id).data.params)
+    except MlflowException:
+        return {}
 
 
 def _not_found(mlflow: Any, reference: str, name: str, uri: str, job_file: str) -> str:
@@ -246,12 +275,12 @@ def _train_it(name: str, job_file: str) -> str:
 
 
 def version(reference: str, uri: str) -> dict[str, Any]:
-    """What is known about `models:/name/3`: name, version, aliases, and its tags with parents and data parsed."""
+    """What is known about `models:/name/3`: name, version, aliases, and its tags with parents, data and rows_from parsed."""
     mlflow = client(uri)
     name, number = reference.removeprefix("models:/").split("/")
     registered = mlflow.get_model_version(name, number)
     tags: dict[str, Any] = dict(registered.tags)
-    for key in ("parents", "data"):
+    for key in ("parents", "data", "rows_from"):
         tags[key] = json.loads(tags.get(key, "{}"))
     return {
         "name": name,
@@ -262,7 +291,9 @@ def version(reference: str, uri: str) -> dict[str, Any]:
 
 
 def fetch(reference: str, uri: str, patient: bool = False) -> str:
-    """The local folder of a version (`models:/name/3`); a local folder is returned as it is. Read only.
+    """The local folder of a version (`models:/name/3`) or of an adapter on the hub, both pinned. Read only.
+
+    A local folder is returned as it is, and so is a model on the hub that is no adapter.
 
     What a bucket or a server holds is downloaded once for all processes and runs of a machine: a version never changes.
 
@@ -272,6 +303,8 @@ def fetch(reference: str, uri: str, patient: bool = False) -> str:
     Raises:
         InputError: when its files are not there, or not to be reached.
     """
+    if reference.startswith(hub.SCHEME):
+        return hub.fetch(reference)
     if not reference.startswith("models:/"):
         return reference
     mlflow = client(uri)

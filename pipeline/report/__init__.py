@@ -27,8 +27,8 @@ def write(runs: list[Run], folder: str) -> str:
     return storage.join(folder, PAGE)
 
 
-def draw(runs: list[Run], folder: str) -> None:
-    """Writes report.html and plots/*.png into a local folder."""
+def draw(runs: list[Run], folder: str, table: list[list[str]] | None = None) -> None:
+    """Writes report.html and plots/*.png into a local folder; a table, whose first line is its head, stands in front."""
     from pipeline.report import page
 
     os.makedirs(os.path.join(folder, "plots"), exist_ok=True)
@@ -38,7 +38,7 @@ def draw(runs: list[Run], folder: str) -> None:
             with open(os.path.join(folder, "plots", stem), "wb") as file:
                 file.write(picture)
     with open(os.path.join(folder, PAGE), "w", encoding="utf-8") as file:
-        file.write(page.render(runs))
+        file.write(page.render(runs, table))
 
 
 def attach(result: dict[str, Any]) -> str | None:
@@ -72,6 +72,18 @@ def together(results: list[dict[str, Any]]) -> str | None:
     except Exception as error:
         _print_failure(error, folders)
         return None
+
+
+def of_rounds(folder: str, runs: list[str], table: list[list[str]]) -> str | None:
+    """Draws one page about the runs of an iteration, given by their folders; its path, or None if drawing failed."""
+    try:
+        with tempfile.TemporaryDirectory() as local:
+            draw([read(one) for one in runs], local, table)
+            storage.store_folder(local, folder)
+    except Exception as error:
+        _print_failure(error, runs)
+        return None
+    return storage.join(folder, PAGE)
 
 
 def _print_failure(error: Exception, folders: list[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config.stages import INPUTS
+from pipeline.data.versions import counted, most_frequent
 from pipeline.errors import InputError
 from pipeline.report import files
 from pipeline.report.panels import History
@@ -51,6 +52,12 @@ class Run:
         if "inputs" in self.result:
             return self.result["inputs"]
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
+
+    @property
+    def rows_from(self) -> dict[str, int]:
+        """{models:/name/3: training rows that are from its conversations}."""
+        report = (self.result.get("data") or {}).get("report") or {}
+        return report.get("splits", {}).get("train", {}).get("versions", {})
 
     @property
     def version(self) -> str | None:
@@ -173,6 +180,9 @@ def _from_mlflow(run_id: str, runs: str) -> Run:
 # ------------------------------------------------------------------------------------------------------ lineage
 
 
+MOST_WRITERS = 4  # versions whose rows have an arrow of their own
+
+
 @dataclass
 class Node:
     """One box of the lineage graph."""
@@ -181,6 +191,7 @@ class Node:
     title: str
     lines: list[str] = field(default_factory=list)
     parents: dict[str, str] = field(default_factory=dict)  # key of the parent -> what it was taken for
+    rows_from: dict[str, int] = field(default_factory=dict)  # key of a version -> rows of its conversations
     tags: dict[str, Any] = field(default_factory=dict)
     kind: str = "version"  # or `run` (registered nothing), `base`, `input`
     depth: int = 0
@@ -201,6 +212,7 @@ def lineage(runs: list[Run]) -> list[Node]:
             _add_version(nodes, _pinned(reference, run.uri), run.uri)
         if not node.parents:
             _add_base(nodes, node, run.job["model"]["name_or_path"], "")
+        _add_rows(nodes, node, run.rows_from, run.uri)
     _place(nodes)
     return list(nodes.values())
 
@@ -245,6 +257,17 @@ def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
             _add_version(nodes, parent, uri)
     if not node.parents:
         _add_base(nodes, node, tags.get("base_name_or_path", "base"), tags.get("base_digest", ""))
+    _add_rows(nodes, node, tags["rows_from"], uri)
+
+
+def _add_rows(nodes: dict[str, Node], node: Node, counts: dict[str, int], uri: str | None) -> None:
+    """The versions whose conversations a box learned from: those with the most rows as boxes, the others as a number."""
+    for version, rows in most_frequent(counts, MOST_WRITERS).items():
+        if version.startswith("models:/"):
+            node.rows_from[version] = rows
+            _add_version(nodes, version, uri)
+        else:
+            node.lines.append(f"{counted(rows)} from {version}")
 
 
 def _add_base(nodes: dict[str, Node], child: Node, name: str, digest: str) -> None:
@@ -264,12 +287,25 @@ def _place(nodes: dict[str, Node]) -> None:
     def ancestors(key: str) -> set[str]:
         return {up for parent in nodes[key].parents for up in (parent, *ancestors(parent))}
 
+    def earlier(key: str, seen: set[str]) -> set[str]:
+        """All that a box was made from, rows included."""
+        for up in (*nodes[key].parents, *nodes[key].rows_from):
+            if up not in seen:
+                seen.add(up)
+                earlier(up, seen)
+        return seen
+
+    for node in nodes.values():  # rows may name any version, also one that was made later
+        node.rows_from = {
+            key: n for key, n in node.rows_from.items() if node.key not in {key, *earlier(key, set())}
+        }
     for node in nodes.values():
         beyond = {up for parent in node.parents for up in ancestors(parent)}
         node.parents = {key: role for key, role in node.parents.items() if key not in beyond}
 
     def depth(key: str) -> int:
-        return 1 + max((depth(parent) for parent in nodes[key].parents), default=-1)
+        above = (*nodes[key].parents, *nodes[key].rows_from)
+        return 1 + max((depth(one) for one in above), default=-1)
 
     columns: dict[int, list[Node]] = {}
     for key in sorted(nodes, key=depth):

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.config.stages import STAGE
 from pipeline.data.report import KINDS
+from pipeline.data.versions import counted, in_words
 from pipeline.report import headline, plots, preferences
 from pipeline.report.gather import Node, Run, lineage
 from pipeline.report.panels import GROUPS, Panel
@@ -16,8 +17,8 @@ FEW = 8  # panels that need no headings between them
 BOX, GAP, ROW, LANE = 178, 74, 104, 8
 
 
-def render(runs: list[Run]) -> str:
-    """The page as text."""
+def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
+    """The page as text; a table, whose first line is its head, stands in front."""
     import jinja2
     from markupsafe import Markup
 
@@ -32,6 +33,7 @@ def render(runs: list[Run]) -> str:
     return environment.get_template("page.jinja").render(
         title=title(runs),
         runs=sections,
+        rounds=table or [],
         first=shown,  # whose samples stand before everything else
         cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
         compared=[comparison(same, Markup) for same in _same_stage(runs)],
@@ -185,6 +187,7 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
                 "source": source if len(several) < 2 else f"{len(several)} sources",
                 "sources": [_counted(one) for one in several] if len(several) > 1 else [],
                 "digest": digests.get(name, "")[:12],
+                "versions": in_words(found, split["kept"]) if (found := split.get("versions")) else "",
                 "dropped": dropped,
                 "lengths": lengths,
             }
@@ -246,13 +249,16 @@ def graph(nodes: list[Node]) -> dict[str, Any]:
 
     arrows = []
     for node in nodes:
-        for key, role in node.parents.items():
+        learned = {key: counted(rows) for key, rows in node.rows_from.items()}
+        both = {key: ", ".join(filter(None, (node.parents.get(key), rows))) for key, rows in learned.items()}
+        for key, role in (node.parents | both).items():
             x1, y1 = left(for_key[key]) + BOX, middle(for_key[key])
             x2, y2 = left(node) - 7, middle(node)
             arrows.append(
                 {
                     "path": arrow(x1, y1, x2, y2, between(for_key[key], node)),
                     "role": role,
+                    "kind": "rows" if key in learned else "parent",
                     # Beside its parent: in the middle the names of crossing arrows would meet.
                     "x": round(x1 + 0.3 * GAP), "y": round(y1 - 6),
                 }

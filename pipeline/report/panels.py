@@ -235,6 +235,14 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 zero=True,
             ),
             Panel(
+                "Off-policy weights",
+                "share",
+                {"rollout/effective_samples": "effective samples", "rollout/ratio_cut": "ratios cut"},
+                "Of the actions: how many the weights leave (effective sample size), and whose ratio trainer / sampler was cut. "
+                "The staler the completions, the fewer are left.",
+                zero=True,
+            ),
+            Panel(
                 "Gradient norm",
                 "norm",
                 {"grad_norm": "gradient", "grad_norm/policy": "policy", "grad_norm/critic": "critic"},
@@ -265,6 +273,13 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 {"time/*": ""},
                 "Where an update spends its time.",
                 kind="stack",
+            ),
+            Panel(
+                "Who waits",
+                "share of an update",
+                {"rollout/waiting": "trainer", "rollout/idle": "rollout workers"},
+                "Time in which the trainer waited for completions, and rollout workers had nothing to do.",
+                zero=True,
             ),
             Panel(
                 "Speed",

@@ -6,19 +6,23 @@
     best.save(folder), best.load(folder)       # as a part of every checkpoint
     best.restore()                             # the weights of best.step, to be saved and registered
 
+A trial of a sweep reports each evaluation, and stops when it is told to.
+
 The weights of the best step are kept in memory and written into each checkpoint: evaluations need no checkpoint of their
 own, run.num_to_keep cannot delete the best one, and a resumed run has it on whatever node it continues.
 """
 
 import json
+import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import Job, best
-from pipeline.errors import Failure
+from pipeline.errors import Failure, SelfCheckFailed
 
 STATE, WEIGHTS = "best.json", "best.safetensors"
 
@@ -29,6 +33,7 @@ class Best:
     Args:
         parameters: what learns, by name. Empty: evaluations are compared, but the last weights are kept.
         patience: evaluations without a better one after which to stop. None: never.
+        report: takes the figure and the step of each evaluation; why to stop, or None.
     """
 
     def __init__(
@@ -37,27 +42,30 @@ class Best:
         greater_is_better: bool,
         patience: int | None,
         parameters: dict[str, torch.nn.Parameter],
+        report: Callable[[float, int], str | None] | None = None,
     ):
         self.metric, self.greater_is_better, self.patience = metric, greater_is_better, patience
-        self.parameters = parameters
+        self.parameters, self.report = parameters, report
         self.step: int | None = None  # None: no evaluation yet, or none with a finite figure
         self.value: float | None = None
         self.stale = 0  # evaluations since then
+        self.stopped: str | None = None  # why, by whom the evaluations are reported to
         self.weights: dict[str, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, job: Job, parameters: dict[str, torch.nn.Parameter]) -> "Best | None":
-        """What the job asks for; None: neither the best step nor an early stop."""
-        if job.run.keep == "last" and job.run.early_stopping_patience is None:
+    def of(
+        cls,
+        job: Job,
+        parameters: dict[str, torch.nn.Parameter],
+        report: Callable[[float, int], str | None] | None = None,
+    ) -> "Best | None":
+        """What the job asks for; None: neither the best step nor an early stop, and nobody to report to."""
+        if job.run.keep == "last" and job.run.early_stopping_patience is None and report is None:
             return None
         metric = job.run.metric_for_best_model or best.default_metric(job)
-        greater = job.run.greater_is_better
-        return cls(
-            metric,
-            best.greater_is_better(metric) if greater is None else greater,
-            job.run.early_stopping_patience,
-            parameters if job.run.keep == "best" else {},
-        )
+        greater = best.greater_is_better(metric, job.run.greater_is_better)
+        kept = parameters if job.run.keep == "best" else {}
+        return cls(metric, greater, job.run.early_stopping_patience, kept, report)
 
     def compare(self, figures: dict[str, float], step: int) -> None:
         """Keeps this step if its figure is better than any before; equal ones, and NaN, are not."""
@@ -65,6 +73,10 @@ class Best:
             known = ", ".join(sorted(name for name in figures if name.startswith("eval_")))
             raise Failure(f"run.metric_for_best_model: the evaluation has no {self.metric} here, but {known}")
         value = float(figures[self.metric])
+        if self.report:
+            if not math.isfinite(value):
+                raise SelfCheckFailed(f"{self.metric} is {value} at step {step}; the trial ends")
+            self.stopped = self.report(value, step)
         worst = float("-inf") if self.greater_is_better else float("inf")
         so_far = worst if self.value is None else self.value
         if not (value > so_far if self.greater_is_better else value < so_far):
@@ -75,8 +87,8 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the patience has run out."""
-        return self.patience is not None and self.stale >= self.patience
+        """Whether training is to stop: the patience has run out, or the sweep said so."""
+        return bool(self.stopped) or (self.patience is not None and self.stale >= self.patience)
 
     def restore(self) -> int | None:
         """Puts the best weights back where they were taken from; their step, or None where the last ones stay."""
@@ -89,17 +101,21 @@ class Best:
     def save(self, folder: str) -> None:
         """Writes what `load` reads. Rank 0 alone calls it: all ranks hold the same."""
         with open(os.path.join(folder, STATE), "w", encoding="utf-8") as file:
-            json.dump({"step": self.step, "value": self.value, "stale": self.stale}, file)
+            state = {"step": self.step, "value": self.value, "stale": self.stale, "stopped": self.stopped}
+            json.dump(state, file)
         save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, f"{folder}/{WEIGHTS}")
 
     def load(self, folder: str) -> None:
         with open(os.path.join(folder, STATE), encoding="utf-8") as file:
             state = json.load(file)
         self.step, self.value, self.stale = state["step"], state["value"], state["stale"]
+        self.stopped = state["stopped"]
         self.weights = load_file(os.path.join(folder, WEIGHTS))
 
     def reason(self) -> str:
         """Why training stopped early, in words."""
+        if self.stopped:
+            return self.stopped
         count = f"{self.stale} evaluation{'s' * (self.stale != 1)}"
         if self.step is None:
             return f"{self.metric} was no number in {count}"

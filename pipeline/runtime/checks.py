@@ -251,19 +251,24 @@ def _preferences(worker: Worker, trainer: Any, model: Any, rows: list[dict[str, 
         ),
         sides_differ([row["chosen_ids"] for row in rows], [row["rejected_ids"] for row in rows]),
         *([starts_as_its_file(model, worker.input("policy"))] if "policy" in worker.work.inputs else []),
-        *starts_as_the_reference(trainer, model, rows),
+        *(
+            [starts_as_its_file(model, worker.input("reference"), "reference", "ref")]
+            if "reference" in worker.work.inputs
+            else []
+        ),
+        *(starts_as_the_reference(trainer, model, rows) if not worker.job.reference else []),
     ]
 
 
-def starts_as_its_file(model: Any, folder: str) -> Finding:
-    """The adapter that learns equals that of the job's policy, to the bit."""
+def starts_as_its_file(model: Any, folder: str, role: str = "policy", adapter: str = "default") -> Finding:
+    """The adapter that learns equals that of the job's policy, to the bit; or the frozen one that of its reference."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 
     stored = {key: t.float() for key, t in load_file(f"{folder}/{adapter_files.TENSORS}").items()}
-    tensors = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
+    tensors = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     loaded = {key: tensor.cpu() for key, tensor in tensors.items()}
-    return same_tensors("the policy is the adapter of its file", loaded, stored, folder)
+    return same_tensors(f"the {role} is the adapter of its file", loaded, stored, folder)
 
 
 def starts_as_the_reference(trainer: Any, model: Any, rows: list[dict[str, Any]]) -> list[Finding]:

@@ -37,8 +37,12 @@ ENVIRONMENT = {
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
     # A GPU's memory grows in place: sequences of ever new lengths leave holes between blocks of fixed sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; where git is not installed, a page of advice is printed
     **console.QUIET,
 }
+PATIENT = (
+    365 * 24 * 3600
+)  # seconds that a collective of torch.distributed may take; its default is half an hour
 RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
 
 
@@ -98,8 +102,9 @@ def _cluster(job: Job) -> Iterator[None]:
 
 
 def _embedded() -> contextlib.AbstractContextManager[None]:
-    cpus = max(4, os.cpu_count() or 1)  # logical: data tasks must find a slot beside the workers
-    return embedded.ray_session(num_cpus=cpus, labels=placement.local_labels(), **RAY_LOGGING)
+    return embedded.ray_session(
+        num_cpus=placement.embedded_cpus(), labels=placement.local_labels(), **RAY_LOGGING
+    )
 
 
 # ------------------------------------------------------------------------------------------------- preflight
@@ -160,8 +165,13 @@ class Outcome:
     ]  # which step was kept and why training ended (best.outcome); empty where nothing was trained
 
 
-def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]]) -> Outcome:
+def fit(
+    work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]], beside: Any = None
+) -> Outcome:
     """Runs `train(worker)` on every worker of a TorchTrainer; restarts and resumes as the job says.
+
+    Args:
+        beside: an actor that is handed to each worker, and told when they wait for their places. None: there is none.
 
     Raises:
         ray.train.WorkerGroupError: with each worker's exception; the command line looks into it for
@@ -169,7 +179,7 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
         Failure: when no place for the workers was found within run.placement_timeout_s.
     """
     job = work.job
-    trainer = _torch_trainer(work, rows, train)
+    trainer = _torch_trainer(work, rows, train, beside)
     # Ray Train's handler of Ctrl-C would end this process with status 1, without a word (ray 2.60, private): here it is a
     # KeyboardInterrupt like anywhere else. Remove when https://docs.ray.io has a public way to keep one's own.
     controllers: list[Any] = []
@@ -194,7 +204,9 @@ def fit(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, An
     return _outcome(job, result, time.monotonic() - started)
 
 
-def _torch_trainer(work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]]) -> Any:
+def _torch_trainer(
+    work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]], beside: Any
+) -> Any:
     from ray.train import (
         CheckpointConfig,
         DataConfig,
@@ -203,12 +215,15 @@ def _torch_trainer(work: Work, rows: dict[str, Any], train: Callable[[Worker], d
         RunConfig,
         ScalingConfig,
     )
-    from ray.train.torch import TorchTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
     from pipeline.runtime.rendezvous import FileRendezvous
 
     folder = embedded.session_folder()
+    # A rank whose completions are there waits in a collective for one that waits for rollout workers, for as long as that may
+    # take; Ray Train notices by itself when a rank dies.
+    wait: dict[str, int] = {"timeout_s": PATIENT} if work.job.rollout_config.workers[1] else {}
 
     class Trainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
@@ -225,8 +240,8 @@ def _torch_trainer(work: Work, rows: dict[str, Any], train: Callable[[Worker], d
         scaling["num_workers"] = tuple(scaling["num_workers"])
     return Trainer(
         main,
-        train_loop_config={"train": train, "work": work},
-        torch_config=FileRendezvous(folder=folder) if folder else None,
+        train_loop_config={"train": train, "work": work, "beside": beside},
+        torch_config=FileRendezvous(folder=folder, **wait) if folder else TorchConfig(**wait),
         datasets=rows,
         # Every worker sees the whole set: a split shard would be split a second time by accelerate.
         dataset_config=DataConfig(datasets_to_split=[]),
@@ -237,7 +252,7 @@ def _torch_trainer(work: Work, rows: dict[str, Any], train: Callable[[Worker], d
             failure_config=FailureConfig(max_failures=run.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=run.num_to_keep),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[placement.callback(work.job)],
+            callbacks=[placement.callback(work.job, beside)],
         ),
     )
 

@@ -31,6 +31,8 @@ MAY_CHANGE = (
     "trainer.per_device_eval_batch_size", "trainer.micro_batch_tokens",
     "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_kwargs",
     "trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor", "trainer.dataloader_pin_memory",
+    "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.patience_s",
+    "rollout.heartbeat_timeout_s", "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
 )  # fmt: skip
 # Of these, what decides which step is kept and where training stops, in a run that compares its evaluations.
 COMPARISON = (
@@ -179,9 +181,12 @@ def print_differences(left: dict[str, Any], job: Job, most: int = 5) -> None:
 
 
 def _resolved(job: Job) -> tuple[str, ...]:
-    """Keys of which a run records what they stood for: the base of a registered version, whose content is compared later."""
+    """Keys of which a run records what they stood for: the base of a registered version, the commit of one on the hub.
+
+    The base's content is compared later.
+    """
     named = job.model.name_or_path.startswith("models:/")
-    return ("model.name_or_path", "model.revision") if named else ()
+    return ("model.name_or_path", "model.revision") if named else ("model.revision",)
 
 
 def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
@@ -191,17 +196,24 @@ def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]
         InputError: naming what changed since the run began, when it left checkpoints or parts.
     """
     was = left.get("begun_with", {})
-    changed = [f"model.name_or_path ({job.model.name_or_path})"] if was.get("base", base) != base else []
+    begun_on = was.get("base", base)
+    changed = [f"model.name_or_path ({job.model.name_or_path})"] if begun_on != base else []
     changed += [
         f"data.{name}" for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest
     ]
     if changed and _has_progress(job):
         raise InputError(
             f"the content of {', '.join(changed)} has changed since {job.run.name!r} began; it cannot be continued. "
-            "Restore the files, or type another run.name or run.fresh=true",
+            f"{_restore(begun_on, base)}, or type another run.name or run.fresh=true",
             key="run.name",
         )
     return not changed
+
+
+def _restore(begun_on: str, base: str) -> str:
+    """What brings back a base of that digest; of rows, their files."""
+    commit = begun_on.partition("commit:")[2]
+    return f"Type model.revision={commit}" if commit and begun_on != base else "Restore the files"
 
 
 def _free(job: Job) -> tuple[str, ...]:

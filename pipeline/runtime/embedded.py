@@ -82,6 +82,11 @@ def session_folder() -> str | None:
     return _folders[-1] if _folders else None
 
 
+def belong_to(folder: str | None) -> None:
+    """For another process of an embedded Ray, which is to start workers as the driver does; `folder` is the driver's."""
+    _folders[:] = [folder] if folder else []
+
+
 def _read_by_ray() -> None:
     """Ray reads these settings when it is imported, which a notebook, say, did long before: it reads them again.
 

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """The sweep that a run is a trial of."""
+
+    rungs: Any  # the actor that hears of every evaluation (pipeline/sweep/rungs.py)
+    run_id: str  # of MLflow, the parent of its trials' runs
+
+
+@dataclass(frozen=True)
 class Work:
     """What the driver hands to the workers; everything in it is small, pinned and picklable."""
 
@@ -25,7 +33,11 @@ class Work:
     fingerprints: dict[str, str]  # of each tokenised set
     run_id: str | None  # of MLflow; None: nothing is logged
     inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
+    rows_from: dict[str, int] = field(
+        default_factory=dict
+    )  # version whose conversations training rows are from -> rows
     mixture: Mixture | None = None  # of the training rows, where their sources have weights
+    sweep: Sweep | None = None  # None: the run stands by itself
 
 
 class Host:

@@ -1,6 +1,6 @@
 """Batch inference: every row of a file through models in Ray Data actors, JSON Lines out, and a killed run goes on.
 
-    launch(job, load, measure, "completions.jsonl") -> the content of result.json
+    launch(job, Verb("completions.jsonl", load, measure)) -> the content of result.json
 
 Rows are done in parts of consecutive rows. A part's file appears whole or not at all, and a part that is there is not
 done again: no row is lost, none comes twice, and the output has the order of the input. What is written about a row
@@ -12,7 +12,8 @@ import json
 import pickle
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import Job
@@ -28,15 +29,33 @@ from pipeline.system import console, storage
 
 BATCHES = 4  # forwards of a part: enough to sort its rows by length, little enough to lose in a crash
 
-Record = dict[str, Any]  # one line of the output: the row and what was found
+Record = dict[str, Any]  # what was found of a row
 # (token rows, number of the first one) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[Host], Answer]  # runs once in each actor
-Measure = Callable[[Record], dict[str, float]]  # figures of a record, whose means end up in result.json
 
 
-def launch(job: Job, load: Load, measure: Measure, output: str) -> dict[str, Any]:
-    """Runs one job over all rows of data.train; the same `run.name` continues a run that was cut short.
+def _itself(record: Record) -> list[Record]:
+    return [record]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What is done with each row, and what is written of it."""
+
+    output: str  # the file in the run's folder
+    load: Load
+    measure: Callable[
+        [Record], dict[str, float]
+    ]  # figures of a record, whose means are result.json's `metrics`
+    lines: Callable[[Record], list[Record]] = _itself  # lines of the output
+    count: Callable[[Record], Mapping[str, int]] = lambda _: {}  # whose sums are result.json's `counts`
+    # Rows of data.train, by number, in the order in which they are done, given how many there are. None: all.
+    choose: Callable[[int], Sequence[int]] | None = None
+
+
+def launch(job: Job, verb: Verb) -> dict[str, Any]:
+    """Runs one job over rows of data.train; the same `run.name` continues a run that was cut short.
 
     Raises:
         InputError: when the job, the rows or an input is wrong, or a run of that name was begun with other settings.
@@ -44,25 +63,27 @@ def launch(job: Job, load: Load, measure: Measure, output: str) -> dict[str, Any
 
     def execute(job: Job) -> dict[str, Any]:
         with open_run(job) as run:
-            return answer_rows(run, load, measure, output)
+            return answer_rows(run, verb)
 
     return unless_finished(job, execute)
 
 
-def answer_rows(run: Run, load: Load, measure: Measure, output: str) -> dict[str, Any]:
+def answer_rows(run: Run, verb: Verb) -> dict[str, Any]:
     """From a run that is open to its output and its result.json."""
     job, count = run.job, run.report.splits["train"].kept
-    fresh = complete(run.work, run.rows["train"], count, load)
-    path = storage.join(run.folder, output)
-    metrics = join(run.work, count, measure, path)
+    chosen = verb.choose(count) if verb.choose else range(count)
+    fresh = complete(run.work, run.rows["train"], chosen, verb.load)
+    path = storage.join(run.folder, verb.output)
+    outcome = join(run.work, len(chosen), verb, path)
     seconds = time.monotonic() - run.started
     result = {
         "stage": job.stage,
         "name": job.run.name,
+        "folder": run.folder,
         "output": path,
-        "rows": count,
+        "rows": len(chosen),
         "rows_done_now": fresh,
-        "metrics": metrics,
+        **outcome,
         "inputs": run.work.inputs,
         "data": {"digests": run.work.digests, "report": run.report.to_dict()},
         "seconds": round(seconds, 2),
@@ -70,8 +91,9 @@ def answer_rows(run: Run, load: Load, measure: Measure, output: str) -> dict[str
     }
     storage.write_json(storage.join(run.folder, "result.json"), result)
     storage.remove(parts_folder(job))  # not before: without result.json the run is not finished
-    print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in metrics.items()))
-    print(f"   {count} rows in {seconds:.0f} s  {path}", flush=True)
+    figures = {**outcome["metrics"], **outcome["counts"]}
+    print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in figures.items()))
+    print(f"   {len(chosen)} rows in {seconds:.0f} s  {path}", flush=True)
     return result
 
 
@@ -87,14 +109,14 @@ def part_file(job: Job, part: int) -> str:
 
 
 def part_size(job: Job) -> int:
-    return BATCHES * job.args.local_rollout_forward_batch_size
+    return BATCHES * job.args.rows_per_forward
 
 
-def complete(work: Work, rows: Any, count: int, load: Load) -> int:
+def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     """Makes the parts that are missing; the number of rows done now."""
     import ray
 
-    job, size = work.job, part_size(work.job)
+    job, size, count = work.job, part_size(work.job), len(chosen)
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(job, i))]
     there = count - sum(min(size, count - i * size) for i in missing)
     if there:
@@ -107,11 +129,11 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
     asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
     done = asked.map_batches(
         Parts,
-        fn_constructor_args=(load, work, rows),
+        fn_constructor_args=(load, work, rows, chosen),
         batch_size=None,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=low, max_size=high),
-        **_resources(job),
+        **placement.bundles(job)[0].options(),
     )
     started, now = time.monotonic(), 0
     batches: Any = iter(done.iter_batches(batch_size=None, batch_format="numpy"))
@@ -126,25 +148,14 @@ def complete(work: Work, rows: Any, count: int, load: Load) -> int:
     return now
 
 
-def _resources(job: Job) -> dict[str, Any]:
-    """What a worker asks for, in the words of Ray Data."""
-    one = placement.bundles(job)[0]
-    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    options: dict[str, Any] = {"num_cpus": 0, "label_selector": one.selector or None}
-    options |= {named[key]: value for key, value in one.resources.items() if key in named}
-    if further := {key: value for key, value in one.resources.items() if key not in named}:
-        options["resources"] = further
-    return options
-
-
 class Parts:
     """The actor: holds the models and, over Ray's shared blocks, all token rows; writes the parts that it is asked for."""
 
-    def __init__(self, load: Load, work: Work, rows: Any):
+    def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
         name_output(work.job.stage)
         announce_worker(work.job.folder)  # one that outlives its driver still writes there
         self.load, self.work = load, work
-        self.rows = to_hf(rows, work.fingerprints["train"])
+        self.rows, self.chosen = to_hf(rows, work.fingerprints["train"]), chosen
         self.answer: Answer | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -164,46 +175,49 @@ class Parts:
 
     def _write(self, part: int) -> int:
         first = part * part_size(self.work.job)
-        numbers = range(first, min(first + part_size(self.work.job), len(self.rows)))
+        chosen = self.chosen[first : first + part_size(self.work.job)]
         assert self.answer is not None
-        records = self.answer([dict(row) for row in self.rows.select(numbers)], first)
+        records = self.answer([dict(row) for row in self.rows.select(chosen)], first)
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
         storage.write_lines(part_file(self.work.job, part), lines)
         return len(records)
 
 
-def join(work: Work, count: int, measure: Measure, path: str) -> dict[str, float]:
-    """All parts as one file, in the order of the rows; the mean of each figure over the rows that have it.
+def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
+    """All parts as one file, in the order of the rows; the means of their figures and the sums of their counts.
 
     Raises:
         InputError: when the parts cannot be read, or do not hold `count` rows.
     """
     sums: dict[str, float] = defaultdict(float)
-    seen: Counter[str] = Counter()
+    measured: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    seen = 0
 
     def lines() -> Iterator[str]:
+        nonlocal seen
         for part in range(-(-count // part_size(work.job))):
-            for line, record in _records(part_file(work.job, part)):
-                for name, value in measure(record).items():
+            for record in _records(part_file(work.job, part)):
+                for name, value in verb.measure(record).items():
                     sums[name] += value
-                    seen[name] += 1
-                seen[""] += 1
-                yield line
-        if seen[""] != count:
+                    measured[name] += 1
+                counts.update(verb.count(record))
+                seen += 1
+                yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
+        if seen != count:
             raise InputError(
-                f"{parts_folder(work.job)} holds {seen['']} rows of {count}; type run.fresh=true to start over",
+                f"{parts_folder(work.job)} holds {seen} rows of {count}; type run.fresh=true to start over",
                 key="run.name",
             )
 
     storage.write_lines(path, lines())
-    return {name: sums[name] / seen[name] for name in sums}
+    return {"metrics": {name: sums[name] / measured[name] for name in sums}, "counts": dict(counts)}
 
 
-def _records(part: str) -> Iterator[tuple[str, Record]]:
-    """The lines of a part, each with the record that it is."""
+def _records(part: str) -> Iterator[Record]:
+    """What a part holds."""
     try:
-        for line in storage.read_lines(part):
-            yield line, json.loads(line)
+        yield from (json.loads(line) for line in storage.read_lines(part))
     except (ValueError, RecursionError, OSError) as error:
         raise InputError(
             f"{part} cannot be read ({in_brief(error)}); delete it, and the same command writes it again",

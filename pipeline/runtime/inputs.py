@@ -13,9 +13,11 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.config.sources import sources_of
+from pipeline.config.serve import named
+from pipeline.config.sources import sources_of, transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, about
+from pipeline.models import hub
 from pipeline.registry import lineage
 from pipeline.system import storage
 from pipeline.system.functions import imported, signature
@@ -45,7 +47,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
         revision = base.get("revision")
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
     inputs = {}
-    for name in ("policy", "baseline", "judge"):
+    for name in ("policy", "reference", "baseline", "judge"):
         reference = getattr(job, name)
         if reference and reference != "base" and not reference.startswith("python:"):
             with about(name):
@@ -60,6 +62,12 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
             inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri, job.source)
     if job.judge and job.judge.startswith("python:"):
         inputs["judge"] = job.judge
+    for name, reference in served(job).items():
+        with about(key_of(job, name)):
+            if reference.startswith("python:"):
+                inputs[name] = reference
+            elif reference != "base":
+                inputs[name] = registry.pin(os.path.expanduser(reference), uri, job.source)
     for key, source in functions(job).items():
         with about(key):
             check_function(source)
@@ -76,15 +84,15 @@ def check_paths(job: Job) -> None:
     from pipeline.data.sets import HUB
     from pipeline.models.base_files import require_local
 
-    if job.data.transform:
-        with about("data.transform"):
-            check_transform(job.data.transform)
+    for key, source in transforms(job.data).items():
+        with about(key):
+            check_transform(source)
     if STAGE[job.stage].rows:
-        lookahead.preprocess_of(job.stage, job.data)
+        lookahead.preprocessing(job.stage, job.data)
 
     met = set()
     for name in ("train", "eval", "pairs"):
-        for item in [source.path for source in sources_of(getattr(job.data, name))]:
+        for item in [source.location for source in sources_of(getattr(job.data, name))]:
             if not storage.is_remote(item) or item.startswith(HUB):
                 files.find(item, f"data.{name}")
             elif (bucket := tuple(item.split("/")[:3])) not in met:
@@ -98,33 +106,59 @@ def check_paths(job: Job) -> None:
 
 def key_of(job: Job, name: str) -> str:
     """What the job file calls an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
+    if name in served(job):
+        return f"serve.{name}"
     return "reward" if name == "reward.0" and not isinstance(job.reward, list) else name
+
+
+def served(job: Job) -> Mapping[str, str]:
+    """{policies.ID or rewards.ID: name} of what the section `serve` names."""
+    return named(job.serve)
 
 
 def functions(job: Job) -> dict[str, str]:
     """{key of the job: python:module:function} of its rewards and its judge."""
     sources = {key_of(job, f"reward.{index}"): source for index, (source, _) in enumerate(job.rewards)}
     sources["judge"] = job.judge or ""
+    sources |= {f"serve.{name}": reference for name, reference in served(job).items()}
     return {key: source for key, source in sources.items() if source.startswith("python:")}
 
 
 def check_sampler(job: Job) -> None:
-    """Refuses trainer.use_vllm where vLLM, or its plugin for nf4, is not installed.
+    """Refuses rollout.engine=vllm where vLLM, or its plugin for nf4, is not installed.
 
     Nodes are made alike: what is missing here is missing there.
     """
-    if job.stage != "ppo" or not job.trainer.get("use_vllm"):
+    if job.rollout_config.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
-            'trainer.use_vllm: vLLM is not installed here; type .venv/bin/pip install -e ".[vllm]" (on every node; it needs '
-            "a GPU), or leave the key out"
+            'vLLM is not installed here; type .venv/bin/pip install -e ".[vllm]" -c constraints-vllm.txt (on every node; it '
+            "needs a GPU), or leave the key out",
+            key="rollout.engine",
         )
     # vLLM 0.28 and later read no bitsandbytes weights by themselves.
     if job.model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
         raise InputError(
-            "trainer.use_vllm: vLLM needs a plugin for model.load_in_4bit; type .venv/bin/pip install vllm-bnb-plugin (on "
-            "every node), or model.load_in_4bit=false, or leave trainer.use_vllm out"
+            "vLLM needs a plugin for model.load_in_4bit; type .venv/bin/pip install vllm-bnb-plugin (on every node), or "
+            "model.load_in_4bit=false, or leave rollout.engine out",
+            key="rollout.engine",
+        )
+
+
+def check_split(job: Job, config: dict[str, Any]) -> None:
+    """Refuses GPUs over which vLLM cannot split the base: each has a whole number of attention heads.
+
+    Args:
+        config: the base's config.json.
+    """
+    size, text = job.rollout_config.tensor_parallel_size, config.get("text_config") or config
+    heads = text.get("num_attention_heads") or text.get("n_head")
+    if heads and heads % size:
+        fits = [str(n) for n in range(1, min(heads, 65)) if heads % n == 0]
+        raise InputError(
+            f"found {size}, and the base has {heads} attention heads; expected one of {', '.join(fits)}",
+            key="rollout.tensor_parallel_size",
         )
 
 
@@ -158,8 +192,11 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
         lineage.check_base(facts, base, key, reference)
         with about(key):
             lineage.check_head(folder, scores, reference)
+            if "base" not in facts:
+                lineage.check_base_name(folder, base, reference)
             adapter_files.check(files, folder, scores)
             _check_lm_head(job, folder)
+            _check_mixable(job, folder)
         adapters[name] = folder
     return adapters
 
@@ -177,6 +214,17 @@ def _check_lm_head(job: Job, folder: str) -> None:
     if STAGE[job.stage].runs_in == "here" and tied:
         raise InputError(
             "it adapts lm_head, which this base ties to its embeddings: merging it would change both; train one without it"
+        )
+
+
+def _check_mixable(job: Job, folder: str) -> None:
+    """Refuses an adapter that cannot share a batch with others, where batches are shared."""
+    from pipeline.models import adapter_files
+
+    if STAGE[job.stage].runs_in == "serve" and adapter_files.settings(folder).get("use_dora"):
+        raise InputError(
+            "it is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
+            "model.name_or_path, and serve `base`"
         )
 
 
@@ -200,8 +248,9 @@ def check_reward_model(job: Job, where: str) -> None:
     from pipeline.models.fit import check_base
     from pipeline.models.tokenizer import load_tokenizer
 
+    name, revision = hub.split(where)
     try:
-        config = base_config(where)
+        config = base_config(name, revision)
     except InputError as error:
         raise InputError(
             f"{error.message}, models:/NAME@ALIAS of a registered one, or python:MODULE:FUNCTION"
@@ -216,9 +265,9 @@ def check_reward_model(job: Job, where: str) -> None:
             "`rm` trained (models:/rlhf-rm@champion, or its folder), a sequence-classification model with one label, or "
             "python:MODULE:FUNCTION"
         )
-    model = replace(job.model, name_or_path=where, revision=None, load_in_4bit=False)
+    model = replace(job.model, name_or_path=name, revision=revision, load_in_4bit=False)
     check_base(model, scorer=True, gpu=bool(job.scaling.get("use_gpu")))
-    load_tokenizer(where, trust_remote_code=job.model.trust_remote_code)
+    load_tokenizer(name, revision, trust_remote_code=job.model.trust_remote_code)
 
 
 def check_function(source: str) -> Any:

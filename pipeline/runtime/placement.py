@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import Job
@@ -36,6 +36,13 @@ def check_scaling(job: Job) -> None:
         return
     _check_kinds(job)
     _check_amounts(job)
+    if job.rollout_config.workers[0]:
+        _check_rollout(job)
+
+
+def embedded_cpus() -> int:
+    """CPUs of an embedded Ray: logical, for data tasks must find a slot beside the workers."""
+    return max(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,15 @@ class Bundle:
 
     resources: dict[str, float]
     selector: dict[str, str]
+
+    def options(self) -> dict[str, Any]:
+        """The same in the words of ray.remote and of Ray Data."""
+        named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+        options: dict[str, Any] = {"num_cpus": 0, "label_selector": self.selector or None}
+        options |= {named[key]: value for key, value in self.resources.items() if key in named}
+        if further := {key: value for key, value in self.resources.items() if key not in named}:
+            options["resources"] = further
+        return options
 
     def fits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> int:
         """How many of it a node with these resources and labels holds."""
@@ -66,6 +82,57 @@ def bundles(job: Job) -> list[Bundle]:
     selector = scaling.get("label_selector") or {}
     selectors = selector[:count] if isinstance(selector, list) else [selector] * count
     return [Bundle(each, one) for one in selectors]
+
+
+def side_by_side(job: Job) -> int:
+    """How many runs of such a job the nodes hold at the same time, those included that an autoscaler may add; at least 1.
+
+    On one machine the CPUs that it has count, not those that an embedded Ray hands out for tasks beside the workers.
+    """
+    import ray
+
+    trainers, samplers = job.workers[0], job.rollout_config.workers[1]
+    kinds = [(bundles(job)[0], trainers)] + ([(rollout_bundle(job), samplers)] if samplers else [])
+    one: dict[str, float] = {}  # what a run asks for in all
+    for each, count in kinds:
+        for name, amount in each.resources.items():
+            one[name] = one.get(name, 0) + count * amount
+    if most := _autoscaler_limits():
+        return max(1, int(min(most.get(name, 0) / amount for name, amount in one.items())))
+    nodes = [(dict(node["Resources"]), node["Labels"]) for node in ray.nodes() if node["Alive"]]
+    if not os.environ.get("RAY_ADDRESS"):
+        nodes[0][0]["CPU"] = float(os.cpu_count() or 1)
+    runs = 0
+    while all(_take(each, count, nodes) for each, count in kinds):
+        runs += 1
+    return max(1, runs)
+
+
+def _take(each: Bundle, count: int, nodes: list[tuple[dict[str, float], dict[str, str]]]) -> bool:
+    """Takes `count` such bundles off the resources of the nodes, one after another; whether there was room for all."""
+    for _ in range(count):
+        node = next((free for free, labels in nodes if each.fits(free, labels)), None)
+        if node is None:
+            return False
+        for name, amount in each.resources.items():
+            node[name] -= amount
+    return True
+
+
+def rollout_on_gpu(job: Job) -> bool:
+    """Whether rollout workers hold their models on GPUs."""
+    asked = job.rollout_config.use_gpu
+    return bool(job.scaling.get("use_gpu") if asked is None else asked)
+
+
+def rollout_bundle(job: Job) -> Bundle:
+    """What one rollout worker asks Ray for."""
+    config, gpu = job.rollout_config, rollout_on_gpu(job)
+    given = config.resources_per_worker or ({"GPU": config.tensor_parallel_size} if gpu else {"CPU": 1})
+    each = {name: amount for name, amount in given.items() if amount}
+    if gpu:
+        each.setdefault("GPU", config.tensor_parallel_size)
+    return Bundle(each, config.label_selector or {})
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
@@ -147,6 +214,37 @@ def _check_amounts(job: Job) -> None:
         )
 
 
+def _check_rollout(job: Job) -> None:
+    """The rollout workers, the fewest with which the run starts, beside the trainer's workers on this machine."""
+    fewest, one = job.rollout_config.workers[0], rollout_bundle(job)
+    if strange := sorted(set(one.resources) - {"CPU", "GPU", "memory"}):
+        raise InputError(
+            f"found {', '.join(strange)}, which this machine does not have; expected CPU, GPU or memory, {ELSEWHERE}",
+            key="rollout.resources_per_worker",
+        )
+    if one.resources.get("GPU") and not rollout_on_gpu(job):
+        raise InputError(
+            f"found GPU: {one.resources['GPU']} without rollout.use_gpu; type rollout.use_gpu=true, or take GPU out",
+            key="rollout.resources_per_worker",
+        )
+    if not matches(one.selector, local_labels()):
+        raise InputError(
+            f"found {one.selector}, but this machine has {local_labels() or 'no labels'}; type rollout.label_selector=null, "
+            f"{ELSEWHERE}",
+            key="rollout.label_selector",
+        )
+    there = {"CPU": embedded_cpus(), "GPU": _local_gpus(), "memory": _local_memory()}
+    trainers = asked(job)
+    for name, amount in one.resources.items():
+        taken = job.workers[0] * trainers.get(name, 0)
+        if taken + fewest * amount > there[name]:
+            raise InputError(
+                f"{fewest} rollout worker{'s' * (fewest > 1)} with {name}: {amount:g} each, beside a trainer with {taken:g}, but "
+                f"this machine has {there[name]:g}; lower rollout.num_workers or rollout.resources_per_worker, {ELSEWHERE}",
+                key="rollout.num_workers",
+            )
+
+
 def _check_cluster(job: Job) -> None:
     """Compares with the most that the autoscaler may start, where there is one and Ray is up to say so."""
     import ray
@@ -154,7 +252,17 @@ def _check_cluster(job: Job) -> None:
     if not ray.is_initialized():
         return
     most = _autoscaler_limits()
-    for name, amount in asked(job).items():
+    trainers, fewest = asked(job), job.rollout_config.workers[0]
+    for name, amount in rollout_bundle(job).resources.items() if fewest and most else ():
+        taken = job.workers[0] * trainers.get(name, 0)
+        if taken + fewest * amount > most.get(name, 0):
+            raise InputError(
+                f"{fewest} rollout workers with {name}: {amount:g} each, beside a trainer with {taken:g}, but with all nodes that "
+                f"its autoscaler may start this cluster has {most.get(name, 0):g}; lower rollout.num_workers, or let the "
+                "cluster grow (max_workers in cluster.yaml)",
+                key="rollout.num_workers",
+            )
+    for name, amount in trainers.items():
         if most and job.workers[0] * amount > most.get(name, 0):
             raise InputError(
                 f"scaling: {job.workers[0]} workers with {name}: {amount:g} each, but with all nodes that its autoscaler may "
@@ -164,7 +272,7 @@ def _check_cluster(job: Job) -> None:
 
 
 def _autoscaler_limits() -> dict[str, float]:
-    """{resource: amount} of all nodes that may ever be there; {} where no autoscaler says. (ray 2.60, private: Ray Train asks so)"""
+    """{resource: amount} of all nodes that may ever be there; {}: no autoscaler says. (ray 2.60, private: Ray Train asks so)"""
     from ray._private.state import state
 
     return state.get_max_resources_from_cluster_config() or {}
@@ -237,27 +345,35 @@ class Wait:
             self.since = self.said = now
         if self.limit >= 0 and now - self.since >= self.limit:
             return (
-                f"run.placement_timeout_s: no place for {self.need} was found in {self.limit:g} s; {_there()}. Add "
+                f"run.placement_timeout_s: no place for {self.need} was found in {self.limit:g} s; {there()}. Add "
                 "nodes, lower scaling.num_workers or scaling.resources_per_worker, or raise run.placement_timeout_s; the same command resumes"
             )
         if now - self.said >= EVERY:
             self.said = now
-            print(f"waiting for {self.need}, {now - self.since:.0f} s so far; {_there()}", flush=True)
+            print(f"waiting for {self.need}, {now - self.since:.0f} s so far; {there()}", flush=True)
         return None
 
 
 def _need(job: Job) -> str:
-    each = ", ".join(
-        f"{name}: {amount:g}" for name, amount in asked(job).items() if not name.startswith(ACCELERATOR_TYPE)
-    )
     low, high = job.workers
+    each = described(replace(bundles(job)[0], selector={}))
     more = [
         f"{key} {job.scaling[key]}" for key in ("accelerator_type", "label_selector") if job.scaling.get(key)
     ]
-    return " ".join([f"{low if low == high else f'{low} to {high}'} x {{{each}}}", *more])
+    return " ".join([f"{low if low == high else f'{low} to {high}'} x {each}", *more])
 
 
-def _there() -> str:
+def described(bundle: Bundle) -> str:
+    """A bundle in a line about what is waited for, e.g. {CPU: 1} on nodes with {'market': 'spot'}."""
+    each = ", ".join(
+        f"{name}: {amount:g}"
+        for name, amount in bundle.resources.items()
+        if not name.startswith(ACCELERATOR_TYPE)
+    )
+    return f"{{{each}}}" + (f" on nodes with {bundle.selector}" if bundle.selector else "")
+
+
+def there() -> str:
     """The cluster's resources: in all, free, and at its largest size."""
     import ray
 
@@ -279,22 +395,26 @@ def _amounts(resources: dict[str, float]) -> str:
     return "{" + ", ".join(f"{name}: {amount}" for name, amount in shown.items()) + "}"
 
 
-def callback(job: Job) -> Any:
+def callback(job: Job, beside: Any = None) -> Any:
     """A callback of Ray Train's controller: ends the run when its workers were waited for too long, or are out of memory.
+
+    Args:
+        beside: an actor that is told when the workers wait for their places (`trainers_wait`), and when they have them
+            (`trainers_placed`). None: nobody is.
 
     Ray (2.60) retries a placement for ever, and after any error of a worker starts it again; it has no setting for either. A
     controller's callback is called at every change of its state, and at each new try; what it raises ends the run. Remove
     when FailureConfig has a deadline, and errors that are not retried.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-    from ray.train.v2._internal.execution.callback import ControllerCallback
+    from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
     def untold(record: logging.LogRecord) -> bool:
         """Ray logs each try with its traceback; Wait says it in a line."""
         error = record.exc_info[1] if record.exc_info else None
         return not isinstance(error, (Failure, WorkerGroupStartupTimeoutError))
 
-    class Deadline(ControllerCallback):
+    class Placement(ControllerCallback, WorkerGroupCallback):
         def __init__(self) -> None:
             self.wait = Wait(job)
 
@@ -311,10 +431,18 @@ def callback(job: Job) -> Any:
             name = type(current_state).__name__
             if name not in WAITING:
                 self.wait.placed()
-            elif over := self.wait.waiting():
+                return
+            if beside:
+                beside.trainers_wait.remote()
+            if over := self.wait.waiting():
                 raise Failure(over)
 
-    return Deadline()
+        def before_init_train_context(self, workers: Any) -> dict[str, list[Any]]:
+            if beside:
+                beside.trainers_placed.remote()
+            return {}
+
+    return Placement()
 
 
 def wait_for_one(job: Job) -> None:

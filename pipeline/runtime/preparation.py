@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import Job, libraries
+from pipeline.config.sources import transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.registry import lineage
@@ -25,6 +26,7 @@ from pipeline.runtime.inputs import (
     check_labels,
     check_paths,
     check_sampler,
+    check_split,
     check_updates,
     makes_adapter,
     pin_inputs,
@@ -119,18 +121,18 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     if STAGE[job.stage].scores:
         check_columns(job, rows)
     if job.stage == "kto":
-        desirable = report.splits["train"].desirable or 0
-        check_labels(job, desirable, report.splits["train"].kept - desirable)
+        check_labels(job, *report.labels())
     if job.stage == "ppo":
         check_updates(job, len(mixture) if mixture else report.splits["train"].kept)
     digests = {name: tokenised.digests[split] for name, (tokenised, split) in sets.items()}
-    if job.data.transform:
-        digests["transform"] = transform.digest(job.data.transform)
+    if functions := transforms(job.data):
+        digests["transform"] = transform.digest_of(functions.values())
     work = replace(
         work,
         digests=digests,
         fingerprints={name: tokenised.fingerprints[split] for name, (tokenised, split) in sets.items()},
         mixture=mixture,
+        rows_from=report.splits["train"].versions if "train" in report.splits else {},
     )
     return work, rows, report
 
@@ -167,7 +169,11 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
     check_experts(job)
     model = job.model
     files = check_base(model, gpu=bool(job.scaling.get("use_gpu")))
+    if job.stage == "ppo":
+        check_split(job, files.config)
     base = base_identity(model.name_or_path, model.revision)
+    model = replace(model, revision=base["revision"])  # the commit, for all workers
+    job = replace(job, model=model)
     adapters = check_adapters(job, inputs, base, files)
     if makes_adapter(job, adapters):
         check_lora(files, job.lora, scorer=STAGE[job.stage].learns == "reward")
@@ -177,7 +183,7 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
             "policy=base starts a new one",
             flush=True,
         )
-    learned = adapters.get("policy") or (adapters.get("reward.0") if not job.policy else None)
+    learned = _speaker(job, adapters)
     template = model.chat_template
     if (
         template is None
@@ -190,6 +196,14 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
         trained = lineage.read(learned, "policy")
         tokenizer.text_as_chat = bool(trained.get("text_as_chat", not is_plain(tokenizer)))
     return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id=None, inputs=inputs)
+
+
+def _speaker(job: Job, adapters: dict[str, str]) -> str | None:
+    """The folder of the adapter whose chat template the job's prompts go through: its policy's, or else its reward's."""
+    policies = [name for name in adapters if name.startswith("policies.")]
+    if job.policy or policies:
+        return adapters.get("policy") or next((adapters[name] for name in policies), None)
+    return next((adapters[name] for name in adapters if name.startswith("reward")), None)
 
 
 def load_host(job: Job) -> Host:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pipeline.models import hub
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import check_function
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.ppo.config import PPOConfig
     from pipeline.ppo.rewards import Reward
     from pipeline.ppo.rollout import Engine
+    from pipeline.ppo.vllm_engine import VllmEngine
 
 
 def shared_base(worker: Host) -> SharedBase:
@@ -33,13 +38,13 @@ def shared_base(worker: Host) -> SharedBase:
 def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
     """The job's rewards, in order; a reward adapter becomes the role `reward` (`reward_1`, ... if there are several)."""
     return [
-        _reward(worker, shared, f"reward.{index}", _reward_role(index), weight)
+        reward(worker, shared, f"reward.{index}", _reward_role(index), weight)
         for index, (_, weight) in enumerate(worker.job.rewards)
     ]
 
 
-def _reward(worker: Host, shared: SharedBase, name: str, role: str, weight: float = 1.0) -> Reward:
-    """The reward of one input of the job: an adapter on the base, another model, or a Python function."""
+def reward(worker: Host, shared: SharedBase, name: str, role: str, weight: float = 1.0) -> Reward:
+    """The reward of one input of the job: an adapter, which becomes a role on the base, another model, or a Python function."""
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
     source = worker.work.inputs[name]
@@ -50,7 +55,8 @@ def _reward(worker: Host, shared: SharedBase, name: str, role: str, weight: floa
         {"tokens": args.micro_batch_tokens} if by_tokens else {"rows": args.local_rollout_forward_batch_size}
     )
     if source.startswith("python:"):
-        return FunctionReward(check_function(source), weight=weight, name=role)
+        function = check_function(source)
+        return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
     folder = worker.input(name)
     if lineage.is_adapter(folder):
         shared.add(role, folder=folder, head=True)
@@ -68,15 +74,16 @@ def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
     from pipeline.models.base import load_base
     from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
 
-    settings = replace(worker.job.model, name_or_path=where, revision=None, load_in_4bit=False)
-    tokenizer = load_tokenizer(where, trust_remote_code=settings.trust_remote_code)
+    name, revision = hub.split(where)
+    settings = replace(worker.job.model, name_or_path=name, revision=revision, load_in_4bit=False)
+    tokenizer = load_tokenizer(name, revision, trust_remote_code=settings.trust_remote_code)
     same = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
     return load_base(settings, tokenizer, worker.device), None if same else tokenizer
 
 
 def judge(worker: Host, shared: SharedBase) -> Reward | None:
     """The job's judge (a Python function or a second reward model, never trained on); None if it names none."""
-    return _reward(worker, shared, "judge", "judge") if worker.job.judge else None
+    return reward(worker, shared, "judge", "judge") if worker.job.judge else None
 
 
 def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | None:
@@ -137,36 +144,76 @@ def _reward_role(index: int) -> str:
 
 @contextmanager
 def sampler(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Engine | None]:
-    """The engine of the policy's rollouts for the block: vLLM if the job asks for it; None, the trainer's own, if not."""
-    if not args.use_vllm:
+    """The engine of a training worker for the block: vLLM if the job asks for it and no rollout workers have it; None, the
+    base itself, if not."""
+    rollout = worker.job.rollout_config
+    if rollout.engine != "vllm" or rollout.workers[1]:
         yield None
         return
-    from pipeline.ppo.vllm_engine import VllmEngine
-
-    model = worker.job.model
-    options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
     longest = max(map(len, worker.rows("train")["input_ids"])) + args.response_length
-    if shared.device.type == "cuda":
-        options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization or vllm_share(
-            shared, math.ceil(args.batch_size / worker.world), longest
-        )
-        if worker.rank == 0:
-            print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
-    engine = VllmEngine(
-        shared,
-        model.name_or_path,
-        os.path.join(worker.scratch, f"vllm-{worker.rank}"),
-        longest=longest,
-        revision=model.revision,
-        dtype=model.dtype,
-        trust_remote_code=model.trust_remote_code,
-        **options,
-        **(args.vllm_kwargs or {}),
-    )
+    folder = os.path.join(worker.scratch, f"vllm-{worker.rank}")
+    with vllm(worker, shared, folder, longest, math.ceil(args.batch_size / worker.world)) as engine:
+        yield engine
+
+
+def engines(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Callable[[str | None], Engine]:
+    """What decodes for each of some frozen roles (None: the bare base), by the role: `rollout.engine` of a job that does not
+    train. vLLM ends with this process.
+    """
+    from pipeline.ppo.rollout import TransformersEngine
+
+    rows = host.job.args.local_rollout_forward_batch_size
+    if host.job.rollout_config.engine != "vllm":
+        return lambda role: TransformersEngine(shared, role, rows=rows, pad=host.tokenizer.pad_token_id)
+    context = host.work.base["context_length"] or 1 << 20
+    longest = min(context, (host.job.data.max_length or context) + host.job.args.response_length)
+    folder = tempfile.mkdtemp(prefix="vllm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    engine = _start_vllm(host, shared, folder, longest, rows, wanted)
+    return {role: engine.of(role) for role in wanted}.__getitem__
+
+
+@contextmanager
+def vllm(host: Host, shared: SharedBase, folder: str, longest: int, rows: int) -> Iterator[Engine]:
+    """vLLM beside the base of this process, for the policy and the block.
+
+    Args:
+        folder: adapters are handed over in it.
+        longest: tokens of the longest prompt and its completion.
+        rows: completions of an update that this process samples.
+    """
+    engine = _start_vllm(host, shared, folder, longest, rows, ["policy"])
     try:
         yield engine
     finally:
         engine.close()
+
+
+def _start_vllm(
+    host: Host, shared: SharedBase, folder: str, longest: int, rows: int, wanted: Sequence[str | None]
+) -> VllmEngine:
+    from pipeline.ppo.vllm_engine import VllmEngine
+
+    model, rollout = host.job.model, host.job.rollout_config
+    options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
+    if rollout.tensor_parallel_size > 1:
+        options["tensor_parallel_size"] = rollout.tensor_parallel_size
+    if shared.device.type == "cuda":
+        share = rollout.gpu_memory_utilization or vllm_share(shared, rows, longest)
+        options["gpu_memory_utilization"] = share
+        print(f"vLLM takes {share} of the GPU's memory", flush=True)
+    return VllmEngine(
+        shared,
+        model.name_or_path,
+        folder,
+        longest=longest,
+        roles=wanted,
+        revision=model.revision,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        **options,
+        **(rollout.vllm_kwargs or {}),
+    )
 
 
 def vllm_share(shared: SharedBase, rows: int, longest: int) -> float:

@@ -23,6 +23,7 @@ from pipeline.report.headline import how_it_ended
 from pipeline.runtime import checkpoints, driver, earlier
 from pipeline.runtime.claim import claim, clear, wait_for_old_workers
 from pipeline.runtime.driver import Outcome
+from pipeline.runtime.host import Sweep, Work
 from pipeline.runtime.preparation import Run, announce, prepared
 from pipeline.runtime.summary import print_summary
 from pipeline.runtime.worker import Worker
@@ -31,6 +32,8 @@ from pipeline.system.credentials import without_credentials
 
 # What a stage registers or promotes: from the run and its outcome to a version, or None.
 Register = Callable[[Run, Outcome], registry.Version | None]
+# What a stage runs beside its workers while they train: its value is handed to each of them.
+Beside = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
 
 def unless_finished(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
@@ -45,12 +48,18 @@ def unless_finished(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[
 
 
 def launch(
-    job: Job, train: Callable[[Worker], dict[str, Any]], register: Register | None = None
+    job: Job,
+    train: Callable[[Worker], dict[str, Any]],
+    register: Register | None = None,
+    sweep: Sweep | None = None,
+    beside: Beside | None = None,
 ) -> dict[str, Any]:
     """Runs one stage from its job to its result.json; `train(worker)` is what every worker executes.
 
     Args:
         register: makes or promotes the run's version before it counts as finished; None: registers the adapter.
+        sweep: that the run is a trial of; None: it stands by itself.
+        beside: what runs while the workers train. None: nothing.
 
     Raises:
         InputError: when the job, the data or an input is wrong; nothing has been registered then.
@@ -58,7 +67,9 @@ def launch(
 
     def execute(job: Job) -> dict[str, Any]:
         with open_run(job) as run:
-            result = _train_and_register(run, train, register or publish)
+            result = _train_and_register(
+                run, train, register or publish, sweep, beside or (lambda _: contextlib.nullcontext())
+            )
         print_summary(result, _draw_report(result) if job.run.report else None)
         return result
 
@@ -121,17 +132,27 @@ def open_run(job: Job) -> Iterator[Run]:
             checkpoints.repair(run.folder)
             earlier.record(run.job, run.work.inputs, run.work.base["digest"], run.work.digests)
             with failure_recorded(run):
-                yield run
+                try:
+                    yield run
+                except (KeyboardInterrupt, SystemExit) as stop:  # the command line says how to continue
+                    stop.add_note(f"{job.stage}.run.name={job.run.name}")
+                    raise
 
 
 def _train_and_register(
-    run: Run, train: Callable[[Worker], dict[str, Any]], register: Register
+    run: Run,
+    train: Callable[[Worker], dict[str, Any]],
+    register: Register,
+    sweep: Sweep | None,
+    beside: Beside,
 ) -> dict[str, Any]:
     """From a run that is open to its result.json."""
-    job = run.job
-    with registry.mlflow_run(job, run.work.digests, anew=not run.continues) as run_id:
+    job, parent = run.job, sweep.run_id if sweep else None
+    with registry.mlflow_run(job, run.work.digests, anew=not run.continues, parent=parent) as run_id:
         run.mlflow_run_id = run_id
-        outcome = driver.fit(replace(run.work, run_id=run_id), run.rows, train)
+        work = replace(run.work, run_id=run_id, sweep=sweep)
+        with beside(work) as what:
+            outcome = driver.fit(work, run.rows, train, what)
         version = register(run, outcome)
         result = describe(run, outcome, version)
         if ended := how_it_ended(result):
@@ -144,24 +165,36 @@ def publish(run: Run, outcome: Outcome) -> registry.Version | None:
     """Registers the adapter that was trained; the alias moves to it if it has learned anything and the gate lets it."""
     if not outcome.adapter:
         return None
-    with storage.local_copy(outcome.adapter) as folder:
-        unchanged = nothing_learned(run, folder)
+    assert run.mlflow_run_id
+    start = run.work.inputs.get("policy")
+    return publish_adapter(run.job, run.mlflow_run_id, outcome.adapter, outcome.metrics, start)
+
+
+def publish_adapter(
+    job: Job, run_id: str, adapter: str, metrics: dict[str, float], start: str | None
+) -> registry.Version | None:
+    """Registers the adapter that an MLflow run has trained; None where the job names no registered model.
+
+    Args:
+        metrics: of the run; they decide the gate.
+        start: the policy that training began with, pinned; None: there was none.
+    """
+    with storage.local_copy(adapter) as folder:
+        unchanged = nothing_learned(job, folder, start)
         if unchanged:
             print(f"warning: {unchanged}", flush=True)
-        if not run.job.mlflow.registered_model:
+        if not job.mlflow.registered_model:
             return None
-        assert run.mlflow_run_id
-        facts = lineage.read(folder, outcome.adapter)
-        print(f"registering {run.job.mlflow.registered_model}", flush=True)
-        return registry.publish(run.job, run.mlflow_run_id, folder, outcome.metrics, facts, unchanged)
+        facts = lineage.read(folder, adapter)
+        print(f"registering {job.mlflow.registered_model}", flush=True)
+        return registry.publish(job, run_id, folder, metrics, facts, unchanged)
 
 
-def nothing_learned(run: Run, adapter: str) -> str | None:
+def nothing_learned(job: Job, adapter: str, start: str | None) -> str | None:
     """Why the alias must not move to an adapter that is, to the last bit, the one that training began with; None: it is not."""
     from pipeline.models import adapter_files
 
-    start = run.work.inputs.get("policy")
-    if adapter_files.learned(adapter, start and registry.fetch(start, registry.tracking_uri(run.job))):
+    if adapter_files.learned(adapter, start and registry.fetch(start, registry.tracking_uri(job))):
         return None
     return (
         f"nothing was learned: after training the adapter equals {start or 'its initialisation'}. The learning rate was 0 at "

@@ -18,6 +18,8 @@ from pipeline.runtime.best import Best
 from pipeline.runtime.worker import Worker
 from pipeline.system.progress import Counter
 
+REFERENCE = "ref"  # TRL's name of the frozen adapter that a DPOTrainer compares with
+
 
 def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     """The job's `trainer` section as TRL's own configuration class, plus what the pipeline decides.
@@ -145,6 +147,17 @@ def undo_rounding(trainer: Any) -> None:
             parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
 
 
+def replace_reference(worker: Worker, trainer: Any) -> None:
+    """The job's `reference` in the place of TRL's frozen copy of the policy; `base`: no adapter at all.
+
+    The trainer uses the adapter called `ref`, and without one the bare base (trl 1.16, DPOTrainer).
+    """
+    if REFERENCE in trainer.model.peft_config:
+        trainer.model.delete_adapter(REFERENCE)
+    if "reference" in worker.work.inputs:
+        trainer.model.load_adapter(worker.input("reference"), adapter_name=REFERENCE, is_trainable=False)
+
+
 def run(worker: Worker, trainer: Any) -> dict[str, float]:
     """Trains from the start or from the worker's checkpoint; returns the final metrics.
 
@@ -159,7 +172,7 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
             parameter.data = parameter.data.float()
     trainer.mixture = worker.work.mixture
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    tracked = Best.of(worker.job, learning)
+    tracked = Best.of(worker.job, learning, worker.report)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer, tracked))
     if worker.rank == 0:

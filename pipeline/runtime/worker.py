@@ -35,7 +35,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
     work: Work = config["work"]
-    name_output(work.job.stage)
+    name_output(f"{work.job.stage} {work.job.run.name}" if work.sweep else work.job.stage)
     leave_group_of_one(ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu")))
     announce_worker(work.job.folder)
     with contextlib.ExitStack() as stack:
@@ -43,7 +43,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         if resume and os.path.exists(os.path.join(resume, OUTCOME)):
             with open(os.path.join(resume, OUTCOME), encoding="utf-8") as file:
                 return json.load(file)
-        worker = Worker(work, resume)
+        worker = Worker(work, resume, config["beside"])
         if worker.rank == 0:
             if resume:
                 print(f"continuing from {os.path.basename(resume)}", flush=True)
@@ -117,7 +117,7 @@ def name_output(stage: str) -> None:
 class Worker(Host):
     """One worker of a stage: its rank and device, the rows it reads, its log, its checkpoints and its outcome."""
 
-    def __init__(self, work: Work, resume: str | None):
+    def __init__(self, work: Work, resume: str | None, beside: Any = None):
         import ray.train.collective
 
         super().__init__(work)
@@ -125,12 +125,14 @@ class Worker(Host):
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.local_rank = context.get_local_rank()
         self.resume = resume  # the folder of the checkpoint to continue from, or None
+        self.beside = beside  # what the stage runs beside its workers, e.g. the pool of rollout workers
         # The same folder for all workers of a node: transformers lets each rank add its random state to it.
         self.scratch = os.path.join(
             tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id or str(self.job.run.name)
         )
         self.started: tuple[float, int] | None = None  # (time, step) of the first line: for the time left
-        self.step = 0
+        self.step = self.total = 0  # of the last line of the log; steps of the whole run
+        self.report = self._report if work.sweep else None
         self.end: dict[
             str, Any
         ] = {}  # which step was kept and why training ended: best.outcome, of what trains
@@ -172,7 +174,7 @@ class Worker(Host):
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
         """Prints one line with the time left and sends the numbers to MLflow, on rank 0."""
-        self.step = step
+        self.step, self.total = step, total
         if self.metrics is None:
             return
         now = time.monotonic()
@@ -184,6 +186,14 @@ class Worker(Host):
         shown = "  ".join(f"{word} {metrics[k]:<9.4g}" for k, word in SHOWN.items() if k in metrics)
         print(f"step {step:>{len(str(total))}}/{total}  {shown}{clock}".rstrip(), flush=True)
         self.metrics.log(metrics, step)
+
+    def _report(self, figure: float, step: int) -> str | None:
+        """Tells the sweep of an evaluation, on every rank; why the trial is to stop, the same for all, or None."""
+        import ray
+
+        assert self.work.sweep
+        rungs = self.work.sweep.rungs
+        return ray.get(rungs.report.remote(self.job.run.name, step, self.total, figure))
 
     def leaving(self, step: int) -> bool:
         """Whether to commit a checkpoint now because a node is about to go. Every rank asks after every step."""
@@ -304,6 +314,7 @@ class Worker(Host):
         facts = {
             **facts,
             "step": self.end["kept"]["step"],
+            **({"rows_from": work.rows_from} if work.rows_from else {}),
             "text_as_chat": text_as_chat(self.tokenizer, self.job.data.apply_chat_template),
         }
         return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
@@ -339,6 +350,8 @@ SHOWN = {
     "eval_win_rate": "held-out win rate",
     "eval_judge_win_rate": "judge win rate",
     "eval_kl": "held-out kl",
+    "rollout/waited": "waited s",
+    "rollout/idle": "workers idle",
 }
 
 

@@ -2,7 +2,8 @@
 
     make dpo    or    python -m pipeline dpo jobs/demo/dpo.yaml [section.key=value ...]
 
-TRL's DPOTrainer continues a copy of the `policy` adapter; its reference is that adapter, frozen, on the same base.
+TRL's DPOTrainer continues a copy of the `policy` adapter; its reference is that adapter, frozen, on the same base, or the one
+that the job names as `reference`.
 """
 
 from typing import Any
@@ -48,6 +49,8 @@ def train(worker: Worker) -> dict[str, Any]:
     )
     if adapter is None:
         training.undo_rounding(trainer)
+    if worker.job.reference:
+        training.replace_reference(worker, trainer)
     metrics = training.run(worker, trainer)
     probe = [row["prompt_ids"] + row["chosen_ids"] for row in rows.select(range(min(4, len(rows))))]
     return worker.finish(

@@ -52,7 +52,8 @@ def train(worker: Worker) -> dict[str, Any]:
     if prompts is not None:
         policy = roles.add_frozen(worker, shared, "policy", "policy")
         baseline = roles.add_frozen(worker, shared, "baseline", "reference")
-        comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline)
+        engines = roles.engines(worker, shared, [policy, baseline])
+        comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline, engines)
         metrics, samples = comparison.of(policy)
     if preferences is not None:
         figures, tables = pairs.measure(worker, rewards, judge, preferences)

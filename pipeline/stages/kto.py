@@ -38,8 +38,7 @@ def train(worker: Worker) -> dict[str, Any]:
         base = PeftModel.from_pretrained(base, worker.input("policy"), is_trainable=True)
     else:
         adapter = LoraConfig(task_type="CAUSAL_LM", **worker.job.lora)
-    # TRL pairs the rows of its KL term in the order of the file and wants it kept; `PairedBatches` pairs them as drawn.
-    order = "random" if worker.job.trainer.get("loss_type") == "apo_zero_unpaired" else "sequential"
+    order = sampling(worker.job.trainer.get("loss_type"))
     trainer = Trainer(
         model=base,
         args=training.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order),
@@ -57,3 +56,12 @@ def train(worker: Worker) -> dict[str, Any]:
         save=lambda folder: training.save(trainer, folder),
         verify=lambda folder: training.verify_reload(trainer, folder, probe),
     )
+
+
+def sampling(loss: str | None) -> str:
+    """KTOConfig.train_sampling_strategy for a loss.
+
+    TRL pairs the rows of its KL term in the order of the file and wants it kept; `PairedBatches` pairs them as drawn, at
+    random all the same. A loss without a KL term has TRL's own batches.
+    """
+    return "random" if loss == "apo_zero_unpaired" else "sequential"

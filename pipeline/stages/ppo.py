@@ -17,7 +17,9 @@ from pipeline.runtime.worker import Worker
 
 
 def run(job: Job) -> dict[str, Any]:
-    return launch(job, train)
+    from pipeline.rollout.pool import opened
+
+    return launch(job, train, beside=opened)
 
 
 def train(worker: Worker) -> dict[str, Any]:
@@ -25,9 +27,11 @@ def train(worker: Worker) -> dict[str, Any]:
 
     from pipeline import evaluation
     from pipeline.ppo.trainer import PPOTrainer
+    from pipeline.rollout.client import Client
     from pipeline.runtime import best, roles
 
     args = worker.job.args
+    rollout_workers = Client(worker, worker.beside) if worker.beside else None
     set_seed(args.seed)  # new adapters are made of random numbers: the same ones on every rank
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
@@ -41,7 +45,7 @@ def train(worker: Worker) -> dict[str, Any]:
     )
 
     learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
-    tracked = best.Best.of(worker.job, learning)
+    tracked = best.Best.of(worker.job, learning, worker.report)
 
     def on_update(metrics: dict[str, float], update: int, total: int) -> bool:
         if args.logs(update, total):
@@ -72,7 +76,11 @@ def train(worker: Worker) -> dict[str, Any]:
             engine=engine,
             on_update=on_update,
             draws=(lambda epoch: mixture.rows(epoch, args.seed)) if mixture else None,
+            rollout=worker.job.rollout_config,
+            rollout_workers=rollout_workers,
         )
+        if rollout_workers:
+            rollout_workers.begin(trainer)
         if worker.resume:
             trainer.restore(worker.resume)
             worker.replay(list(logged().items()))

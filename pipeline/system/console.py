@@ -25,6 +25,8 @@ NOISE = (
     "Reporting training result ",
     # bitsandbytes looks for an optional package of faster CPU kernels when it is imported.
     "Failed to load CPU gemm_4bit_forward from kernels-community",
+    # Ray Serve ends its controller itself, and then reports that it has ended.
+    "Task ServeController.graceful_shutdown failed",
 )
 
 # Of every process, set before it imports anything heavy.
@@ -133,19 +135,20 @@ def _forward(read: int, terminal: int) -> None:
                     os.write(terminal, line)
 
 
-def attach(own: Collection[str] = ()) -> None:
+def attach(own: Collection[str] = (), sink: Any = None) -> None:
     """Replaces the printer of worker logs that ray.init() installed.
 
     Args:
         own: names of processes whose lines are shown as they are, without a name before them.
+        sink: a text file for the lines; None: stdout and stderr.
     """
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     dispatcher.remove_handler("ray_print_logs")
-    dispatcher.add_handler("ray_print_logs", functools.partial(show, own=own))
+    dispatcher.add_handler("ray_print_logs", functools.partial(show, own=own, sink=sink))
 
 
-def show(data: dict[str, Any], own: Collection[str] = ()) -> None:
+def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
     """Prints one batch of log lines; `data` is Ray's: lines, is_err, pid, actor_name, task_name."""
     if data.get("pid") == "autoscaler":  # its whole log comes this way; events for people are marked in it
         from ray._private.worker import filter_autoscaler_events
@@ -153,7 +156,7 @@ def show(data: dict[str, Any], own: Collection[str] = ()) -> None:
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
     name = data.get("actor_name") or data.get("task_name")
     prefix = "" if name in own or not name else f"({name}) "
-    sink = sys.stderr if data["is_err"] else sys.stdout
+    sink = sink or (sys.stderr if data["is_err"] else sys.stdout)
     lines, text = data["lines"], "\n".join(data["lines"])
     for line in DELETED.sub("", text).splitlines() if DELETED.search(text) else lines:
         if not any(text in line for text in NOISE):

@@ -8,10 +8,11 @@
 
 Parts: `ppo` (our PPOTrainer against the one of TRL 1.12, the last that had one), `score` (both on a Python reward: samples
 until a score is reached, and the score at equal KL; a round is a seed), `sft`, `rm`, `dpo` (the pipeline's command line
-against bare TRL). Sizes: `demo` (the demo model) and `large` (a random Llama of 110 M parameters with a
-vocabulary of 32,000). Variants of `ppo`: variants.py. Each measurement is a process of its own. A round measures
-everything that is compared once, one after the other; a ratio is the median of the rounds' ratios. Writes bench.json and
-bench.md into runs/bench after each round; parts that were not run keep their last figures.
+against bare TRL), `serve` (64 clients of two policies on one base against a plain loop over two models). Sizes: `demo` (the
+demo model) and `large` (a random Llama of 110 M parameters with a vocabulary of 32,000). Variants of `ppo`: variants.py.
+Each measurement is a process of its own. A round measures everything that is compared once, one after the other; a ratio is
+the median of the rounds' ratios. Writes bench.json and bench.md into runs/bench after each round; parts that were not run
+keep their last figures.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from score import GOALS, reached, score_at
 from sizes import ROOT, SIZES, TRL_PPO, WORK, prepare
 from variants import CASES, LEARNERS, VARIANTS, Ours, Theirs, chosen
 
-PARTS = ("ppo", "score", "sft", "rm", "dpo")
+PARTS = ("ppo", "score", "sft", "rm", "dpo", "serve")
 
 Result = dict[str, Any]
 
@@ -67,6 +68,8 @@ def main() -> None:
             elif part == "score":
                 if size in GOALS:
                     bench.score(size)
+            elif part == "serve":
+                bench.serve(size)
             else:
                 bench.stage(part, size)
     if not (options.out / "bench.md").exists():
@@ -150,6 +153,24 @@ class Bench:
                 tell(found)
                 runs[name].append(found)
             self.keep(part, size, "", rows, runs, self.machine([*load, os.getloadavg()[0]]))
+
+    def serve(self, size: str) -> None:
+        """Tokens of 64 clients at once, and of one request after the other."""
+        seconds = "3" if size == "toy" else "30"
+        commands = {
+            "ours": ["serve_ours.py", size, seconds, "64"],
+            "plain loop": ["serve_plain.py", size, seconds],
+        }
+        rows = [{"variant": "", "ours": "ours", "beside": "plain loop"}]
+        runs: Runs = {name: [] for name in commands}
+        load = [os.getloadavg()[0]]
+        for round_ in range(self.rounds):
+            for name, command in commands.items():
+                # The replica of an embedded Ray has one thread, as a worker on one CPU has.
+                found = self.run(f"serve-{size}-{name}-{round_}", command, {})
+                tell(found)
+                runs[name].append(found)
+            self.keep("serve", size, "", rows, runs, self.machine([*load, os.getloadavg()[0]]))
 
     # ------------------------------------------------------------------------------------------- measuring
 

@@ -42,12 +42,22 @@ mean score of an update reaches the goal, and the score where the KL to the refe
 "TRL's settings": Adam epsilon 1e-8 where ours is 1e-5, and gradients not clipped."""
 
 
+SERVE_LEGEND = """\
+64 clients over HTTP, half of them of one policy and half of another, on one base (a replica with one CPU; proxy and clients on
+the same machine), beside transformers' generate on merged models, one request after the other, without HTTP. Completions of
+equally many tokens on both sides, sampled at temperature 1. Memory: of the replica
+before the first request, without its KV cache, and of the process with two models."""
+
+
 def render(results: list[dict[str, Any]]) -> str:
-    order = {name: i for i, name in enumerate(["ppo", "score", "sft", "rm", "dpo", *SIZES, *CASES, ""])}
+    order = {
+        name: i for i, name in enumerate(["ppo", "score", "sft", "rm", "dpo", "serve", *SIZES, *CASES, ""])
+    }
     results = sorted(results, key=lambda r: (order[r["part"]], order[r["size"]], order[r["case"]]))
     ppo = [r for r in results if r["part"] == "ppo"]
     scores = [r for r in results if r["part"] == "score"]
-    stages = [r for r in results if r["part"] not in ("ppo", "score")]
+    stages = [r for r in results if r["part"] in ("sft", "rm", "dpo")]
+    served = [r for r in results if r["part"] == "serve"]
     lines = ["# Measured beside TRL", "", *machines(results)]
     for size in dict.fromkeys(r["size"] for r in ppo):
         lines += ppo_section(size, [r for r in ppo if r["size"] == size])
@@ -59,6 +69,10 @@ def render(results: list[dict[str, Any]]) -> str:
         head = "stage | model | s/step | bare TRL 1.16 | ratio | peak GiB | bare | ratio | first step s | bare | later by"
         lines += ["", "## sft, rm, dpo", ""]
         lines += table(head, (stage_row(r, row) for r in stages for row in r["rows"]))
+    if served:
+        head = "model | tokens/s | plain loop | times as fast | errors | private GiB | two models | ratio"
+        lines += ["", "## serve", "", *SERVE_LEGEND.splitlines(), ""]
+        lines += table(head, (serve_row(r, row) for r in served for row in r["rows"]))
     lines += against_sft(results)
     return "\n".join(lines) + "\n"
 
@@ -163,6 +177,13 @@ def stage_row(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
     peak = cells(result, row, "peak", "peak", lambda size: size / GIB)
     first = cells(result, row, "first_step", "later", float)
     return [result["part"], result["size"], *step, *peak, *first]
+
+
+def serve_row(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    speed = cells(result, row, "step", "speed", lambda seconds: 1 / seconds)
+    peak = cells(result, row, "peak", "peak", lambda size: size / GIB)
+    errors = sum(run["errors"] for run in result["runs"]["ours"])
+    return [result["size"], *speed, f"{errors}", *peak]
 
 
 def against_sft(results: list[dict[str, Any]]) -> list[str]:

@@ -61,6 +61,12 @@ def training(run: Run) -> list[int]:
     return sorted(pid for pid, command in below(run.process.pid).items() if "RayTrainWorker" in command)
 
 
+def sampling(run: Run) -> list[int]:
+    """The processes of the run's rollout workers, on the embedded Ray."""
+    assert run.process is not None
+    return sorted(pid for pid, command in below(run.process.pid).items() if "RolloutWorker" in command)
+
+
 def kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -89,6 +95,51 @@ def driver(run: Run, rng: random.Random) -> str:
     run.process.wait()
     ended(run.again())
     return f"killed the driver after step {step}, gave the command again"
+
+
+def rollout_worker(run: Run, rng: random.Random) -> str:
+    """kill -9 of the rollout worker; another one takes its place."""
+    run.start()
+    step = moment(run, rng)
+    kill(sampling(run)[0])
+    ended(run)
+    return f"killed the rollout worker after step {step}"
+
+
+def hang(run: Run, rng: random.Random) -> str:
+    """SIGSTOP of the rollout worker: it is there, and does nothing."""
+    run.start()
+    step = moment(run, rng, last=STEPS - 3)
+    os.kill(sampling(run)[0], signal.SIGSTOP)
+    run.wait_for("has given no sign of life")
+    ended(run)
+    return f"stopped the rollout worker after step {step}"
+
+
+def rollout_node(run: Run, rng: random.Random) -> str:
+    """SIGKILL of all processes of the rollout worker's node; there is another one for it."""
+    nodes = Nodes(run, 1)
+    nodes.add_for_rollouts(2)
+    run.start()
+    step = moment(run, rng)
+    nodes.kill(until(lambda: nodes.busy("RolloutWorker"), "a node with a rollout worker")[0])
+    ended(run)
+    return f"killed the rollout worker's node after step {step}"
+
+
+def rollout_drain(run: Run, rng: random.Random) -> str:
+    """Notice that the rollout worker's node will be gone in 5 seconds; then it is."""
+    nodes = Nodes(run, 1)
+    nodes.add_for_rollouts(2)
+    run.pause = 1.2
+    run.start()
+    step = moment(run, rng, last=4)
+    victim = until(lambda: nodes.busy("RolloutWorker"), "a node with a rollout worker")[0]
+    nodes.drain(victim, seconds=5)
+    time.sleep(5)
+    nodes.kill(victim)
+    ended(run)
+    return f"drained the rollout worker's node after step {step}"
 
 
 def node(run: Run, rng: random.Random) -> str:
@@ -185,6 +236,7 @@ class Nodes:
         )  # fmt: skip
         from ray.cluster_utils import Cluster
 
+        self.run = run
         self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **self.small})
         run.finally_do.append(self.cluster.shutdown)
@@ -197,10 +249,16 @@ class Nodes:
     def add(self) -> None:
         self.nodes.append(self.cluster.add_node(num_cpus=2, **self.small))
 
-    def busy(self) -> list[Any]:
-        """Nodes on which a training worker runs."""
+    def add_for_rollouts(self, count: int) -> None:
+        """Nodes on which nothing but rollout workers fits, and they nowhere else."""
+        for _ in range(count):
+            self.nodes.append(self.cluster.add_node(num_cpus=1, labels={"for": "rollouts"}, **self.small))
+        self.run.arguments.append("rollout.label_selector={for: rollouts}")
+
+    def busy(self, actor: str = "RayTrainWorker") -> list[Any]:
+        """Nodes on which a training worker runs, or another actor."""
         every = processes()
-        workers = {parent for parent, command in every.values() if "RayTrainWorker" in command}
+        workers = {parent for parent, command in every.values() if actor in command}
         return [node for node in self.nodes if workers & set(self.raylets(node))]
 
     @staticmethod
@@ -229,5 +287,10 @@ FAULTS = {
     "preemption": preemption,
     "write": write,
     "corrupt": corrupt,
+    "rollout-worker": rollout_worker,
+    "hang": hang,
+    "rollout-node": rollout_node,
+    "rollout-drain": rollout_drain,
 }
 WORKERS = {"worker": 2, "driver": 1, "node": 2, "preemption": 2, "write": 1, "corrupt": 1}
+ROLLOUT = ("rollout-worker", "hang", "rollout-node", "rollout-drain")  # for runs with rollout workers alone

@@ -30,9 +30,15 @@ SMALL = {
         "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
         "judge=null",
     ],
+    "ahead": [
+        "rollout.num_workers=1", "rollout.staleness=1", "rollout.heartbeat_timeout_s=3",
+        "trainer.local_rollout_forward_batch_size=4",
+    ],
 }  # fmt: skip
 # What a clock or the machine decides.
-MEASURED = re.compile(r"runtime|per_second|second|time|memory|flos")
+MEASURED = re.compile(
+    r"runtime|per_second|second|time|memory|flos|rollout/(waited|waiting|idle|queue|bytes|workers|lost)"
+)
 
 
 class Server:
@@ -194,8 +200,10 @@ class Baselines:
         return self.made[stage, workers]
 
     def start(self, stage: str, name: str, workers: int, quiet: bool = False) -> Run:
-        """A run that is ready to be started."""
-        overrides = [*SMALL["ppo" if stage == "ppo" else "trl"], f"scaling.num_workers={workers}"]
+        """A run that is ready to be started; `ahead` is ppo with a rollout worker, one update ahead."""
+        ahead = SMALL["ahead"] if stage == "ahead" else []
+        stage = "ppo" if ahead else stage
+        overrides = [*SMALL["ppo" if stage == "ppo" else "trl"], f"scaling.num_workers={workers}", *ahead]
         if stage in ("dpo", "kto", "ppo"):
             overrides.append(f"policy={self.of('sft', 1).result()['adapter']}")
         if stage == "ppo":

@@ -27,6 +27,7 @@ SIZES = {
     "gpu1": ("g6.2xlarge", 300),
     "gpu4": ("g6e.12xlarge", 300),
     "gpu8": ("p4de.24xlarge", 600),
+    "rollout": ("g6e.2xlarge", 300),
 }
 IMAGE = "ami-12c6146b"  # one that the mock knows
 needs_boto = pytest.mark.skipif(importlib.util.find_spec("boto3") is None, reason="needs the extra `cloud`")
@@ -68,6 +69,7 @@ def test_ray_takes_the_file(file, home):
     if file == AWS:
         assert "1 x m7i.2xlarge: it runs, and is paid for, until `make down`" in shown
         assert "0 to 4 x g6.2xlarge (gpu1_spot, spot)" in shown
+        assert "0 to 4 x g6e.2xlarge (rollout_spot, spot)" in shown
         assert (
             "48 vCPUs of 'All G and VT Spot Instance Requests', 48 vCPUs of 'Running On-Demand G and VT instances', "
             "96 vCPUs of 'All P4, P3 and P2 Spot Instance Requests', 96 vCPUs of 'Running On-Demand P instances'"
@@ -184,7 +186,9 @@ def test_the_head_has_no_gpu_and_workers_start_from_none():
             "rlhf-head" if name == "head" else "rlhf-worker"
         )
         assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
-    for size in SIZES:  # each spot type has a fallback of the same size, taken second
+    for size in set(SIZES) - {
+        "rollout"
+    }:  # each spot type of trainers has a fallback of the same size, taken second
         spot, fallback = types[f"{size}_spot"], types[f"{size}_on_demand"]
         assert spot["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
         assert "InstanceMarketOptions" not in fallback["node_config"]
@@ -331,9 +335,10 @@ def test_the_autoscaler_asks_ec2_for_the_workers(ec2, home, monkeypatch):
         for tag in one["Tags"]
         if tag["Key"] == "ray-user-node-type"
     }
-    assert set(types) == {f"{size}_{market}" for size in SIZES for market in ("spot", "on_demand")}
+    both = {f"{size}_{market}" for size in SIZES for market in ("spot", "on_demand")}
+    assert set(types) == both - {"rollout_on_demand"}
     for name, one in types.items():
-        instance, gigabytes = SIZES[name[:4]]
+        instance, gigabytes = SIZES[name.partition("_")[0]]
         assert (one["InstanceType"], disk(ec2, one)["Size"]) == (instance, gigabytes)
         assert (one.get("InstanceLifecycle") == "spot") == name.endswith("_spot")
         assert one["ImageId"] == IMAGE

@@ -1,5 +1,6 @@
 """The RayJob manifest: made from a job file, and of the shape that KubeRay's operator asks for."""
 
+import importlib
 import shlex
 
 import pytest
@@ -10,13 +11,13 @@ from pipeline.cloud import rayjob
 from pipeline.config import load_job
 
 CRD = SHARED / "schemas/ray.io_rayjobs.yaml"
-SHIPPED = ROOT / "jobs/rayjob.yaml"
+SHIPPED = [ROOT / "jobs/rayjob.yaml", ROOT / "jobs/rayservice.yaml"]
 
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name in ("IMAGE", "GPU", "NODE_SELECTOR"):
+    for name in ("IMAGE", "GPU", "NODE_SELECTOR", "ROLLOUT_NODE_SELECTOR"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -25,8 +26,9 @@ def made(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_the_shipped_manifest_is_the_one_that_its_command_makes(capsys):
-    text = SHIPPED.read_text()
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_manifest_is_the_one_that_its_command_makes(shipped, capsys):
+    text = shipped.read_text()
     command = shlex.split(text.splitlines()[0].partition("pipeline.cloud.rayjob ")[2])
     assert yaml.safe_load(made(capsys, *command)) == yaml.safe_load(text)
 
@@ -124,7 +126,7 @@ def test_the_gpu_and_its_nodes_can_be_named(capsys, monkeypatch):
 
 def test_nobody_in_the_network_commands_the_head_without_the_token():
     """The dashboard has to answer the operator's pod, so it listens on all interfaces: the token is what guards it."""
-    cluster = yaml.safe_load(SHIPPED.read_text())["spec"]["rayClusterSpec"]
+    cluster = yaml.safe_load(SHIPPED[0].read_text())["spec"]["rayClusterSpec"]
     assert cluster["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "0.0.0.0"
     assert cluster["authOptions"] == {"mode": "token"}
 
@@ -140,3 +142,46 @@ def test_secrets_are_named_and_never_written(capsys, monkeypatch):
 def test_a_folder_of_one_pod_is_refused(capsys):
     assert rayjob.main(["jobs/demo/sft.yaml"]) == 2
     assert "would lie inside one pod" in capsys.readouterr().err
+
+
+def test_rollout_workers_have_pods_of_their_own(monkeypatch):
+    monkeypatch.setenv("ROLLOUT_NODE_SELECTOR", "cloud.google.com/gke-spot=true")
+    more = [
+        "run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000", "rollout.num_workers=[1, 3]",
+        "rollout.label_selector={market: 'in(spot,preemptible)', ray.io/accelerator-type: L40S}",
+    ]  # fmt: skip
+    job = load_job("jobs/llama3-8b/ppo.yaml", more)
+    spec = rayjob.manifest(job, "jobs/llama3-8b/ppo.yaml", more)["spec"]["rayClusterSpec"]
+    trainers, rollouts = spec["workerGroupSpecs"]
+    assert (rollouts["groupName"], rollouts["maxReplicas"]) == ("rollout-workers", 3)
+    assert rollouts["labels"] == {"market": "spot", "ray.io/accelerator-type": "L40S"}
+    assert rollouts["template"]["spec"]["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
+    assert "nodeSelector" not in trainers["template"]["spec"] and "market" not in trainers["labels"]
+    limits = rollouts["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == "1"
+    more[-1] = "rollout.label_selector={market: '!on-demand'}"
+    job = load_job("jobs/llama3-8b/ppo.yaml", more)
+    spec = rayjob.manifest(job, "jobs/llama3-8b/ppo.yaml", more)["spec"]["rayClusterSpec"]
+    assert "labels" not in spec["workerGroupSpecs"][1]
+
+
+def test_a_service_starts_the_application_that_serve_starts(storage, monkeypatch):
+    """Ray Serve reads the configuration, and its import path makes the application from the job."""
+    from ray.serve._private.deploy_utils import get_app_code_version
+    from ray.serve.schema import ServeDeploySchema
+    from toy_models import registered
+
+    spec = yaml.safe_load(SHIPPED[1].read_text())["spec"]
+    config = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
+    [application] = config.applications
+    assert application.route_prefix == "/" and get_app_code_version(application)
+    module, _, name = application.import_path.partition(":")
+    registered(storage)
+    monkeypatch.setenv("RLHF_SERVE_TOKENS", "a" * 32)
+    policies = [
+        "serve.policies={toy: models:/toy-policy@champion}",
+        "serve.rewards={}",
+        f"run.storage_path={storage}",
+    ]
+    built = getattr(importlib.import_module(module), name)({**application.args, "overrides": policies})
+    assert built._bound_deployment.name == "server"

@@ -1,6 +1,7 @@
 """Every shipped job, as Ray's own autoscaler places it with each cluster file: on GPUs that hold what `plan` counts."""
 
 import re
+import shlex
 from collections import Counter
 
 import pytest
@@ -18,7 +19,7 @@ from pipeline.config import load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.planning import plan
-from pipeline.runtime.placement import GPU_LABEL, bundles
+from pipeline.runtime.placement import GPU_LABEL, bundles, rollout_bundle
 
 FILES = ["cluster.yaml", "jobs/cloud/gcp.yaml"]
 ON_WORKERS = [name for name, facts in STAGE.items() if facts.runs_in != "here"]
@@ -47,8 +48,9 @@ def request(bundle):
     return ResourceRequestUtil.make(bundle.resources, label_selectors=[selector] if selector else None)
 
 
-def started(config, gang=(), tasks=0, without=()):
-    """{node type: nodes} that the autoscaler of a cluster starts for a placement group of `gang`, and tasks of one CPU."""
+def started(config, gang=(), tasks=0, without=(), actors=()):
+    """{node type: nodes} that the autoscaler of a cluster starts for a placement group of `gang`, tasks of one CPU, and actors
+    each by itself."""
     kinds = AutoscalingConfig(config, skip_content_hash=True).get_node_type_configs()
     for name in (config["head_node_type"], *without):  # the head is up already
         del kinds[name]
@@ -61,7 +63,10 @@ def started(config, gang=(), tasks=0, without=()):
             gang_resource_requests=[GangResourceRequest(requests=[request(one) for one in gang])]
             if gang
             else [],
-            resource_requests=[cpu],
+            resource_requests=[
+                cpu,
+                *(ResourceRequestByCount(request=request(one), count=1) for one in actors),
+            ],
         )
     )
     return Counter({one.instance_type: one.count for one in reply.to_launch})
@@ -104,6 +109,79 @@ def test_a_task_without_a_gpu_rents_no_gpu(file, tasks):
     assert f"--num-cpus={head['resources']['CPU']} --num-gpus=0" in config["head_start_ray_commands"][1]
 
 
+def rollout_jobs():
+    """The profiles' ppo with the overrides that their comments name."""
+    ahead = ["rollout.num_workers=[1, 3]", "rollout.staleness=1"]
+    gpus = 'ray.io/accelerator-type: "in(A100-40G,L40S,A100-80G,H100,H200)"'
+    market = [
+        f"scaling.label_selector={{market: on-demand, {gpus}}}",
+        "rollout.label_selector={market: spot}",
+    ]
+    yield "cluster.yaml", load_job("jobs/llama3-8b/ppo.yaml", [*ahead, *market])
+    for file in FILES:
+        yield (
+            file,
+            load_job(
+                "jobs/llama3-8b-qlora/ppo.yaml",
+                [
+                    *ahead,
+                    "scaling.label_selector={market: on-demand}",
+                    "rollout.label_selector={market: spot}",
+                ],
+            ),
+        )
+
+
+def test_rollout_workers_get_spot_nodes_and_their_trainers_nodes_that_stay():
+    for file, job in rollout_jobs():
+        config, types = read(file), read(file)["available_node_types"]
+        trainers = started(config, bundles(job))
+        both = started(config, bundles(job), actors=[rollout_bundle(job)] * 3)
+        assert trainers and all(types[name]["labels"]["market"] == "on-demand" for name in trainers)
+        samplers = both - trainers
+        assert both & trainers == trainers and sum(samplers.values()) == 3
+        assert all(types[name]["labels"]["ray.io/market-type"] == "spot" for name in samplers), samplers
+        assert samplers == {"rollout_spot": 3}
+        if "qlora" not in job.source:
+            assert trainers == {"gpu4_on_demand": 1}
+        planned = plan.make(job, learns=False).peak / plan.GIB
+        gpus = {types[name]["labels"][GPU_LABEL] for name in samplers}
+        assert all(planned <= plan.memory_of(gpu) for gpu in gpus), (planned, gpus)
+
+
+def test_trainers_without_a_selector_stay_off_the_nodes_of_rollout_workers():
+    job = load_job("jobs/llama3-8b/sft.yaml", ["scaling.label_selector={ray.io/accelerator-type: L40S}"])
+    assert started(read("cluster.yaml"), bundles(job)) == {"gpu4_spot": 1}
+
+
+def test_preflight_looks_at_rollout_workers_too(aws):
+    for file, job in rollout_jobs():
+        if file == "cluster.yaml":
+            preflight.check_resources(job, aws)
+            preflight.check_memory(job, aws)
+    spot = ["rollout.num_workers=2", "rollout.label_selector={market: spto}"]
+    nowhere = load_job("jobs/llama3-8b/ppo.yaml", spot)
+    with pytest.raises(
+        InputError, match=r"rollout: a rollout worker wants 1 GPU, market: spto, which no node"
+    ):
+        preflight.check_resources(nowhere, aws)
+    many = load_job("jobs/llama3-8b/ppo.yaml", ["rollout.num_workers=99"])
+    with pytest.raises(InputError, match=r"99 rollout workers .* type rollout\.num_workers=\d+, or give"):
+        preflight.check_resources(many, aws)
+    small = load_job(
+        "jobs/llama3-8b/ppo.yaml",
+        ["rollout.num_workers=1", "rollout.label_selector={ray.io/market-type: spot}"],
+    )
+    message = (
+        r"a rollout worker needs 2\d GiB .* on L4 with 22; "
+        r"type \"(rollout\.label_selector=\{ray\.io/market-type: spot, ray\.io/accelerator-type: 'in\(.*\)'\})\""
+    )
+    with pytest.raises(InputError, match=message) as error:
+        preflight.check_memory(small, aws)
+    typed = re.search(message, str(error.value))[1]
+    preflight.check_memory(load_job("jobs/llama3-8b/ppo.yaml", ["rollout.num_workers=1", typed]), aws)
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_kuberay_starts_a_pod_for_each_worker_and_none_for_a_task(name, monkeypatch):
     """With the node types that Ray's own autoscaler reads out of the manifest."""
@@ -111,7 +189,8 @@ def test_kuberay_starts_a_pod_for_each_worker_and_none_for_a_task(name, monkeypa
         monkeypatch.delenv(variable, raising=False)
     overrides = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
     job = load_job(f"jobs/{name}.yaml", overrides)
-    spec = rayjob.manifest(job, f"jobs/{name}.yaml", overrides)["spec"]["rayClusterSpec"]
+    made = rayjob.manifest(job, f"jobs/{name}.yaml", overrides)["spec"]
+    spec = made["rayClusterConfig" if job.stage == "serve" else "rayClusterSpec"]
     for group in spec["workerGroupSpecs"]:
         group["numOfHosts"] = 1  # the operator's default
     config = _derive_autoscaling_config_from_ray_cr(
@@ -119,6 +198,21 @@ def test_kuberay_starts_a_pod_for_each_worker_and_none_for_a_task(name, monkeypa
     )
     assert started(config, bundles(job)) == {"workers": job.workers[1]}
     assert started(config, tasks=1000) == {}
+
+
+def test_kuberay_starts_spot_pods_for_the_rollout_workers_of_the_shipped_manifest():
+    """With Ray's own autoscaler, which reads the node types out of the manifest."""
+    text = (ROOT / "jobs/rayjob.yaml").read_text()
+    spec = yaml.safe_load(text)["spec"]["rayClusterSpec"]
+    for group in spec["workerGroupSpecs"]:
+        group["numOfHosts"] = 1  # the operator's default
+    config = _derive_autoscaling_config_from_ray_cr(
+        {"metadata": {"namespace": "a", "name": "b"}, "spec": spec}
+    )
+    command = shlex.split(text.splitlines()[0].partition("pipeline.cloud.rayjob ")[2])
+    job = load_job(command[0], command[1:])
+    started_for = started(config, bundles(job), actors=[rollout_bundle(job)] * 2)
+    assert started_for == {"workers": 1, "rollout-workers": 2}
 
 
 @pytest.mark.parametrize("profile", ["demo", "llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora"])

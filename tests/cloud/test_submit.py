@@ -22,6 +22,7 @@ from pipeline.cloud import preflight, submit
 from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.sweep import space
 
 GPU = NodeType({"CPU": 8.0, "GPU": 1.0}, max_workers=4)
 
@@ -76,6 +77,24 @@ def test_the_whole_pipeline_is_uploaded():
     """A module named like a file of secrets, too."""
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*.py")}
     assert not modules - set(preflight.upload_files(str(ROOT)))
+
+
+def test_a_sweep_is_submitted_under_the_name_that_it_will_have_there(in_root):
+    given = ["lora.r=8,16"]
+    name, jobs = submit.load("sweep", "jobs/demo/rm.yaml", given)
+    assert name == space.read("jobs/demo/rm.yaml", given).job.run.name and name.startswith("sweep-rm-")
+    assert [job.run.storage_path for job in jobs] == ["runs"]  # as it is checked: no path of this machine
+    with pytest.raises(InputError, match="a value is missing"):
+        submit.load("sweep", "jobs/demo/rm.yaml", ["lora.r=8,"])
+
+
+def test_an_iteration_is_checked_job_by_job_under_its_name(in_root):
+    name, jobs = submit.load("iterate", "jobs/demo/iterate.yaml", ["dpo.trainer.beta=0.3"])
+    assert name.startswith("iterate-dpo-") and [job.stage for job in jobs] == ["collect", "dpo", "evaluate"]
+    assert {job.run.storage_path for job in jobs} == {"runs"}  # as it is checked: no path of this machine
+    assert name == submit.load("iterate", "jobs/demo/iterate.yaml", ["dpo.trainer.beta=0.3"])[0]
+    with pytest.raises(InputError, match=r"dpo\.trainer\.beta"):
+        submit.load("iterate", "jobs/demo/iterate.yaml", ["dpo.trainer.beta=-1"])
 
 
 # ------------------------------------------------------------------------------------------- refused, with a head
@@ -346,10 +365,10 @@ def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
     assert (tmp_path / "runs/far/result.json").exists()
     wrong = [*arguments, "run.name=wrong", "data.train=jobs/demo/data/preferences.jsonl"]
     assert main(wrong) == 2
-    assert "rows cannot be used" in capfd.readouterr().out
+    assert "such rows fit rm" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("verb", "job"), [("chat", "generate"), ("serve", "score"), ("export", "export")])
+@pytest.mark.parametrize(("verb", "job"), [("chat", "generate"), ("export", "export")])
 def test_what_runs_here_asks_for_the_registry_of_the_cluster(verb, job, monkeypatch, capsys, tmp_path):
     """It would look into an empty SQLite file of this machine, and advise to train what the cluster has trained."""
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")

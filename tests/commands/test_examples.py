@@ -1,5 +1,6 @@
 """The jobs of jobs/examples on small files of the shapes that public sets have (tests/data/shapes)."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,16 @@ KEPT = {
     "kto": (8, {}),
     "imdb": (4, {"left_out": 4}),
     "oasst": (9, {"left_out": 1}),
+    "oasst_flat": (12, {}),
+    "ultrafeedback_raw": (5, {"left_out": 2}),
+    "nectar": (8, {}),
+    "helpsteer": (6, {"left_out": 1}),
+    "helpsteer_preferences": (5, {"tie": 1}),
+    "red_team": (5, {"left_out": 1}),
+    "capybara": (4, {}),
+    "glaive": (4, {}),
+    "xlam": (4, {}),
+    "webgpt": (5, {"tie": 1}),
 }
 
 TOOLS = """\
@@ -53,7 +64,7 @@ def small(name: str, tmp_path: Path) -> list[str]:
 def test_every_example_reads_its_shape(name, tmp_path, embedded_ray, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     overrides = small(name, tmp_path)
-    if name == "tool_calls":  # the demo's template does not write them
+    if name in ("tool_calls", "glaive", "xlam"):  # the demo's template does not write them
         (tmp_path / "tools.jinja").write_text(TOOLS)
         overrides.append(f"model.chat_template={tmp_path / 'tools.jinja'}")
     job = load_job(f"jobs/examples/{name}.yaml", overrides)
@@ -71,7 +82,9 @@ def test_the_transforms_are_short():
         assert len([line for line in body.splitlines() if line.strip()]) <= 11, "its signature and ten lines"
 
 
-@pytest.mark.parametrize(("verb", "name"), [("rm", "pandalm"), ("sft", "imdb")])
+@pytest.mark.parametrize(
+    ("verb", "name"), [pytest.param("rm", "pandalm", marks=pytest.mark.slow), ("sft", "imdb")]
+)
 def test_an_example_trains(verb, name, tmp_path, embedded_ray):
     result = stage(
         verb,
@@ -86,3 +99,8 @@ def test_an_example_trains(verb, name, tmp_path, embedded_ray):
     assert result["data"]["report"]["splits"]["train"]["kept"] == KEPT[name][0]
     assert result["metrics"]["train_loss"] > 0 and "eval_loss" not in result["metrics"]
     assert ("transform" in result["data"]["digests"]) == (name == "imdb")
+    # what result.json says of a run that keeps its last step
+    assert result["kept"] == {"step": 2, "by": None}
+    assert result["ended"]["early"] is None
+    lineage = json.loads((tmp_path / name / "final/adapter/lineage.json").read_text())
+    assert lineage["step"] == result["ended"]["step"] == 2

@@ -11,6 +11,7 @@ from toy_models import BASE, registered, shared_base, tokenizer
 
 from pipeline.__main__ import main
 from pipeline.commands import export as exporting
+from pipeline.config import load_job
 from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.rollout import Sampling, TransformersEngine
 
@@ -183,6 +184,18 @@ def test_what_an_interrupted_export_left_is_gone(models, storage, embedded_ray):
     assert {path.name for path in (storage / "again").iterdir()} == {"job.json", "policy", "result.json"}
 
 
+def test_a_run_that_is_interrupted_notes_its_name(models, storage, monkeypatch, in_root):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exporting, "write", stop)
+    job = load_job("jobs/demo/export.yaml", [*MODELS, f"run.storage_path={storage}"], "export")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        exporting.run(job)
+    [note] = caught.value.__notes__
+    assert (storage / note.removeprefix("export.run.name=") / "job.json").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -206,7 +219,6 @@ def test_wrong_input_is_answered(overrides, says, models, storage, capsys, in_ro
 
 
 def test_a_probe_leaves_room_in_a_short_context(models):
-    from pipeline.config import load_job
     from pipeline.runtime.host import Host, Work
 
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]

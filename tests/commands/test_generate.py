@@ -165,7 +165,7 @@ def test_ten_thousand_prompts_with_a_kill(models, storage, tmp_path, capsys):
     [
         (["data.train={rows}"], r"data\.train: 1 of 2 rows cannot be used.*\n.*rows\.jsonl:2: found .*expected one JSON object"),
         (["data.train=/nowhere.jsonl"], r"data\.train: there is no file '/nowhere\.jsonl'"),
-        (["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias or version.*newest is models:/toy-policy/1"),
+        (["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias or version.*newest is models:/toy-policy/\d"),
         (["policy=models:/nobody/1"], r"policy: models:/nobody/1: no registered model 'nobody'"),
         (["policy=models:/toy-rm/1"], r"policy: models:/toy-rm/1 is a reward adapter"),
         (["reward=models:/toy-policy/1"], r"reward: models:/toy-policy/1 is an adapter without a scalar head"),

@@ -2,13 +2,14 @@
 
 import json
 
+import datasets
 import pytest
 import yaml
 from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.commands import shipped
-from pipeline.commands.init import name_of
+from pipeline.commands.init import EXAMPLES, name_of
 from pipeline.config import load_job
 from pipeline.data import lookahead
 from pipeline.data.files import find
@@ -48,10 +49,10 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     )
     # the rows can be read with it, as they could not without
     lookahead.settled(
-        lookahead.preprocess_of("rm", job.data), {"train": find(job.data.train, "data.train")}, "rm"
+        lookahead.preprocessing("rm", job.data), {"train": find(job.data.train, "data.train")}, "rm"
     )
     with pytest.raises(Exception, match="of no shape that `rm` reads"):
-        bare = lookahead.preprocess_of("rm", load_job(ROOT / "jobs/own/rm.yaml").data)
+        bare = lookahead.preprocessing("rm", load_job(ROOT / "jobs/own/rm.yaml").data)
         lookahead.settled(bare, {"train": find(job.data.train, "data.train")}, "rm")
 
 
@@ -109,3 +110,63 @@ def test_every_profile_has_a_job_for_each_stage_that_init_writes():
             (shipped.JOBS / profile / f"{stage}.yaml").is_file()
             for stage in ("sft", "rm", "dpo", "kto", "ppo")
         ), profile
+
+
+def test_held_out_files_are_not_trained_on(here):
+    """Of a folder with files of both, and of a set with a split for it."""
+    (here / "both").mkdir()
+    for name in ("train-0", "train-1", "test"):
+        rows(here / f"both/{name}.jsonl", PAIRS)
+    assert main(["init", "both"]) == 0
+    data = load_job("jobs/both/rm.yaml", [], "rm").data
+    assert data.train == ["both/train-0.jsonl", "both/train-1.jsonl"] and data.eval == "both/test.jsonl"
+    assert data.eval_fraction == 0
+    one = datasets.Dataset.from_list(PAIRS)
+    datasets.DatasetDict(train=one, validation=one).save_to_disk(here / "saved")
+    assert main(["init", "saved"]) == 0
+    data = load_job("jobs/saved/rm.yaml", [], "rm").data
+    assert (data.train, data.eval) == ("saved", "saved/validation")
+
+
+def test_all_files_are_looked_at(here, capsys):
+    (here / "two").mkdir()
+    rows(here / "two/a.jsonl", PAIRS)
+    rows(here / "two/b.jsonl", [{"text": f"Say {n} to it."} for n in range(5)])
+    assert main(["init", "two"]) == 2
+    shown = capsys.readouterr().err
+    assert (
+        "two/a.jsonl has the columns question, output_1" in shown
+        and "two/b.jsonl has text: rows of two" in shown
+    )
+
+
+def test_what_is_trained_has_names_of_its_own(here):
+    both = [{"prompt": f"Say {n}.", "chosen": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}],
+             "rejected": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": "No!"}],
+             "messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]} for n in range(9)]  # fmt: skip
+    assert main(["init", rows(here / "all.jsonl", both)]) == 0
+    jobs = {stage: load_job(f"jobs/all/{stage}.yaml", [], stage) for stage in ("sft", "rm", "dpo", "ppo")}
+    assert {job.mlflow.registered_model for job in jobs.values()} == {f"all-{stage}" for stage in jobs}
+    assert jobs["dpo"].policy == jobs["ppo"].policy == "models:/all-sft@champion"
+    assert jobs["ppo"].reward == "models:/all-rm@champion"
+    assert main(["init", rows(here / "pairs.jsonl", PAIRS)]) == 0  # without demonstrations of their own
+    assert load_job("jobs/pairs/dpo.yaml", [], "dpo").policy == "models:/rlhf-own-sft@champion"
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES])
+def test_the_example_that_reads_such_rows_is_named(name, here, capsys):
+    stage, _, example = name.partition("/")
+    (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
+    assert main(["init", str(path)]) == 0
+    assert (
+        f"python -m pipeline {stage} jobs/examples/{example}.yaml data.train={path}"
+        in capsys.readouterr().out
+    )
+    assert load_job(f"jobs/examples/{example}.yaml", [], stage).data.transform
+    assert not (here / f"jobs/{name_of(str(path))}/{stage}.yaml").exists()
+
+
+def test_every_example_with_a_transform_is_known_by_its_columns():
+    files = (ROOT / "jobs/examples").glob("*.yaml")
+    with_transform = [file for file in files if "transform: " in file.read_text()]
+    assert {name.partition("/")[2] for name in EXAMPLES} == {file.stem for file in with_transform}

@@ -3,9 +3,9 @@
 What is proved, by section:
 - `trainer` of ppo: each key is changed in a real run of toy size, and weights, figures, passes through the base or
   evaluations differ. Keys in ELSEWHERE are only looked for in the source that reads them.
-- `trainer` of sft, rm, dpo and kto: each key that is not refused reaches TRL's class as it stands. What TRL does with it is TRL's.
-- `model`, `data`, `run`, `mlflow`, and `trainer` of evaluate, generate, score and export: the source outside config/ reads each
-  key from its section. Which of them a stage has no use for is in STAGE (tests/config/test_job.py).
+- `trainer` of sft, rm, dpo and kto: each key that is not refused reaches TRL's class as it stands. The rest is TRL's.
+- `model`, `data`, `run`, `mlflow`, and `trainer` of evaluate, generate, collect, score and export: the source outside config/
+  reads each key from its section. Which of them a stage has no use for is in STAGE (tests/config/test_job.py).
 - `scaling` and `lora` go to ray.train.ScalingConfig and peft.LoraConfig as they stand (pipeline/runtime/driver.py,
   pipeline/stages): tests/config/test_job.py compares the accepted keys with the fields of those classes.
 - `gate`: a condition on a metric that the stage never has is refused (tests/config/test_gates.py, test_job.py).
@@ -21,9 +21,10 @@ import pytest
 import toy_ppo as toy
 from running import ROOT
 
-from pipeline.config import Data, Export, Forward, Inference, MLflow, Model, Run, load_job
+from pipeline.config import Collect, Data, Export, Forward, Inference, MLflow, Model, Run, Serve, load_job
 from pipeline.config.fields import fields_of
 from pipeline.config.keys import REFUSED
+from pipeline.config.sources import Source
 from pipeline.config.stages import STAGE
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward
@@ -65,10 +66,8 @@ WHERE = {
 # Read by a stage or an engine that is not the trainer's; the file says where.
 ELSEWHERE = {
     "save_steps": "pipeline/stages/ppo.py",
-    "use_vllm": "pipeline/runtime/roles.py",
-    "vllm_gpu_memory_utilization": "pipeline/runtime/roles.py",
-    "vllm_kwargs": "pipeline/runtime/roles.py",
-    "vllm_importance_sampling_clip_max": "pipeline/ppo/trainer.py",
+    "reward_timeout_s": "pipeline/runtime/roles.py",
+    "reward_threads": "pipeline/runtime/roles.py",
 }
 
 
@@ -120,12 +119,20 @@ def read_in(*files, of=()):
 
 @pytest.mark.parametrize(
     ("section", "name"),
-    [(Model, "model"), (Data, "data"), (Run, "run"), (MLflow, "mlflow"), *((c, "args") for c in (Forward, Inference, Export))],
+    [(Model, "model"), (Data, "data"), (Run, "run"), (MLflow, "mlflow"), (Serve, "serve"), *((c, "args") for c in (Forward, Inference, Collect, Export))],
 )  # fmt: skip
 def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
-    """Outside config/, which looks at values and does nothing with them; `job.run.port` or `run.port`, not any `port`."""
+    """Outside config/, which looks at values and does nothing with them; `job.run.name` or `run.name`, not any `name`."""
     files = [f for f in (ROOT / "pipeline").rglob("*.py") if "config" not in f.relative_to(ROOT).parts]
-    assert {field.name for field in dataclasses.fields(section)} <= read_in(*files, of=(name,))
+    # What becomes of rows is said of a source, which has it of the section where it says nothing (config/sources.py).
+    names = (name, "source") if section is Data else (name,)
+    assert {field.name for field in dataclasses.fields(section)} <= read_in(*files, of=names)
+
+
+def test_every_key_of_a_source_is_read_by_what_runs():
+    files = [f for f in (ROOT / "pipeline").rglob("*.py") if "config" not in f.relative_to(ROOT).parts]
+    through = {"path", "revision"}  # Source.location
+    assert {field.name for field in dataclasses.fields(Source)} - through <= read_in(*files, of=("source",))
 
 
 @pytest.mark.parametrize("stage", [name for name, facts in STAGE.items() if facts.trl])

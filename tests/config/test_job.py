@@ -22,6 +22,7 @@ GOOD = {
     "evaluate": "stage: evaluate\nmodel: {name_or_path: m}\ndata: {eval: a.jsonl}\npolicy: runs/adapter\n",
     "generate": "stage: generate\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\npolicy: base\n",
     "score": "stage: score\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\nreward: runs/adapter\n",
+    "serve": "stage: serve\nmodel: {name_or_path: m}\nserve: {policies: {one: models:/one@champion}}\n",
     "export": "stage: export\nmodel: {name_or_path: m}\npolicy: runs/adapter\n",
 }
 
@@ -350,14 +351,14 @@ VALUES = [
     ("sft", ["scaling.placement_strategy=PACKED"], r"scaling\.placement_strategy: found 'PACKED', expected one of PACK, .*did you mean PACK\?"),
     ("sft", ["scaling.use_tpu=true"], r"scaling\.use_tpu: not to be set here: workers train on CPUs or on NVIDIA GPUs"),
     ("sft", ["run.placement_timeout_s=0"], r"run\.placement_timeout_s: found 0, expected -1 or above 0"),
-    ("sft", ["run.port=1"], r"run\.port: `sft` has no use for it: only `serve` listens"),
+    ("sft", ["serve.port=1"], r"serve: `sft` has no use for it: only `serve` answers requests"),
     ("dpo", ["judge=python:a:b"], r"judge: `dpo` takes no judge"),
     ("generate", ["lora={r: 8}"], r"lora: `generate` has no use for it: it trains nothing; take it out"),
     ("score", ["trainer.temperature=0"], r"trainer\.temperature: unknown key"),
     ("sft", ["scaling.label_selector={a: 'in(b, c)'}"], r"scaling\.label_selector\.a: found 'in\(b, c\)', expected in\(b,c\)"),
     ("score", ["scaling.label_selector=[{a: b}]"], r"scaling\.label_selector: found a list, expected one mapping, for all actors"),
     ("export", ["scaling.num_workers=2"], r"scaling\.num_workers: `export` has no use for it: it runs in this process"),
-    ("score", ["run.port=65536"], r"run\.port: found 65536, expected between 0 and 65535"),
+    ("serve", ["serve.port=65536"], r"serve\.port: found 65536, expected between 0 and 65535"),
     # names
     ("sft", [f"run.name={'n' * 300}"], r"run\.name: found 300 bytes, expected at most 128"),
     ("sft", [f"mlflow.registered_model={'n' * 300}"], r"mlflow\.registered_model: found 300 bytes, expected at most 200"),

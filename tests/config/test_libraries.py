@@ -56,7 +56,7 @@ def test_a_refusal_names_the_key(stage, overrides, says, loaded):
 
 
 @pytest.mark.parametrize(
-    "stage", ["sft", "rm", "dpo", "kto", "ppo", "evaluate", "generate", "score", "export"]
+    "stage", ["sft", "rm", "dpo", "kto", "ppo", "evaluate", "generate", "collect", "score", "export"]
 )
 def test_shipped_jobs_are_taken(stage, loaded):
     with libraries.asked(job(stage)) as check:

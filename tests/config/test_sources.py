@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.config import load_job
-from pipeline.config.sources import Source, sources_of
+from pipeline.config.sources import Source, completed, sources_of, transforms
 from pipeline.errors import InputError
 
 JOB = "jobs/demo/sft.yaml"
@@ -39,6 +39,20 @@ def test_paths_and_mappings(in_root):
         ("data.train=[{path: 3}]", "data.train.0.path: found 3, expected text"),
         ("data.train=[{path: ''}]", "found empty text"),
         ("data.eval=[{path: a, weight: 1}]", "only data.train is mixed by weights"),
+        ("data.train=[{path: a, columns: {label: ['']}}]", "data.train"),
+        ("data.train=[a, {path: b, columns: q}]", "data.train.1.columns: found 'q', expected a mapping"),
+        ("data.train=[a, {path: b, label: {first: 1}}]", "data.train.1.label: found"),
+        (
+            "data.train=[a, {path: b, transform: f.py}]",
+            "data.train.1.transform: found 'f.py', expected python:MODULE",
+        ),
+        ("data.train=[a, {path: b, group_by: q}]", "data.train.1.group_by: found 'q'; only a transform"),
+        ("data.group_by=q", "data.group_by: found 'q'; only a transform"),
+        (
+            "data.train=[{path: a, revision: main}]",
+            "data.train.0.revision: found 'main' for 'a'; a revision is of a set",
+        ),
+        ("data.train=[{path: 'hf://datasets/a/b@x', revision: main}]", "is named once"),
         ("data.stopping_strategy=all_exhausted", "no source of data.train has a weight"),
         ("data.stopping_strategy=first", "expected one of first_exhausted, all_exhausted"),
     ],
@@ -47,6 +61,28 @@ def test_sources_that_cannot_be_mixed(in_root, override, said):
     with pytest.raises(InputError) as caught:
         load_job(JOB, [override])
     assert said in str(caught.value) and "data." in str(caught.value)
+
+
+def test_a_source_says_itself_what_its_rows_become_or_the_section_does(in_root):
+    own = "{path: b, columns: {prompt: q}, transform: python:m:f, group_by: tree}"
+    job = load_job(
+        JOB, [f"data.train=[a, {own}]", "data.columns={prompt: text}", "data.transform=python:m:g"]
+    )
+    first, second = completed(job.data, "train")
+    assert first == Source("a", columns={"prompt": "text"}, transform="python:m:g")
+    assert second == Source("b", columns={"prompt": "q"}, transform="python:m:f", group_by="tree")
+    assert transforms(job.data) == {"data.transform": "python:m:g", "data.train.1.transform": "python:m:f"}
+
+
+@pytest.mark.parametrize(
+    ("path", "location"),
+    [
+        ("hf://datasets/o/n", "hf://datasets/o/n@v1"),
+        ("hf://datasets/o/n:config/train", "hf://datasets/o/n@v1:config/train"),
+    ],
+)
+def test_the_revision_of_a_set_on_the_hub_is_a_part_of_its_location(path, location):
+    assert Source(path, revision="v1").location == location and Source(path).location == path
 
 
 def test_a_job_that_reads_each_row_once_takes_no_weights(in_root):

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.data import columns
 from pipeline.data.kinds import kind_of
-from pipeline.data.lookahead import preprocess_of
+from pipeline.data.lookahead import preprocessing
 from pipeline.data.parse import parse
 from pipeline.data.preprocess import Preprocess
 from pipeline.data.values import RowError
@@ -102,7 +102,18 @@ def test_the_sets_of_evaluate_take_their_own_fields():
     data = Data(
         eval="p.jsonl", pairs="q.jsonl", columns={"prompt": "q", "first": "a", "second": "b", "label": "l"}
     )
-    assert preprocess_of("evaluate", data).columns == {"prompt": "q"}
-    assert preprocess_of("pairs", data).columns == data.columns
+    assert preprocessing("evaluate", data)["eval"][0].columns == {"prompt": "q"}
+    assert preprocessing("pairs", data)["eval"][0].columns == data.columns
     data = Data(eval="p.jsonl", pairs="q.jsonl", columns={"prompt": "q", "chosen": "a", "rejected": "b"})
-    assert preprocess_of("evaluate", data).columns == {"prompt": "q"}
+    assert preprocessing("evaluate", data)["eval"][0].columns == {"prompt": "q"}
+
+
+def test_a_row_without_the_column_does_not_fall_back_to_its_own_field():
+    """The job says that `system` is another column: which of the two was meant?"""
+    row = {"q": "a", "a": "b", "sys": "s", "system": "other"}
+    assert read(row, "sft", prompt="q", completion="a", system="sys").prompt[0]["content"] == "s"
+    del row["sys"]
+    with pytest.raises(RowError, match=r"`sys`: found fields q, a, system.*data\.columns\.system names"):
+        read(row, "sft", prompt="q", completion="a", system="sys")
+    del row["system"]  # it has none
+    assert read(row, "sft", prompt="q", completion="a", system="sys").prompt == "a"

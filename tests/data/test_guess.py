@@ -1,5 +1,8 @@
 """What a file's columns are guessed to mean: the data.columns to type, for every stage that the rows would fit."""
 
+import datetime
+import json
+
 import pytest
 
 from pipeline.data import guess
@@ -35,6 +38,8 @@ SETS = {
     "imdb": rows(review="A film number {} that I saw.", sentiment=("positive", "negative")),
     "thumbs": rows(prompt="Say {} now.", completion="As you wish.", label=(True, False)),
     "feedback": rows(question="Say {} now.", answer="As you wish.", thumb=("up", "down")),
+    "capybara": rows(source="x", conversation=[{"input": "hi", "output": "yo"}]),
+    "red_team": rows(transcript="\n\nHuman: hi {}\n\nAssistant: Yes.", rating=(0.0, 3.0), task_description="I tried {} times."),
     "numbers": rows(x=1, y=(2, 3)),
 }  # fmt: skip
 FITS = {
@@ -60,6 +65,8 @@ FITS = {
     "thumbs": "sft, kto and ppo as they are",
     "feedback": "sft with data.columns='{prompt: question, completion: answer}'; kto with data.columns='{prompt: question, "
     "completion: answer, label: thumb}'; ppo with data.columns='{prompt: question}'",
+    "capybara": "sft with data.columns='{messages: conversation}'",
+    "red_team": "sft with data.columns='{messages: transcript}'; ppo with data.columns='{prompt: task_description}'",
     "numbers": "",
 }
 
@@ -108,3 +115,56 @@ def test_a_column_with_the_name_of_a_yaml_value_is_quoted():
         guess.mapping({"prompt": "yes", "completion": "null", "label": "up"})
         == '{prompt: "yes", completion: "null", label: up}'
     )
+
+
+def test_a_scale_that_nobody_has_explained_is_still_a_label():
+    made = rows(
+        context=CHAT[:1], response1="Like this.", response2="Like that.", overall_preference=(-3, 3, -1)
+    )
+    found = {"prompt": "context", "first": "response1", "second": "response2", "label": "overall_preference"}
+    assert guess.guessed(made, "rm") == found and not guess.is_clear(found, made)
+
+
+def test_one_value_alone_is_no_label():
+    made = rows(prompt="Say {} now.", response="As you wish.", is_safe=(True, False), complexity=1)
+    assert guess.guessed(made, "kto") == {"completion": "response", "label": "is_safe"}
+    assert guess.guessed(rows(prompt="Say {} now.", response="As you wish.", complexity=1), "kto") is None
+
+
+SCHEMA = {"name": "f", "description": "Does this.", "parameters": {"type": "object"}}
+
+
+def test_the_column_of_tools_is_no_prompt_and_is_named():
+    texts = rows(
+        query="Do {} now.",
+        tools=json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}"),
+        answers="Done it, sir.",
+    )
+    assert guess.guessed(texts, "ppo") == {"prompt": "query"}
+    unnamed = rows(tools=json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}"), notes="Do it now.")
+    assert guess.guessed(unnamed, "ppo") == {"prompt": "notes"}
+    calls = rows(messages=CHAT, functions=[SCHEMA])
+    assert guess.guessed(calls, "sft") == {"tools": "functions"}
+    assert guess.guessed(rows(messages=CHAT, tools=[SCHEMA]), "sft") == {}
+
+
+def test_several_texts_are_a_conversation_only_by_name():
+    assert guess.guessed(rows(data=["Why is it?", "It is so."]), "sft") == {"messages": "data"}
+    assert guess.guessed(rows(responses=["Why is it?", "It is so."]), "sft") is None
+
+
+def test_dates_in_other_columns_do_not_hide_a_conversation():
+    made = rows(conversation=CHAT, timestamp=datetime.datetime(2024, 5, 1))
+    assert guess.guessed(made, "sft") == {"messages": "conversation"}
+
+
+def test_a_label_of_any_name_is_known_by_what_the_names_of_the_pair_end_in():
+    table = rows(
+        Frage="Was ist {} denn?", **{"Antwort A": "Das ist so.", "Antwort B": "Nein, so."}, besser=("A", "B")
+    )
+    assert guess.guessed(table, "rm") == {
+        "prompt": "Frage", "first": "Antwort A", "second": "Antwort B", "label": "besser"
+    }  # fmt: skip
+    numbered = rows(frage="Was ist {} denn?", text_1="Das ist so.", text_2="Nein, so.", wahl=(1, 2, 0))
+    assert guess.guessed(numbered, "dpo")["label"] == "wahl"
+    assert "sft" not in guess.fitting(table)  # which of the two is to be imitated?

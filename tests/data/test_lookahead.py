@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config import Data
 from pipeline.data.files import find
-from pipeline.data.lookahead import preprocess_of, settled
+from pipeline.data.lookahead import preprocessing, settled
 from pipeline.data.sides import Rule
 from pipeline.errors import InputError
 
@@ -18,7 +18,8 @@ def look(tmp_path, rows, stage="rm", key="train", **options):
     path = tmp_path / f"{key}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {key: find(str(path), f"data.{key}")}
-    return settled(preprocess_of(stage, Data(**options)), files, stage)
+    data = Data(**{key: str(path)}, **options)
+    return settled(preprocessing(stage, data), files, stage)[key][0]
 
 
 def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
@@ -81,3 +82,70 @@ def test_ratings_are_no_thumbs(tmp_path):
 def test_a_label_that_is_an_object_is_left_to_its_row(tmp_path):
     rows = [{**PAIR, "better": 1 + i % 2} for i in range(6)] + [{**PAIR, "better": {"by": "me"}}]
     assert look(tmp_path, rows, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
+
+
+def several(tmp_path, stage="sft", **sources):
+    """What is settled for files of these names, {name: (rows, what the job says of them)}."""
+    entries = []
+    for name, (rows, said) in sources.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        entries.append({"path": str(tmp_path / f"{name}.jsonl"), **said})
+    data = Data(train=entries)
+    return settled(preprocessing(stage, data), {"train": find(data.train, "data.train")}, stage)["train"]
+
+
+ASKED = [{"question": "Why is it so?", "response": "It just is."}] * 3
+TALKS = [{"prompt": "a", "completion": "b"}] * 3
+
+
+def test_each_source_has_columns_and_labels_of_its_own(tmp_path):
+    mapped = {"columns": {"prompt": "question", "completion": "response"}}
+    one, other = several(tmp_path, asked=(ASKED, mapped), talks=(TALKS, {}))
+    assert (one.columns, other.columns) == (mapped["columns"], {})
+    better = {**COLUMNS, "label": "better"}
+    ones = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
+    same = [{**PAIR, "better": 1}]  # which alone could mean two things
+    two, one = several(tmp_path, "rm", x=(ones, {"columns": better}), y=(same, {"columns": {**better}}))
+    assert two.rule == one.rule  # sources of the same columns follow one rule
+    zeros = [{**PAIR, "better": i % 2} for i in range(6)]
+    said = {"columns": better, "label": {"first": 1, "second": 0}}
+    derived, given = several(tmp_path, "rm", x=(ones, {"columns": better}), y=(zeros, said))
+    assert (derived.rule, given.rule) == (Rule((1.0,), (2.0,), derived=True), Rule((1.0,), (0.0,)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said", "message"),
+    [
+        (ASKED, {}, r"data\.train: .*y\.jsonl: rows 1-3 are .* type `columns: \{prompt: question, completion: response\}` in the entry data\.train\.1$"),
+        (ASKED, {"columns": {"prompt": "x"}}, r"data\.train\.1\.columns\.prompt: .*y\.jsonl: rows 1-3 have no column 'x'"),
+        (ASKED, {"columns": {"promt": "question"}}, r"data\.train\.1\.columns\.promt: .*did you mean prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_source_names_its_entry(tmp_path, rows, said, message):
+    with pytest.raises(InputError, match=message):
+        several(tmp_path, x=(TALKS, {}), y=(rows, said))
+
+
+def test_a_label_of_a_source_that_is_not_clear_names_its_entry(tmp_path):
+    zeros = [{**PAIR, "better": i % 2} for i in range(6)]
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    with pytest.raises(
+        InputError,
+        match=r"data\.train\.1\.label: .*type `label: \{first: 0, second: 1\}` in the entry data\.train\.1",
+    ):
+        several(tmp_path, "rm", x=(pairs, {}), y=(zeros, {"columns": COLUMNS}))
+
+
+def test_a_scale_of_two_signs_is_named_as_one(tmp_path):
+    rows = [{**PAIR, "better": i % 7 - 3} for i in range(14)]
+    with pytest.raises(
+        InputError, match=r"data\.label='\{first: -3, second: 3, tie: 0\}' where -3 means that the first"
+    ):
+        look(tmp_path, rows, columns=COLUMNS)
+
+
+def test_a_row_that_lacks_a_column_is_left_to_its_reader(tmp_path):
+    rows = [{**PAIR, "better": 1 + i % 2, "m": 1.0} for i in range(4)] + [
+        {**PAIR, "better": 1, "margin": 1.0}
+    ]
+    assert look(tmp_path, rows, columns={**COLUMNS, "margin": "m"}).rule == Rule((1.0,), (2.0,), derived=True)

@@ -101,3 +101,29 @@ def test_a_list_of_messages_may_be_its_json_text():
     record = parse({"messages": json.dumps(turns)}, kind_of("sft"))
     assert (record.prompt, record.pairs) == (turns[:1], [(turns[1:],)])
     assert parse({"prompt": "[1, 2]", "completion": '["x"]'}, kind_of("sft")).prompt == "[1, 2]"
+
+
+TURNS = [USER, BOT, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "bye"}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"input": "hi", "output": "yo"}, {"input": "and?", "output": "bye"}],
+        ["hi", "yo", "and?", "bye"],
+        "\n\nHuman: hi\n\nAssistant: yo\n\nHuman: and?\n\nAssistant: bye",
+        json.dumps([{"input": "hi", "output": "yo"}, {"input": "and?", "output": "bye"}]),
+        [{"role": "prompter", "content": "hi"}, {"role": "ai", "content": "yo"}, *TURNS[2:]],
+    ],
+    ids=["capybara", "lima", "transcript", "json", "openassistant"],
+)
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+def test_conversations_of_other_forms(value, field):
+    record = parsed({field: value}, "sft")
+    assert [*record.prompt, *record.pairs[0][0]] == TURNS
+    assert parsed({field: value, "label": True}, "kto").pairs == [([TURNS[-1]],)]
+
+
+def test_a_list_of_texts_is_no_prompt():
+    with pytest.raises(RowError, match=r"`prompt\[0\]`: found \"hi\"; expected a message"):
+        parsed({"prompt": ["hi", "yo"], "completion": "a"}, "sft")

@@ -5,12 +5,14 @@ from collections import Counter
 from fractions import Fraction
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_data import make, rows_of, write
+from toy_data import make, rows_of, tokenizer, write
 
+from pipeline.data import read
 from pipeline.data.feed import ExactBatchSampler
 from pipeline.data.mixture import Mixture, mix
 from pipeline.errors import InputError
@@ -160,3 +162,62 @@ def test_a_job_of_two_sources(tmp_path, embedded_ray):
     assert again.report.reused and again.mixture.draws == (40, 40)  # weights are no reason to tokenise again
     plain = make(tmp_path, train=[one, other], on_error="skip")
     assert plain.mixture is None and "71.43% of the rows" in plain.report.render()
+
+
+def test_sources_of_other_columns_make_one_set(tmp_path, embedded_ray):
+    """Each entry says what its own rows become, and the report says what became of them."""
+    plain = write(tmp_path / "plain.jsonl", [{"text": f"p{i}", "completion": f"c{i}"} for i in range(6)])
+    asked = write(tmp_path / "asked.jsonl", [{"q": f"q{i}", "a": f"a{i}"} for i in range(6)])
+    train = [
+        {"path": plain, "weight": 0.5},
+        {"path": asked, "weight": 0.25, "columns": {"prompt": "q", "completion": "a"}},
+        {"path": asked, "weight": 0.25, "columns": {}, "transform": "python:transforms:twice"},
+    ]
+    made = make(tmp_path, train=train, columns={"prompt": "text"})
+    texts = [tokenizer().decode(row["input_ids"]) for row in rows_of(made.train)]
+    assert (
+        texts[0] == "<s>p0c0</s>"
+        and texts[6] == "<s>q0a0</s>"
+        and texts[12:14] == ["<s>q0a0!</s>", "<s>q0a0?</s>"]
+    )
+    assert made.mixture.sizes == (6, 6, 12) and made.mixture.draws == (6, 3, 3)
+    assert made.report.samples == ["<s>p0⟦c0</s>⟧", "<s>q0⟦a0</s>⟧", "<s>q0⟦a0!</s>⟧"]  # one of each
+    shown = made.report.render()
+    assert f'{asked} with columns {{"prompt": "q", "completion": "a"}}: read 6, kept 6' in shown
+    assert f"{asked} through python:transforms:twice: read 12, kept 12" in shown
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "csv"])
+def test_rows_of_a_group_become_one(tmp_path, embedded_ray, monkeypatch, format):
+    """Wherever a file would be cut: the rows of a group are never parted."""
+    rows = [{"q": f"q{i // 3}", "a": f"a{i}", "rank": 2 - i % 3} for i in range(60)]
+    path = str(tmp_path / f"rows.{format}")
+    if format == "jsonl":
+        write(tmp_path / "rows.jsonl", rows)
+    elif format == "csv":
+        pa.csv.write_csv(pa.Table.from_pylist(rows), path)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 100))
+    made = make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="q")
+    table = rows_of(made.train)
+    decoded = [[tokenizer().decode(ids) for ids in row.values()] for row in table]
+    assert len(table) == 20 and decoded[1] == ["<s>q1", "a5</s>", "a3</s>"]
+    with pytest.raises(
+        InputError,
+        match=r"rows\.\w+:\d+: `tree`: found fields q, a, rank; expected the column that data.group_by names",
+    ):
+        make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
+
+
+def test_the_balance_of_thumbs_is_that_of_the_draws(tmp_path, embedded_ray):
+    """A hundred thumbs up of which ten are drawn do not weigh as a hundred."""
+    up = write(
+        tmp_path / "up.jsonl", [{"prompt": f"q{i}", "completion": "a", "label": True} for i in range(100)]
+    )
+    down = write(
+        tmp_path / "down.jsonl", [{"prompt": f"p{i}", "completion": "a", "label": i < 2} for i in range(10)]
+    )
+    sources = [{"path": up, "weight": 0.5}, {"path": down, "weight": 0.5}]
+    assert make(tmp_path, "kto", train=sources).report.labels() == (12, 8)
+    assert make(tmp_path, "kto", train=[up, down]).report.labels() == (102, 8)

@@ -77,3 +77,11 @@ def test_a_pair_of_equal_tokens_is_refused(stage):
     assert isinstance(outcome, RowError) and (outcome.kind, outcome.field) == ("equal_pair", "chosen")
     ((outcome,),) = made.encode([parsed({**row, "rejected": "yo!"}, stage)])
     assert isinstance(outcome, Example)
+
+
+def test_an_empty_prompt_beside_sides_that_repeat_it_says_nothing():
+    """Of distilabel's Capybara."""
+    record = parsed({"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, "rm")
+    assert record.prompt == [USER]
+    with pytest.raises(RowError, match="`prompt`"):
+        parsed({"prompt": "", "chosen": "yo", "rejected": "no"}, "rm")

@@ -48,6 +48,8 @@ def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values
         ([-1, 1], "{first: -1, second: 1}"),
         (["model_1"], "data.label="),  # or is the other one model_0?
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
+        (["right"], "data.label="),  # the right-hand one, or the one that is right?
+        (["left"], "data.label="),
         (["a", "b", "c"], "{first: a, second: b, tie: c}"),
         ([1, 2, 3], "{first: 1, second: 2, tie: 3}"),
         ([None, ""], "data.columns.label=COLUMN"),
@@ -132,3 +134,11 @@ def test_a_value_that_the_rule_does_not_name_is_no_side(label, value):
 def test_a_score_that_is_no_number_picks_no_side(score):
     with pytest.raises(RowError, match="finite"):
         ordered({"first": "a", "second": "b", "first_score": score, "second_score": 1.0}, None)
+
+
+@pytest.mark.parametrize("blank", [None, "", " "])
+def test_nothing_is_no_score_and_no_label(blank):
+    """Null in Parquet, empty text in CSV."""
+    assert made({"first_score": blank, "second_score": 1}) == Dropped("tie")
+    assert made({"label": [1, blank, blank]}, Rule((1.0,), (2.0,)))["chosen"] == "A"
+    assert made({"label": blank}, Rule((1.0,), (2.0,))) == Dropped("tie")

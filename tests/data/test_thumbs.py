@@ -3,6 +3,8 @@
 import pytest
 from toy_data import BOT, NO, PREFERENCES, USER, encoded, make, parsed, rows_of, write
 
+from pipeline.data.encode import Dropped
+
 SINGLE = [  # one row of each shape, all of the same completion
     {"prompt": [USER], "completion": "yo"},
     {"prompt": [USER], "completion": [BOT]},
@@ -67,3 +69,17 @@ def test_a_file_of_thumbs_and_its_report(tmp_path, embedded_ray):
     prepared = make(tmp_path, "kto", train=write(tmp_path / "b.jsonl", pairs))
     assert [row["label"] for row in rows_of(prepared.train)] == [True, False] * 6
     assert "labels      6 desirable, 6 undesirable" in prepared.report.render()
+
+
+def test_a_pair_that_is_equal_after_truncation_is_no_pair_of_thumbs():
+    pair = {"prompt": "p", "chosen": "x" * 30 + "a", "rejected": "x" * 30 + "b"}
+    _, made = encoded("kto", pair, max_length=20, too_long="truncate")
+    assert made == [Dropped("equal_after_truncation")]
+    _, made = encoded("kto", pair, max_length=60, too_long="truncate")
+    assert [one.columns["label"] for one in made] == [True, False]
+    answers = {"prompt": "p", "pos_answers": ["x" * 30 + "a", "y"], "neg_answers": ["x" * 30 + "b", "z"]}
+    _, made = encoded("kto", answers, max_length=20, too_long="truncate")
+    assert made[0] == Dropped("equal_after_truncation") and [one.columns["label"] for one in made[1:]] == [
+        True,
+        False,
+    ]

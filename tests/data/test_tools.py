@@ -129,3 +129,17 @@ def test_prompts_and_completions_that_run_into_each_other_are_warned_of(tmp_path
     assert '1 row of plain text joins prompt and completion without white space ("A redapple")' in text
     assert "model.chat_template=plain" in text
     assert "joins" not in prepared(tmp_path, "rm", train=path, apply_chat_template=True).report.render()
+
+
+def test_the_first_format_of_openai_is_read_like_the_second():
+    """function_call and the role `function`, and schemas that stand by themselves."""
+    old = {
+        "role": "assistant",
+        "content": None,
+        "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+    }
+    result = {"role": "function", "name": "weather", "content": "dry"}
+    record = parsed({"messages": [ASK, old, result, NO_RAIN], "tools": [WEATHER["function"]]}, "sft")
+    assert record.prompt[1]["tool_calls"] == [{k: v for k, v in CALL.items() if k != "id"}]
+    assert record.prompt[2] == {"role": "tool", "content": "dry", "name": "weather"}
+    assert record.tools == [WEATHER]

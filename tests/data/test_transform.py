@@ -104,14 +104,16 @@ def test_another_source_is_another_cache(tmp_path, monkeypatch):
         (tmp_path / "mine.py").write_text(f"def f(row):\n    return {{**row, 'a': row['a'] + '{end}'}}\n")
         sys.modules.pop("mine", None)
         importlib.invalidate_caches()
-        options = options_of("sft", Data(transform="python:mine:f"), tokenizer(), 400, False)
+        options = options_of(
+            "sft", Data(train="rows.jsonl", transform="python:mine:f"), tokenizer(), 400, False
+        )
         keys.append(cache_key(files, tokenizer(), options))
     assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize("columns", [{}, {"prompt": "q", "completion": "c"}])
 def test_a_key_that_a_row_has_twice_is_refused_whatever_is_made_of_it(columns, tmp_path):
-    from pipeline.data.lines import decode
+    from pipeline.data.formats.lines import decode
 
     row = decode(b'{"q": "a", "q": "b", "c": "d"}')
     transform = None if columns else "python:toy_rewards:f"

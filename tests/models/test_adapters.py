@@ -228,6 +228,56 @@ def test_two_frozen_roles_of_one_folder_are_one_adapter(tmp_path):
     assert not shared.same_adapter("student", "judge")
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("extra", [{}, {"lora_bias": True}, {"target_modules": ["q_proj"]}], ids=str)
+def test_rows_of_one_batch_have_adapters_of_their_own(extra, autocast):
+    """By the fused layers, and by peft's own forward where an adapter is of another kind."""
+    shared = toy.shared_base(spread=0.2)
+    shared.autocast = autocast
+    shared.add("other", lora={"r": 2, "target_modules": "all-linear", **extra})
+    for parameter in shared.parameters_of("other"):
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    roles = ["policy", None, "other", "policy", "other"]
+    ids = torch.tensor([[5 + i, 9, 30, 7 + i] for i in range(len(roles))])
+    with torch.no_grad():
+        alone = torch.cat([shared.hidden(role, ids[i : i + 1]) for i, role in enumerate(roles)])
+        with shared.use_each(roles):
+            together = shared.body(input_ids=ids, use_cache=False).last_hidden_state
+        again = shared.hidden("policy", ids[:1])
+    if autocast is None:
+        assert torch.allclose(together, alone, atol=1e-5)
+    else:  # both are rounded, in another order
+        shared.autocast = None
+        with torch.no_grad():
+            exact = torch.cat([shared.hidden(role, ids[i : i + 1]) for i, role in enumerate(roles)])
+        shared.autocast = autocast
+        assert (together - exact).norm() <= 2 * (alone - exact).norm() < 0.1 * exact.norm()
+    assert (alone[0] - alone[1]).abs().max() > 0.05 and (alone[2] - alone[1]).abs().max() > 0.05
+    assert torch.equal(again, alone[:1]), "afterwards one role is in use, as before"
+
+
+def test_a_role_that_is_removed_takes_its_adapter_along_unless_another_has_it(tmp_path):
+    shared = toy.shared_base(spread=0.2)
+    shared.save("policy", tmp_path)
+    ids = torch.tensor([[5, 9, 30, 7]])
+    size = sum(p.numel() for p in shared.base.parameters())
+    shared.add("one", folder=tmp_path)
+    shared.add("two", folder=tmp_path)
+    with torch.no_grad():
+        expected = shared.hidden("one", ids)
+        shared.remove("one")
+        assert torch.equal(shared.hidden("two", ids), expected)
+        shared.remove("two")
+        assert sum(p.numel() for p in shared.base.parameters()) == size
+        assert torch.equal(shared.hidden("policy", ids), expected)
+        shared.add("one", folder=tmp_path)
+        assert torch.equal(shared.hidden("one", ids), expected)
+    with shared.use("one"), pytest.raises(ValueError, match="in use"):
+        shared.remove("one")
+    with pytest.raises(KeyError):
+        shared.hidden("two", ids)
+
+
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     shared = toy.shared_base()
     shared.save("critic", tmp_path / "critic")

@@ -20,7 +20,7 @@ from pipeline.data import demonstrations, encode, kl_pairs, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import advantages, forward, rewards, rollout
+from pipeline.ppo import advantages, forward, rewards, rollout, rollouts, sampler
 from pipeline.ppo import trainer as ppo
 from pipeline.ppo.rollout import Completion
 from pipeline.runtime import roles, training
@@ -227,7 +227,8 @@ def _(patch):
         episodes.mask.scatter_(1, last, episodes.mask.gather(1, last) & ~episodes.ended.unsqueeze(-1))
         return episodes
 
-    wrapped(patch, ppo, "collate", collate)
+    for owner in (rollouts, sampler):
+        wrapped(patch, owner, "collate", collate)
 
 
 @exhibit(
@@ -317,12 +318,11 @@ def _(patch):
 
 @exhibit("the sampler keeps the first policy", "ppo", "the sampler follows the policy")
 def _(patch):
-    wrapped(
-        patch,
-        ppo,
-        "TransformersEngine",
-        lambda original, shared, role, rows, pad: original(shared, "reference", rows, pad),
-    )
+    def init(original, self, *args, **keys):
+        original(self, *args, **keys)
+        self.engine.role = "reference"
+
+    wrapped(patch, sampler.Sampler, "__init__", init)
 
 
 @exhibit("the sampler attends to padding", "ppo", "sampler and trainer agree")
@@ -438,8 +438,8 @@ def _(patch):
     wrapped(
         patch,
         ppo,
-        "weighted",
-        lambda original, rewards, samples, normalize: original(rewards, samples, False),
+        "combined",
+        lambda original, rewards, raw, normalize: original(rewards, raw, False),
     )
 
 
@@ -543,7 +543,7 @@ def _(patch):
     def collate(original, prompts, completions, indices, pad, device):
         return original(prompts, completions, [*indices[::2], *indices[1::2]], pad, device)
 
-    wrapped(patch, ppo, "collate", collate)
+    wrapped(patch, rollouts, "collate", collate)
 
 
 # ------------------------------------------------------------------------------------------------------- losses

@@ -14,7 +14,7 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.config import load_job
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError
 from pipeline.models.adapters import SharedBase
 from pipeline.planning import known, plan
 from pipeline.planning.rows import Rows, look
@@ -129,7 +129,7 @@ def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
 
 
 def test_vllm_costs_a_second_base_and_saves_time(llama_8b):
-    ours, vllm = (job(llama_8b, "llama3-8b/ppo", *more) for more in ([], ["trainer.use_vllm=true"]))
+    ours, vllm = (job(llama_8b, "llama3-8b/ppo", *more) for more in ([], ["rollout.engine=vllm"]))
     base = Shape(ours).weights
     assert (
         0.8 * base < plan.make(vllm).peak - plan.make(ours).peak < 2 * base
@@ -377,3 +377,52 @@ def test_the_plan_is_what_a_step_holds(stage, dtype, checkpointing):
     assert measured["planned"] == pytest.approx(
         measured["grown"], rel=0.2, abs=64 * 2**20
     )  # 64 MiB: libraries' own buffers
+
+
+def test_of_a_mixture_the_draws_count(tmp_path, in_root):
+    for name, count, words in (("a", 300, 2), ("b", 40, 20)):
+        rows = [{"prompt": f"q{i}", "completion": " word" * words} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one, other = (str(tmp_path / f"{name}.jsonl") for name in "ab")
+    job = "jobs/demo/sft.yaml"
+    plain, _ = look(load_job(job, [f"data.train=[{one}, {other}]"]), 256)
+    mixed, _ = look(
+        load_job(job, [f"data.train=[{{path: {one}, weight: 1}}, {{path: {other}, weight: 1}}]"]), 256
+    )
+    assert (plain.count, mixed.count) == (340, 80) and mixed.tokens > 1.5 * plain.tokens
+
+
+def test_what_rollout_workers_would_take_off_a_run(llama_8b):
+    sync, one_pass = (
+        plan.cost(plan.make(job(llama_8b, "llama3-8b/ppo", *more)), "H100", ROWS)
+        for more in (["trainer.num_ppo_epochs=4"], ["trainer.num_ppo_epochs=1"])
+    )
+    assert 0 < sync.sampling < one_pass.sampling < 1  # the less is learned from a completion
+    assert plan.cost(plan.make(job(llama_8b, "llama3-8b/sft")), "H100", ROWS).sampling == 0
+    from pipeline.commands.plan import rollout_workers
+
+    assert "rollout.num_workers=2 for each" in rollout_workers(dataclasses.replace(sync, sampling=0.6))
+    assert "about 0.40 of it on 3 times the GPUs" in rollout_workers(dataclasses.replace(sync, sampling=0.6))
+
+
+def test_a_rollout_worker_holds_no_critic_and_no_gradients(llama_8b, capsys):
+    from pipeline.commands.plan import of_rollout_workers
+
+    one = job(
+        llama_8b, "llama3-8b/ppo", "rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=64"
+    )
+    worker = plan.make(one, learns=False)
+    assert not [item.what for item in worker.items if re.search("critic|gradients and", item.what)]
+    assert plan.make(one).peak > worker.peak > plan.make(one).items[0].size
+    said = of_rollout_workers(one, worker)
+    assert "fits on A100-40G" in said and "All 3 on 3 x g6e.2xlarge: about $6.72 an hour" in said
+    l4 = job(
+        llama_8b,
+        "llama3-8b/ppo",
+        "rollout.num_workers=3",
+        "rollout.label_selector={ray.io/accelerator-type: L4}",
+    )
+    with pytest.raises(
+        Failure, match=r"rollout\.label_selector: a rollout worker needs .* allow larger ones: A100-40G"
+    ):
+        of_rollout_workers(l4, plan.make(l4, learns=False))

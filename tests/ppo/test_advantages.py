@@ -9,6 +9,7 @@ import toy_ppo as toy
 from pipeline.ppo import advantages as advantages_module
 from pipeline.ppo.functional import gae, whiten
 from pipeline.ppo.rollout import Completion, TransformersEngine
+from pipeline.ppo.rollout_config import RolloutConfig
 
 
 def test_score_once_at_the_last_action_and_kl_on_every_action():
@@ -89,7 +90,7 @@ def test_whitened_rewards_keep_their_mean():
     assert after.std().item() == pytest.approx(1, rel=1e-3)
 
 
-@pytest.mark.parametrize(("limit", "weight"), [(3.0, math.exp(0.5)), (1.2, 1.2), (None, 1.0)])
+@pytest.mark.parametrize(("limit", "weight"), [(3.0, math.exp(0.5)), (1.2, 1.2)])
 def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
     class Off(TransformersEngine):
         def generate(self, *args):
@@ -100,12 +101,14 @@ def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
     def advantages(**changes):
         shared = toy.shared_base()
         trainer = toy.trainer(shared, engine=Off(shared), **changes)
-        episodes, samples, _ = trainer.rollout()
-        trainer.score(episodes, samples)
+        rollout = trainer.rollout()
+        episodes = rollout.episodes
+        trainer.score(rollout)
+        trainer.reference_logprobs(rollout)
         trainer.logprobs_and_values(episodes)
         trainer.rewards_and_advantages(episodes, None)
         return episodes
 
-    plain, weighed = advantages(), advantages(use_vllm=True, vllm_importance_sampling_clip_max=limit)
+    plain, weighed = advantages(), advantages(rollout=RolloutConfig(correction="token", correction_cap=limit))
     assert torch.allclose(weighed.advantages, plain.advantages * weight, rtol=1e-4)
     assert torch.equal(weighed.returns, plain.returns)

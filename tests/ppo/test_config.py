@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from pipeline.ppo.config import PPOConfig, SettingError
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.settings import SettingError
 
 
 @pytest.mark.parametrize(
@@ -27,8 +28,6 @@ from pipeline.ppo.config import PPOConfig, SettingError
         ("critic_warmup_steps", 2, "without a critic", dict(advantage_estimator="reinforce_plus_plus")),
         ("importance_sampling_level", "sequence", "'token' with advantage_estimator gae", {}),
         ("loss_aggregation", "mean", "'token', 'sequence', 'constant' or null", {}),
-        ("vllm_kwargs", [], "a mapping or null", {}),
-        ("vllm_kwargs", {"model": "x", "seed": 1}, "none of what the sampler sets itself: ['model']", {}),
         ("bootstrap_truncated", True, "only one of", dict(missing_eos_penalty=1.0)),
     ],
 )

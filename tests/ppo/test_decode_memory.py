@@ -60,24 +60,24 @@ def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, cap
         monkeypatch.setattr(decode_memory, "free_bytes", lambda device: 2.0 * rows * row)
 
     free(100)
-    assert toy.trainer().engine.rows == 16  # the whole update
-    assert toy.trainer(local_rollout_forward_batch_size=4).engine.rows == 4
+    assert toy.trainer().rows == 16  # the whole update
+    assert toy.trainer(local_rollout_forward_batch_size=4).rows == 4
     assert "at once" not in capsys.readouterr().out
     free(5)
     first = toy.trainer()
-    assert first.engine.rows == 5
+    assert first.rows == 5
     assert "decoding 5 of a worker's 16 completions at once" in capsys.readouterr().out
     first.save(tmp_path)
     free(9)
     second = toy.trainer()
     second.restore(tmp_path)
-    assert second.engine.rows == 5
+    assert second.rows == 5
     explicit = toy.trainer(local_rollout_forward_batch_size=3)
     explicit.restore(tmp_path)
-    assert explicit.engine.rows == 3
+    assert explicit.rows == 3
     state = json.loads((tmp_path / "ppo_state.json").read_text())
     assert state["decoding"] == {"workers": 1, "rows": 5}
     (tmp_path / "ppo_state.json").write_text(json.dumps(state | {"decoding": {"workers": 2, "rows": 5}}))
     elastic = toy.trainer()
     elastic.restore(tmp_path)  # another share of the completions
-    assert elastic.engine.rows == 9
+    assert elastic.rows == 9

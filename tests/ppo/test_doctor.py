@@ -16,10 +16,12 @@ from pipeline.ppo.rollout import TransformersEngine
 def rolled(**settings):
     """A trainer and its first episodes, with everything that is known before it learns."""
     trainer = toy.trainer(**settings)
-    episodes, samples, greedy = trainer.rollout()
-    trainer.score(episodes, samples)
+    rollout = trainer.rollout()
+    episodes = rollout.episodes
+    trainer.score(rollout)
+    trainer.reference_logprobs(rollout)
     trainer.logprobs_and_values(episodes)
-    rewards = trainer.rewards_and_advantages(episodes, trainer.greedy_scores(greedy))
+    rewards = trainer.rewards_and_advantages(episodes, trainer.greedy_scores(rollout))
     return trainer, episodes, rewards
 
 

@@ -42,7 +42,7 @@ def test_scores_of_packed_completions_are_those_of_each_alone():
     shared = toy.shared_base(spread=0.1)
     reward = AdapterReward(shared)
     trainer = toy.trainer(shared, reward=[reward], **GROUPS)
-    _, samples, _ = trainer.rollout()
+    samples = toy.samples_of(trainer, trainer.rollout())
     calls, states = [], shared.states
     shared.states = lambda role, batch: calls.append(batch.allowed is not None) or states(role, batch)
     packed = reward.score(samples)
@@ -54,14 +54,15 @@ def forwards(**settings):
     """How often the base ran in the update of a trainer, beyond sampling."""
     trainer = toy.trainer(**{"num_mini_batches": 1, "per_device_train_batch_size": 64, **settings})
     trainer.update = 1  # the first is checked
-    episodes, samples, _ = trainer.rollout()
+    rollout = trainer.rollout()
     assert trainer.shared.can_pack  # tries the base, once
     calls = []
     trainer.shared.base.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
-    trainer.score(episodes, samples)
-    trainer.logprobs_and_values(episodes)
-    trainer.rewards_and_advantages(episodes, None)
-    trainer.learn(episodes)
+    trainer.score(rollout)
+    trainer.reference_logprobs(rollout)
+    trainer.logprobs_and_values(rollout.episodes)
+    trainer.rewards_and_advantages(rollout.episodes, None)
+    trainer.learn(rollout.episodes)
     return len(calls)
 
 

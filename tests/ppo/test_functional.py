@@ -155,7 +155,7 @@ def test_importance_weights_by_hand():
         t([math.log(0.4), math.log(0.5), math.log(0.9), NAN]),
         t([math.log(0.8), math.log(0.5), math.log(0.1), NAN]),
     )
-    weights = F.importance_weights(trainer, sampler, t([1, 1, 1, 0]), 3.0)
+    weights = F.off_policy_weights(trainer, sampler, t([1, 1, 1, 0]), cap=3.0)
     assert weights[0].tolist() == pytest.approx([0.5, 1.0, 3.0, 0.0])
     # On the clipped surrogate they are weights of the loss: of each action's own, clipped or not.
     new, old, advantages, mask = t([0.5, -0.5]), t([0.0, 0.0]), t([2.0, -3.0]), t([1, 1])

@@ -4,8 +4,10 @@ import asyncio
 import json
 import math
 import os
+import random
 import re
 import sys
+import threading
 import time
 
 import odd_rewards
@@ -234,8 +236,9 @@ def test_reward_functions_get_text_and_the_datas_columns():
         return [float(len(text)) for text in completions]
 
     trainer = toy.trainer(reward=[FunctionReward(reward, weight=3.0), FunctionReward(slow, weight=0.5)])
-    episodes, samples, _ = trainer.rollout()
-    trainer.score(episodes, samples)
+    rollout = trainer.rollout()
+    episodes, samples = rollout.episodes, toy.samples_of(trainer, rollout)
+    trainer.score(rollout)
     assert seen["prompts"] == [f"question {a}" for a in seen["answer"]] and set(seen["columns"]) == {
         "completion_ids"
     }
@@ -284,8 +287,9 @@ def test_a_reward_of_the_wrong_length_is_refused():
 def test_a_reward_adapter_reads_the_last_token_whatever_the_batch():
     shared = toy.shared_base()
     trainer = toy.trainer(shared, reward=AdapterReward(shared, rows=3))
-    episodes, samples, _ = trainer.rollout()
-    trainer.score(episodes, samples)
+    rollout = trainer.rollout()
+    trainer.score(rollout)
+    episodes, samples = rollout.episodes, toy.samples_of(trainer, rollout)
     for i in (0, 7, 15):
         text = torch.tensor([samples.prompt_ids[i] + samples.completion_ids[i]])
         assert episodes.scores[i].item() == pytest.approx(
@@ -327,6 +331,70 @@ def test_rewards_are_normalised_by_the_constants_of_their_version():
     reward = FunctionReward(toy.low, mean=0.25, std=0.5, weight=2.0)
     for normalize, expected in ((True, lambda s: 2 * (s - 0.25) / 0.5), (False, lambda s: 2 * s)):
         trainer = toy.trainer(reward=reward, normalize_rewards=normalize)
-        episodes, samples, _ = trainer.rollout()
-        raw = trainer.score(episodes, samples)["low"]
+        rollout = trainer.rollout()
+        episodes, raw = rollout.episodes, trainer.score(rollout)["low"]
         assert episodes.scores.tolist() == pytest.approx([expected(s) for s in raw], abs=1e-6)
+
+
+def test_rows_that_are_scored_side_by_side_keep_their_order():
+    """The first two wait until both are there."""
+    two, called = threading.Barrier(2, timeout=20), []
+
+    def slow(completions, completion_ids):
+        called.append(completion_ids[0][0])
+        if completion_ids[0][0] in (60, 61):
+            two.wait()
+        return [float(completion_ids[0][0])]
+
+    asked = samples(6)
+    asked.completion_ids = [[60 + i] for i in range(6)]
+    row_by_row = FunctionReward(slow, timeout_s=30, threads=2, name="slow").checked(asked)
+    assert row_by_row == [60.0, 61.0, 62.0, 63.0, 64.0, 65.0] and sorted(called) == [60, 61, 62, 63, 64, 65]
+
+
+def test_a_row_whose_reward_hangs_ends_the_run_and_is_named():
+    never, begun = threading.Event(), []
+
+    def hangs(completion_ids):
+        begun.append(completion_ids[0][0])
+        if completion_ids[0][0] == 61:
+            never.wait(60)
+        return [0.0]
+
+    asked = samples(5)
+    asked.completion_ids = [[60 + i] for i in range(5)]
+    says = r"reward 'hung' \(.*hangs\) took more than 0\.3 s \(trainer\.reward_timeout_s\) for prompt .* \(sample 1 of 5\)"
+    with pytest.raises(Failure, match=says):
+        FunctionReward(hangs, timeout_s=0.3, threads=1, name="hung").checked(asked)
+    assert begun == [60, 61]  # nobody is asked any more
+    never.set()
+
+
+def test_a_row_whose_reward_raises_is_named_without_being_asked_again():
+    asked_for = []
+
+    def picky(completion_ids):
+        asked_for.append(completion_ids[0][0])
+        if completion_ids[0][0] == 62:
+            raise KeyError("no such place")
+        return [0.0]
+
+    asked = samples(3)
+    asked.completion_ids = [[60 + i] for i in range(3)]
+    with pytest.raises(Failure, match=r"raised KeyError: 'no such place' for prompt .* \(sample 2 of 3\)"):
+        FunctionReward(picky, timeout_s=30, threads=1).checked(asked)
+    assert asked_for == [60, 61, 62]
+    with pytest.raises(Failure, match=r"returned \[1, 2\] for one row, expected a list of one number"):
+        FunctionReward(lambda **_: [1, 2], timeout_s=30).checked(asked)
+
+
+def test_random_numbers_are_drawn_by_one_row_at_a_time():
+    def noisy(completions):
+        return [random.random() for _ in completions]
+
+    with pytest.raises(Failure, match=r"draws random numbers.*trainer\.reward_threads=1"):
+        FunctionReward(noisy, timeout_s=30).checked(samples())
+    random.seed(3)
+    expected = FunctionReward(noisy).checked(samples())
+    random.seed(3)
+    assert FunctionReward(noisy, timeout_s=30, threads=1).checked(samples()) == expected

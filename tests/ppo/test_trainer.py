@@ -219,7 +219,7 @@ def worker(rank, port, folder):
     row = decode_memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
     with pytest.MonkeyPatch.context() as patch:  # free: twice what 2 rows take, and 5 rows
         patch.setattr(decode_memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
-        assert toy.trainer().engine.rows == 2, "workers decode different numbers of rows"
+        assert toy.trainer().rows == 2, "workers decode different numbers of rows"
     for number in range(len(SHARED_RUNS)):
         # rank 0's weights are the ones that count
         trainer, path, loads = shared_run(number, spread=rank * 0.5)
@@ -300,7 +300,7 @@ def test_empty_completions_are_an_end_and_nothing_else(made_up_logprobs):
 )
 def test_all_completions_cut_off(key):
     trainer = toy.trainer(**({key: 1.0 if key == "missing_eos_penalty" else True} if key else {}))
-    trainer.sampling = Sampling(4, eos=(2, 3), min_new_tokens=4, seed=1)
+    trainer.sampler.sampling = Sampling(4, eos=(2, 3), min_new_tokens=4, seed=1)
     metrics = trainer.train()
     assert all(m["completions/clipped_ratio"] == 1 and all(map(math.isfinite, m.values())) for m in metrics)
 

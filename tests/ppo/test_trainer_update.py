@@ -142,8 +142,9 @@ def test_no_dropout_even_in_train_mode():
 def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
     shared = toy.shared_base()
     trainer = toy.trainer(shared, reward=AdapterReward(shared), critic_warmup_steps=1, total_episodes=48)
-    episodes, samples, _ = trainer.rollout()
-    trainer.score(episodes, samples)
+    rollout = trainer.rollout()
+    episodes = rollout.episodes
+    trainer.score(rollout)
     with torch.no_grad():
         assert trainer.values(episodes)[1].tolist() == pytest.approx(episodes.scores.tolist(), abs=1e-5)
     policy, critic = toy.weights(shared, ["policy"]), toy.weights(shared, ["critic"])
@@ -265,7 +266,7 @@ def test_a_batch_without_an_action_to_learn_from_is_harmless():
     trainer = toy.trainer(mask_truncated_completions=True)
     trainer.run_update()  # Adam has momentum now
     start = toy.weights(trainer)
-    trainer.sampling = Sampling(8, eos=(), seed=1)  # nothing ends any more
+    trainer.sampler.sampling = Sampling(8, eos=(), seed=1)  # nothing ends any more
     metrics = trainer.run_update()
     assert metrics["completions/clipped_ratio"] == 1 and metrics["policy/steps"] == 0
     assert torch.equal(start, toy.weights(trainer)) and all(map(math.isfinite, metrics.values()))

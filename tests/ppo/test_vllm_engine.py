@@ -84,7 +84,7 @@ def test_its_log_probs_are_the_trainers(shared, engine, settings):
     """With the temperature and the barred ends, over several ids that end a completion; and what was sampled is learned from."""
     rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
     args = PPOConfig(
-        total_episodes=24, batch_size=12, response_length=12, use_vllm=True, advantage_estimator="reinforce_plus_plus",
+        total_episodes=24, batch_size=12, response_length=12, advantage_estimator="reinforce_plus_plus",
         learning_rate=1e-3, num_ppo_epochs=1, **settings,
     )  # fmt: skip
     reward = FunctionReward(lambda completions, **_: [float(len(text)) for text in completions])
@@ -99,7 +99,7 @@ def test_its_log_probs_are_the_trainers(shared, engine, settings):
 
 def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, storage, monkeypatch):
     options = [
-        "trainer.use_vllm=true", "trainer.total_episodes=48", "trainer.batch_size=8", "trainer.response_length=16",
+        "rollout.engine=vllm", "trainer.total_episodes=48", "trainer.batch_size=8", "trainer.response_length=16",
         "trainer.save_steps=2", "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:length",
         "mlflow.registered_model=null",
     ]  # fmt: skip
@@ -113,6 +113,43 @@ def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, 
     for name in ("objective/scores", "objective/entropy", "loss/policy_avg"):
         assert curve(storage, result, name) == pytest.approx(curve(storage, expected, name), rel=1e-3)
     assert len(curve(storage, result, "objective/scores")) == 6
+
+
+def test_generate_and_evaluate_decode_with_it(embedded_ray, storage):
+    """Greedily, so that each completion is the one that transformers writes."""
+    rows = storage / "prompts.jsonl"
+    rows.write_text('{"prompt": "What is the capital of Norway?"}\n{"prompt": "Name a fruit."}\n')
+    greedy = ["policy=base", "trainer.temperature=0", "trainer.response_length=12"]
+    generate = [*greedy, "reward=null", f"data.train={rows}", "data.max_length=40"]
+    evaluate = [*greedy, "baseline=base", "reward=null", "judge=null", "data.pairs=null", f"data.eval={rows}"]
+    for verb, options in (("generate", generate), ("evaluate", evaluate)):
+        engines = {"vllm": ["rollout.engine=vllm"], "transformers": []}
+        ours, theirs = (
+            stage(verb, storage, f"{verb}-{name}", *options, *more) for name, more in engines.items()
+        )
+        if verb == "generate":
+            assert Path(ours["output"]).read_text() == Path(theirs["output"]).read_text()
+        else:
+            assert ours["samples"] == theirs["samples"] and len(ours["samples"]) == 2
+
+
+def test_a_rollout_worker_decodes_with_it_from_three_versions_and_what_it_samples_teaches(
+    embedded_ray, storage
+):
+    """Each chunk's log-probs are compared with those of its version in the trainer (checks.sampled_by_its_version)."""
+    options = [
+        "rollout.engine=vllm", "rollout.num_workers=1", "rollout.staleness=2", "trainer.total_episodes=640",
+        "trainer.batch_size=32", "trainer.response_length=16", "trainer.save_steps=0", "data.eval=null", "judge=null",
+        "policy=base", "reward=python:bad_rewards:of_e", "mlflow.registered_model=null", "trainer.kl_coef=0.0",
+        "trainer.local_rollout_forward_batch_size=16", "trainer.normalize_rewards=false",
+    ]  # fmt: skip
+    result = stage("ppo", storage, "vllm-ahead", *options)
+    scores = curve(storage, result, "objective/scores")
+    print(
+        "scores", scores, {k: v for k, v in result["metrics"].items() if k.startswith(("rollout/", "val/"))}
+    )
+    assert sum(scores[-5:]) > sum(scores[:5])
+    assert result["metrics"]["rollout/workers"] == 1
 
 
 def of_vllm():

@@ -1,4 +1,4 @@
-"""Metrics on their way to MLflow: in order, each once, and a server that is away costs training nothing. Real MLflow on SQLite."""
+"""Metrics on their way to MLflow: in order, each once; a server that is away costs training nothing. MLflow on SQLite."""
 
 import os
 import shutil

@@ -1,5 +1,9 @@
 """Runs in MLflow: which one a job opens, and how it ends. Real MLflow on SQLite."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from registered import Killed, mlflow
 
@@ -55,3 +59,13 @@ def test_a_run_says_who_started_it_from_what(job):
     assert tags.get("mlflow.source.git.commit", head) == head
     experiment = mlflow(job).get_experiment_by_name("rlhf")
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_nothing_is_said_of_git_where_it_is_not_installed(tmp_path):
+    text = """from pipeline.runtime import driver
+driver.set_environment()
+from mlflow.tracking.context.registry import resolve_tags
+resolve_tags({})"""
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "git" not in done.stderr.lower(), done.stderr

@@ -57,6 +57,29 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
     }
 
 
+def test_a_version_says_which_versions_wrote_its_rows(job, adapter):
+    counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
+    with registry.mlflow_run(job, {}) as run_id:
+        registry.publish(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
+    version = registry.version("models:/rlhf-sft/1", registry.tracking_uri(job))
+    rows_from = version["tags"]["rows_from"]
+    assert len(rows_from) == 21 and rows_from["models:/rlhf-ppo/30"] == 30
+    assert sum(rows_from.values()) == sum(counts.values())
+    description = mlflow(job).get_model_version("rlhf-sft", "1").description
+    assert (
+        "\n\nLearned from the conversations of\n- [rlhf-ppo v30](#/models/rlhf-ppo/versions/30): 30 rows\n"
+        in description
+    )
+    assert description.endswith(f"- `others`: {7 + sum(range(1, 23))} rows")
+
+
+@pytest.mark.parametrize("rows_from", [["models:/a/1"], {"models:/a/1": "<b>"}, {"models:/a/1": 1.5}])
+def test_rows_of_a_lineage_that_are_no_numbers_are_refused(rows_from, adapter):
+    lineage.write(adapter, {**LINEAGE, "rows_from": rows_from})
+    with pytest.raises(InputError, match=r"lineage\.json: rows_from: found"):
+        lineage.read(adapter, "adapter")
+
+
 def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_name(job, adapter):
     """`mlflow` may change when a run goes on: the alias of the new name is never set to the old name's number."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})

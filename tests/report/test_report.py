@@ -1,4 +1,4 @@
-"""The report: what the page holds and leaves out, of finished, failed and cut-off runs. Real MLflow on SQLite, real stages at the end."""
+"""The report: what the page holds and leaves out, of finished, failed and cut-off runs. MLflow on SQLite, real stages last."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def log(job, run_id, curves):
     metrics.close()
 
 
-def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True):
+def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None):
     """A run as `launch` leaves it, without the training: its MLflow run, its version, its result.json."""
     with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
         if curves:
@@ -78,7 +78,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True):
             adapter = store / job.run.name / "adapter"
             adapter.mkdir()
             (adapter / "adapter_model.safetensors").write_bytes(b"weights")
-            facts = {**LINEAGE, "parents": inputs or {}}
+            facts = {**LINEAGE, "parents": inputs or {}, "rows_from": rows_from or {}}
             version = registry.publish(job, run_id, str(adapter), metrics, facts)
     result = {
         "stage": job.stage,
@@ -95,7 +95,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True):
         "alias": version and version.alias,
         "gate": version and version.gate,
         "inputs": inputs or {},
-        "data": {"digests": {"train": "d" * 64}, "report": {"splits": {"train": SPLIT}, "samples": [f"{SCRIPT}⟦a <b>⟧"]}},
+        "data": {"digests": {"train": "d" * 64}, "report": {"splits": {"train": {**SPLIT, "versions": rows_from or {}}}, "samples": [f"{SCRIPT}⟦a <b>⟧"]}},
         "seconds": 75.4,
         "train_seconds": 60.0,
         "peak_memory_bytes": 2**30,
@@ -255,6 +255,33 @@ def test_the_lineage_leads_from_the_base_to_the_policy(runs, store):
         nodes[key].depth
         for key in ("base jobs/demo/model", "models:/rlhf-sft/1", ppo.key, "run one-evaluate")
     ] == [0, 1, 2, 3]
+
+
+def test_the_lineage_draws_the_loop(migrated, tmp_path):
+    """sft -> its conversations -> dpo v1 -> its conversations -> dpo v2, which starts from sft again."""
+    shutil.copy(migrated, tmp_path / "mlflow.db")
+    sft, first, second = "models:/rlhf-sft/1", "models:/rlhf-dpo/1", "models:/rlhf-dpo/2"
+    finish(tmp_path, begin(tmp_path, "sft", "sft"), {}, {})
+    for name, counts in (
+        ("one", {sft: 300}),
+        ("two", {first: 200, sft: 100, second: 5, "models:/gone/1": 3, "others": 9}),
+    ):
+        job = begin(tmp_path, name, "dpo")
+        finish(tmp_path, job, {}, {}, {"policy": sft}, rows_from=counts)
+    run = report.read(str(tmp_path / "two"))
+    nodes = {node.key: node for node in gather.lineage([run])}
+    assert nodes[first].parents == nodes[second].parents == {sft: "policy"}
+    assert nodes[first].rows_from == {sft: 300}
+    assert nodes[second].rows_from == {first: 200, sft: 100, "models:/gone/1": 3}  # none of itself
+    assert nodes[second].depth == 1 + nodes[first].depth == 2 + nodes[sft].depth
+    assert "9 rows from others" in nodes[second].lines
+    arrows = [(one["role"], one["kind"]) for one in page.graph(list(nodes.values()))["arrows"]]
+    assert sorted(arrows) == [
+        ("", "parent"), ("200 rows", "rows"), ("3 rows", "rows"), ("policy, 100 rows", "rows"), ("policy, 300 rows", "rows"),
+    ]  # fmt: skip
+    text = page_of(tmp_path, "two")
+    assert "200 rows from models:/rlhf-dpo/1" in text
+    assert page.data_tables(run)[0]["versions"].startswith("200 rows from models:/rlhf-dpo/1, 100 rows from")
 
 
 @pytest.mark.parametrize("rows", [(0, 0, 0), (0, 1, 0), (1, 0, 1), (0.5, 0.5, 1.5)])

@@ -1,6 +1,5 @@
 """run.keep=best: what is registered is the best step's adapter, to the bit, and a run that overfits ends early."""
 
-import json
 import math
 
 import pytest
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 
 from pipeline import registry
 from pipeline.config import load_job
-from pipeline.errors import Failure
+from pipeline.errors import Failure, SelfCheckFailed
 from pipeline.runtime.best import WEIGHTS, Best, outcome
 
 # Few pairs, many epochs, ten times the learning rate: held-out figures soon get worse.
@@ -142,6 +141,7 @@ def test_an_overfit_ends_early_and_its_best_step_is_registered(overfit, storage)
     assert any(not torch.equal(registered[key], last[key]) for key in registered)
 
 
+@pytest.mark.slow  # of the quick tests, that of ppo is killed
 def test_killed_after_its_best_step_it_registers_the_same(overfit, storage, few, monkeypatch, embedded_ray):
     step = overfit["kept"]["step"] + 2  # a checkpoint lies between
     saves = ["trainer.save_strategy=steps", "trainer.save_steps=2"]
@@ -199,9 +199,25 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch, embedded_ray)
     assert (result["kept"], result["ended"]) == (kept, ended)
 
 
-def test_result_json_of_a_run_that_keeps_its_last_step(storage, embedded_ray, few):
-    result = stage("sft", storage, "kept-last", "trainer.max_steps=2", "data.batch_size=8",
-                   "trainer.per_device_train_batch_size=8", "mlflow.registered_model=null")  # fmt: skip
-    assert result["kept"] == {"step": 2, "by": None}
-    assert result["ended"] == {"step": 2, "of": 2, "early": None}
-    assert json.loads((storage / "kept-last/final/adapter/lineage.json").read_text())["step"] == 2
+def test_a_sweep_hears_of_every_evaluation_and_stops_a_trial(tmp_path):
+    told = []
+
+    def report(figure, step):
+        told.append((figure, step))
+        return "not among the best" if step == 2 else None
+
+    best = Best("eval_x", False, None, {}, report)
+    assert not compared_alone(best, 1.0, 1).exhausted
+    assert compared_alone(best, 0.5, 2).exhausted and told == [(1.0, 1), (0.5, 2)]
+    assert outcome(best, best.restore(), 2, 9)["ended"] == {"step": 2, "of": 9, "early": "not among the best"}
+    best.save(str(tmp_path))
+    again = Best("eval_x", False, None, {}, report)
+    again.load(str(tmp_path))
+    assert again.exhausted and len(told) == 2  # a trial that was told is not asked again
+    with pytest.raises(SelfCheckFailed, match="eval_x is nan at step 3"):
+        compared_alone(best, math.nan, 3)
+
+
+def compared_alone(best, figure, step):
+    best.compare({best.metric: figure}, step)
+    return best

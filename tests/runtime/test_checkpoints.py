@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, whatever a kill or a disk did to the newest. No Ray runs here, but its own manager reads."""
+"""Which checkpoint a run continues from, whatever a kill or a disk did to the newest. Ray's own manager reads, without Ray."""
 
 import asyncio
 import json

@@ -252,6 +252,17 @@ def test_a_base_named_by_a_version_may_be_named_so_again(halfway, in_root):
     )
 
 
+def test_a_base_on_the_hub_goes_on_at_its_commit(halfway, in_root):
+    """A run records the commit that its revision meant; when that moves on, the message says what to type."""
+    job = job_of(halfway, *BATCH)
+    left = earlier.unfinished(job)
+    begun = {**left, "model": {**left["model"], "revision": "a" * 40}}
+    assert not earlier.differences(begun, job, ("begun_with", *earlier._resolved(job)))
+    begun["begun_with"] = {**left["begun_with"], "base": f"commit:{'a' * 40}"}
+    with pytest.raises(InputError, match=f"Type model.revision={'a' * 40}, or type another run.name"):
+        earlier.same_content(begun, job, f"commit:{'b' * 40}", left["begun_with"]["rows"])
+
+
 def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_root):
     def ppo(*overrides):
         named = [

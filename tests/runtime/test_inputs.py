@@ -140,7 +140,7 @@ def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in
 
 def test_vllm_without_its_plugin_is_refused_for_nf4(tmp_path, monkeypatch, in_root):
     """Since vLLM 0.28 `bitsandbytes` is no quantization of its own: its engine would die after minutes of loading."""
-    job = load_job("jobs/demo/ppo.yaml", ["trainer.use_vllm=true", "model.load_in_4bit=true"], "ppo")
+    job = load_job("jobs/demo/ppo.yaml", ["rollout.engine=vllm", "model.load_in_4bit=true"], "ppo")
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

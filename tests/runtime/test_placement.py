@@ -104,6 +104,41 @@ def test_nodes_are_labelled_as_a_single_machine_is(tmp_path):
     assert started(RAY_OVERRIDE_LABELS='{"a": "b"}') == '{"a": "b"}\n'  # the autoscaler's
 
 
+def ppo_job(*overrides):
+    return load_job(ROOT / "jobs/demo/ppo.yaml", list(overrides))
+
+
+def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
+    """As of a cluster whose nodes Ray would report."""
+    import ray
+    from ray._private.state import state
+
+    def node(cpus, gpus, labels=None, alive=True):
+        return {"Alive": alive, "Labels": labels or {}, "Resources": {"CPU": cpus, "GPU": gpus}}
+
+    nodes = [node(16, 4, {"zone": "a"}), node(16, 4, {"zone": "b"}), node(16, 4, alive=False), node(8, 0)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {})
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    count = placement.side_by_side
+    assert count(job("scaling.num_workers=2")) == 20
+    assert count(job("scaling.resources_per_worker={CPU: 9}")) == 2  # not 4: half a node is none
+    assert count(job(*GPU, "scaling.num_workers=4")) == 2
+    assert count(job(*GPU, "scaling.label_selector={zone: a}")) == 4
+    assert count(job(*GPU, "scaling.num_workers=9")) == 1  # it waits for what Ray Train waits for
+    rollouts = ["rollout.num_workers=[1,2]", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
+    assert (
+        count(ppo_job("scaling.use_gpu=true", "scaling.num_workers=2", *rollouts)) == 2
+    )  # trainers in a, rollout workers in b, and so on
+    assert count(ppo_job("scaling.resources_per_worker={CPU: 8}", *rollouts)) == 2  # other resources for each
+    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {"CPU": 64.0, "GPU": 32.0})
+    assert count(job(*GPU, "scaling.num_workers=4")) == 8
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {})
+    monkeypatch.setattr(ray, "nodes", lambda: [node(4, 0)])
+    assert count(job()) == (os.cpu_count() or 1)  # an embedded Ray hands out more
+
+
 def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(placement, "_autoscaler_limits", lambda: {"CPU": 64, "GPU": 4})

@@ -1,4 +1,4 @@
-"""Each of TRL's DPO losses: it makes steps, resumes to the bit, passes the first-rows checks, and is explained in the job file."""
+"""Each of TRL's DPO losses: it makes steps, resumes to the bit, passes the first-rows checks, and the job file explains it."""
 
 import random
 import re
@@ -13,6 +13,9 @@ from pipeline.config.bounds import DPO_LOSSES
 from pipeline.data.feed import ExactBatches
 from pipeline.runtime import checks
 
+# Of the losses, those that CI's quick tests train with: of the logistic ones, with a label smoothing, with a running mean,
+# over a whole batch, and a mixture of others. The rest is slow.
+QUICK = "sigmoid robust bco_pair aot discopop".split()
 NEEDS = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.001}}
 
 
@@ -53,7 +56,10 @@ def weights(made):
     return torch.cat([p.detach().flatten() for p in made.model.parameters() if p.requires_grad])
 
 
-@pytest.mark.parametrize("loss", DPO_LOSSES.split())
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(loss, marks=[pytest.mark.slow] * (loss not in QUICK)) for loss in DPO_LOSSES.split()],
+)
 def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
     made = trainer(loss, tmp_path)
     made.model.eval()

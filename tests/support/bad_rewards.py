@@ -32,3 +32,8 @@ def leaks(completions, **_):
     import os
 
     raise RuntimeError(f"no reward with {dict(os.environ)}")
+
+
+def of_e(completions, **_):
+    """Letters e in a completion: something that is learned within a few updates."""
+    return [float(text.count("e")) for text in completions]

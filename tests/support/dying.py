@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 
 def train_of(stage: str) -> Any:
     """In a worker: what the stage itself runs there."""
@@ -76,3 +78,41 @@ def swap(folder: str) -> None:
     os.rename(folder, folder + "-gone")
     with open(folder, "x", encoding="utf-8"):
         pass
+
+
+def rollout_workers() -> list[psutil.Process]:
+    """The rollout workers that have loaded their models, on this machine."""
+    return [
+        process
+        for process in psutil.process_iter(["name"])
+        if process.info["name"].startswith("ray::RolloutWork")
+    ]
+
+
+def a_rollout_worker_killed() -> None:
+    rollout_workers()[0].send_signal(signal.SIGKILL)
+
+
+def rollout_workers_stopped() -> None:
+    for process in rollout_workers():
+        process.send_signal(signal.SIGSTOP)
+
+
+def rollout_workers_killed() -> None:
+    for process in rollout_workers():
+        process.send_signal(signal.SIGKILL)
+
+
+def killed_and_replaced() -> None:
+    """Kills this process, whose place an actor gets that has been waiting for one as large."""
+    import ray
+
+    class Squatter:
+        """Stays where it is."""
+
+    half = ray.cluster_resources()["CPU"] / 2
+    ray.remote(num_cpus=half)(Squatter).options(
+        name="squatter", namespace="squatters", lifetime="detached"
+    ).remote()
+    time.sleep(2)  # it is queued
+    killed()

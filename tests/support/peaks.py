@@ -1,4 +1,4 @@
-"""What a training step really holds: `python tests/support/peaks.py STAGE DTYPE CHECKPOINTING`, started by tests/planning/test_plan.py.
+"""What a training step really holds: `python tests/support/peaks.py STAGE DTYPE CHECKPOINTING`, for tests/planning/test_plan.py.
 
 Prints JSON: bytes that the process grew by in a step, and what the plan says for that (items of phase `update`, and of Adam).
 The process is started with MALLOC_MMAP_THRESHOLD_ set, so that its size is what is in use.

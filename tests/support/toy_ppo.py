@@ -2,13 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import torch
 import transformers
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.rewards import FunctionReward, weighted
+from pipeline.ppo.rewards import FunctionReward, Samples, weighted
 from pipeline.ppo.trainer import PPOTrainer
 
 KINDS = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2"]  # architectures that `config` makes
@@ -102,7 +103,17 @@ def low(completion_ids, **columns):
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
-def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_update=None, **changes):
+def trainer(
+    shared=None,
+    reward=low,
+    rows=None,
+    engine=None,
+    evaluate=None,
+    on_update=None,
+    rollout=None,
+    workers=None,
+    **changes,
+):
     settings = dict(
         total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
         num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
@@ -111,7 +122,10 @@ def trainer(shared=None, reward=low, rows=None, engine=None, evaluate=None, on_u
     shared = shared or shared_base(critic=args.uses_critic and args.critic)
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
-    return PPOTrainer(shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_update)
+    return PPOTrainer(
+        shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_update,
+        rollout=rollout, rollout_workers=workers,
+    )  # fmt: skip
 
 
 def weights(trainer_or_shared, roles=("policy", "critic")):
@@ -124,12 +138,15 @@ def greedy_score(trainer, prompts, rewards=None):
     """Mean score of greedy completions to `prompts`, by the trainer's rewards or by others."""
     ids = [trainer._prompt_ids(row) for row in prompts]
     trainer.engine.sync()
-    completions = trainer.engine.generate(ids, range(len(ids)), trainer._greedy())
-    total, _ = weighted(
-        rewards or trainer.rewards,
-        trainer._samples(prompts, ids, completions),
-        trainer.args.normalize_rewards,
+    completions = trainer.engine.generate(ids, range(len(ids)), replace(trainer.sampling, temperature=0.0))
+    samples = Samples(
+        ids,
+        [one.tokens for one in completions],
+        [one.ended for one in completions],
+        [json.loads(row["row"]) for row in prompts],
+        trainer.tokenizer,
     )
+    total, _ = weighted(rewards or trainer.rewards, samples, trainer.args.normalize_rewards)
     return sum(total) / len(total)
 
 
@@ -138,9 +155,9 @@ def recorded(trainer):
     recorded_samples, rollout = [], trainer.rollout
 
     def record():
-        episodes, samples, greedy = rollout()
-        recorded_samples.append(samples)
-        return episodes, samples, greedy
+        one = rollout()
+        recorded_samples.append(samples_of(trainer, one))
+        return one
 
     trainer.rollout = record
     return recorded_samples
@@ -150,10 +167,17 @@ def first_episodes(trainer, spread=0.0):
     """Episodes of the first update, scored, with log-probs and values; `spread` moves the policy away from the reference."""
     for parameter in trainer.shared.parameters_of("policy"):
         parameter.data += spread * torch.randn_like(parameter)
-    episodes, samples, _ = trainer.rollout()
-    trainer.score(episodes, samples)
-    trainer.logprobs_and_values(episodes)
-    return episodes
+    rollout = trainer.rollout()
+    trainer.score(rollout)
+    trainer.reference_logprobs(rollout)
+    trainer.logprobs_and_values(rollout.episodes)
+    return rollout.episodes
+
+
+def samples_of(trainer, rollout):
+    """The samples of a rollout of one chunk."""
+    (chunk,), (sampled,) = rollout.chunks, rollout.sampled
+    return trainer.sampler.samples(chunk, sampled.completions)
 
 
 def in_some_rows(condition):

@@ -23,6 +23,12 @@ def raises_sometimes(row):
     return raises(row) if row["id"] == COUNT else twice(row)[0]
 
 
+def best_against_worst(rows):
+    """Of the completions of a prompt, which come in a row each."""
+    ranked = sorted(rows, key=lambda row: row["rank"])
+    return {"prompt": rows[0]["q"], "chosen": ranked[0]["a"], "rejected": ranked[-1]["a"]}
+
+
 def exits(row):
     raise SystemExit(0)
 

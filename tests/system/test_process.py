@@ -104,6 +104,24 @@ def test_ctrl_c_is_130_and_says_so(verb, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("\ninterrupted")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["sft", "jobs/demo/sft.yaml"], "the same command with run.name=sft-1 continues"),
+        (["rlhf", "jobs/demo"], "the same command with sft.run.name=sft-1 continues"),
+    ],
+)
+def test_a_signal_says_the_name_that_a_run_was_given(arguments, says, monkeypatch, capsys):
+    def interrupted(*_):
+        stop = KeyboardInterrupt()
+        stop.add_note("sft.run.name=sft-1")
+        raise stop
+
+    monkeypatch.setattr("pipeline.__main__.dispatch", interrupted)
+    assert main(arguments) == 130
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_inside_a_callback_is_not_lost(number):
     """Python drops what a weakref's callback raises, a KeyboardInterrupt included."""
@@ -263,7 +281,9 @@ def test_a_signal_while_workers_train(number, group, status, word, tmp_path):
     assert found == status, lines
     said = [line for line in lines if line.strip() and not line.startswith("step ")]
     assert (
-        len(said) == 1 and said[0].startswith(word) and "the same command with the same run.name" in said[0]
+        len(said) == 1
+        and said[0].startswith(word)
+        and "the same command with run.name=one continues" in said[0]
     ), lines
     assert not (tmp_path / "one/failed.json").exists() and not (tmp_path / "one/result.json").exists()
     _, left = psutil.wait_procs(descendants, timeout=5)

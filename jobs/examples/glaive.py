@@ -1,0 +1,12 @@
+"""Glaive's rows, {system, chat}, as messages. The calls stay text: their arguments are quoted as no JSON is."""
+
+import re
+
+ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+
+
+def messages(row):
+    _, *parts = re.split(rf"(?:\A|\n)\s*({'|'.join(ROLES)}): ", row["chat"].replace("<|endoftext|>", ""))
+    system = {"role": "system", "content": row["system"].removeprefix("SYSTEM: ")}
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return {"messages": [system, *({"role": ROLES[name], "content": text.strip()} for name, text in pairs)]}

@@ -1,0 +1,238 @@
+"""Rows to train on from a policy's own completions: several of each prompt, scored by the job's rewards, the best ones kept.
+
+    make collect    or    python -m pipeline collect jobs/demo/collect.yaml [section.key=value ...]
+
+`trainer.select` says which rows come out: `best` (rejection sampling: prompt and completion, for sft), `best_worst` (the best
+against the worst) or `pairs` (every two whose scores differ), for dpo, rm and kto. Each row has its scores, the `version` of
+the policy that wrote it, the `reward_version` that scored it, and the seed. The same run.name continues a run that was killed.
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any
+
+from pipeline.config import Collect, Job
+from pipeline.data.messages import repeats_prompt
+from pipeline.errors import InputError
+from pipeline.runtime.host import Host
+from pipeline.runtime.inference import Answer, Record, Verb, launch
+
+# Columns of a prompt's row that training would read beside the completions that were collected, or in their place.
+REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
+    score_chosen score_rejected version reward_version seed""".split()
+Sample = dict[str, Any]  # completion, score, completion_tokens, ended
+
+
+def run(job: Job) -> dict[str, Any]:
+    args: Collect = job.args
+    verb = Verb(
+        "rows.jsonl",
+        load,
+        measure=functools.partial(measure, args),
+        lines=functools.partial(rows_of, args),
+        count=functools.partial(count, args),
+        choose=functools.partial(choose, args, job.data.seed),
+    )
+    result = launch(job, verb)
+    if not result["counts"]["rows"]:
+        print(f"warning: no prompt gave a row: {why_none(args, result['counts'])}", flush=True)
+    return result
+
+
+def load(host: Host) -> Answer:
+    from pipeline.ppo.rewards import Samples, weighted
+    from pipeline.ppo.rollout import Sampling
+    from pipeline.runtime import roles
+
+    args: Collect = host.job.args
+    shared = roles.shared_base(host)
+    role = roles.add_frozen(host, shared, "policy", "policy")
+    rewards = roles.add_rewards(host, shared)
+    several = args.num_generations
+    engine = roles.engines(host, shared, [role])(role)
+    how = Sampling.of(args, host.tokenizer, shared)
+    came_from = origin(host.work.inputs) | {"seed": args.seed}
+
+    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
+        prompts = [row["input_ids"] for row in rows for _ in range(several)]
+        # The keys of the streams of random numbers: a prompt's place among those used, and the completion's number.
+        numbers = range(first * several, (first + len(rows)) * several)
+        completions = engine.generate(prompts, numbers, how)
+        given = [json.loads(row["row"]) for row in rows]
+        repeated = [row for row in given for _ in range(several)]
+        tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
+        samples = Samples(prompts, tokens, ended, repeated, host.tokenizer)
+        scores = weighted(rewards, samples, normalize=False)[0]
+        made = [
+            {"completion": text, "score": score, "completion_tokens": len(one.tokens), "ended": one.ended}
+            for text, score, one in zip(samples.completions, scores, completions, strict=True)
+        ]
+        return [
+            {"row": cleaned(row) | came_from, "samples": made[several * i : several * (i + 1)]}
+            for i, row in enumerate(given)
+        ]
+
+    return answer
+
+
+def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
+    """The policy that writes and the rewards that score, as a run has pinned them."""
+    rewards = [source for name, source in sorted(inputs.items()) if name.startswith("reward.")]
+    scored_by = rewards[0] if len(rewards) == 1 else rewards
+    return {"version": inputs.get("policy", "base"), "reward_version": scored_by}
+
+
+def cleaned(row: dict[str, Any]) -> dict[str, Any]:
+    """The row of a prompt without the columns that are now others; its own completion stays as `reference_completion`."""
+    kept = {name: value for name, value in row.items() if name not in REPLACED}
+    return kept | ({"reference_completion": row["completion"]} if "completion" in row else {})
+
+
+# -------------------------------------------------------------------------------------------------- which prompts
+
+
+def choose(args: Collect, seed: int, count: int) -> list[int] | range:
+    """The numbers of the prompts that are used, of `count`.
+
+    Runs with one seed, each of which skips what those before it have used, have no prompt in common until all are used.
+
+    Raises:
+        InputError: when more are asked for than there are.
+    """
+    if args.num_prompts is None:
+        return range(count)
+    if args.num_prompts > count:
+        raise InputError(
+            f"found {args.num_prompts:,}, but data.train has {count:,} prompts; expected at most that, or null for all",
+            key="trainer.num_prompts",
+        )
+    return list(itertools.islice(drawn(seed, count), args.skip_prompts, args.skip_prompts + args.num_prompts))
+
+
+def drawn(seed: int, count: int) -> Iterator[int]:
+    """All of `count` numbers in random order, then all of them in another one, without end."""
+    for epoch in itertools.count():
+        order = list(range(count))
+        Random(f"{seed}-{epoch}").shuffle(order)
+        yield from order
+
+
+# --------------------------------------------------------------------------------------------------- which rows
+
+
+def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
+    """The rows that training reads, of a prompt and its samples."""
+    row, chosen = record["row"], selected(args, record["samples"])
+    if args.select == "best":
+        return [{**row, **best} for (best,) in chosen]
+    return [
+        {
+            **row,
+            "chosen": best["completion"],
+            "rejected": worst["completion"],
+            "score_chosen": best["score"],
+            "score_rejected": worst["score"],
+        }
+        for best, worst in chosen
+    ]
+
+
+def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
+    """The best sample alone, or pairs of a better and a worse one.
+
+    A completion that was cut off is never the better one: that would teach to stop in the middle of a sentence.
+    """
+    left = distinct(samples)
+    finished = [one for one in left if one["ended"]]
+    if args.select == "best":
+        return [(max(finished, key=_score),)] if finished else []
+    pairs: list[tuple[Sample, ...]] = [
+        (better, worse)
+        for better, worse in itertools.product(finished, left)
+        if better["score"] > worse["score"] and better["score"] - worse["score"] >= args.min_margin
+    ]
+    if args.select == "best_worst":
+        return [max(pairs, key=lambda pair: (_score(pair[0]), -_score(pair[1])))] if pairs else []
+    return pairs
+
+
+def distinct(samples: list[Sample]) -> list[Sample]:
+    """The samples without those that say nothing, or what an earlier one says, or that would be read as something else."""
+    first: dict[str, Sample] = {}
+    for one in samples:
+        first.setdefault(one["completion"].strip(), one)
+    return [one for text, one in first.items() if text and not is_dialogue(one["completion"])]
+
+
+def is_dialogue(completion: str) -> bool:
+    """Whether rows with this completion would be read as a whole conversation: the policy went on for the user, or wrote JSON."""
+    return repeats_prompt(completion) or completion.lstrip().startswith("[{")
+
+
+def _score(sample: Sample) -> float:
+    return float(sample["score"])
+
+
+# ------------------------------------------------------------------------------------------------------ figures
+
+
+def count(args: Collect, record: Record) -> dict[str, int]:
+    """What became of a prompt's samples: `ties` are pairs of different completions with equal scores, `close` those whose
+    scores differ by less than min_margin."""
+    samples, left = record["samples"], distinct(record["samples"])
+    rows = len(selected(args, samples))
+    counts = {
+        "prompts_with_rows": int(rows > 0),
+        "rows": rows,
+        "completions": len(samples),
+        "empty": sum(not one["completion"].strip() for one in samples),
+        "cut_off": sum(not one["ended"] for one in samples),
+    }
+    counts["dialogues"] = sum(is_dialogue(one["completion"]) for one in samples)
+    counts["duplicates"] = (
+        len(samples) - len({one["completion"].strip() for one in samples} | {""}) + 1 - counts["empty"]
+    )
+    if args.select == "best":
+        return counts
+    margins = [abs(one["score"] - other["score"]) for one, other in itertools.combinations(left, 2)]
+    return counts | {
+        "ties": sum(margin == 0 for margin in margins),
+        "close": sum(0 < margin < args.min_margin for margin in margins),
+    }
+
+
+def measure(args: Collect, record: Record) -> dict[str, float]:
+    """Figures of a prompt: the mean score of its samples, the best and the worst; shares among them; the margin of its pairs."""
+    scores = [_score(one) for one in record["samples"]]
+    counts, number = count(args, record), len(scores)
+    figures = {
+        "score": sum(scores) / number,
+        "score_best": max(scores),
+        "score_worst": min(scores),
+        "completion_tokens": sum(one["completion_tokens"] for one in record["samples"]) / number,
+        "share_cut_off": counts["cut_off"] / number,
+        "share_duplicates": counts["duplicates"] / number,
+        "share_tied": float(max(scores) == min(scores)),  # no pair can be made of them
+        "share_with_rows": float(counts["rows"] > 0),
+    }
+    pairs = selected(args, record["samples"]) if args.select != "best" else []
+    if pairs:
+        figures["margin"] = sum(_score(better) - _score(worse) for better, worse in pairs) / len(pairs)
+    return figures
+
+
+def why_none(args: Collect, counts: Mapping[str, int]) -> str:
+    """The most frequent reason why there are no rows, and what to change."""
+    completions = f"of {counts['completions']} completions"
+    reasons = {
+        "cut_off": f"{counts['cut_off']} {completions} were cut off; type a larger trainer.response_length",
+        "duplicates": f"{counts['duplicates']} {completions} repeat another one; type a higher trainer.temperature",
+        "dialogues": f"{counts['dialogues']} {completions} are whole dialogues; type model.chat_template=plain or take another policy",
+        "empty": f"{counts['empty']} {completions} are empty; type trainer.min_new_tokens=1",
+        "ties": f"{counts.get('ties')} pairs have equal scores; type a higher trainer.num_generations, or take another reward",
+        "close": f"{counts.get('close')} pairs differ by less than trainer.min_margin={args.min_margin:g}; type a smaller one",
+    }
+    return reasons[max(reasons, key=lambda name: counts.get(name, 0))]

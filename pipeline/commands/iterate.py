@@ -1,0 +1,203 @@
+"""Rounds of collect, training, evaluate and gate, each on what the policy before it wrote: online DPO, rejection sampling.
+
+    make iterate    or    python -m pipeline iterate jobs/demo/iterate.yaml [iterate.rounds=5] [STEP.section.key=value ...]
+
+Each step is an ordinary run in the iteration's folder (round-1-collect, round-1-dpo, round-1-evaluate, ...), in MLflow under one
+parent run. Round r collects with the version that round r - 1 registered, by its number. The same command continues an iteration
+that was killed, in the step that was cut short, and ends with the same adapters.
+"""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+from pipeline import registry, report
+from pipeline.commands import collect
+from pipeline.config import Job, libraries
+from pipeline.errors import Failure, InputError
+from pipeline.iteration import plan as plans
+from pipeline.iteration import table
+from pipeline.iteration.plan import Plan
+from pipeline.runtime import driver, earlier
+from pipeline.runtime.claim import claim, clear, wait_for_old_workers
+from pipeline.runtime.inputs import check_paths, pin_inputs
+from pipeline.system import console, storage
+
+
+def run(path: str, overrides: list[str]) -> dict[str, Any]:
+    """Runs an iteration to its end; the content of iterate.json.
+
+    Raises:
+        InputError: when one of its jobs is wrong; nothing has started then.
+        Failure: when a round has nothing to learn from.
+    """
+    plan = _in_one_home(plans.read(path, overrides))
+    storage.require_writable(plan.storage_path)
+    left = recorded(plan)
+    if left.get("ended") and (not left["goes_on"] or len(left["rounds"]) >= plan.settings.rounds):
+        print(f"iteration {plan.name} has ended ({plan.folder}); run.fresh=true starts it over")
+        print(closing(plan, left), flush=True)
+        return left
+    for step, job in plan.jobs.items():
+        check_paths(_before_there_are_rows(plan, step, job))
+        driver.check_scaling(job)
+    print(f"\n== iterate  {plan.train}  {plan.name}  {path}", flush=True)
+    with console.waiting("opening MLflow"):
+        registry.check(plan.jobs[plan.train])
+    essence = plan.essence()  # with the aliases that the job names
+    plan, inputs = pinned(plan, left.get("pinned", {}))
+    first = plan.jobs[plan.train]
+    with libraries.asked(*plan.jobs.values()), driver.session(first), claim(plan.folder):
+        wait_for_old_workers(plan.folder)
+        if plan.fresh:
+            clear(plan.folder)
+        summary = through(plan, left, {"plan": essence, "pinned": inputs})
+    print(closing(plan, summary), flush=True)
+    return summary
+
+
+def _in_one_home(plan: Plan) -> Plan:
+    """The jobs, whose runs lie in the iteration's folder, all use the registry and the cache of rows beside it."""
+    home = storage.absolute(plan.storage_path)
+
+    def at_home(job: Job) -> Job:
+        uri, cache = registry.tracking_uri(job), job.data.cache_dir or storage.join(home, "data")
+        return replace(
+            job,
+            run=replace(job.run, storage_path=home),
+            data=replace(job.data, cache_dir=cache),
+            mlflow=replace(job.mlflow, tracking_uri=uri),
+        )
+
+    return replace(plan, storage_path=home, jobs={step: at_home(job) for step, job in plan.jobs.items()})
+
+
+def _before_there_are_rows(plan: Plan, step: str, job: Job) -> Job:
+    """The job with rows that there are, in place of those that a round will collect."""
+    return (
+        replace(job, data=replace(job.data, train=plan.jobs["collect"].data.train))
+        if step == plan.train
+        else job
+    )
+
+
+def recorded(plan: Plan) -> dict[str, Any]:
+    """iterate.json of an earlier driver; {} where there is none, or it is to be started over.
+
+    Raises:
+        InputError: when the folder's iteration is of other jobs, or the folder is that of a run.
+    """
+    if plan.fresh:
+        return {}
+    if storage.exists(storage.join(plan.folder, "job.json")):
+        raise InputError(f"{plan.name!r} is the name of a run; choose another", key="run.name")
+    path = storage.join(plan.folder, table.FILE)
+    if not storage.exists(path):
+        return {}
+    left = earlier.read_object(path, table.KINDS)
+    if left["plan"] != plan.essence():
+        raise InputError(
+            f"{plan.name!r} is an iteration of other jobs; choose another name, or type run.fresh=true",
+            key="run.name",
+        )
+    return left
+
+
+def pinned(plan: Plan, known: dict[str, dict[str, str]]) -> tuple[Plan, dict[str, dict[str, str]]]:
+    """The plan whose jobs name versions by number, as their aliases meant when the iteration began; {step: those versions}."""
+    jobs, inputs = {}, {}
+    for step, job in plan.jobs.items():
+        job, inputs[step] = pin_inputs(job, known.get(step, {}))
+        jobs[step] = _with_inputs(job, inputs[step])
+    return replace(plan, policy=inputs["collect"].get("policy", "base"), jobs=jobs), inputs
+
+
+def _with_inputs(job: Job, inputs: dict[str, str]) -> Job:
+    named: dict[str, Any] = {key: inputs[key] for key in ("policy", "baseline", "judge") if key in inputs}
+    rewards = [inputs[f"reward.{index}"] for index in range(len(job.rewards))]
+    if isinstance(job.reward, list):
+        weighted = [
+            {"reward": name, "weight": weight} for name, (_, weight) in zip(rewards, job.rewards, strict=True)
+        ]
+        return replace(job, **named, reward=weighted)
+    return replace(job, **named, reward=rewards[0] if rewards else None)
+
+
+def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dict[str, Any]:
+    """All rounds that are left; the content of iterate.json, which has every round as soon as it has ended."""
+    trained = plan.jobs[plan.train]
+    itself = replace(trained, run=replace(trained.run, name=plan.name, storage_path=plan.storage_path))
+    uri, path = registry.tracking_uri(itself), storage.join(plan.folder, table.FILE)
+    rounds: list[dict[str, Any]] = list(left.get("rounds", []))
+    with registry.mlflow_run(itself, {}, anew=not left) as run_id, registry.under(run_id):
+        summary: dict[str, Any] = {
+            "stage": "iterate",
+            "name": plan.name,
+            "folder": plan.folder,
+            **begun_with,
+            "rounds": rounds,
+            "goes_on": not rounds or goes_on(plan, rounds[-1]),
+            "ended": False,
+            "version": newest(plan, rounds),
+            "tracking_uri": uri,
+            "mlflow_run_id": run_id,
+        }
+        storage.write_json(path, summary)
+        while summary["goes_on"] and len(rounds) < plan.settings.rounds:
+            rounds.append(one_round(plan, len(rounds) + 1, newest(plan, rounds)))
+            registry.log_figures(uri, run_id, rounds[-1], step=len(rounds))
+            summary |= {"goes_on": goes_on(plan, rounds[-1]), "version": newest(plan, rounds)}
+            storage.write_json(path, summary)
+        summary["ended"] = True
+        storage.write_json(path, summary)
+        if plan.report:
+            with console.waiting("drawing the report"):
+                report.of_rounds(plan.folder, table.drawn(rounds), [list(table.HEADER), *table.cells(rounds)])
+    return summary
+
+
+def newest(plan: Plan, rounds: list[dict[str, Any]]) -> str:
+    """The version of the last round that passed its gate; before there is one, the policy of the job."""
+    return next((one["version"] for one in reversed(rounds) if one["passed"]), plan.policy)
+
+
+def goes_on(plan: Plan, last: dict[str, Any]) -> bool:
+    """Whether a round may follow this one."""
+    return bool(last["passed"]) or plan.settings.on_failed_gate == "discard"
+
+
+def one_round(plan: Plan, number: int, policy: str) -> dict[str, Any]:
+    """Collect with `policy`, train on what came out, evaluate what was trained: a row of the table.
+
+    A step that has ended already, before this driver, is not repeated.
+
+    Raises:
+        Failure: when nothing was collected.
+    """
+    collected = collect.run(plans.job_of_round(plan, number, "collect", policy))
+    if not collected["counts"]["rows"]:
+        raise Failure(
+            f"round {number} has no rows to learn from; {collected['folder']} has what was collected"
+        )
+    trained = _stage(plan.train).run(plans.job_of_round(plan, number, plan.train, policy))
+    version = f"models:/{trained['registered_model']}/{trained['version']}"
+    evaluated = _stage("evaluate").run(plans.job_of_round(plan, number, "evaluate", policy, version))
+    return table.row(number, collected, trained, evaluated)
+
+
+def _stage(name: str) -> Any:
+    return importlib.import_module(f"pipeline.stages.{name}")
+
+
+def closing(plan: Plan, summary: dict[str, Any]) -> str:
+    """The end of an iteration, on the terminal."""
+    rounds = summary["rounds"]
+    lines = ["", table.text(rounds)]
+    if not summary["goes_on"]:
+        lines.append(
+            f"   ended after round {len(rounds)}, whose gate {rounds[-1]['gate']} (iterate.on_failed_gate=stop)"
+        )
+    lines.append(f"   the policy now: {summary['version']}")
+    pages = " report.html," if storage.exists(storage.join(plan.folder, report.PAGE)) else ""
+    lines.append(f"   {plan.folder}/{table.FILE},{pages} a folder for each run of a round")
+    return "\n".join(lines)

@@ -1,0 +1,237 @@
+"""A sweep: a job with several values of some keys, on Ray Tune; the best trial is registered.
+
+    make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
+    python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
+
+Trials run side by side, as many as there is room for. They are compared by the held-out figure of run.keep=best, and ASHA
+stops the worse half at 25 and at 50 percent of their steps. The same command continues a sweep that was interrupted, and
+tries those trials again that failed.
+"""
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from pipeline import registry
+from pipeline.config import JOBS, Job, libraries
+from pipeline.config.stages import INPUTS
+from pipeline.errors import Failure, InputError, in_brief
+from pipeline.runtime import earlier
+from pipeline.runtime import run as runs
+from pipeline.runtime.claim import claim, clear, wait_for_old_workers
+from pipeline.runtime.host import Sweep as Membership
+from pipeline.runtime.host import Work
+from pipeline.runtime.inputs import check_paths
+from pipeline.runtime.preparation import prepared
+from pipeline.sweep import space, table, trials
+from pipeline.sweep.progress import watching
+from pipeline.sweep.rungs import Rungs
+from pipeline.sweep.space import Sweep
+from pipeline.system import console, signals, storage
+
+
+def run(path: str, arguments: list[str]) -> dict[str, Any]:
+    """Runs a sweep to its end; the content of sweep.json.
+
+    Raises:
+        InputError: when one of its jobs is wrong; nothing has started then.
+        Failure: when no trial came to an end.
+    """
+    sweep = _in_one_registry(space.read(path, arguments))
+    storage.require_writable(sweep.job.run.storage_path)
+    left = recorded(sweep)
+    if left.get("ended") and not [row for row in left["trials"] if row["state"] == "failed"]:
+        print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); run.fresh=true starts it over")
+        print(closing(sweep, left), flush=True)
+        return left
+    check_paths(sweep.job)
+    print(f"\n== sweep  {sweep.job.stage}  {sweep.job.run.name}  {sweep.job.source}", flush=True)
+    with console.waiting("opening MLflow"):
+        registry.check(sweep.job)
+    first = sweep.trials[0].job
+    with (
+        libraries.asked(*(trial.job for trial in sweep.trials)) as check,
+        prepared(first, left.get("inputs")) as ready,
+    ):
+        check()
+        print(ready.report.render(samples=False), flush=True)
+        sweep = _pinned(sweep, ready.job)
+        with claim(sweep.folder):
+            wait_for_old_workers(sweep.folder)
+            if sweep.job.run.fresh:
+                clear(sweep.folder)
+            with _quietly(sweep):
+                summary = _through(sweep, left, ready.work)
+    print(closing(sweep, summary), flush=True)
+    return summary
+
+
+def _in_one_registry(sweep: Sweep) -> Sweep:
+    """The sweep whose trials, in folders of their own, all use the registry of its job."""
+    uri = registry.tracking_uri(sweep.job)
+    return _each(sweep, lambda job: replace(job, mlflow=replace(job.mlflow, tracking_uri=uri)))
+
+
+def _each(sweep: Sweep, change: Callable[[Job], Job]) -> Sweep:
+    return replace(sweep, trials=[replace(one, job=change(one.job)) for one in sweep.trials])
+
+
+def recorded(sweep: Sweep) -> dict[str, Any]:
+    """sweep.json of an earlier driver; {} where there is none, or it is to be started over.
+
+    Raises:
+        InputError: when the folder's sweep is of another job, or the folder is that of a run.
+    """
+    job = sweep.job
+    if job.run.fresh:
+        return {}
+    if storage.exists(storage.join(sweep.folder, "job.json")):
+        raise InputError(f"{job.run.name!r} is the name of a run; choose another", key="run.name")
+    path = storage.join(sweep.folder, table.FILE)
+    if not storage.exists(path):
+        return {}
+    left = earlier.read_object(path, {"job": dict, "metric": str, "trials": list, "reports": dict})
+    if left["job"] != space.essence(job) or left["metric"] != sweep.metric:
+        raise InputError(
+            f"{job.run.name!r} is a sweep of another job; choose another name, or type run.fresh=true",
+            key="run.name",
+        )
+    names = {trial.name for trial in sweep.trials}
+    return left if names == {row["trial"] for row in left["trials"]} else left | {"ended": False}
+
+
+def _pinned(sweep: Sweep, ready: Job) -> Sweep:
+    """The sweep whose trials all start from the versions that the aliases mean now."""
+    versions = {key: getattr(ready, key) for key in INPUTS if key not in sweep.keys}
+    return _each(sweep, lambda job: replace(job, **versions))
+
+
+def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    settings = sweep.settings
+    here = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )  # it outlives spot nodes
+    rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(Rungs).remote(
+        sweep.greater,
+        settings.grace_period,
+        settings.reduction_factor,
+        left.get("reports", {}),
+        [trial.name for trial in sweep.trials if table.result_of(trial)],
+    )
+    begun: dict[str, Any] = {
+        "stage": sweep.job.stage,
+        "name": sweep.job.run.name,
+        "folder": sweep.folder,
+        "job": space.essence(sweep.job),
+        "inputs": work.inputs,
+        "metric": sweep.metric,
+        "greater_is_better": sweep.greater,
+        "tracking_uri": registry.tracking_uri(sweep.job),
+    }
+    path = storage.join(sweep.folder, table.FILE)
+
+    def keep(state: dict[str, Any], died: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+        rows = table.rows(sweep, state, died or {})
+        summary = {**begun, "ended": False, "trials": rows, "reports": state["reports"], **more}
+        storage.write_json(path, summary)
+        return summary
+
+    # It has the data sets of its trials too: two that note one for the first time, at the same time, fail (mlflow 3.17).
+    with registry.mlflow_run(sweep.job, work.digests, anew=not left) as run_id:
+        begun["mlflow_run_id"] = run_id
+        keep(ray.get(rungs.state.remote()))
+        with _trials_closed(sweep), watching(sweep, rungs, keep):
+            died = trials.run(sweep, Membership(rungs, run_id))
+        state = ray.get(rungs.state.remote())
+        rows = keep(state, died)["trials"]
+        if (best := table.best(sweep, rows)) is None:
+            print(table.text(sweep, rows), flush=True)
+            raise Failure(
+                f"no trial came to an end; {sweep.folder} has what each one left, and the same command tries again"
+            )
+        outcome = {"registered": register(sweep, best), "command": command(sweep, best)}
+        summary = keep(state, died, ended=True, best=best["trial"], **outcome)
+        try:
+            with console.waiting("drawing the plot"):
+                table.attach(sweep, summary)
+        except Exception as error:  # hours of training are not lost to a drawing; sweep.json is there
+            print(f"   no plot: {in_brief(error)}", flush=True)
+    return summary
+
+
+@contextlib.contextmanager
+def _trials_closed(sweep: Sweep) -> Iterator[None]:
+    """A sweep that is interrupted takes its trials with it: their runs in MLflow end as KILLED."""
+    try:
+        yield
+    except BaseException:
+        with signals.ignored():
+            for trial in sweep.trials:
+                registry.end_interrupted(trial.job)
+        raise
+
+
+@contextlib.contextmanager
+def _quietly(sweep: Sweep) -> Iterator[None]:
+    """The lines of the trials go to output.log in the sweep's folder, where there is one; in a bucket there is none."""
+    if storage.is_remote(sweep.folder):
+        yield
+        return
+    with open(f"{sweep.folder}/output.log", "a", encoding="utf-8") as log:
+        console.attach(JOBS, log)
+        try:
+            yield
+        finally:
+            console.attach(JOBS)
+
+
+def register(sweep: Sweep, best: dict[str, Any]) -> dict[str, Any]:
+    """The best trial's adapter as a version, through the job's gate; its result.json says so too."""
+    path = storage.join(best["folder"], "result.json")
+    result = storage.read_json(path)
+    version = runs.publish_adapter(
+        sweep.job,
+        result["mlflow_run_id"],
+        result["adapter"],
+        result["metrics"],
+        result["inputs"].get("policy"),
+    )
+    facts = {
+        "registered_model": version.name if version else None,
+        "version": version.version if version else None,
+        "alias": version.alias if version else None,
+        "gate": version.gate if version else None,
+    }
+    storage.write_json(path, result | facts)
+    return facts
+
+
+def command(sweep: Sweep, best: dict[str, Any]) -> str:
+    """What trains the best trial as a run of its own."""
+    typed = [*sweep.arguments, *(f"{key}={value}" for key, value in best["values"].items())]
+    typed = [one for one in typed if not one.startswith(("run.name=", "run.fresh="))]
+    return shlex.join(["python", "-m", "pipeline", sweep.job.stage, sweep.job.source, *typed])
+
+
+def closing(sweep: Sweep, summary: dict[str, Any]) -> str:
+    """The end of a sweep, on the terminal."""
+    best = next(row for row in summary["trials"] if row["trial"] == summary["best"])
+    values = " ".join(f"{key}={value}" for key, value in best["values"].items())
+    version = summary["registered"]
+    lines = ["", table.text(sweep, summary["trials"])]
+    lines.append(f"   best: {values}  ({sweep.metric} {best['figure']:.4g})")
+    if version["version"]:
+        alias = f" @{version['alias']}" if version["alias"] else ""
+        lines.append(
+            f"   registered {version['registered_model']} v{version['version']}{alias}  (gate {version['gate']})"
+        )
+    lines.append(f"   to train it again: {summary['command']}")
+    lines.append(
+        f"   {sweep.folder}/{table.FILE}, table.md, table.csv, plots/sweep.png, a folder for each trial"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,248 @@
+"""The rows of Parquet and Arrow files, read a few at a time, as JSON would have them.
+
+What a struct lacks in a row is null in such a file: it is left out, as in JSON, and so is NaN, which pandas writes for
+what is missing, null. Dates, bytes and decimals stay what they are in Python (values.check_values refuses those that are
+read). Nothing of a file is run: columns of types that only Python knows come as what they are stored as.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from pipeline.data.files import unreadable
+from pipeline.data.formats.lines import Row
+from pipeline.data.tools import decoded
+from pipeline.data.values import RowError, show
+from pipeline.errors import in_brief
+from pipeline.system import storage
+
+ROWS = 256  # read at a time
+BYTES = 4 << 20  # of them, at most: a row may hold an image
+RUNS = 16  # in which one row group is read: each passes over those before it
+BUFFER = 1 << 20  # of a column: else a whole row group of it is held
+
+Piece = tuple[int, int, int]  # rows [start, stop), or -1 to the end; bytes
+
+
+def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
+    """What the tasks read of a file of `size` bytes; all of it at once where its damage has to be found by reading it."""
+    read = _parquet_runs if format == "parquet" else _arrow_runs
+    if format == "arrow" and storage.is_remote(path):
+        return [(0, -1, size)]  # it says nowhere where its batches begin
+    with contextlib.suppress(*_damage()), _opened(path) as file:
+        return _joined(read(file, chunk_bytes), chunk_bytes) or [(0, -1, size)]
+    return [(0, -1, size)]
+
+
+def _joined(runs: Iterable[tuple[int, int]], chunk_bytes: int) -> list[Piece]:
+    """Consecutive runs of (rows, bytes) as pieces of at least `chunk_bytes`, but the last."""
+    joined: list[Piece] = []
+    start = stop = size = 0
+    for rows, held in runs:
+        stop, size = stop + rows, size + held
+        if size >= chunk_bytes:
+            joined.append((start, stop, size))
+            start, size = stop, 0
+    return [*joined, (start, stop, size)] if stop > start else joined
+
+
+def _parquet_runs(file: Any, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    import pyarrow.parquet as pq
+
+    metadata = pq.ParquetFile(file).metadata
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        parts = max(1, min(RUNS, group.total_byte_size // chunk_bytes, group.num_rows))
+        borders = [group.num_rows * part // parts for part in range(parts + 1)]
+        for start, stop in itertools.pairwise(borders):
+            yield stop - start, group.total_byte_size // parts
+
+
+def _arrow_runs(file: Any, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    for batch in _record_batches(file):
+        yield batch.num_rows, batch.nbytes
+
+
+def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
+    """Rows [start, stop) of a file, numbered from 1.
+
+    Where the file is damaged a RowError comes in place of the next row, and ends it.
+    """
+    number = 0
+    try:
+        with _opened(path) as file:
+            read = _parquet_batches if format == "parquet" else _arrow_batches
+            for batch in read(file, start, stop):
+                if error := _repeated(batch.schema.names):
+                    yield 1, error, b""
+                    return
+                for row in _decoded(batch):
+                    number += 1
+                    raw = b"" if isinstance(row, RowError) else _canonical(row)
+                    yield number, row, raw
+    except _damage() as error:
+        if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
+            raise unreadable(path, error) from error  # the disk or the network, not what the file holds
+        what = {"parquet": "a Parquet file", "arrow": "an Arrow file"}[format]
+        found = f"{what} that ends or is damaged here ({in_brief(error)})"
+        lost = f"{stop - start - number:,} rows" if stop >= 0 else "all that follows"
+        yield number + 1, RowError("damaged", "", found, f"{what} that is whole", rest=lost), b""
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    import pyarrow as pa
+
+    return pa.ArrowException, OSError
+
+
+def _opened(path: str) -> Any:
+    """The file for random access; a local one is mapped into memory, which is none of the process's own."""
+    import pyarrow.fs as pafs
+
+    if storage.is_remote(path):
+        fs, inner = storage.filesystem(path)
+        return fs.open_input_file(inner)
+    return pafs.LocalFileSystem(use_mmap=True).open_input_file(storage.absolute(path))
+
+
+def _parquet_batches(file: Any, start: int, stop: int) -> Iterator[Any]:
+    """Batches of rows [start, stop), from the row groups that have any of them."""
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
+    end = 0
+    for index in range(table.metadata.num_row_groups):
+        group = table.metadata.row_group(index)
+        first, end = end, end + group.num_rows
+        if end > start and (stop < 0 or first < stop):
+            # One group at a time: what is damaged is then known by its row.
+            batches = table.iter_batches(at_a_time(group.num_rows, group.total_byte_size), row_groups=[index])
+            yield from _between(batches, max(start - first, 0), -1 if stop < 0 else stop - first)
+
+
+def _arrow_batches(file: Any, start: int, stop: int) -> Iterator[Any]:
+    for batch in _between(_record_batches(file), start, stop):
+        try:
+            batch.validate(full=True)  # or a damaged file would end the process
+        except ValueError as error:
+            if "UTF8" not in str(error):
+                raise
+        size = at_a_time(batch.num_rows, batch.nbytes)
+        yield from (batch.slice(at, size) for at in range(0, batch.num_rows, size))
+
+
+def _record_batches(file: Any) -> Iterator[Any]:
+    """The batches of an Arrow file, or of an Arrow stream, which is what the datasets library writes under the same name."""
+    import pyarrow as pa
+
+    magic = file.read(6)
+    file.seek(0)
+    if magic == b"ARROW1":
+        reader = pa.ipc.open_file(file)
+        yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(file)
+
+
+def _between(batches: Iterator[Any], start: int, stop: int) -> Iterator[Any]:
+    """Of batches, what they have of rows [start, stop), or of all from `start` on where `stop` is -1."""
+    at = 0
+    for batch in batches:
+        first, last = max(start - at, 0), batch.num_rows if stop < 0 else min(stop - at, batch.num_rows)
+        at += batch.num_rows
+        if first < last:
+            yield batch.slice(first, last - first)
+        if 0 <= stop <= at:
+            return
+
+
+def at_a_time(rows: int, size: int) -> int:
+    return max(1, min(ROWS, BYTES * rows // max(1, size)))
+
+
+def _repeated(names: list[str]) -> RowError | None:
+    twice = (
+        next((name for name in names if names.count(name) > 1), None)
+        if len(names) != len(set(names))
+        else None
+    )
+    return (
+        RowError("repeated_key", "", f"two columns of the name {show(twice)}", "each name once")
+        if twice
+        else None
+    )
+
+
+# ---- a row as JSON would have it -------------------------------------------------------------------------------
+
+
+def _decoded(batch: Any) -> Iterator[Any]:
+    """The rows of a batch; a RowError in place of one that Python cannot hold."""
+    tidy = {
+        name: by
+        for name, type in zip(batch.schema.names, batch.schema.types, strict=True)
+        if (by := _tidying(type))
+    }
+    try:
+        rows = batch.to_pylist(maps_as_pydicts="lossy")
+    except (ValueError, OverflowError):  # text that is not UTF-8, a date before the year 1
+        rows = [_one(batch.slice(index, 1)) for index in range(batch.num_rows)]
+    for row in rows:
+        if not isinstance(row, RowError):
+            for name, by in tidy.items():
+                row[name] = by(row[name])
+        yield row
+
+
+def _one(batch: Any) -> Any:
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            column.to_pylist(maps_as_pydicts="lossy")
+        except UnicodeDecodeError as error:
+            return RowError("not_utf8", name, f"byte 0x{error.object[error.start]:02x}", "UTF-8 text")
+        except (ValueError, OverflowError) as error:
+            return RowError(
+                "wrong_type", name, f"{column.type} ({in_brief(error)})", "a value that Python can hold"
+            )
+    return batch.to_pylist(maps_as_pydicts="lossy")[0]
+
+
+def _tidying(type: Any) -> Callable[[Any], Any] | None:
+    """What makes JSON's values of those of an Arrow type; None: they are such."""
+    import pyarrow as pa
+
+    if isinstance(type, pa.JsonType):
+        return decoded
+    if isinstance(type, pa.BaseExtensionType):
+        return _tidying(type.storage_type)
+    if pa.types.is_floating(type):
+        return lambda value: None if value != value else value
+    if pa.types.is_struct(type):
+        fields = {field.name: _tidying(field.type) for field in type}
+        return lambda value: (
+            value
+            and {
+                key: by(item) if (by := fields[key]) else item
+                for key, item in value.items()
+                if item is not None
+            }
+        )
+    if pa.types.is_map(type):
+        item = _tidying(type.item_type)
+        return lambda value: value and {str(key): item(one) if item else one for key, one in value.items()}
+    if pa.types.is_nested(type) and not pa.types.is_union(type):  # lists, of any length
+        item = _tidying(type.value_type)
+        return item and (lambda value: value and [item(one) for one in value])
+    return None
+
+
+def _canonical(row: dict[str, Any]) -> bytes:
+    """The row as bytes: equal for rows that are equal, whatever the compression of their file."""
+
+    def short(value: Any) -> str:
+        return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
+
+    return json.dumps(row, ensure_ascii=False, default=short).encode("utf-8", "surrogatepass")

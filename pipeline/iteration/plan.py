@@ -1,0 +1,261 @@
+"""What an iteration does: its job file, with a job for each step of a round, and the jobs of a certain round.
+
+    plan = read("jobs/demo/iterate.yaml", ["iterate.rounds=2", "dpo.trainer.beta=0.2"])
+    plan.jobs          # {"collect": Job, "dpo": Job, "evaluate": Job}, checked; each round runs them with versions of its own
+
+The sections `collect`, one of `sft dpo kto ppo`, and `evaluate` are jobs, on top of the ones that their `extends` names.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config import Job, MLflow, Run, job_of
+from pipeline.config.fields import fields_of, show
+from pipeline.config.jobfile import Tree, read_tree, section_tree
+from pipeline.config.stages import STAGE
+from pipeline.errors import InputError
+from pipeline.system import storage
+
+TRAINS = ("sft", "dpo", "kto", "ppo")  # who learns a policy from what was collected
+OWN = ("stage", "policy", "iterate", "run", "mlflow")
+SHARED = {"run": ("storage_path",), "mlflow": ("tracking_uri", "experiment")}  # said once, for all jobs
+# Columns of the collected rows are those that training reads.
+SEEDS_APART = 1000  # of two rounds, so that iterations with the seeds 1, 2, 3 share none
+AS_THEY_ARE = ("columns", "transform", "label", "group_by")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The section `iterate`."""
+
+    rounds: int = 3
+    # The policy that training starts from in each round: the newest one, as in online DPO, or again the first one, on the
+    # newest one's completions.
+    start: Literal["newest", "first"] = "newest"
+    # The frozen policy that training is held to: `start`, the one that it starts from, or the first one of all, from which
+    # rounds then do not drift further and further.
+    reference: Literal["start", "first"] = "start"
+    # What `evaluate` compares a round's policy with: the one that the round began with, or the first of all.
+    baseline: Literal["newest", "first"] = "newest"
+    # A round whose gate fails: `stop` ends the loop with the policy before it, `discard` goes on from that policy, with other
+    # samples.
+    on_failed_gate: Literal["stop", "discard"] = "stop"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An iteration that can start, as far as its jobs say."""
+
+    name: str
+    storage_path: str
+    fresh: bool
+    report: bool
+    policy: str  # of the first round
+    settings: Settings
+    train: str  # the stage that learns
+    jobs: dict[str, Job]  # by step, in the order of a round
+
+    @property
+    def folder(self) -> str:
+        """Where the folders of the rounds' runs lie, and what came out."""
+        return storage.join(self.storage_path, self.name)
+
+    def essence(self) -> dict[str, Any]:
+        """What decides the numbers, as plain data: two commands that differ in it are about different iterations."""
+        jobs = {step: _essence(job) for step, job in self.jobs.items()}
+        # More rounds are the same iteration, continued.
+        settings = {
+            key: getattr(self.settings, key) for key in ("start", "reference", "baseline", "on_failed_gate")
+        }
+        return json.loads(json.dumps({"policy": self.policy, "iterate": settings, "jobs": jobs}))
+
+
+def _essence(job: Job) -> dict[str, Any]:
+    kept = {k: v for k, v in job.to_dict().items() if k not in ("run", "mlflow", "scaling", "source")}
+    keeps = {k: v for k, v in job.to_dict()["run"].items() if k in ("keep", "metric_for_best_model")}
+    kept["data"] = {key: value for key, value in kept["data"].items() if key != "cache_dir"}
+    return kept | {"run": keeps}
+
+
+def read(path: str, overrides: list[str]) -> Plan:
+    """The iteration that a command line asks for.
+
+    Raises:
+        InputError: when its file or one of its jobs is wrong; nothing has started then.
+    """
+    tree = read_tree(path, overrides)
+    if tree.data.get("stage") != "iterate":
+        raise tree.error(
+            "stage",
+            f"found {show(tree.data.get('stage'))}, expected `stage: iterate`, as in jobs/demo/iterate.yaml",
+        )
+    train = _train(tree)
+    steps = ("collect", train, "evaluate")
+    for key, value in tree.data.items():
+        if value is not None and key not in (*OWN, *steps):
+            raise tree.error(key, f"unknown section; expected one of {', '.join((*OWN, *steps))}")
+    settings = _settings(tree, train)
+    policy = tree.data.get("policy")
+    if not isinstance(policy, str) or not policy:
+        raise tree.error(
+            "policy", "missing; the first round collects from it: policy: models:/rlhf-sft@champion"
+        )
+    run, mlflow = Run(**_section(tree, "run", Run)), MLflow(**_section(tree, "mlflow", MLflow))
+    jobs = {step: _job(tree, step, Path(path), policy, run, mlflow) for step in steps}
+    _check(tree, jobs, train)
+    plan = Plan("", run.storage_path, run.fresh, run.report, policy, settings, train, jobs)
+    digest = hashlib.sha256(json.dumps(plan.essence(), sort_keys=True).encode()).hexdigest()[:8]
+    return replace(plan, name=run.name or f"iterate-{train}-{digest}")
+
+
+def _train(tree: Tree) -> str:
+    given = [stage for stage in TRAINS if tree.data.get(stage) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise tree.error(
+            given[-1] if given else "stage", f"found {found}; expected one section of {', '.join(TRAINS)}"
+        )
+    return given[0]
+
+
+def _settings(tree: Tree, train: str) -> Settings:
+    fields, values = fields_of(f"{__name__}.Settings"), tree.data.get("iterate") or {}
+    if not isinstance(values, dict):
+        raise tree.error("iterate", f"found {show(values)}, expected a mapping of keys to values")
+    values = {key: value for key, value in values.items() if value is not None}
+    for key, value in values.items():
+        if key not in fields:
+            raise tree.error(f"iterate.{key}", f"unknown key; expected one of {', '.join(fields)}")
+        if problem := fields[key].problem(value):
+            raise tree.error(f"iterate.{key}", problem)
+    if "start" in values and "policy" not in STAGE[train].inputs:
+        raise tree.error(
+            "iterate.start", f"`{train}` starts from the base in every round; take it out, or type null"
+        )
+    if values.get("reference") == "first" and "reference" not in STAGE[train].inputs:
+        raise tree.error(
+            "iterate.reference",
+            f"found first, but `{train}` is held to the policy that it starts from; type start, or null",
+        )
+    settings = Settings(**values)
+    if not 1 <= settings.rounds <= 1000:
+        raise tree.error("iterate.rounds", f"found {settings.rounds}, expected between 1 and 1000")
+    return settings
+
+
+def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
+    """The keys of `run` or `mlflow` that an iteration has itself: a name, and what all of its runs share."""
+    own = {"run": ("name", "fresh", "report"), "mlflow": ()}[section] + SHARED[section]
+    fields, values = fields_of(f"pipeline.config.{kind.__name__}"), tree.data.get(section) or {}
+    for key, value in values.items():
+        if key not in own:
+            raise tree.error(f"{section}.{key}", f"expected one of {', '.join(own)}; each job has the others")
+        if problem := fields[key].problem(value):
+            raise tree.error(f"{section}.{key}", problem)
+    name = values.get("name")
+    if section == "run" and name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise tree.error("run.name", f"found {show(name)}, expected letters, digits, `.`, `_` and `-`")
+    return values
+
+
+def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflow) -> Job:
+    """The job of a step, as it will run but for the versions, the rows and the seed of a round."""
+    section = section_tree(tree, step, path.parent)
+    section.data["stage"] = section.data.get("stage", step)
+    if named := section.data.get("reference"):
+        raise tree.error(
+            f"{step}.reference",
+            f"found {show(named)}; iterate.reference says which one it is: start or first",
+        )
+    if "policy" in STAGE[step].inputs:
+        section.data["policy"] = policy
+    if "baseline" in STAGE[step].inputs:
+        section.data["baseline"] = policy
+    try:
+        job = job_of(section, step, str(path))
+        if job.run.name is not None:
+            raise section.error(
+                "run.name", "found a name, but the runs of the rounds have their own; take it out"
+            )
+    except InputError as error:  # the keys of the section are those of the file below it
+        raise InputError(error.message, f"{step}.{error.key}".rstrip("."), error.where) from error
+    return replace(
+        job,
+        run=replace(job.run, storage_path=run.storage_path, fresh=False),
+        mlflow=replace(job.mlflow, tracking_uri=mlflow.tracking_uri, experiment=mlflow.experiment),
+    )
+
+
+def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
+    """Refuses jobs that are right by themselves and do not fit together."""
+    collect, trained, evaluate = jobs.values()
+    if not trained.mlflow.registered_model:
+        raise tree.error(
+            f"{train}.mlflow.registered_model",
+            "missing; a round goes on from the version that the one before registered",
+        )
+    pairs = collect.args.select != "best"
+    if train == "sft" and pairs:
+        raise tree.error(
+            "collect.trainer.select", "found pairs, and `sft` learns from the best completions: type best"
+        )
+    if train in ("dpo", "kto") and not pairs:
+        raise tree.error(
+            "collect.trainer.select", f"found best, and `{train}` learns from pairs: type best_worst or pairs"
+        )
+    for key in AS_THEY_ARE:
+        if getattr(trained.data, key) is not None:
+            raise tree.error(
+                f"{train}.data.{key}",
+                "collected rows have the columns that training reads; type null, and give it to a source of data.eval",
+            )
+    bases = {(job.model.name_or_path, job.model.revision) for job in jobs.values()}
+    if len(bases) > 1:
+        named = ", ".join(sorted(str(name) for name, _ in bases))
+        raise InputError(
+            f"the jobs have several bases ({named}), and an adapter works on its own",
+            key="model.name_or_path",
+        )
+    if not evaluate.data.eval:
+        raise tree.error("evaluate.data.eval", "missing; each round's policy answers these prompts")
+
+
+# ---------------------------------------------------------------------------------------------------- a round
+
+
+def run_name(number: int, step: str) -> str:
+    return f"round-{number}-{step}"
+
+
+def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str | None = None) -> Job:
+    """The job of a step of round `number`, counted from 1.
+
+    Args:
+        newest: the policy that the round begins with, pinned.
+        version: the one that it has trained, once it has.
+    """
+    job, settings = plan.jobs[step], plan.settings
+    job = replace(job, run=replace(job.run, name=run_name(number, step), storage_path=plan.folder))
+    if step == "evaluate":  # the same prompts and the same random numbers for all rounds
+        return replace(job, policy=version, baseline=newest if settings.baseline == "newest" else plan.policy)
+    trainer = {**job.trainer, "seed": _seed(job) + SEEDS_APART * (number - 1)}
+    if step == "collect":
+        if prompts := job.args.num_prompts:
+            trainer["skip_prompts"] = job.args.skip_prompts + (number - 1) * prompts
+        return replace(job, policy=newest, trainer=trainer)
+    rows = storage.join(plan.folder, run_name(number, "collect"), "rows.jsonl")
+    job = replace(job, trainer=trainer, data=replace(job.data, train=rows))
+    if "policy" in STAGE[step].inputs:
+        job = replace(job, policy=newest if settings.start == "newest" else plan.policy)
+    if settings.reference == "first":
+        job = replace(job, reference=plan.policy)
+    return job
+
+
+def _seed(job: Job) -> int:
+    """Of the first round."""
+    return int(job.trainer.get("seed", fields_of(STAGE[job.stage].trainer)["seed"].default))

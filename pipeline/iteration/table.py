@@ -1,0 +1,102 @@
+"""What came out of an iteration: a row for each round, as iterate.json has them and as a table on the terminal."""
+
+import os
+from typing import Any
+
+from pipeline.runtime import earlier
+from pipeline.system import storage
+
+FILE = "iterate.json"
+KINDS: dict[str, Any] = {"plan": dict, "pinned": dict, "rounds": list}
+HEADER = (
+    "round",
+    "prompts",
+    "rows",
+    "score",
+    "best",
+    "reward",
+    "judge",
+    "win rate",
+    "version",
+    "gate",
+    "seconds",
+)
+
+
+def row(
+    number: int, collected: dict[str, Any], trained: dict[str, Any], evaluated: dict[str, Any]
+) -> dict[str, Any]:
+    """The figures of a round, from the result.json of its three runs."""
+    metrics, gates = evaluated["metrics"], (trained["gate"], evaluated["gate"])
+    failed = [gate for gate in gates if str(gate).startswith("failed")]
+    return {
+        "round": number,
+        "policy": collected["inputs"].get("policy", "base"),  # that the round began with
+        "prompts": collected["rows"],
+        "rows": collected["counts"]["rows"],
+        "score": collected["metrics"]["score"],
+        "score_best": collected["metrics"]["score_best"],
+        **{name: metrics.get(f"eval_{name}") for name in ("reward", "judge", "win_rate", "judge_win_rate")},
+        **{f"{name}_before": metrics.get(f"before_{name}") for name in ("reward", "judge")},
+        "version": f"models:/{trained['registered_model']}/{trained['version']}",
+        "passed": not failed,
+        "gate": failed[0] if failed else next((gate for gate in gates if gate == "passed"), "none set"),
+        "seconds": round(sum(one["seconds"] for one in (collected, trained, evaluated)), 2),
+        "folders": [one["folder"] for one in (collected, trained, evaluated)],
+    }
+
+
+def recorded(reference: str, runs: str = "runs") -> tuple[str, list[dict[str, Any]]] | None:
+    """(folder, rounds) of the iteration of that folder, or of that name under `runs`; None: it is none.
+
+    Raises:
+        InputError: when its iterate.json is damaged.
+    """
+    given = reference.rstrip("/").removesuffix(f"/{FILE}").removesuffix("/report.html")
+    for folder in (given, storage.join(runs, given)):
+        path = storage.join(folder, FILE)
+        if not storage.is_remote(folder) and os.path.isfile(path):
+            rounds = earlier.read_object(path, KINDS)["rounds"]
+            return storage.absolute(folder), rounds
+    return None
+
+
+def drawn(rounds: list[dict[str, Any]]) -> list[str]:
+    """Folders of the runs that have a report: of training and evaluate."""
+    return [folder for one in rounds for folder in one["folders"][1:]]
+
+
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Lines of the table; the first one is the policy that the first round began with."""
+    lines = []
+    if rows:
+        first = rows[0]
+        before = [_number(first[f"{name}_before"]) for name in ("reward", "judge")]
+        lines.append(["0", "", "", "", "", *before, "", _short(first["policy"]), "", ""])
+    for one in rows:
+        won = one["judge_win_rate"] if one["judge_win_rate"] is not None else one["win_rate"]
+        figures = [_number(one[name]) for name in ("score", "score_best", "reward", "judge")]
+        gate = one["gate"] if one["passed"] else "failed"
+        counts = [str(one["round"]), str(one["prompts"]), str(one["rows"])]
+        lines.append([*counts, *figures, _number(won), _short(one["version"]), gate, f"{one['seconds']:.0f}"])
+    return lines
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    table = [list(HEADER), *cells(rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _short(version: str) -> str:
+    """`rlhf-dpo v3` of models:/rlhf-dpo/3."""
+    return version.removeprefix("models:/").replace("/", " v") if version.startswith("models:/") else version

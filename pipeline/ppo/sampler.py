@@ -1,0 +1,150 @@
+"""What a rollout is made of, for one chunk: completions, their scores, and the log-probs of the reference.
+
+The trainer's process and rollout workers run the same code here, on a base and frozen roles of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo import forward
+from pipeline.ppo.batch import Episodes, collate
+from pipeline.ppo.chunks import Chunk, Greedy, Sampled
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.forward import FORWARD_TOKENS
+from pipeline.ppo.rewards import Reward, Samples, raw_scores
+from pipeline.ppo.rollout import Completion, Engine, Sampling, TransformersEngine
+from pipeline.ppo.state import kept_rng_state
+
+
+class Sampler:
+    """Samples and scores chunks with the roles of `shared`: `policy`, `reference` (None: the bare base) and the rewards'.
+
+    Args:
+        tokenizer: decodes completions for Python rewards; its pad id fills batches up.
+        reference: the role of the reference; None: the bare base.
+        engine: decodes. None: the base itself.
+        eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
+    """
+
+    def __init__(
+        self,
+        shared: SharedBase,
+        tokenizer: Any,
+        args: PPOConfig,
+        rewards: Sequence[Reward],
+        reference: str | None,
+        engine: Engine | None = None,
+        eos: Sequence[int] | None = None,
+    ) -> None:
+        self.shared, self.tokenizer, self.args = shared, tokenizer, args
+        self.rewards, self.reference = rewards, reference
+        self.sampling = Sampling.of(args, tokenizer, shared, eos)
+        self.pad = tokenizer.pad_token_id or 0
+        self.engine = engine or TransformersEngine(shared, "policy", pad=self.pad)
+
+    def whole(self, chunk: Chunk, digest: str) -> Sampled:
+        """A chunk sampled and scored, with the reference's log-probs unless the reference moves with the policy.
+
+        Args:
+            digest: of the parameters of the policy that samples.
+        """
+        sampled = self.sample(chunk, digest)
+        self.score(chunk, sampled)
+        if not self.args.sync_ref_model:
+            self.reference_logprobs(chunk, sampled)
+        return sampled
+
+    def sample(self, chunk: Chunk, digest: str = "") -> Sampled:
+        """The chunk's completions, and the greedy ones of remax. The engine has been told of the policy (`engine.sync`)."""
+        if isinstance(self.engine, TransformersEngine):
+            self.engine.rows = chunk.rows
+        prompts = [ids for ids in chunk.prompt_ids for _ in range(chunk.generations)]
+        completions = self.engine.generate(prompts, chunk.episodes, self.sampling)
+        greedy = None
+        if self.args.advantage_estimator == "remax":
+            of_each = self.engine.generate(
+                chunk.prompt_ids, range(len(chunk.prompt_ids)), replace(self.sampling, temperature=0.0)
+            )
+            greedy = Greedy(of_each)
+        return Sampled(chunk.key, chunk.version, digest, completions, greedy)
+
+    def score(self, chunk: Chunk, sampled: Sampled) -> None:
+        """Fill `raw`, and that of the greedy completions."""
+        with draws_of(self.args.seed, chunk):
+            sampled.raw = raw_scores(self.rewards, self.samples(chunk, sampled.completions))
+            if sampled.greedy:
+                sampled.greedy.raw = raw_scores(self.rewards, self.samples(chunk, sampled.greedy.completions))
+
+    def samples(self, chunk: Chunk, completions: Sequence[Completion]) -> Samples:
+        """Completions to the chunk's prompts, equally many to each, as the rewards take them."""
+        each = len(completions) // len(chunk.prompt_ids)
+        return Samples(
+            [ids for ids in chunk.prompt_ids for _ in range(each)],
+            [completion.tokens for completion in completions],
+            [completion.ended for completion in completions],
+            [json.loads(row) for row in chunk.data for _ in range(each)],
+            self.tokenizer,
+        )
+
+    @torch.no_grad()
+    def reference_logprobs(self, chunk: Chunk, sampled: Sampled) -> None:
+        """Fill `ref_logprobs`, by the code of the training forward."""
+        episodes = self.episodes(chunk, sampled)
+        tokens = self.args.micro_batch_tokens or FORWARD_TOKENS[self.shared.device.type]
+        for rows in forward.cut(self.shared, episodes, range(len(episodes)), tokens=tokens):
+            part = episodes.take(rows)
+            episodes.ref_logprobs[rows, : part.mask.shape[1]] = self.logprobs(self.reference, part)[0]
+        sampled.ref_logprobs = episodes.ref_logprobs.cpu()
+
+    def episodes(self, chunk: Chunk, sampled: Sampled) -> Episodes:
+        """The chunk's completions alone, padded; nothing else is filled in."""
+        prompts = [ids for ids in chunk.prompt_ids for _ in range(chunk.generations)]
+        return collate(prompts, sampled.completions, range(len(prompts)), self.pad, self.shared.device)
+
+    def logprobs(
+        self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (B, R) of the actions by a role (None: the bare base), and the entropies (B, R) if asked for.
+
+        With the temperature and the minimum length that the completions were sampled with.
+
+        Args:
+            states: of the role, as `forward.states` returns them. None: computed here.
+        """
+        sampling = self.sampling
+        barred = sampling.eos if sampling.min_new_tokens else ()
+        states = forward.states(self.shared, role, part) if states is None else states
+        return self.shared.logprobs(
+            role,
+            part.input_ids,
+            part.starts,
+            part.mask,
+            sampling.temperature,
+            barred,
+            sampling.min_new_tokens,
+            entropy,
+            states,
+        )
+
+
+@contextmanager
+def draws_of(seed: int, chunk: Chunk) -> Iterator[None]:
+    """Within the block the global generators are seeded by the chunk's first episode, for rewards that draw from them; then
+    they go on."""
+    words = np.random.SeedSequence([seed, chunk.episodes[0]]).generate_state(3)
+    with kept_rng_state():
+        random.seed(int(words[0]))
+        np.random.seed(int(words[1]))
+        torch.manual_seed(int(words[2]))
+        yield

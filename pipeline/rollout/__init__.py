@@ -1,0 +1,9 @@
+"""Rollout workers: Ray actors that sample and score completions beside the trainer, come and go, and change no result.
+
+    pool.py    who samples which chunk: one actor that hands out work, watches its workers and replaces them
+    worker.py  the actor with the models: the frozen base, the frozen roles, and the policy in the version that is asked for
+    client.py  the trainer's side: publishes versions, asks for chunks, collects them
+
+What travels: a version of the policy, an adapter, once through Ray's object store to each worker that needs it; prompts; and
+back tokens, log-probs and scores. Everything is decided by pipeline/ppo (chunks.py, rollouts.py); here is only who and where.
+"""

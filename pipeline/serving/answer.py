@@ -1,0 +1,212 @@
+"""One request's answer: its choices as the batch writes them, in one piece or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from pipeline.errors import in_brief
+from pipeline.serving import protocol
+from pipeline.serving.batching import QueueFull, Row, Token
+from pipeline.serving.protocol import ChatRequest, Refused
+from pipeline.serving.text import Text
+
+
+@contextlib.asynccontextmanager
+async def limit(seconds: float) -> AsyncIterator[None]:
+    """Raises Refused, 504, in a block that takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)", code="timeout") from error
+
+
+class Mailbox:
+    """Carries tokens from the batcher's thread to the event loop, those of a step with one wake-up."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.letters: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self.waking = False
+
+    def put(self, queue: asyncio.Queue[Any], letter: Any) -> None:
+        self.letters.append((queue, letter))
+        if not self.waking:
+            self.waking = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the replica ends
+                self.loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self.waking = False
+        while self.letters:
+            queue, letter = self.letters.popleft()
+            queue.put_nowait(letter)
+
+
+class Answer:
+    """The choices of one request, while they are written.
+
+    Args:
+        seen: False: a shadow's, which is only measured.
+    """
+
+    def __init__(
+        self, server: Any, asked: ChatRequest, prompt: list[int], version: str, seen: bool = True
+    ) -> None:
+        self.server, self.asked, self.prompt, self.version, self.seen = server, asked, prompt, version, seen
+        self.id, self.created, self.began = (
+            f"chatcmpl-{secrets.token_hex(16)}",
+            int(time.time()),
+            time.monotonic(),
+        )
+        self.seed = secrets.randbits(32) if asked.seed is None else asked.seed
+        self.texts = [Text(server.tokenizer, asked.stops) for _ in range(asked.n)]
+        self.tokens: list[list[Token]] = [[] for _ in range(asked.n)]
+        self.reasons: list[str | None] = [None] * asked.n
+        self.arrived: asyncio.Queue[tuple[int, Token | BaseException]] = asyncio.Queue()
+        self.done = asyncio.Event()
+        args = server.args
+        top = (asked.top_logprobs or 0) if asked.logprobs else None
+        self.rows = [
+            Row(
+                prompt,
+                server.models.roles[version],
+                self._deliver(choice),
+                min(asked.most_tokens or args.response_length, args.response_length),
+                temperature=args.temperature if asked.temperature is None else asked.temperature,
+                top_p=1.0 if asked.top_p is None else asked.top_p,
+                seed=self.seed,
+                number=choice,
+                top=top,
+            )
+            for choice in range(asked.n)
+        ]
+
+    def _deliver(self, choice: int) -> Callable[[Token | BaseException], None]:
+        mailbox, arrived = self.server.mailbox, self.arrived
+        return lambda token: mailbox.put(arrived, (choice, token))
+
+    def submit(self) -> None:
+        """Raises Refused, 429, where the queue is full."""
+        try:
+            self.server.batcher.submit(self.rows)
+        except QueueFull as error:
+            raise Refused(
+                429,
+                "as many completions wait as may (serve.max_queue); try again",
+                code="rate_limit_exceeded",
+            ) from error
+
+    async def written(self) -> AsyncIterator[tuple[int, str, list[Token]]]:
+        """(choice, more text, its tokens) as they come; where nobody listens any longer, the rows leave the batch."""
+        unshown: list[list[Token]] = [[] for _ in self.rows]
+        try:
+            async with limit(self.server.serve.timeout_s):
+                while not all(self.reasons):
+                    choice, token = await self.arrived.get()
+                    if isinstance(token, BaseException):
+                        raise Refused(
+                            503, f"the answer was lost ({in_brief(token)}); try again", code="lost"
+                        ) from token
+                    if self.reasons[choice]:
+                        continue  # behind a stop text
+                    if not any(self.tokens) and self.seen:
+                        self.server.metrics.first_token.observe(time.monotonic() - self.began)
+                    more = self._take(choice, token)
+                    unshown[choice].append(token)
+                    if more or self.reasons[choice]:
+                        yield choice, more, unshown[choice]
+                        unshown[choice] = []
+            self._finish()
+        finally:
+            for row in self.rows:
+                row.cancelled = True
+            self.done.set()
+
+    def _take(self, choice: int, token: Token) -> str:
+        text, row = self.texts[choice], self.rows[choice]
+        self.tokens[choice].append(token)
+        more = text.add(token.id)
+        if token.last and not text.stopped:
+            more += text.close()
+        if text.stopped:
+            row.cancelled = True
+        if text.stopped or token.last:
+            self.reasons[choice] = "stop" if text.stopped or token.id in self.server.batcher.eos else "length"
+        return more
+
+    def _finish(self) -> None:
+        metrics, server = self.server.metrics, self.server
+        metrics.answers.labels(self.asked.model, self.version, "seen" if self.seen else "shadow").inc()
+        metrics.prompt_tokens.labels(self.version).inc(len(self.prompt))
+        metrics.completion_tokens.labels(self.version).inc(self.counted)
+        if self.seen:
+            metrics.seconds.observe(time.monotonic() - self.began)
+            server.remember(self)
+
+    @property
+    def counted(self) -> int:
+        return sum(map(len, self.tokens))
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.asked.model,
+            "system_fingerprint": self.version,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        async for _ in self.written():
+            pass
+        choices = [
+            {
+                "index": choice,
+                "message": {"role": "assistant", "content": text.text, "refusal": None},
+                "logprobs": protocol.logprobs(self.tokens[choice], self.server.tokenizer)
+                if self.asked.logprobs
+                else None,
+                "finish_reason": self.reasons[choice],
+            }
+            for choice, text in enumerate(self.texts)
+        ]
+        return protocol.chat_answer(False, self.head, choices, protocol.usage(len(self.prompt), self.counted))
+
+    async def streamed(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        wants_usage = bool(self.asked.stream_options and self.asked.stream_options.include_usage)
+
+        def chunk(
+            choice: int, delta: dict[str, Any], tokens: list[Token] | None = None, reason: str | None = None
+        ) -> bytes:
+            listed = (
+                protocol.logprobs(tokens, self.server.tokenizer) if tokens and self.asked.logprobs else None
+            )
+            one = {"index": choice, "delta": delta, "logprobs": listed, "finish_reason": reason}
+            return protocol.event(
+                protocol.chat_answer(True, self.head, [one]) | ({"usage": None} if wants_usage else {})
+            )
+
+        try:
+            for choice in range(self.asked.n):
+                yield chunk(choice, {"role": "assistant", "content": ""})
+            async for choice, more, tokens in self.written():
+                if more or (tokens and self.asked.logprobs):
+                    yield chunk(choice, {"content": more}, tokens)
+                if self.reasons[choice]:
+                    yield chunk(choice, {}, reason=self.reasons[choice])
+            if wants_usage:
+                spent = protocol.usage(len(self.prompt), self.counted)
+                yield protocol.event(protocol.chat_answer(True, self.head, [], spent))
+        except Refused as error:  # too late for a status
+            yield protocol.event(error.body())
+            return
+        yield protocol.event("[DONE]")

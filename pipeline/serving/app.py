@@ -1,0 +1,485 @@
+"""The Ray Serve application: `Server`, replicas with the models behind OpenAI's endpoint, and one `Recorder` beside them.
+
+    handle = serve.run(application(work, digests), name="serve")
+
+A request goes through one process besides the proxy: the replica that it reaches reads it, batches it with the others, and
+answers. Recorder keeps feedback and the metrics of all replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request, Response
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+from starlette.responses import JSONResponse, StreamingResponse
+
+from pipeline.data.values import RowError
+from pipeline.errors import in_brief
+from pipeline.runtime import memory, placement
+from pipeline.runtime.host import Host, Work
+from pipeline.runtime.inputs import room_for_prompts
+from pipeline.serving import protocol
+from pipeline.serving.answer import Answer, Mailbox, limit
+from pipeline.serving.batching import Batcher
+from pipeline.serving.feedback import FeedbackStore
+from pipeline.serving.metrics import Metrics, Page
+from pipeline.serving.models import BASE, Models, cache_tokens, fastest_products
+from pipeline.serving.protocol import ChatRequest, Feedback, Refused
+from pipeline.serving.scores import ROWS, Scores, results
+from pipeline.system import console
+from pipeline.system.credentials import without_credentials
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
+FLUSH_S = 0.2  # answers are known to the recorder, and so open to feedback, at the latest after so long
+HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
+app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+
+def application(work: Work, digests: list[str]) -> Any:
+    """The application of a checked job.
+
+    Args:
+        digests: sha256 of the tokens that clients may show; none: only this machine is answered.
+    """
+    job = work.job
+    low, high = job.workers
+    replicas: dict[str, Any] = (
+        {"num_replicas": low}
+        if low == high
+        else {"num_replicas": "auto", "autoscaling_config": {"min_replicas": low, "max_replicas": high}}
+    )
+    # The replica itself says when it has enough (429): Serve would hold requests back, and answer 503.
+    most = 4 * (job.serve.max_queue + job.args.local_rollout_forward_batch_size) + 64
+    logging = {"enable_access_log": False, "log_level": "WARNING"}
+    recorder = serve.deployment(Recorder).options(
+        name="recorder",
+        # On the head, where a person looks for its folder, and which no autoscaler takes away.
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
+        max_ongoing_requests=1000,
+        logging_config=logging,
+    )
+    server = serve.deployment(Ingress).options(
+        name="server",
+        ray_actor_options=placement.bundles(job)[0].options(),
+        max_ongoing_requests=most,
+        graceful_shutdown_timeout_s=min(job.serve.timeout_s, 60.0),
+        health_check_period_s=2.0,
+        logging_config=logging,
+        **replicas,
+    )
+    folder = job.serve.feedback_path or f"{job.run.storage_path}/feedback"
+    return server.bind(work, digests, recorder.bind(folder, job.serve.log_prompts, job.serve.feedback_bytes))
+
+
+def listen_at_home() -> None:
+    """Ray Serve's own server in this replica binds to the address by which Ray knows this node: 127.0.0.1 of an embedded Ray.
+
+    It unpickles what anybody sends to it, and Ray Serve (2.60, private) binds it to all interfaces. Remove when the replica takes
+    an address; tests/serving/test_server.py lists the sockets.
+    """
+    import ray
+    from ray.serve._private import replica
+
+    bind, home = replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
+    host = f"[{home}]" if ":" in home else home
+    replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", host))
+
+
+class Recorder:
+    """The only writer of the feedback folder, and the newest metrics of each replica."""
+
+    def __init__(self, folder: str, log_prompts: bool, most_bytes: int) -> None:
+        listen_at_home()
+        self.store, self.page = FeedbackStore(folder, log_prompts, most_bytes), Page()
+        self.lock = threading.Lock()  # Ray Serve may call from several threads
+
+    def take(
+        self, replica: str, metrics: Any, answers: list[dict[str, Any]], shadows: list[dict[str, Any]]
+    ) -> None:
+        self.page.take(replica, metrics)
+        with self.lock, contextlib.suppress(Refused):  # full: it is the users' feedback that says so
+            self.store.remember(answers)
+            for row in shadows:
+                self.store.shadow(row)
+
+    def give(self, feedback: dict[str, Any]) -> tuple[dict[str, Any] | None, tuple[Any, ...] | None]:
+        """(what was written, None), or (None, why it was refused)."""
+        try:
+            with self.lock:
+                return self.store.give(feedback), None
+        except Refused as error:
+            return None, (error.status, error.message, error.param, error.code)
+
+    def metrics(self) -> bytes:
+        return self.page.text()
+
+
+def answered(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+    """A handler whose refusals become answers, once the sender has shown that it may ask."""
+
+    @functools.wraps(handler)  # FastAPI reads its signature
+    async def wrapped(self: Any, request: Request, **given: Any) -> Response:
+        try:
+            if request.url.path != "/health":
+                self.check_sender(request)
+            response = await handler(self, request, **given)
+        except Refused as error:
+            headers = HEADERS.get(error.status, {})
+            response = JSONResponse(error.body(), error.status, headers)
+        except RowError as error:
+            response = JSONResponse(Refused(400, str(error), error.field or None, error.kind).body(), 400)
+        except Exception as error:
+            print(f"a request failed: {in_brief(error)}", flush=True)
+            why = Refused(
+                500, without_credentials(f"{type(error).__name__}: {error}")[:1000], code="internal_error"
+            )
+            response = JSONResponse(why.body(), 500)
+        self.metrics.requests.labels(
+            request.url.path if request.url.path in PATHS else "other", response.status_code
+        ).inc()
+        return response
+
+    return wrapped
+
+
+class Server:
+    """One replica: the base, the versions on it, and the batch that all requests share."""
+
+    def __init__(self, work: Work, digests: list[str], recorder: DeploymentHandle) -> None:
+        from pipeline.models.tokenizer import eos_ids
+        from pipeline.runtime import roles
+
+        listen_at_home()
+        console.silence_libraries()
+        self.work, self.job, self.serve, self.args = work, work.job, work.job.serve, work.job.args
+        self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
+        self.name = secrets.token_hex(4)
+        host = Host(work)
+        with memory.explained(work.job):
+            fastest_products(work.job)
+            shared = roles.shared_base(host)
+            self.models = Models(host, shared)
+            self.eos = eos_ids(host.tokenizer, shared.base.generation_config)
+            self.batcher = Batcher(
+                shared,
+                rows=self.args.local_rollout_forward_batch_size,
+                positions=self.serve.cache_tokens or cache_tokens(shared),
+                queue=self.serve.max_queue,
+                eos=[i for i in self.eos if i < shared.vocab_size],
+                pad=host.tokenizer.pad_token_id,
+                min_new_tokens=self.args.min_new_tokens,
+            )
+        self.context = work.base["context_length"] or 1 << 20
+        self.scores = Scores(host, self.batcher, self.context)
+        self.encoder = self._encoder(shared)
+        # One thread reads what is sent: a long prompt takes the tokenizer a while, and the others are to be answered meanwhile.
+        self.reader = ThreadPoolExecutor(1, "reader")
+        self.metrics = Metrics()
+        self.mailbox = Mailbox()
+        self.answers: list[dict[str, Any]] = []  # not yet sent to the recorder
+        self.shadows: list[dict[str, Any]] = []
+        self.flushing = asyncio.Lock()
+        self.tasks = [
+            asyncio.get_running_loop().create_task(one) for one in (self._follow(), self._flush_often())
+        ]
+        self.unseen: set[asyncio.Task[None]] = set()
+
+    def _encoder(self, shared: Any) -> Any:
+        from pipeline.data.encode import Encoder
+        from pipeline.data.kinds import kind_of
+
+        data, kind = self.job.data, kind_of("generate")
+        room = room_for_prompts(self.job, self.context) or self.context
+        longest = min(room, data.max_length or room)
+        return Encoder(self.tokenizer, kind, longest, "error", True, self.eos, data.special_tokens)
+
+    # -------------------------------------------------------------------------------------- in the background
+
+    async def _follow(self) -> None:
+        """Looks at the registry every serve.poll_s seconds."""
+        said: set[str] = set()
+        while True:
+            await asyncio.sleep(self.serve.poll_s)
+            try:
+                lines = await asyncio.to_thread(self.models.follow, self.batcher)
+            except Exception as error:
+                lines = [f"the aliases cannot be followed: {in_brief(error)}"]
+            for line in lines:
+                if line not in said:  # what is still wrong was said before
+                    print(line, flush=True)
+            said = set(lines)
+
+    async def _flush_often(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            with contextlib.suppress(
+                Exception
+            ):  # while the recorder is being started again, what is to be sent stays
+                await self._flush()
+
+    async def _flush(self) -> None:
+        """Sends what the recorder is to know."""
+        async with self.flushing:  # who returns from here knows that all answers have arrived
+            answers, shadows = self.answers, self.shadows
+            self.answers, self.shadows = [], []
+            try:
+                await self.recorder.take.remote(self.name, self._measured(), answers, shadows)
+            except Exception as error:
+                self.answers, self.shadows = answers + self.answers, shadows + self.shadows
+                del self.answers[:-10_000], self.shadows[:-10_000]
+                raise Refused(
+                    503, "the recorder is being started again; try again", code="unavailable"
+                ) from error
+
+    def _measured(self) -> Any:
+        self.metrics.running.set(len(self.batcher.rows))
+        self.metrics.waiting.set(len(self.batcher.waiting))
+        self.metrics.versions.clear()
+        for name, route in self.models.traffic.routes.items():
+            for role in ("version", "canary", "shadow"):
+                if version := getattr(route, role):
+                    self.metrics.versions.labels(name, version, role).set(1)
+        return self.metrics.snapshot()
+
+    def check_health(self) -> None:
+        """Called by Ray Serve, which starts a replica again where this raises."""
+        if not self.batcher.alive:
+            raise RuntimeError("the thread that has the model has ended")
+
+    # ----------------------------------------------------------------------------------------- who may ask
+
+    def check_sender(self, request: Request) -> None:
+        """Raises Refused, 401 without one of the tokens, 403 for what a web page elsewhere has a browser send."""
+        if self.digests:
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            digest = hashlib.sha256(token.strip().encode()).hexdigest()
+            if scheme.lower() != "bearer" or not any(
+                [hmac.compare_digest(digest, known) for known in self.digests]
+            ):
+                raise Refused(
+                    401,
+                    "expected `Authorization: Bearer TOKEN` with a token of this server",
+                    code="invalid_api_key",
+                )
+            return
+        for header in ("host", "origin"):
+            for value in request.headers.getlist(header):
+                try:
+                    name = urlsplit(value if header == "origin" else f"//{value}").hostname
+                except ValueError:
+                    name = None
+                if name not in LOOPBACK:
+                    raise Refused(
+                        403, f"{header}: found {value[:80]!r}; expected this machine's, e.g. 127.0.0.1"
+                    )
+
+    async def _body(self, request: Request) -> Any:
+        """The JSON value that was sent. Raises Refused."""
+        most, body = self.serve.max_body_bytes, bytearray()
+        given = request.headers.get("content-length", "0")
+        if not given.isdigit() or int(given) > most:
+            raise Refused(413, f"a body of {given[:20]} bytes; expected at most {most}", code="too_large")
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                raise Refused(413, f"a body of more than {most} bytes", code="too_large")
+        return protocol.decoded(bytes(body))
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    @app.get("/health")
+    @answered
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    @answered
+    async def prometheus(self, request: Request) -> Response:
+        await self._flush()
+        page = await self.recorder.metrics.remote()
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    @answered
+    async def list_models(self, request: Request) -> Response:
+        routes = {name: route.version for name, route in self.models.traffic.routes.items()}
+        listed = [protocol.listed(name, version, "policy") for name, version in routes.items()]
+        listed += [
+            protocol.listed(name, version, "reward") for name, version in self.models.reward_versions.items()
+        ]
+        return JSONResponse({"object": "list", "data": listed})
+
+    @app.get("/v1/models/{name}")
+    @answered
+    async def one_model(self, request: Request, name: str) -> Response:
+        if route := self.models.traffic.routes.get(name):
+            return JSONResponse(protocol.listed(name, route.version, "policy"))
+        if version := self.models.reward_versions.get(name):
+            return JSONResponse(protocol.listed(name, version, "reward"))
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> Refused:
+        there = ", ".join((*self.models.traffic.routes, *self.models.rewards))
+        return Refused(404, f"no model {name[:80]!r}; expected one of {there}", "model", "model_not_found")
+
+    @app.post("/v1/chat/completions")
+    @answered
+    async def chat(self, request: Request) -> Response:
+        asked = protocol.read(ChatRequest, await self._body(request))
+        if asked.model not in self.models.traffic.routes:
+            raise self._unknown(asked.model)
+        if asked.n > self.serve.max_choices:
+            raise Refused(
+                400, f"n: found {asked.n}; expected at most {self.serve.max_choices}", "n", "invalid_value"
+            )
+        loop = asyncio.get_running_loop()
+        prompt = await loop.run_in_executor(self.reader, self._prompt, asked)
+        version = self.models.traffic.choose(asked.model, asked.user)
+        answer = Answer(self, asked, prompt, version)
+        answer.submit()
+        self._shadow(asked, prompt, answer)
+        headers = {"x-model-version": version}
+        if asked.stream:
+            return StreamingResponse(answer.streamed(), headers=headers, media_type="text/event-stream")
+        return JSONResponse(await answer.whole(), headers=headers)
+
+    def _prompt(self, asked: ChatRequest) -> list[int]:
+        """Ids of the messages. Raises Refused."""
+        from pipeline.data.encode import Example
+        from pipeline.data.parse import parse
+
+        try:
+            [[outcome]] = self.encoder.encode([parse({"prompt": asked.messages}, self.encoder.kind)])
+        except RowError as error:
+            outcome = error
+        if isinstance(outcome, Example):
+            return outcome.columns["input_ids"]
+        field = outcome.field.replace("prompt", "messages", 1) or "messages"
+        if outcome.kind == "too_long":
+            raise Refused(
+                400,
+                f"messages: {outcome.found}; expected {outcome.expected}",
+                "messages",
+                "context_length_exceeded",
+            )
+        raise Refused(
+            400, f"{field}: found {outcome.found}; expected {outcome.expected}", "messages", "invalid_value"
+        )
+
+    def _shadow(self, asked: ChatRequest, prompt: list[int], answer: Answer) -> None:
+        """Asks a second version the same, unseen; where there is no room for that, it is left out."""
+        version = self.models.traffic.shadow(asked.model)
+        if version is None or asked.n > 1 or len(self.batcher.waiting) > self.serve.max_queue // 2:
+            return
+        shadow = Answer(self, asked, prompt, version, seen=False)
+        with contextlib.suppress(Refused):
+            shadow.submit()
+            task = asyncio.get_running_loop().create_task(self._compare(answer, shadow))
+            self.unseen.add(task)
+            task.add_done_callback(self.unseen.discard)
+
+    async def _compare(self, answer: Answer, shadow: Answer) -> None:
+        with contextlib.suppress(Exception):
+            await shadow.whole()
+            await answer.done.wait()
+            row = {
+                "prompt": answer.asked.messages,
+                "completion": answer.texts[0].text,
+                "shadow_completion": shadow.texts[0].text,
+            }
+            self.shadows.append(
+                {
+                    **row,
+                    "version": answer.version,
+                    "shadow_version": shadow.version,
+                    "seed": answer.seed,
+                    "time": time.time(),
+                }
+            )
+
+    @app.post("/score")
+    @answered
+    async def score(self, request: Request) -> Response:
+        sent = await self._body(request)
+        rows = sent if isinstance(sent, list) else [sent]
+        name = request.query_params.get("model") or next(iter(self.models.rewards), "")
+        if name not in self.models.rewards:
+            raise self._unknown(name)
+        if len(rows) > ROWS:
+            raise Refused(413, f"found {len(rows)} rows; expected at most {ROWS} a request", code="too_large")
+        reward, version = self.models.rewards[name], self.models.reward_versions[name]
+        loop = asyncio.get_running_loop()
+        future, counts = await loop.run_in_executor(self.reader, self.scores.ask, reward, version, rows)
+        async with limit(self.serve.timeout_s):
+            scored = results(await asyncio.wrap_future(future), counts)
+        return JSONResponse(
+            scored if isinstance(sent, list) else scored[0], headers={"x-model-version": version}
+        )
+
+    @app.post("/v1/feedback")
+    @answered
+    async def feedback(self, request: Request) -> Response:
+        given = protocol.read(Feedback, await self._body(request))
+        await self._flush()  # the answer may be a moment old
+        try:
+            written, refused = await self.recorder.give.remote(given.model_dump(exclude_none=True))
+        except RayError as error:
+            raise Refused(
+                503, "the recorder is being started again; try again", code="unavailable"
+            ) from error
+        if refused:
+            raise Refused(*refused)
+        return JSONResponse(written)
+
+    @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+    @answered
+    async def nowhere(self, request: Request, path: str) -> Response:
+        known = request.url.path in PATHS
+        expected = ", ".join(f"{method} {path}" for path, method in PATHS.items())
+        raise Refused(
+            405 if known else 404, f"not found: {request.method} {request.url.path[:80]}; expected {expected}"
+        )
+
+    def remember(self, answer: Answer) -> None:
+        """After the last token of an answer that was seen: feedback may come on it."""
+        facts = {"id": answer.id, "time": time.time(), "version": answer.version, "model": answer.asked.model}
+        facts |= {"seed": answer.seed, "choices": answer.asked.n}
+        if self.serve.log_prompts:
+            facts |= {"messages": answer.asked.messages, "texts": [text.text for text in answer.texts]}
+        self.answers.append(facts)
+
+
+PATHS = {
+    "/v1/chat/completions": "POST",
+    "/v1/models": "GET",
+    "/score": "POST",
+    "/v1/feedback": "POST",
+    "/health": "GET",
+    "/metrics": "GET",
+}
+
+
+Ingress = serve.ingress(app)(Server)
+
+
+def versions(work: Work) -> dict[str, str]:
+    """{model id: version} as the driver pinned them."""
+    serve_section = work.job.serve
+    return {name: work.inputs.get(f"policies.{name}", BASE) for name in serve_section.policies} | {
+        name: work.inputs[f"rewards.{name}"] for name in serve_section.rewards
+    }

@@ -1,0 +1,168 @@
+"""What users thought of the answers, as rows that `kto`, `rm`, `dpo` and `sft` read as they are.
+
+    thumbs.jsonl         {prompt, completion, label}     kto
+    comparisons.jsonl    {prompt, chosen, rejected}      rm, dpo
+    edits.jsonl          {prompt, completion}            sft
+    shadow.jsonl         {prompt, completion, shadow_completion}    two versions' answers, for people to compare
+
+Each row names the version that spoke, the seed and the time. Without serve.log_prompts no text is kept: `votes.jsonl` then
+has the figures alone. One process writes: a line is whole and on the disk before its sender is answered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.serving.protocol import Feedback, Refused
+
+KEPT_S = 30 * 24 * 3600  # a conversation that nobody has said anything about is forgotten
+
+
+class FeedbackStore:
+    """The folder: rows, and the conversations that feedback may still be about (conversations.db).
+
+    Args:
+        most_bytes: half of it for the rows, of which those that would exceed it are refused, half for the conversations, of
+            which the oldest make room for new ones.
+    """
+
+    def __init__(self, folder: str, log_prompts: bool, most_bytes: int) -> None:
+        self.folder, self.log_prompts, self.most_bytes = Path(folder), log_prompts, most_bytes
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.given: dict[tuple[str, str], Any] = {}  # (answer and choice, kind): what was said
+        for file in sorted(self.folder.glob("*.jsonl")):
+            self._mend(file)
+            self._remember(file)
+        self.bytes = sum(file.stat().st_size for file in self.folder.glob("*.jsonl"))
+        self.known = sqlite3.connect(self.folder / "conversations.db", check_same_thread=False)
+        self.known.execute("PRAGMA journal_mode=WAL")
+        self.known.execute("CREATE TABLE IF NOT EXISTS answers (id TEXT PRIMARY KEY, time REAL, answer TEXT)")
+        self.known.execute("CREATE INDEX IF NOT EXISTS by_time ON answers (time)")
+        self.known.commit()
+        [self.conversation_bytes] = self.known.execute(
+            "SELECT COALESCE(SUM(LENGTH(answer)), 0) FROM answers"
+        ).fetchone()
+
+    def _mend(self, file: Path) -> None:
+        """Takes out what a process that was killed left of a line: its sender was never told that it was written."""
+        with file.open("rb+") as rows:
+            whole = rows.read().rfind(b"\n") + 1
+            rows.truncate(whole)
+
+    def _remember(self, file: Path) -> None:
+        with file.open(encoding="utf-8") as rows:
+            for line in rows:
+                row = json.loads(line)
+                if "said" in row:
+                    self.given[row["id"], row["said"]["kind"]] = row["said"]
+
+    # -------------------------------------------------------------------------------------------- answers
+
+    def remember(self, answers: list[dict[str, Any]]) -> None:
+        """Answers that feedback may come on: id, version, seed, time, choices; with log_prompts also messages and texts."""
+        if not answers:
+            return
+        rows = [(answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False)) for answer in answers]
+        with self.known:  # a transaction
+            self.known.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", rows)
+            self.conversation_bytes += sum(len(text) for *_, text in rows)
+            self._forget("time < ?", time.time() - KEPT_S)
+            while self.conversation_bytes > self.most_bytes // 2:
+                self._forget("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
+
+    def _forget(self, which: str, value: float) -> None:
+        gone = self.known.execute(f"DELETE FROM answers WHERE {which} RETURNING LENGTH(answer)", (value,))
+        self.conversation_bytes -= sum(length for (length,) in gone)
+
+    def shadow(self, row: dict[str, Any]) -> None:
+        """The answers of two versions to one request."""
+        if self.log_prompts:
+            self._append("shadow", row)
+
+    # ------------------------------------------------------------------------------------------- feedback
+
+    def give(self, feedback: dict[str, Any]) -> dict[str, Any]:
+        """Write one thumb, comparison or edit. The same again changes nothing.
+
+        Raises:
+            Refused: 404 for an answer that is not known, 400 for a choice that it does not have, 409 where something else was
+                said of it, 507 where the folder is full.
+        """
+        said = Feedback.model_validate(feedback)
+        found = self.known.execute("SELECT answer FROM answers WHERE id = ?", (said.id,)).fetchone()
+        if found is None:
+            raise Refused(404, "no answer with this id is known here", "id", "not_found")
+        answer = json.loads(found[0])
+        for key, choice in (("choice", said.choice), ("chosen", said.chosen), ("rejected", said.rejected)):
+            if choice is not None and choice >= answer["choices"]:
+                raise Refused(
+                    400,
+                    f"{key}: found {choice}, and the answer has {answer['choices']} choices",
+                    key,
+                    "invalid_value",
+                )
+        what = {"kind": said.kind, **said.model_dump(exclude_none=True, exclude={"id"})}
+        if said.edit is not None:
+            what["edit"] = hashlib.sha256(said.edit.encode()).hexdigest()[:16]  # the row has its text
+        name = f"{said.id}/{said.choice}" if said.kind != "comparisons" else said.id
+        earlier = self.given.get((name, said.kind))
+        if earlier is not None and earlier != what:
+            raise Refused(
+                409, "something else was said of it before, and the first counts", "id", "already_given"
+            )
+        if earlier is None:
+            self._append(*self._row(answer, said, name, what))
+            self.given[name, said.kind] = what
+        return {"id": said.id, "object": "feedback", "kind": said.kind, "version": answer["version"]}
+
+    def _row(
+        self, answer: dict[str, Any], said: Feedback, name: str, what: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        facts = {
+            "version": answer["version"],
+            "seed": answer["seed"],
+            "time": time.time(),
+            "id": name,
+            "said": what,
+        }
+        if not self.log_prompts or "messages" not in answer:
+            if said.kind == "edits":
+                raise Refused(
+                    400, "edit: texts are not kept here (serve.log_prompts is false)", "edit", "no_texts"
+                )
+            return "votes", facts
+        texts, row = answer["texts"], {"prompt": answer["messages"]}
+        if said.kind == "thumbs":
+            return "thumbs", {**row, "completion": texts[said.choice], "label": said.label, **facts}
+        if said.kind == "edits":
+            return "edits", {**row, "completion": said.edit, "original": texts[said.choice], **facts}
+        assert said.chosen is not None and said.rejected is not None
+        if texts[said.chosen] == texts[said.rejected]:
+            raise Refused(400, "chosen: both choices have the same text", "chosen", "invalid_value")
+        return "comparisons", {**row, "chosen": texts[said.chosen], "rejected": texts[said.rejected], **facts}
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        """One line, whole and on the disk when this returns. Raises Refused where the folder is full."""
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        if self.bytes + len(line) > self.most_bytes // 2:
+            raise Refused(507, "the feedback folder is full (serve.feedback_bytes)", code="full")
+        file = os.open(self.folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        before = os.fstat(file).st_size
+        try:
+            if os.write(file, line) < len(line):
+                raise OSError("written in part")
+            os.fsync(file)
+        except OSError as error:
+            os.ftruncate(file, before)
+            raise Refused(
+                507, f"feedback cannot be written ({error.strerror or error})", code="not_written"
+            ) from error
+        finally:
+            os.close(file)
+        self.bytes += len(line)

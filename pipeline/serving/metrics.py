@@ -1,0 +1,86 @@
+"""What a replica counts, and one page of it for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+
+SILENT_S = 30.0  # a replica that has sent nothing for so long is gone
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """The counters of one replica; `snapshot` is what it sends to the recorder."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("rlhf_requests", "Answered requests", ["path", "status"], registry=registry)
+        self.answers = Counter(
+            "rlhf_answers",
+            "Chat completions, by the version that spoke",
+            ["model", "version", "kind"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "rlhf_prompt_tokens", "Tokens of prompts", ["version"], registry=registry
+        )
+        self.completion_tokens = Counter(
+            "rlhf_completion_tokens", "Tokens of completions", ["version"], registry=registry
+        )
+        self.first_token = Histogram(
+            "rlhf_first_token_seconds", "Until the first token", buckets=SECONDS, registry=registry
+        )
+        self.seconds = Histogram(
+            "rlhf_answer_seconds", "Until the last token", buckets=SECONDS, registry=registry
+        )
+        self.running = Gauge("rlhf_running_rows", "Completions that are being written", registry=registry)
+        self.waiting = Gauge(
+            "rlhf_waiting_rows", "Completions that wait for a place in the batch", registry=registry
+        )
+        self.versions = Gauge(
+            "rlhf_versions",
+            "1 for each version behind a model id",
+            ["model", "version", "role"],
+            registry=registry,
+        )
+        self.refused_versions = Counter(
+            "rlhf_refused_versions",
+            "Versions that an alias moved to and that cannot be served",
+            registry=registry,
+        )
+
+    def snapshot(self) -> list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]:
+        """(name, type, help, [(sample, labels, value)]) of each metric."""
+        return [
+            (m.name, m.type, m.documentation, [(s.name, dict(s.labels), s.value) for s in m.samples])
+            for m in self.registry.collect()
+        ]
+
+
+class Page:
+    """The newest snapshot of each replica."""
+
+    def __init__(self) -> None:
+        self.snapshots: dict[str, tuple[float, Any]] = {}
+
+    def take(self, replica: str, snapshot: Any) -> None:
+        self.snapshots[replica] = (time.monotonic(), snapshot)
+
+    def collect(self) -> list[Metric]:
+        """Called by prometheus_client: all metrics, each sample with its replica."""
+        metrics: dict[str, Metric] = {}
+        now = time.monotonic()
+        for replica, (sent, snapshot) in self.snapshots.items():
+            for name, kind, text, samples in snapshot if now - sent < SILENT_S else ():
+                metric = metrics.setdefault(name, Metric(name, text, kind))
+                for sample, labels, value in samples:
+                    metric.add_sample(sample, {**labels, "replica": replica}, value)
+        return list(metrics.values())
+
+    def text(self) -> bytes:
+        registry = CollectorRegistry()
+        registry.register(self)  # type: ignore[arg-type]
+        return generate_latest(registry)

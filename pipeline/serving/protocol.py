@@ -1,0 +1,194 @@
+"""What a request may say, and how an answer looks: OpenAI's chat completions, `/score` and `/v1/feedback`."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pipeline.data.values import mapping
+from pipeline.serving.batching import Token
+
+Text = Annotated[str, Field(max_length=1 << 16)]
+Request = TypeVar("Request", bound=BaseModel)
+
+
+class Refused(Exception):
+    """A request that is not answered.
+
+    Args:
+        status: of HTTP.
+        param: of the request, that is wrong.
+        code: a word for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class ChatRequest(BaseModel):
+    """The keys of OpenAI's request; those that are not known here, or would change nothing, are refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: Text
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stop: Text | list[Text] | None = None
+    seed: int | None = Field(None, ge=0, lt=1 << 64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    user: Text | None = None  # requests of one user all go to the canary, or all not
+    # Taken where they ask for nothing else than what happens anyway.
+    frequency_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    tools: list[Any] | None = Field(None, max_length=0)
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    store: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: goes with logprobs: true")
+        if len(self.stops) > 4 or any(not text for text in self.stops):
+            raise ValueError("stop: expected up to 4 texts, none of them empty")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class Feedback(BaseModel):
+    """On an answer: a thumb (`label`), a comparison of two of its choices (`chosen`, `rejected`), or a better text (`edit`)."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    id: Annotated[str, Field(max_length=128)]  # of the answer, chatcmpl-...
+    choice: int = Field(0, ge=0)  # that `label` or `edit` is about
+    label: bool | None = None
+    chosen: int | None = Field(None, ge=0)
+    rejected: int | None = Field(None, ge=0)
+    edit: Annotated[str, Field(min_length=1, max_length=1 << 20)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Feedback:
+        if (self.chosen is None) != (self.rejected is None) or (
+            self.chosen is not None and self.chosen == self.rejected
+        ):
+            raise ValueError("chosen: goes with rejected, the numbers of two choices of the answer")
+        if (self.label is not None) + (self.chosen is not None) + (self.edit is not None) != 1:
+            raise ValueError("label: expected one of label, chosen with rejected, and edit")
+        return self
+
+    @property
+    def kind(self) -> str:
+        return "thumbs" if self.label is not None else "edits" if self.edit is not None else "comparisons"
+
+
+def decoded(body: bytes) -> Any:
+    """The JSON value of a body. Raises Refused."""
+    try:
+        value = json.loads(body, parse_constant=_constant, object_pairs_hook=mapping)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"[:200]
+        raise Refused(400, f"the request is not JSON ({why})", code="invalid_json") from error
+    return value
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"found {name}")
+
+
+def read(kind: type[Request], value: Any) -> Request:
+    """The value as a request of a kind. Raises Refused, naming the first field that is wrong."""
+    if not isinstance(value, dict):
+        raise Refused(400, f"found a {type(value).__name__}, expected an object", code="invalid_json")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        path = ".".join(str(part) for part in first["loc"][:1])
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = "is not supported here"
+        if first["loc"] and first["type"] != "missing":
+            message += f"; found {value.get(first['loc'][0])!r:.80}"
+        param = path or message.partition(":")[0]
+        raise Refused(400, f"{path}: {message}" if path else message, param, "invalid_value") from error
+
+
+# ------------------------------------------------------------------------------------------------- answers
+
+
+def chat_answer(
+    chunk: bool, head: dict[str, Any], choices: list[dict[str, Any]], usage: Any = None
+) -> dict[str, Any]:
+    """A chat completion, or a chunk of a streamed one.
+
+    Args:
+        head: id, created, model, system_fingerprint: the version that spoke.
+    """
+    kind = "chat.completion.chunk" if chunk else "chat.completion"
+    return {"object": kind, **head, "choices": choices, **({} if usage is None else {"usage": usage})}
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def logprobs(tokens: list[Token], tokenizer: Any) -> dict[str, Any]:
+    """OpenAI's list of tokens with their log-probs, and of each the most likely ones."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {**entry(token.id, token.logprob), "top_logprobs": [entry(*one) for one in token.top]}
+            for token in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return f"data: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n\n".encode()
+
+
+def listed(name: str, version: str, kind: str) -> dict[str, Any]:
+    """An entry of /v1/models."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "rlhf",
+        "version": version,
+        "kind": kind,
+    }

@@ -1,0 +1,123 @@
+"""`/score`: rows in, scores out, by the reward models on the base that the policies share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from pipeline.data.encode import Dropped, Encoder
+from pipeline.data.kinds import kind_of
+from pipeline.data.parse import parse
+from pipeline.data.values import RowError
+from pipeline.runtime.host import Host
+from pipeline.runtime.inputs import unfilled
+from pipeline.serving.batching import Batcher
+
+if TYPE_CHECKING:
+    from pipeline.ppo.rewards import Reward
+
+ROWS = 4096  # of a request
+Sample = tuple[list[int], list[int], dict[str, Any]]  # prompt ids, completion ids, row
+
+
+class Scores:
+    """Reads rows of any shape that `score` reads. Requests that wait for the same reward are scored together."""
+
+    def __init__(self, host: Host, batcher: Batcher, context: int) -> None:
+        from pipeline.models.template import text_as_chat
+        from pipeline.models.tokenizer import eos_ids
+
+        data, self.tokenizer = host.job.data, host.tokenizer
+        self.ends = eos_ids(host.tokenizer, batcher.shared.base.generation_config)
+        apply = text_as_chat(host.tokenizer, data.apply_chat_template)
+        self.encoder = Encoder(
+            host.tokenizer, kind_of("score"), context, data.too_long, apply, self.ends, data.special_tokens
+        )
+        self.batcher, self.rows = batcher, host.job.args.local_rollout_forward_batch_size
+        self.waiting: dict[Reward, deque[tuple[list[Sample], Future[list[float]]]]] = {}
+
+    def ask(self, reward: Reward, source: str, rows: list[Any]) -> tuple[Future[list[float]], list[int]]:
+        """Scores of the completions of some rows, and how many each row has: one, or two of a pair.
+
+        Args:
+            source: where the reward comes from; a Python function asks for columns.
+
+        Raises:
+            RowError: for the first row that is wrong, with its number as the line.
+        """
+        samples: list[Sample] = []
+        counts = []
+        for number, row in enumerate(rows, 1):
+            columns = self._columns(source, row, number)
+            sides = [side for side in ("chosen_ids", "rejected_ids") if columns[side] is not None]
+            samples += [(columns["prompt_ids"], columns[side], row) for side in sides]
+            counts.append(len(sides))
+        future: Future[list[float]] = Future()
+        if not samples:
+            future.set_result([])
+            return future, counts
+        self.waiting.setdefault(reward, deque()).append((samples, future))
+        self.batcher.run(lambda: self._answer(reward))
+        return future, counts
+
+    def _columns(self, source: str, row: Any, number: int) -> dict[str, Any]:
+        try:
+            [outcomes] = self.encoder.encode([parse(row, self.encoder.kind)])
+            if source.startswith("python:") and (wanted := unfilled(source, {*row, "messages"})):
+                raise RowError("missing", wanted, "no such field", f"one, since {source} asks for it")
+        except RowError as error:
+            outcomes = [error]
+        outcome = outcomes[0]
+        if isinstance(outcome, Dropped):
+            outcome = RowError(
+                outcome.reason, "", "a pair that is equal once it is truncated", "a shorter prompt"
+            )
+        if len(outcomes) > 1:
+            outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
+        if isinstance(outcome, RowError):
+            outcome.file, outcome.line, outcome.unit = "request", number, "element"
+            raise outcome
+        return outcome.columns
+
+    def _answer(self, reward: Reward) -> None:
+        """In the batcher's thread: all requests that wait for a reward, up to the rows of a forward at a time."""
+        waiting = self.waiting[reward]
+        while waiting:
+            batch = [waiting.popleft()]
+            while waiting and sum(len(samples) for samples, _ in batch) < self.rows:
+                batch.append(waiting.popleft())
+            if not self._score(reward, batch):
+                for one in batch:  # which of them it was that cannot be scored
+                    self._score(reward, [one])
+
+    def _score(self, reward: Reward, batch: list[tuple[list[Sample], Future[list[float]]]]) -> bool:
+        """False: that failed, and only a lone request has been told."""
+        from pipeline.ppo.rewards import Samples
+
+        prompts, completions, rows = zip(*(one for samples, _ in batch for one in samples), strict=True)
+        ended = [completion[-1] in self.ends for completion in completions]
+        given = Samples(list(prompts), list(completions), ended, list(rows), self.tokenizer)
+        try:
+            scores: Iterator[float] = iter(reward.checked(given))
+        except BaseException as error:  # a reward's sys.exit() too: the thread is needed for the next request
+            if len(batch) == 1:
+                batch[0][1].set_exception(error)
+            return False
+        for samples, future in batch:
+            future.set_result([next(scores) for _ in samples])
+        return True
+
+
+def results(scores: list[float], counts: list[int]) -> list[dict[str, float]]:
+    """`score` of each row; of a pair `score_chosen`, `score_rejected` and `score_margin`."""
+    remaining, found = iter(scores), []
+    for count in counts:
+        first = next(remaining)
+        if count == 1:
+            found.append({"score": first})
+        else:
+            second = next(remaining)
+            found.append({"score_chosen": first, "score_rejected": second, "score_margin": first - second})
+    return found

@@ -1,0 +1,65 @@
+"""The text of a completion while it is written: what may be shown so far, and where a stop text ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+class Text:
+    """Text of a growing list of tokens.
+
+    A character whose bytes are not all there waits for the rest, and what may be the beginning of a stop text for its end.
+
+    Args:
+        stops: texts that end the completion; they and what follows are no part of it.
+    """
+
+    def __init__(self, tokenizer: Any, stops: list[str]) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.stream = DecodeStream(skip_special_tokens=True)
+        self.ids: list[int] = []
+        self.written = ""  # decoded so far
+        self.shown = 0  # characters of it
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """What can be shown because of one more token."""
+        self.ids.append(token)
+        self.written += self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
+        return self._show(held_back(self.written, self.stops))
+
+    def close(self) -> str:
+        """What is still to be shown when the last token has come."""
+        if self.stopped:
+            return ""
+        whole = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if whole.startswith(
+            self.written[: self.shown]
+        ):  # not where a decoder looks back on what it has written
+            self.written = whole
+        return self._show(0)
+
+    @property
+    def text(self) -> str:
+        return self.written[: self.shown]
+
+    def _show(self, waiting: int) -> str:
+        """Up to the first stop text, else all but the last `waiting` characters."""
+        found = [
+            at for stop in self.stops if (at := self.written.find(stop, max(0, self.shown - len(stop)))) >= 0
+        ]
+        end = min(found) if found else len(self.written) - waiting
+        self.stopped = bool(found)
+        more, self.shown = self.written[self.shown : end], max(self.shown, end)
+        return more
+
+
+def held_back(text: str, stops: list[str]) -> int:
+    """Length of the longest end of `text` with which a stop text begins."""
+    longest = max(map(len, stops), default=0)
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return size
+    return 0

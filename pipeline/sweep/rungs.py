@@ -1,0 +1,103 @@
+"""Which trials of a sweep stop early, and how far each one is: an actor that hears of every evaluation.
+
+ASHA is Ray Tune's. Tune itself would end a trial by ending its process (ray 2.60): its workers' placement group stays
+reserved, and nothing is left of the run. Here the trial is told, and ends as by early stopping, with an adapter and a
+result.json.
+"""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+
+class Rungs:
+    """What the trials have reported, and what they were told.
+
+    Args:
+        greater: whether a larger figure is better.
+        grace_period: percent of a trial's steps before which it is not stopped.
+        reduction_factor: of the trials compared, the best 1 / reduction_factor go on; 1: all of them.
+        known: `state()["reports"]` of an earlier driver.
+        ended: the trials that ended under it.
+    """
+
+    def __init__(
+        self,
+        greater: bool,
+        grace_period: int,
+        reduction_factor: int,
+        known: dict[str, Any],
+        ended: list[str],
+    ):
+        self.factor = reduction_factor
+        self.asha = self._asha(greater, grace_period) if reduction_factor > 1 else None
+        self.reports: dict[str, list[dict[str, Any]]] = {}
+        self.failures: dict[str, str] = {}
+        self.running: list[str] = []
+        self.ended = ended
+        for trial, reports in known.items():
+            for report in reports:
+                self._note(trial, report)
+
+    def _asha(self, greater: bool, grace_period: int) -> Any:
+        from ray.tune.schedulers import ASHAScheduler
+
+        return ASHAScheduler(
+            time_attr="percent",
+            metric="figure",
+            mode="max" if greater else "min",
+            max_t=100,
+            grace_period=grace_period,
+            reduction_factor=self.factor,
+        )
+
+    def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
+        """Notes an evaluation; why the trial is to stop, or None.
+
+        Every worker of a trial asks, and one that was continued repeats itself: all get the first answer.
+        """
+        for known in self.reports.get(trial, []):
+            if known["step"] == step:
+                return known["stop"]
+        return self._note(trial, {"step": step, "of": total, "figure": figure, "time": time.time()})
+
+    def _note(self, trial: str, report: dict[str, Any]) -> str | None:
+        """Tells ASHA of an evaluation; what was decided about it before, by an earlier driver, holds."""
+        if trial not in self.reports:
+            self.reports[trial] = []
+            if self.asha:
+                self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
+        decided = "stop" in report
+        stop = self._decide(trial, report)
+        if not decided:
+            report["stop"] = stop
+        self.reports[trial].append(report)
+        return report["stop"]
+
+    def _decide(self, trial: str, report: dict[str, Any]) -> str | None:
+        if self.asha is None or report["step"] >= report["of"]:  # it ends anyway
+            return None
+        percent = 100 * report["step"] / report["of"]
+        result = {"percent": percent, "figure": report["figure"]}
+        if self.asha.on_trial_result(None, SimpleNamespace(trial_id=trial), result) != self.asha.STOP:
+            return None
+        return f"ASHA: at {percent:.0f} % of the steps not among the best 1/{self.factor}"
+
+    def begin(self, trial: str) -> None:
+        self.running = [*self.running, *([] if trial in self.running else [trial])]
+        self.failures.pop(trial, None)
+
+    def end(self, trial: str, failure: str | None) -> None:
+        self.running = [name for name in self.running if name != trial]
+        self.ended.append(trial)
+        if failure:
+            self.failures[trial] = failure
+
+    def state(self) -> dict[str, Any]:
+        """{"reports": {trial: [{step, of, figure, time, stop}]}, "failures": {trial: why}, "running", "ended": [trial]}"""
+        return {
+            "reports": self.reports,
+            "failures": self.failures,
+            "running": self.running,
+            "ended": self.ended,
+        }

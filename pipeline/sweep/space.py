@@ -1,0 +1,322 @@
+"""What a sweep varies: `section.key=a,b` on the command line, and the jobs that follow from it.
+
+    sweep = read("jobs/demo/rm.yaml", ["trainer.learning_rate=1e-4,3e-4", "lora.r=8,16", "trainer.seed=2"])
+    sweep.trials       # four, each with its values and its job; all of them have been checked
+
+A key with several values, separated by commas, is varied: every combination is a trial. `loguniform(1e-5,1e-3)`,
+`uniform(a,b)` and `randint(a,b)` (b excluded) are drawn, sweep.num_samples times. A key with one value holds for every trial.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.config import Job, load_job
+from pipeline.config.best import check_metric, default_metric, greater_is_better
+from pipeline.config.fields import fields_of, show
+from pipeline.config.jobfile import Tree
+from pipeline.config.stages import TRAINED
+from pipeline.errors import InputError
+from pipeline.system import storage
+
+RANGE = re.compile(r"(loguniform|uniform|randint)\(([^,()]+),([^,()]+)\)")
+EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"
+# Why a key, or all keys of a section, cannot be varied.
+FIXED = {
+    "stage": "a sweep is of one stage",
+    "extends": "a sweep is of one job",
+    "run": "it names and keeps the run; one value holds for all trials",
+    "mlflow": "all trials are in one experiment, and the best one is registered once",
+    "gate": "it decides about the best trial, when the sweep has ended",
+    "scaling": "it says where a trial runs, not what comes out",
+    "data": "all trials are compared on the same held-out rows; only data.batch_size may vary",
+    "judge": "the trials would be compared by different judges",
+    "trainer.eval_strategy": "all trials are compared at the same points",
+    "trainer.eval_steps": "all trials are compared at the same points",
+    "trainer.eval_on_start": "it changes nothing that is learned",
+    "trainer.per_device_eval_batch_size": "it changes nothing that is learned",
+}
+# What the held-out loss is made of: losses with different ones do not compare. Implicit rewards are multiples of beta.
+LOSS = """trainer.beta trainer.loss_type trainer.loss_weights trainer.label_smoothing trainer.label_smoothing_factor
+    trainer.center_rewards_coefficient trainer.desirable_weight trainer.undesirable_weight trainer.f_divergence_type
+    trainer.f_alpha_divergence_coef trainer.discopop_tau trainer.ld_alpha trainer.use_weighting trainer.rpo_alpha
+    trainer.reference_free trainer.router_aux_loss_coef""".split()
+IMPLICIT = re.compile("eval_rewards/(margins|chosen|rejected)")
+COMPARABLE = {
+    "sft": "run.metric_for_best_model=eval_mean_token_accuracy",
+    "rm": "run.metric_for_best_model=eval_accuracy",
+    "dpo": "run.metric_for_best_model=eval_rewards/accuracies",
+    "kto": "run.metric_for_best_model=eval_rewards/margins, which tells all of them but beta apart",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`sweep.*` on the command line; the names are Ray Tune's."""
+
+    num_samples: int = 1  # how often each range is drawn from, for every combination of the other values
+    max_trials: int = 64  # a sweep with more is refused
+    max_concurrent_trials: int | None = None  # None: as many as the machine or the cluster holds
+    # Steps of a trial, in percent, before which it is not stopped; ASHA compares there, and at each multiple below.
+    grace_period: int = 25
+    reduction_factor: int = (
+        2  # at each comparison the best 1 / reduction_factor go on; 1: no trial is stopped
+    )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One combination: its name, which is its folder's, the values that are its own, as typed, and its job."""
+
+    name: str
+    values: dict[str, str]
+    job: Job
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that can start, as far as its jobs say."""
+
+    job: Job  # what all trials share: named, and with the registered model of the best one
+    settings: Settings
+    trials: list[Trial]
+    metric: str  # the held-out figure
+    greater: bool  # whether a larger one is better
+    arguments: list[str]  # overrides that hold for all trials
+
+    @property
+    def keys(self) -> list[str]:
+        """What is varied."""
+        return list(self.trials[0].values)
+
+    @property
+    def folder(self) -> str:
+        """Where the trials' folders lie, and what came out."""
+        return self.job.folder
+
+
+def read(path: str, arguments: list[str]) -> Sweep:
+    """The sweep that a command line asks for.
+
+    Raises:
+        InputError: when one of its jobs is wrong, naming all combinations that are; nothing has started then.
+    """
+    varied: dict[str, list[str]] = {}
+    shared, settings = [], {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        values = split(text) if equals else []
+        if key.startswith("sweep."):
+            settings[key.removeprefix("sweep.")] = text
+        elif len(values) > 1 or (values and RANGE.fullmatch(values[0])):
+            if key in varied:
+                raise InputError("found twice on the command line; list all of its values once", key=key)
+            varied[key] = _checked(key, values)
+        else:
+            shared.append(argument)
+    if not varied:
+        for key, equals, text in (argument.partition("=") for argument in arguments):
+            if equals and not text:
+                raise InputError(f"a value is missing, {EXAMPLE}", key=key)
+        raise InputError(f"nothing varies: a sweep needs a key with several values, {EXAMPLE}")
+    known = _settings(settings)
+    base = load_job(path, shared)
+    if base.stage not in TRAINED:
+        raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep is of one of {', '.join(TRAINED)}")
+    _check_fixed(varied)
+    combinations = _combinations(varied, known, int(base.trainer.get("seed", 42)))
+    jobs = _load_all(path, shared, combinations)
+    metric, greater = _figure(base, varied)
+    base = _named(base, [job for job, _ in jobs], known)
+    trials = [_trial(base, job, values) for job, values in jobs]
+    names: dict[str, str] = {}
+    for trial in trials:
+        same = names.setdefault(json.dumps(essence(trial.job)), trial.name)
+        if same != trial.name:
+            raise InputError(f"{same} and {trial.name} are the same job; list each value once")
+    return Sweep(base, known, trials, metric, greater, shared)
+
+
+def split(text: str) -> list[str]:
+    """The values of a list, at its commas but those inside brackets and quotes: "[a,b],[c]" -> ["[a,b]", "[c]"]."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _checked(key: str, values: list[str]) -> list[str]:
+    if not all(values):
+        raise InputError(f"found {show(','.join(values))}: a value is missing at a comma, {EXAMPLE}", key=key)
+    if repeated := [value for value in values if values.count(value) > 1]:
+        raise InputError(f"found {repeated[0]} twice; list each value once", key=key)
+    for value in values:
+        if match := RANGE.fullmatch(value):
+            kind, low, high = match.groups()
+            if len(values) > 1:
+                raise InputError(f"found {show(','.join(values))}: a range stands alone", key=key)
+            try:
+                bounds = [float(low), float(high)]
+            except ValueError:
+                raise InputError(f"found {value}, expected two numbers in it", key=key) from None
+            if not bounds[0] < bounds[1] or (kind == "loguniform" and bounds[0] <= 0):
+                raise InputError(
+                    f"found {value}, expected the smaller bound first, of loguniform above 0", key=key
+                )
+    return values
+
+
+def _settings(given: dict[str, str]) -> Settings:
+    fields = fields_of("pipeline.sweep.space.Settings")
+    limits = {
+        "num_samples": (1, 10_000), "max_trials": (1, 10_000), "max_concurrent_trials": (1, 10_000),
+        "grace_period": (1, 100), "reduction_factor": (1, 100),
+    }  # fmt: skip
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        if name not in fields:
+            raise InputError(f"unknown key; expected one of {', '.join(fields)}", key=f"sweep.{name}")
+        low, high = limits[name]
+        if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
+            raise InputError(
+                f"found {show(text)}, expected a whole number from {low} to {high:,}", key=f"sweep.{name}"
+            )
+        values[name] = int(text)
+    return Settings(**values)
+
+
+def _check_fixed(varied: dict[str, list[str]]) -> None:
+    for key in varied:
+        if key == "data.batch_size":
+            continue
+        why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
+        if why:
+            raise InputError(f"a sweep cannot vary it: {why}", key=key)
+
+
+def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -> list[dict[str, str]]:
+    """{key: value} of each trial."""
+    ranges = {key: match for key, values in varied.items() if (match := RANGE.fullmatch(values[0]))}
+    if settings.num_samples > 1 and not ranges:
+        raise InputError(
+            "found more than 1, but no key has a range to draw from: type 'trainer.learning_rate=loguniform(1e-5,1e-3)'",
+            key="sweep.num_samples",
+        )
+    listed = {key: values for key, values in varied.items() if key not in ranges}
+    count = settings.num_samples * math.prod(map(len, listed.values()))
+    if count > settings.max_trials:
+        raise InputError(
+            f"{count} trials, but at most {settings.max_trials} are allowed; list fewer values, or type sweep.max_trials={count}",
+            key="sweep.max_trials",
+        )
+    drawn = {key: _draw(match, count, seed + i) for i, (key, match) in enumerate(ranges.items())}
+    grid = list(itertools.product(*listed.values())) * settings.num_samples
+    columns = dict(zip(listed, zip(*grid, strict=True), strict=True)) | drawn
+    combinations = [{key: str(columns[key][index]) for key in varied} for index in range(count)]
+    return [one for i, one in enumerate(combinations) if one not in combinations[:i]]  # draws may repeat
+
+
+def _draw(given: re.Match[str], count: int, seed: int) -> list[str]:
+    """Values from a range by Ray Tune's distribution of that name, the same for the same seed."""
+    import numpy as np
+    from ray import tune
+
+    random, whole = np.random.RandomState(seed), given[1] == "randint"
+    low, high = (int(float(bound)) if whole else float(bound) for bound in given.groups()[1:])
+    domain = getattr(tune, given[1])(low, high)
+    values = [domain.sample(random_state=random) for _ in range(count)]
+    return [str(int(value)) if whole else f"{value:.3g}" for value in values]
+
+
+def _load_all(
+    path: str, shared: list[str], combinations: list[dict[str, str]]
+) -> list[tuple[Job, dict[str, str]]]:
+    """The job of every combination; all that are wrong are named together."""
+    jobs: list[tuple[Job, dict[str, str]]] = []
+    wrong: dict[str, list[str]] = {}
+    for values in combinations:
+        typed = [f"{key}={value}" for key, value in values.items()]
+        try:
+            jobs.append((load_job(path, [*shared, *typed]), values))
+        except InputError as error:
+            wrong.setdefault(str(error), []).append(" ".join(typed))
+    if wrong:
+        count = sum(map(len, wrong.values()))
+        lines = [f"  {message}\n    in {'; '.join(those)}" for message, those in wrong.items()]
+        raise InputError(
+            "\n".join([f"{count} of {len(combinations)} trials cannot run; nothing was started", *lines])
+        )
+    return jobs
+
+
+def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
+    """The held-out figure that the trials are compared by, and whether a larger one is better."""
+    if not job.data.eval and not job.data.eval_fraction:
+        raise InputError(
+            "the trials are compared on held-out rows, and there are none: give data.eval or data.eval_fraction",
+            key="data.eval",
+        )
+    check_metric(Tree(job.source), job)
+    metric = job.run.metric_for_best_model or default_metric(job)
+    scale = LOSS if metric == "eval_loss" else ["trainer.beta"] if IMPLICIT.fullmatch(metric) else []
+    if apart := [key for key in varied if key in scale]:
+        raise InputError(
+            f"the trials would be compared by {metric}, of which {', '.join(apart)} changes the scale: type "
+            f"{COMPARABLE[job.stage]}",
+            key="run.metric_for_best_model",
+        )
+    if metric == "eval_reward" and "reward" in varied:
+        raise InputError("the trials would be compared by different rewards; give a judge", key="reward")
+    return metric, greater_is_better(metric, job.run.greater_is_better)
+
+
+# What may differ between two commands that are about the same sweep.
+ELSEWHERE = ("run", "mlflow", "gate", "scaling", "source")
+
+
+def essence(job: Job) -> dict[str, Any]:
+    """What decides the numbers of a job, as plain data."""
+    left = {key: value for key, value in job.to_dict().items() if key not in ELSEWHERE}
+    left["data"] = {key: value for key, value in left["data"].items() if key != "cache_dir"}
+    return json.loads(json.dumps(left))
+
+
+def _named(job: Job, jobs: list[Job], settings: Settings) -> Job:
+    """The shared job under its name: the one given, or one that follows from what is swept, so that the same command goes on."""
+    content = [[essence(one) for one in jobs], job.run.metric_for_best_model, settings.reduction_factor]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+    name = job.run.name or f"sweep-{job.stage}-{digest}"
+    return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
+
+
+def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
+    typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
+    if name != typed or len(name) > 80:  # it has to be a folder's, and no other trial's
+        name = f"{name[:70].strip('-')}-{hashlib.sha256(typed.encode()).hexdigest()[:6]}"
+    return Trial(
+        name,
+        values,
+        replace(
+            job,
+            run=replace(job.run, name=name, storage_path=base.folder, fresh=False),
+            mlflow=replace(job.mlflow, registered_model=None),
+            data=replace(
+                job.data, cache_dir=job.data.cache_dir or storage.join(base.run.storage_path, "data")
+            ),
+            gate={},
+        ),
+    )

@@ -1,0 +1,173 @@
+"""What came out of a sweep: rows for each trial, as a table on the terminal, sweep.json, CSV, Markdown, and a plot."""
+
+import csv
+import io
+import math
+import os
+import tempfile
+from typing import Any
+
+from pipeline import registry
+from pipeline.report import plots
+from pipeline.report.panels import Panel
+from pipeline.sweep.space import Sweep, Trial
+from pipeline.system import storage
+
+FILE = "sweep.json"
+MOST = 6  # trials in the plot of curves, the best ones: more lines cannot be told apart
+
+
+def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict[str, Any]]:
+    """One dict a trial: trial, values, state, figure, step, of, seconds, why, folder, mlflow_run_id.
+
+    Args:
+        state: of the rungs (Rungs.state).
+        died: why the process of a trial died, beyond what run.max_failures allows.
+    """
+    return [
+        _row(
+            sweep,
+            trial,
+            state["reports"].get(trial.name, []),
+            state["failures"].get(trial.name) or died.get(trial.name),
+        )
+        for trial in sweep.trials
+    ]
+
+
+def _row(sweep: Sweep, trial: Trial, reports: list[dict[str, Any]], failure: str | None) -> dict[str, Any]:
+    newest = reports[-1] if reports else {"step": None, "of": None, "figure": None}
+    row = {
+        "trial": trial.name,
+        "values": trial.values,
+        "state": "failed" if failure else "unfinished",
+        "figure": newest["figure"],
+        "step": newest["step"],
+        "of": newest["of"],
+        "seconds": None,
+        "why": failure or "interrupted: the same command continues it",
+        "folder": trial.job.folder,
+        "mlflow_run_id": None,
+    }
+    if (result := result_of(trial)) is None:
+        return row
+    ended = result["ended"]
+    return row | {
+        "state": "stopped" if ended["early"] else "finished",
+        "figure": result["metrics"].get(sweep.metric),
+        "step": ended["step"],
+        "of": ended["of"],
+        "seconds": result["seconds"],
+        "why": ended["early"] or "",
+        "mlflow_run_id": result["mlflow_run_id"],
+    }
+
+
+def result_of(trial: Trial) -> dict[str, Any] | None:
+    """result.json of a trial that has ended; None for one that has not."""
+    path = storage.join(trial.job.folder, "result.json")
+    return storage.read_json(path) if storage.exists(path) else None
+
+
+def best(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row with the best figure, of trials that left an adapter; the first of equal ones. None: there is none."""
+    left = [row for row in rows if row["state"] in ("finished", "stopped") and _is_number(row["figure"])]
+    return (max if sweep.greater else min)(left, key=lambda row: row["figure"], default=None)
+
+
+def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
+    """The table, best first."""
+    header, *lines = _cells(sweep, rows)
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    shown = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (header, *lines)
+    ]
+    rule = "-" * min(160, max(map(len, shown)))
+    return "\n".join([rule, shown[0], rule, *shown[1:], rule])
+
+
+def _cells(sweep: Sweep, rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Header and lines, best first, then those without a figure."""
+    sign = -1 if sweep.greater else 1
+    ordered = sorted(
+        rows,
+        key=lambda r: (r["state"] == "failed", sign * r["figure"] if _is_number(r["figure"]) else math.inf),
+    )
+    lines = [[*sweep.keys, sweep.metric, "steps", "seconds", "ended"]]
+    for row in ordered:
+        steps = f"{row['step']}/{row['of']}" if row["step"] is not None else ""
+        seconds = f"{row['seconds']:.0f}" if row["seconds"] is not None else ""
+        figure = f"{row['figure']:.4g}" if row["figure"] is not None else ""
+        why = f"{row['state']}: {row['why']}" if row["why"] else row["state"]
+        lines.append([*row["values"].values(), figure, steps, seconds, why])
+    return lines
+
+
+def attach(sweep: Sweep, summary: dict[str, Any]) -> None:
+    """Writes table.csv, table.md and plots/sweep.png into the sweep's folder, and onto its page in MLflow.
+
+    Args:
+        summary: the content of sweep.json.
+    """
+    cells = _cells(sweep, summary["trials"])
+    sheet = io.StringIO()
+    csv.writer(sheet).writerows(cells)
+    ruled = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+    markdown = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in ruled)
+    files = {"table.csv": sheet.getvalue(), "table.md": f"{markdown}\n"}
+    with tempfile.TemporaryDirectory() as local:
+        for name, content in files.items():
+            with open(os.path.join(local, name), "w", encoding="utf-8", newline="") as file:
+                file.write(content)
+        plot = os.path.join(local, "plots")
+        os.mkdir(plot)
+        with open(os.path.join(plot, "sweep.png"), "wb") as image:
+            image.write(plots.png(_draws(sweep, summary["reports"], summary["trials"])))
+        storage.store_folder(local, sweep.folder)
+        storage.write_json(os.path.join(local, FILE), summary)
+        named = [os.path.join(local, name) for name in (FILE, *files)]
+        registry.log_files(summary["tracking_uri"], summary["mlflow_run_id"], named, [], plot)
+
+
+def _draws(
+    sweep: Sweep, reports: dict[str, list[dict[str, Any]]], rows: list[dict[str, Any]]
+) -> list[plots.Draw]:
+    """The curves of the best trials, and the figure against each key that was varied."""
+    numbered = [row for row in rows if _is_number(row["figure"])]
+    ordered = sorted(numbered, key=lambda row: row["figure"], reverse=sweep.greater)[:MOST]
+    curves = {
+        row["trial"]: {sweep.metric: [(r["step"], r["figure"]) for r in reports.get(row["trial"], [])]}
+        for row in ordered
+    }
+    panel = Panel("Held-out figure", sweep.metric, {sweep.metric: "held-out"}, "")
+    drawn = plots.curve(panel, curves, "step")
+    return [*([drawn] if drawn else []), *(_against(sweep, key, numbered) for key in sweep.keys)]
+
+
+def _against(sweep: Sweep, key: str, rows: list[dict[str, Any]]) -> plots.Draw:
+    def draw(axes: Any) -> None:
+        given = list(dict.fromkeys(row["values"][key] for row in rows))
+        try:
+            places = {value: float(value) for value in given}
+            if all(place > 0 for place in places.values()):
+                axes.set_xscale("log")
+            given = sorted(given, key=float)
+        except ValueError:  # words
+            places = {value: float(i) for i, value in enumerate(given)}
+        axes.set_xticks([places[value] for value in given], given)
+        axes.minorticks_off()
+        axes.scatter(
+            [places[row["values"][key]] for row in rows],
+            [row["figure"] for row in rows],
+            s=14,
+            color=plots.COLOURS[0],
+        )
+        axes.set_title(key)
+        axes.set_ylabel(sweep.metric)
+
+    return draw
+
+
+def _is_number(figure: float | None) -> bool:
+    return figure is not None and math.isfinite(figure)

@@ -1,0 +1,115 @@
+"""The trials of a sweep on Ray Tune, side by side.
+
+    run(sweep, member)          # returns when every trial has ended
+
+Tune starts the trials' drivers, as many at a time as there is room for, and starts one again whose process died. What a
+trial needs to go on is in its own folder, so the sweep needs nothing of Tune's: after its driver was killed, a new Tuner
+gets the trials that have not ended. (Tuner.restore would load pickles from the folder, of the same version of Ray only.)
+"""
+
+import importlib
+import logging
+import os
+from typing import Any
+
+from pipeline.config import Job, libraries
+from pipeline.errors import Failure, InputError, causes, in_brief, summary
+from pipeline.runtime import embedded, placement
+from pipeline.runtime.claim import announce_worker
+from pipeline.runtime.host import Sweep as Membership
+from pipeline.runtime.run import launch
+from pipeline.runtime.worker import name_output
+from pipeline.sweep import table
+from pipeline.sweep.space import Sweep
+from pipeline.system import storage
+from pipeline.system.credentials import without_credentials
+
+TUNE = "tune"  # the folder of Ray Tune's own files, which nobody reads
+ENVIRONMENT = {
+    "RAY_AIR_NEW_OUTPUT": "0",  # which prints a banner whatever RunConfig.verbose says
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard files of its own beside MLflow's
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # else Ctrl-C ends the sweep as if it had come to its end
+    "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "1000000000",  # a trial's driver needs none
+}
+
+
+def run(sweep: Sweep, member: Membership) -> dict[str, str]:
+    """Runs the trials that have not ended, until all have; {trial: why its process died} of those that could not be run."""
+    os.environ.update(ENVIRONMENT)
+    from ray import tune
+
+    waiting = [trial.name for trial in sweep.trials if table.result_of(trial) is None]
+    if not waiting:
+        return {}
+    room = sweep.settings.max_concurrent_trials or placement.side_by_side(sweep.trials[0].job)
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
+    tuner = tune.Tuner(
+        # Their drivers take nothing of what workers need, and are on the head, which outlives spot nodes.
+        tune.with_resources(_trainable(sweep, member), {"node:__internal_head__": 0.001}),
+        param_space={"trial": tune.grid_search(waiting)},
+        tune_config=tune.TuneConfig(max_concurrent_trials=room),
+        run_config=tune.RunConfig(
+            name=TUNE,
+            storage_path=sweep.folder,
+            failure_config=tune.FailureConfig(max_failures=sweep.job.run.max_failures),
+            callbacks=[_silent()],
+            verbose=0,
+        ),
+    )
+    of = "" if len(waiting) == len(sweep.trials) else f" of {len(sweep.trials)}"
+    print(f"running {len(waiting)}{of} trials, {min(room, len(waiting))} at a time", flush=True)
+    ended = tuner.fit()
+    storage.remove(storage.join(sweep.folder, TUNE))
+    return {one.config["trial"]: in_brief(one.error) for one in ended if one.error and one.config}
+
+
+def _silent() -> Any:
+    """In place of Tune's own printer, which has a line for each trial that ends even when it is to print nothing (ray 2.60)."""
+    from ray.tune.progress_reporter import TrialProgressCallback
+
+    class Silent(TrialProgressCallback):
+        def on_trial_result(self, *_: Any, **__: Any) -> None: ...
+        def on_trial_error(self, *_: Any, **__: Any) -> None: ...
+        def on_trial_complete(self, *_: Any, **__: Any) -> None: ...
+
+    return Silent()
+
+
+def _trainable(sweep: Sweep, member: Membership) -> Any:
+    jobs = {trial.name: trial.job for trial in sweep.trials}
+    session, folder = embedded.session_folder(), sweep.folder
+
+    def trial(config: dict[str, Any]) -> None:
+        embedded.belong_to(session)
+        announce_worker(
+            folder
+        )  # it may outlive the sweep's driver by seconds, with its trial's folder claimed
+        _run_one(jobs[config["trial"]], member)
+
+    return trial
+
+
+def _run_one(job: Job, member: Membership) -> None:
+    """In a process of its own: a trial, as an ordinary run. What it fails with ends this trial alone."""
+    import ray
+
+    from pipeline.rollout.pool import opened
+
+    name, failure = str(job.run.name), None
+    libraries.accept(job)
+    name_output(f"{job.stage} {name}")
+    ray.get(member.rungs.begin.remote(name))
+    try:
+        launch(
+            job, importlib.import_module(f"pipeline.stages.{job.stage}").train, sweep=member, beside=opened
+        )
+    except Exception as error:
+        failure = without_credentials(reason(error))
+        print(f"failed: {failure}", flush=True)
+    ray.get(member.rungs.end.remote(name, failure))
+
+
+def reason(error: BaseException) -> str:
+    """Why a run failed, on a line: what the pipeline says about it, else the innermost cause."""
+    said = next((one for one in causes(error) if isinstance(one, InputError | Failure)), None)
+    return " ".join(str(said).split())[:500] if said else summary(error)[:500]

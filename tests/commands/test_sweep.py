@@ -1,0 +1,178 @@
+"""A sweep from its command line to the registered version, on Ray; with a worker and the driver killed on the way."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from running import ROOT, client
+
+from pipeline import registry
+from pipeline.__main__ import main
+from pipeline.commands import sweep as command
+from pipeline.errors import InputError
+from pipeline.sweep import space
+
+JOB = "jobs/demo/rm.yaml"
+SHORT = [
+    "run.report=false", "trainer.eval_on_start=false", "trainer.eval_strategy=steps", "trainer.save_strategy=steps",
+    "trainer.logging_steps=1", "gate.eval_accuracy=>= 0.1",
+]  # fmt: skip
+
+
+def arguments(storage, *more):
+    return ["sweep", JOB, *SHORT, f"run.storage_path={storage}", *more]
+
+
+def runs(storage):
+    return {run.info.run_name: run for run in client(storage).search_runs(["1"])}
+
+
+def left(folder):
+    return json.loads((Path(folder) / "sweep.json").read_text())
+
+
+def test_two_trials_of_which_the_better_one_is_registered(embedded_ray, in_root, tmp_path, capsys):
+    given = arguments(
+        tmp_path, "trainer.learning_rate=1e-3,4e-3", "trainer.max_steps=2", "trainer.eval_steps=1", "trainer.save_steps=2",
+        "trainer.warmup_steps=0", "trainer.lr_scheduler_type=constant", "sweep.reduction_factor=1", "run.name=two",
+    )  # fmt: skip
+    assert main(given) == 0
+    printed = capsys.readouterr().out
+    summary = left(tmp_path / "two")
+    assert summary["best"] == "learning_rate-4e-3" and summary["ended"]
+    assert [row["state"] for row in summary["trials"]] == ["finished", "finished"]
+    assert [r["step"] for r in summary["reports"]["learning_rate-4e-3"]] == [1, 2]
+    # One version, of the best trial's run, through the job's gate.
+    (version,) = client(tmp_path).search_model_versions("name = 'rlhf-rm'")
+    best = json.loads((tmp_path / "two/learning_rate-4e-3/result.json").read_text())
+    assert version.run_id == best["mlflow_run_id"] and version.tags["gate"] == "passed"
+    assert (best["version"], best["alias"]) == (str(version.version), "champion")
+    assert client(tmp_path).get_model_version_by_alias("rlhf-rm", "champion").version == version.version
+    # One parent in MLflow; the rows were tokenised once.
+    known = runs(tmp_path)
+    parents = {name: run.data.tags.get("mlflow.parentRunId") for name, run in known.items()}
+    parent = known["two"].info.run_id
+    assert parents == {"two": None, "learning_rate-1e-3": parent, "learning_rate-4e-3": parent}
+    assert {run.info.status for run in known.values()} == {"FINISHED"}
+    assert len(list((tmp_path / "data").iterdir())) == 1
+    # The table, in the terminal and as files; what the trials printed is not between.
+    assert (
+        "learning_rate-4e-3  step 2/2  eval_loss" in printed and "best: trainer.learning_rate=4e-3" in printed
+    )
+    assert "(rm " not in printed and "training" in (tmp_path / "two/output.log").read_text()
+    assert (tmp_path / "two/table.md").read_text().count("\n") == 4
+    assert (tmp_path / "two/plots/sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "two/tune").exists()
+    # The same command shows what came out.
+    assert main(given) == 0
+    assert "has ended" in capsys.readouterr().out
+    assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
+
+
+def test_the_name_of_another_sweep_or_of_a_run_is_refused(in_root, tmp_path):
+    def begun(*more):
+        given = ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s", *more]
+        return space.read(JOB, given)
+
+    sweep = begun()
+    content = {"job": space.essence(sweep.job), "metric": "eval_loss", "reports": {}, "ended": True}
+    rows = [{"trial": trial.name} for trial in sweep.trials]
+    path = tmp_path / "s/sweep.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(content | {"trials": rows}))
+    assert command.recorded(sweep)["ended"]
+    assert not command.recorded(begun("trainer.learning_rate=1e-3,2e-3"))["ended"]  # more trials
+    for other in (["trainer.seed=9"], ["run.metric_for_best_model=eval_accuracy"]):
+        with pytest.raises(InputError, match="a sweep of another job"):
+            command.recorded(begun(*other))
+        assert command.recorded(begun(*other, "run.fresh=true")) == {}
+    path.write_text("{")
+    with pytest.raises(InputError, match=r"sweep\.json cannot be read"):
+        command.recorded(sweep)
+    (tmp_path / "s/job.json").write_text("{}")
+    with pytest.raises(InputError, match="the name of a run"):
+        command.recorded(sweep)
+
+
+def test_an_interrupted_sweep_leaves_no_run_that_seems_to_go_on(in_root, tmp_path):
+    sweep = space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s"])
+    sweep = command._in_one_registry(sweep)
+    inner = registry.mlflow_run(sweep.trials[0].job, {})
+    with pytest.raises(KeyboardInterrupt), command._trials_closed(sweep):
+        inner.__enter__()
+        raise KeyboardInterrupt
+    assert runs(tmp_path)["r-4"].info.status == "KILLED"
+
+
+@pytest.mark.slow
+def test_six_trials_with_a_worker_and_the_driver_killed(tmp_path):
+    given = arguments(
+        tmp_path, "trainer.learning_rate=1e-3,2e-3,100", "lora.r=4,8", "trainer.max_steps=16", "trainer.eval_steps=4",
+        "trainer.save_steps=4", "trainer.max_grad_norm=0", "run.max_failures=2", "run.name=six",
+    )  # fmt: skip
+    typed = [sys.executable, "-m", "pipeline", *given]
+    log = tmp_path / "log"
+
+    def start():
+        return subprocess.Popen(typed, cwd=ROOT, stdout=log.open("a"), stderr=subprocess.STDOUT)
+
+    driver = start()
+    try:
+        until(lambda: "step 8/16" in log.read_text(), driver)
+        worker = next(p for p in psutil.Process(driver.pid).children(recursive=True) if is_worker(p))
+        worker.kill()
+        until(lambda: log.read_text().count("  ended") >= 1, driver)
+    finally:
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait()
+    stamps = {path.parent.name: path.stat().st_mtime for path in (tmp_path / "six").glob("*/result.json")}
+    assert stamps and len(stamps) < 6 and not left(tmp_path / "six")["ended"]
+    assert start().wait() == 0, log.read_text()
+
+    summary = left(tmp_path / "six")
+    states = {row["trial"]: row["state"] for row in summary["trials"]}
+    assert {name: s for name, s in states.items() if "100" in name} == {
+        "learning_rate-100_r-4": "failed", "learning_rate-100_r-8": "failed"
+    }  # fmt: skip
+    assert sum(state in ("finished", "stopped") for state in states.values()) == 4
+    assert all("is nan at step" in row["why"] for row in summary["trials"] if row["state"] == "failed")
+    best = tmp_path / "six" / summary["best"]
+    assert json.loads((best / "result.json").read_text())["version"] == "1"
+    for name in set(stamps) - {summary["best"]}:  # that one's says its version
+        assert (tmp_path / f"six/{name}/result.json").stat().st_mtime == stamps[name]
+    known = runs(tmp_path)
+    assert len(known) == 7  # no trial was begun twice
+    assert {run.info.status for name, run in known.items() if "100" not in name} == {"FINISHED"}
+    assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
+
+    # What was interrupted and continued is what its command line trains.
+    alone = [
+        *shlex.split(summary["command"])[1:],
+        "run.name=alone",
+        "mlflow.registered_model=null",
+        "gate={}",
+    ]
+    subprocess.run([sys.executable, *alone], cwd=ROOT, check=True, stdout=log.open("a"))
+    weights = [folder / "final/adapter/adapter_model.safetensors" for folder in (best, tmp_path / "alone")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def is_worker(process):
+    try:
+        return "RayTrainWorker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def until(happened, process, seconds=300):
+    give_up = time.monotonic() + seconds
+    while not happened():
+        assert process.poll() is None and time.monotonic() < give_up
+        time.sleep(0.3)

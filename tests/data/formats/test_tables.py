@@ -1,0 +1,202 @@
+"""Rows of Parquet and Arrow files: as JSON would have them, whatever the row groups, and with their numbers in errors."""
+
+import datetime
+import decimal
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from toy_data import NO, ROWS, USER, make, parsed, read_rows, rows_of, write
+
+from pipeline.data import chunks, files
+from pipeline.data.formats import tables
+from pipeline.data.formats.cells import as_json
+from pipeline.data.kinds import kind_of
+from pipeline.data.values import RowError
+from pipeline.errors import InputError
+
+DATE = datetime.datetime(2024, 5, 1)
+
+
+def arrow(path, table, kind):
+    with (pa.ipc.new_file if kind == "file" else pa.ipc.new_stream)(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return path
+
+
+@pytest.mark.parametrize("format", ["groups", "one group", "file", "stream"])
+@pytest.mark.parametrize("chunk_bytes", [1, 300, 1 << 20])
+def test_tables_hold_each_row_once_with_its_number(tmp_path, format, chunk_bytes):
+    table = pa.Table.from_pylist(ROWS)
+    if "group" in format:
+        path = tmp_path / "rows.parquet"
+        pq.write_table(table, path, row_group_size=7 if format == "groups" else 1000)
+    else:
+        path = arrow(tmp_path / "rows.arrow", table, format)
+    assert read_rows(path, chunk_bytes) == list(enumerate(ROWS, 1))
+    assert len(chunks.plan(files.find(str(path), "data.train"), "train", kind_of("sft"), 1)) > 3
+
+
+def test_a_large_row_group_is_not_held_at_once(tmp_path, monkeypatch):
+    rows = [{"prompt": "x" * 999, "completion": str(i)} for i in range(4000)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    monkeypatch.setattr(tables, "BYTES", 100_000)
+    with tables._opened(str(tmp_path / "rows.parquet")) as file:
+        sizes = [batch.num_rows for batch in tables._parquet_batches(file, 0, -1)]
+    assert sum(sizes) == 4000 and max(sizes) <= tables.ROWS
+
+
+def test_nested_columns_are_as_in_json(tmp_path):
+    """A struct has all keys that it has in any row: those that are null are as absent as they were in the JSON."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"city": "here"}}}
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": "yo"}], "margin": 1.5, "score": 2.0},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "content": "3", "weight": 0},
+            ]
+        },
+        {
+            "messages": [{**USER, "tool_calls": [{"function": {"name": "g", "arguments": {"n": 1.0}}}]}],
+            "margin": None,
+        },
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = [row for _, row in read_rows(tmp_path / "rows.parquet")]
+    assert [row["messages"] for row in read] == [row["messages"] for row in rows]
+    assert [row["margin"] for row in read] == [1.5, None, None]
+    assert parsed({"messages": [*rows[1]["messages"], {"role": "assistant", "content": "so"}]}, "sft")
+    datasets.Dataset.from_list(rows[:2]).to_parquet(tmp_path / "hub.parquet")
+    assert [row["messages"] for _, row in read_rows(tmp_path / "hub.parquet")] == [
+        row["messages"] for row in rows[:2]
+    ]
+
+
+def test_values_of_other_types(tmp_path):
+    table = pa.table({
+        "nan": pa.array([float("nan"), 1.0]),
+        "category": pa.array(["a", "b"]).dictionary_encode(),
+        "map": pa.array([[("k", 1.0)], None], pa.map_(pa.string(), pa.float64())),
+        "json": pa.array(['{"a": null}', None], pa.json_()),
+        "many": pa.array([[{"a": None, "b": 1}], []]),
+        "view": pa.array(["x", None], pa.string_view()),
+        "fixed": pa.array([[1.0, float("nan")], None], pa.list_(pa.float32(), 2)),
+    })  # fmt: skip
+    arrow(tmp_path / "rows.arrow", table, "stream")
+    assert [row for _, row in read_rows(tmp_path / "rows.arrow")] == [
+        {"nan": None, "category": "a", "map": {"k": 1.0}, "json": {"a": None}, "many": [{"b": 1}], "view": "x", "fixed": [1.0, None]},
+        {"nan": 1.0, "category": "b", "map": None, "json": None, "many": [], "view": None, "fixed": None},
+    ]  # fmt: skip
+
+
+def test_what_json_has_no_word_for_is_refused_where_it_is_read(tmp_path):
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "image": {"bytes": b"\x89PNG", "path": None}, "on": DATE,
+           "price": decimal.Decimal("1.50")}  # fmt: skip
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    ((_, read),) = read_rows(tmp_path / "rows.parquet")
+    given = as_json(read, kind_of("ppo"), "parquet")
+    assert (
+        given["image"] == {"bytes": "<4 bytes>"}
+        and given["on"] == "2024-05-01 00:00:00"
+        and given["price"] == "1.50"
+    )
+    assert json.loads(parsed(given, "ppo").row)["price"] == "1.50"
+    for key, value, shown in [
+        ("chosen", DATE, 'date and time "2024-05-01 00:00:00"'),
+        ("rejected", b"no", "bytes"),
+        ("margin", decimal.Decimal("0.5"), 'decimal number "0.5"'),
+    ]:
+        with pytest.raises(RowError) as caught:
+            parsed(as_json({**read, key: value}, kind_of("rm"), "parquet"), "rm")
+        assert caught.value.field == key and shown in caught.value.found and "JSON" in caught.value.expected
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "file.arrow", "stream.arrow"])
+def test_files_cut_in_half(tmp_path, name, embedded_ray):
+    table, path = pa.Table.from_pylist(ROWS), tmp_path / name
+    if name == "rows.parquet":
+        pq.write_table(table, path)
+    else:
+        arrow(path, table, name.removesuffix(".arrow"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    with pytest.raises(
+        InputError, match=rf"{name}:\d+: found an? (Parquet|Arrow) file that ends or is damaged here"
+    ):
+        make(tmp_path, train=str(path))
+    if name == "stream.arrow":  # what stands before the damage can be used
+        made = make(tmp_path, train=str(path), on_error="skip").report
+        assert made.splits["train"].kept % 7 == 0 < made.splits["train"].kept < 50
+        assert (
+            made.splits["train"].dropped == {"damaged": 1} and "not read: all that follows" in made.notes[0]
+        )
+    elif name == "rows.parquet":  # it ends in what describes it: nothing of it can be read
+        good = write(tmp_path / "good.jsonl", ROWS)
+        with pytest.raises(
+            InputError,
+            match=r"rows\.parquet:1: .*not read: all that follows; no row of this file can be read: mend it",
+        ):
+            make(tmp_path, train=[good, str(path)], on_error="skip")
+
+
+def test_damage_in_the_middle_of_a_file(tmp_path):
+    pq.write_table(
+        pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=10, compression="gzip"
+    )
+    data = bytearray((tmp_path / "rows.parquet").read_bytes())
+    group = pq.ParquetFile(tmp_path / "rows.parquet").metadata.row_group(2).column(0)
+    data[group.dictionary_page_offset + 20 : group.dictionary_page_offset + 60] = bytes(40)
+    (tmp_path / "rows.parquet").write_bytes(data)
+    *good, (number, error) = read_rows(tmp_path / "rows.parquet")
+    assert good == list(enumerate(ROWS[:20], 1)) and (number, error.kind) == (21, "damaged")
+    assert str(error).endswith("; not read: 30 rows")
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_text_that_is_not_utf8(tmp_path, format):
+    words = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
+    path = tmp_path / f"rows.{format}"
+    if format == "parquet":
+        pq.write_table(pa.table({"prompt": words}), path)
+    else:
+        arrow(path, pa.table({"prompt": words}), "file")
+    (_, first), (number, error), (_, last) = read_rows(path)
+    assert (first, last, number) == ({"prompt": "a"}, {"prompt": "c"}, 2)
+    assert (error.kind, error.field, error.found) == ("not_utf8", "prompt", "byte 0xff")
+
+
+def test_two_columns_of_one_name(tmp_path):
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    arrow(tmp_path / "rows.arrow", table, "stream")
+    ((number, error),) = read_rows(tmp_path / "rows.arrow")
+    assert number == 1 and 'two columns of the name "prompt"' in error.found
+
+
+def test_the_digest_is_that_of_the_rows(tmp_path):
+    digests = set()
+    for name, options in [("a", {}), ("b", {"compression": "zstd", "row_group_size": 1})]:
+        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / f"{name}.parquet", **options)
+        rows = tables.table_rows(str(tmp_path / f"{name}.parquet"), "parquet", 0, -1)
+        digests.add(b"\n".join(raw for _, _, raw in rows))
+    assert len(digests) == 1
+
+
+def test_parquet_trains_like_json(tmp_path, embedded_ray):
+    rows = [
+        {"prompt": [USER], "chosen": "yo", "rejected": [NO], "margin": None},
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+    ]
+    rows = [
+        {**row, "prompt": "hi", "rejected": f"no {i}", "margin": float(i)} for i, row in enumerate(rows * 20)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=9)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = {
+        name: make(tmp_path, "rm", train=str(tmp_path / f"rows.{name}"), eval_fraction=0.0)
+        for name in ("parquet", "jsonl")
+    }
+    assert rows_of(made["parquet"].train) == rows_of(made["jsonl"].train)
+    assert made["parquet"].report.duplicates == 0

@@ -1,0 +1,186 @@
+"""The jobs of an iteration: read from one file, checked before anything starts, and what each round makes of them."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.config import load_job
+from pipeline.iteration import plan as plans
+from pipeline.iteration import table
+
+DEMO = "jobs/demo/iterate.yaml"
+FIRST, SECOND = "models:/rlhf-sft/1", "models:/rlhf-dpo/2"
+pytestmark = pytest.mark.usefixtures("in_root")
+
+
+def read(*overrides: str, job: str = DEMO) -> plans.Plan:
+    return replace(plans.read(job, list(overrides)), policy=FIRST)
+
+
+@pytest.mark.parametrize("profile", ["demo", "own", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora"])
+def test_the_shipped_jobs_are_those_of_their_stages(profile):
+    path = f"jobs/{profile}/iterate.yaml"
+    header = Path(path).read_text()
+    assert f"python -m pipeline iterate {path}" in header
+    plan = plans.read(path, [])
+    assert list(plan.jobs) == ["collect", "dpo", "evaluate"]
+    alone = {step: load_job(f"jobs/{profile}/{step}.yaml", [], step) for step in plan.jobs}
+    for step, job in plan.jobs.items():
+        assert (job.model, job.scaling) == (alone[step].model, alone[step].scaling)
+    assert plan.policy == alone["dpo"].policy == alone["collect"].policy
+    assert plan.jobs["dpo"].mlflow.alias != plan.jobs["evaluate"].mlflow.alias  # only what was tried moves it
+
+
+def test_the_same_command_is_the_same_iteration():
+    assert read().name == read("iterate.rounds=9").name == read("collect.scaling.num_workers=2").name
+    assert re.fullmatch(r"iterate-dpo-[0-9a-f]{8}", read().name)
+    for other in (
+        "dpo.trainer.beta=0.3",
+        "iterate.start=first",
+        "collect.trainer.seed=5",
+        "policy=models:/rlhf-sft/2",
+    ):
+        assert read(other).name != read().name, other
+    assert read("run.name=mine").name == "mine"
+
+
+def test_a_round_goes_on_from_the_newest_policy(tmp_path):
+    plan = read(f"run.storage_path={tmp_path}", "run.name=it", "collect.trainer.num_prompts=50")
+    collect = plans.job_of_round(plan, 2, "collect", SECOND)
+    train = plans.job_of_round(plan, 2, "dpo", SECOND)
+    evaluate = plans.job_of_round(plan, 2, "evaluate", SECOND, "models:/rlhf-dpo/3")
+    assert [job.folder for job in (collect, train, evaluate)] == [
+        f"{tmp_path}/it/round-2-{step}" for step in ("collect", "dpo", "evaluate")
+    ]
+    assert (collect.policy, train.policy, evaluate.policy, evaluate.baseline) == (
+        SECOND, SECOND, "models:/rlhf-dpo/3", SECOND,
+    )  # fmt: skip
+    assert train.data.train == f"{tmp_path}/it/round-2-collect/rows.jsonl"
+    assert train.data.eval == "jobs/demo/data/preferences_eval.jsonl"
+    assert (
+        collect.args.skip_prompts == 50
+        and plans.job_of_round(plan, 1, "collect", FIRST).args.skip_prompts == 0
+    )
+    seeds = [
+        [plans.job_of_round(plan, r, step, FIRST).trainer["seed"] for r in (1, 2, 3)]
+        for step in ("collect", "dpo")
+    ]
+    assert seeds == [[1, 1001, 2001], [1, 1001, 2001]]
+    assert evaluate.trainer["seed"] == plans.job_of_round(plan, 1, "evaluate", FIRST, SECOND).trainer["seed"]
+    for job in (collect, train, evaluate):  # what a file of such a job may say
+        assert not job.run.fresh
+
+
+def test_or_from_the_first_one():
+    plan = read("iterate.start=first", "iterate.baseline=first")
+    assert plans.job_of_round(plan, 2, "collect", SECOND).policy == SECOND
+    assert plans.job_of_round(plan, 2, "dpo", SECOND).policy == FIRST
+    assert plans.job_of_round(plan, 2, "dpo", SECOND).reference is None
+    held = plans.job_of_round(read("iterate.reference=first"), 2, "dpo", SECOND)
+    assert (held.policy, held.reference) == (SECOND, FIRST)
+    assert plans.job_of_round(plan, 2, "evaluate", SECOND, "models:/rlhf-dpo/3").baseline == FIRST
+    assert plans.job_of_round(plan, 2, "collect", SECOND).args.skip_prompts == 0  # all prompts in all rounds
+
+
+@pytest.mark.parametrize("stage", ["kto", "ppo", "sft"])
+def test_other_stages_learn_too(stage):
+    select = ["collect.trainer.select=best", "iterate.start=null"] if stage == "sft" else []
+    plan = read("dpo=null", f"{stage}={{extends: {stage}.yaml}}", *select)
+    job = plans.job_of_round(plan, 2, stage, SECOND)
+    assert job.data.train.endswith("/round-2-collect/rows.jsonl")
+    assert job.policy == (None if stage == "sft" else SECOND)
+
+
+def row(number: int, passed: bool = True) -> dict:
+    def result(**more):
+        return {
+            "folder": f"f{number}",
+            "seconds": 1.5,
+            "inputs": {"policy": FIRST},
+            "gate": "none set",
+            **more,
+        }
+
+    metrics = {"eval_reward": 1.0 + number, "before_reward": 0.5, "eval_win_rate": 0.75}
+    return table.row(
+        number,
+        result(rows=280, counts={"rows": 270}, metrics={"score": 0.1, "score_best": 2.0}),
+        result(registered_model="rlhf-dpo", version=str(number)),
+        result(metrics=metrics, gate="passed" if passed else "failed: eval_reward = 1, required >= 2"),
+    )
+
+
+def test_the_table_has_a_line_for_each_round_and_one_for_the_start():
+    lines = table.cells([row(1), row(2, passed=False)])
+    assert lines[0] == ["0", "", "", "", "", "0.500", "", "", "rlhf-sft v1", "", ""]
+    assert lines[1] == [
+        "1",
+        "280",
+        "270",
+        "0.100",
+        "2.000",
+        "2.000",
+        "",
+        "0.750",
+        "rlhf-dpo v1",
+        "passed",
+        "4",
+    ]
+    assert lines[2][-2] == "failed"
+    assert "rlhf-dpo v2" in table.text([row(1), row(2)])
+
+
+def test_a_round_that_fails_its_gate_ends_the_iteration_or_is_left_out():
+    from pipeline.commands import iterate
+
+    rounds = [row(1), row(2, passed=False)]
+    assert iterate.newest(read(), []) == FIRST
+    assert iterate.newest(read(), rounds) == "models:/rlhf-dpo/1"
+    assert iterate.goes_on(read(), rounds[0]) and not iterate.goes_on(read(), rounds[1])
+    assert iterate.goes_on(read("iterate.on_failed_gate=discard"), rounds[1])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["dpo.trainer.bta=1"], r"command line: dpo\.trainer\.bta: unknown key; did you mean trainer\.beta"),
+        (["dpo.trainer.beta=-1"], r"dpo\.trainer\.beta: found -1, expected between"),
+        (["evaluate.gate.eval_x=>=1"], r"evaluate\.gate\.eval_x: `evaluate` has no such metric"),
+        (["iterate.round=3"], r"iterate\.round: unknown key; expected one of rounds, start"),
+        (["iterate.rounds=0"], r"iterate\.rounds: found 0, expected between 1 and 1000"),
+        (["iterate.start=best"], r"iterate\.start: found 'best', expected one of newest, first|iterate\.start: found best"),
+        (["dpo=null", "kto={extends: kto.yaml}", "iterate.reference=first"], r"iterate\.reference: found first, but `kto` is held to"),
+        (["dpo.reference=models:/a/1"], r"dpo\.reference: found 'models:/a/1'; iterate\.reference says"),
+        (["dpo=null"], r"stage: found none; expected one section of sft, dpo, kto, ppo"),
+        (["collect=null"], r"collect: missing, expected a job, for example collect: {extends: collect\.yaml}"),
+        (["kto={extends: kto.yaml}"], r"found dpo and kto; expected one section of sft, dpo, kto, ppo"),
+        (["policy=null"], r"policy: missing; the first round collects from it"),
+        (["data.train=x"], r"data: unknown section; expected one of stage, policy, iterate, run, mlflow, collect, dpo, evaluate"),
+        (["run.max_failures=3"], r"run\.max_failures: expected one of name, fresh, report, storage_path; each job has the others"),
+        (["dpo.run.name=x"], r"dpo\.run\.name: found a name, but the runs of the rounds have their own"),
+        (["collect.trainer.select=best"], r"collect\.trainer\.select: found best, and `dpo` learns from pairs"),
+        (["dpo=null", "sft={extends: sft.yaml}"], r"iterate\.start: `sft` starts from the base in every round"),
+        (["dpo=null", "iterate.start=null", "sft={extends: sft.yaml}"], r"collect\.trainer\.select: found pairs, and `sft` learns from the best"),
+        (["dpo.mlflow.registered_model=null"], r"dpo\.mlflow\.registered_model: missing; a round goes on from the version"),
+        (["dpo.data.columns={prompt: question}"], r"dpo\.data\.columns: collected rows have the columns that training reads"),
+        (["dpo.model.name_or_path=other"], r"model\.name_or_path: the jobs have several bases \(jobs/demo/model, other\)"),
+        (["dpo={extends: nowhere.yaml}"], r"nowhere\.yaml: no such job file"),
+        (["collect.trainer.num_generations=1"], r"collect\.trainer\.num_generations: found 1: a pair needs two"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_answered_before_anything_starts(overrides, says, tmp_path, capsys):
+    assert main(["iterate", DEMO, f"run.storage_path={tmp_path}", *overrides]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and re.search(says, errors), errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_of_another_stage_is_refused(capsys):
+    assert main(["iterate", "jobs/demo/dpo.yaml"]) == 2
+    assert re.search(
+        r"stage: found 'dpo', expected `stage: iterate`, as in jobs/demo/iterate\.yaml",
+        capsys.readouterr().err,
+    )

@@ -1,0 +1,74 @@
+"""The `rollout` section: what it means, and what it may not be."""
+
+from types import SimpleNamespace
+
+import pytest
+import toy_ppo as toy
+
+from pipeline.config import load_job
+from pipeline.config.rules import warnings
+from pipeline.errors import InputError
+from pipeline.ppo.rollout_config import RolloutConfig
+from pipeline.ppo.settings import SettingError
+from pipeline.runtime.inputs import check_split
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("engine", "sglang", "'transformers' or 'vllm'"),
+        ("num_workers", -1, "0 to 10000, or [min, max]"),
+        ("num_workers", [1], "0 to 10000, or [min, max]"),
+        ("num_workers", [1, 2.5], "0 to 10000, or [min, max]"),
+        ("staleness", 1, "0 without rollout workers"),
+        ("correction_cap", 1.0, "above 1"),
+        ("vllm_kwargs", {"model": "x", "seed": 1}, "none of what the sampler sets itself: ['model']"),
+        ("vllm_kwargs", {"seed": 1}, "null without rollout.engine=vllm"),
+        ("gpu_memory_utilization", 0.5, "null without rollout.engine=vllm"),
+        ("tensor_parallel_size", 2, "1 unless rollout workers"),
+    ],
+)
+def test_a_wrong_value_is_named(key, value, expected):
+    with pytest.raises(SettingError) as caught:
+        RolloutConfig(**{key: value})
+    assert caught.value.key == key and expected in caught.value.message
+
+
+def test_what_is_corrected_by_default():
+    assert RolloutConfig().corrects is None and RolloutConfig(num_workers=2).corrects is None
+    assert RolloutConfig(num_workers=1, staleness=1).corrects is None
+    assert RolloutConfig(engine="vllm").corrects == "token"
+    assert RolloutConfig(engine="vllm", correction="none").corrects is None
+    assert RolloutConfig(correction="geometric").corrects == "geometric"
+    assert RolloutConfig(num_workers=[0, 3]).workers == (0, 3)
+
+
+def test_vllm_splits_whole_attention_heads_only():
+    job = SimpleNamespace(rollout_config=SimpleNamespace(tensor_parallel_size=3))
+    with pytest.raises(InputError, match="found 3, and the base has 4 attention heads; expected one of 1, 2"):
+        check_split(job, toy.config().to_dict())
+    job.rollout_config.tensor_parallel_size = 2
+    check_split(job, toy.config().to_dict())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "idle"),
+    [
+        (["rollout.num_workers=1"], None),
+        (
+            ["rollout.num_workers=3"],
+            "2 of 3 workers will have nothing to do: an update is 1 chunk of 64 completions",
+        ),
+        (["rollout.num_workers=2", "rollout.staleness=2"], None),
+        (["rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=21"], None),
+    ],
+)
+def test_rollout_workers_that_would_idle_are_warned_of(overrides, idle, in_root):
+    said = [
+        line for line in warnings(load_job("jobs/demo/ppo.yaml", overrides, "ppo")) if "nothing to do" in line
+    ]
+    assert (
+        not said
+        if idle is None
+        else idle in said[0] and "local_rollout_forward_batch_size=21 cuts" in said[0]
+    )

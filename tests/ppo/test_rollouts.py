@@ -1,0 +1,208 @@
+"""Rollouts by others, and ahead of the trainer: the same bits whoever samples, and an error where a sampler is not what it says.
+
+The workers here are samplers on a base of their own in this process; real ones are in tests/rollout.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import toy_ppo as toy
+
+from pipeline.errors import SelfCheckFailed
+from pipeline.ppo.chunks import cut
+from pipeline.ppo.rewards import AdapterReward, FunctionReward
+from pipeline.ppo.rollout_config import RolloutConfig
+from pipeline.ppo.sampler import Sampler
+from pipeline.ppo.versions import digest
+
+AHEAD = {k: RolloutConfig(num_workers=1, staleness=k) for k in (0, 1, 2)}
+
+
+class Elsewhere:
+    """A rollout worker: a base, roles and an engine of its own; what is published is copied into its policy."""
+
+    def __init__(self, trainer=None, absent=()):
+        self.versions, self.asked, self.done, self.absent = {}, [], [], absent
+        self.trainer = trainer
+
+    def of(self, trainer):
+        """Its own models, as those of a trainer that has not begun."""
+        shared = toy.shared_base(critic=trainer.args.uses_critic and trainer.args.critic)
+        rewards = [AdapterReward(shared) if isinstance(r, AdapterReward) else r for r in trainer.rewards]
+        self.sampler = Sampler(shared, toy.Tokenizer(), trainer.args, rewards, "reference", eos=toy.EOS)
+        return self
+
+    def publish(self, version, tensors):
+        assert version not in self.versions, "published twice"
+        self.versions[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def request(self, chunks):
+        self.asked += [chunk.key for chunk in chunks]
+        # In another order than it is collected in, and before the trainer learns from what came before.
+        self.done += [
+            (chunk, self.make(chunk)) for chunk in reversed(chunks) if chunk.update not in self.absent
+        ]
+
+    def make(self, chunk):
+        self.sampler.shared.fill("policy", self.versions[chunk.version])
+        return self.sampler.whole(chunk, digest(self.sampler.shared.tensors_of("policy")))
+
+    def collect(self, chunk):
+        found = [sampled for one, sampled in self.done if one.key == chunk.key]
+        return found[0] if found else None
+
+    def metrics(self):
+        return {"rollout/workers": 1.0}
+
+
+def run(staleness=None, workers=None, updates=6, rows=None, resume=None, folder=None, stop=None, **changes):
+    """(weights, metrics of each update) of a run; with `stop` it is saved to `folder` after so many updates."""
+    rollout = AHEAD[staleness] if isinstance(staleness, int) else staleness
+    settings = dict(total_episodes=16 * updates, local_rollout_forward_batch_size=rows, **changes)
+    trainer = toy.trainer(rollout=rollout, workers=workers, **settings)
+    if workers:
+        workers.of(trainer)
+    if resume:
+        trainer.restore(resume)
+    if stop:
+        trainer.on_update = lambda metrics, update, total: update == stop
+    trainer.train()
+    if folder:
+        trainer.save(folder)
+    kept = [{k: v for k, v in m.items() if not toy.MEASURED.search(k)} for m in trainer.history]
+    return toy.weights(trainer), kept
+
+
+def same(one, other, but=()):
+    (weights, metrics), (others, expected) = one, other
+    assert torch.equal(weights, others)
+    for mine, theirs in zip(metrics, expected, strict=True):
+        assert {k: v for k, v in mine.items() if k not in but} == {
+            k: v for k, v in theirs.items() if k not in but
+        }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(rows=4),
+        dict(rows=3, advantage_estimator="rloo", num_generations=4),  # fewer than the completions to one prompt
+        dict(rows=4, advantage_estimator="remax"),
+        dict(critic="head", rows=8, min_new_tokens=2, temperature=0.7),
+        dict(advantage_estimator="grpo", num_generations=4, kl_in="loss", kl_estimator="k3", num_ppo_epochs=1, num_mini_batches=1),
+        dict(sync_ref_model=True, ref_model_sync_steps=2),
+    ],
+)  # fmt: skip
+def test_a_rollout_worker_changes_no_bit(changes):
+    same(run(0, Elsewhere(), **changes), run(**changes), but=["rollout/workers"])
+
+
+def test_chunks_depend_on_the_rows_and_not_on_who_samples():
+    assert cut([5, 3, 9, 4], rows=4, generations=2) == [[1, 3], [0, 2]]
+    assert cut([5, 3, 9, 4], rows=1, generations=2) == [[1], [3], [0], [2]]
+    assert cut([5, 3, 9, 4], rows=100, generations=2) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_an_asynchronous_run_is_a_function_of_its_seed(staleness, tmp_path):
+    """... whoever samples, and over a resume; and it is another run than the synchronous one."""
+    worker = Elsewhere()
+    whole = run(staleness, worker, rows=8)
+    assert worker.asked == sorted(worker.asked) and len(worker.asked) == len(set(worker.asked)) == 12
+    assert set(worker.versions) == set(range(6))  # each once; the last update asks for nothing
+    nobody = Elsewhere(absent=range(6))
+    same(run(staleness, nobody, rows=8), whole)
+    same(run(staleness, Elsewhere(absent=[1, 4]), rows=8), whole)  # there for some updates only
+    run(staleness, Elsewhere(), rows=8, folder=tmp_path, stop=3)
+    resumed = Elsewhere()
+    same(run(staleness, resumed, rows=8, resume=tmp_path), whole)
+    assert min(resumed.versions) == 3 - staleness  # what was in flight when it stopped
+    assert not torch.equal(whole[0], run(rows=8)[0])
+
+
+def test_the_episodes_of_an_update_are_of_the_version_that_staleness_says():
+    trainer = toy.trainer(rollout=AHEAD[2], workers=(workers := Elsewhere()), total_episodes=80)
+    workers.of(trainer)
+    trainer.train()
+    versions = {chunk.update: chunk.version for chunk, _ in workers.done}
+    assert versions == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2}
+
+
+def test_what_is_off_policy_is_weighed_and_reported():
+    corrected = RolloutConfig(num_workers=1, staleness=2, correction="token")
+    (weights, metrics), (_, plain) = run(corrected, Elsewhere()), run(0, Elsewhere())
+    unweighed, measured = run(2, Elsewhere())
+    assert not torch.equal(weights, unweighed) and measured[4]["rollout/effective_samples"] < 0.999
+    assert "rollout/ratio_mean" not in plain[0]
+    first, later = metrics[0], metrics[4]
+    assert first["rollout/ratio_mean"] == pytest.approx(1, abs=1e-5) and first["rollout/ratio_cut"] == 0
+    assert first["rollout/effective_samples"] == pytest.approx(1, abs=1e-5)
+    assert later["rollout/effective_samples"] < 0.999 and abs(later["rollout/sampler_kl"]) > 1e-4
+    assert later["rollout/ratio_max"] <= 3 + 1e-6
+    assert metrics[4]["policy/first_ratio_rms"] < 1e-4  # old log-probs are the trainer's: decoupled
+
+
+def test_rewards_draw_the_same_numbers_wherever_they_are():
+    def noisy(completion_ids, **columns):
+        drawn = [random.random() + np.random.rand() + torch.rand(()).item() for _ in completion_ids]
+        return [sum(t < 20 for t in ids) + 0.1 * d for ids, d in zip(completion_ids, drawn, strict=True)]
+
+    here, there = (
+        toy.trainer(reward=[FunctionReward(noisy)], workers=w, rollout=AHEAD[0]) for w in (None, Elsewhere())
+    )
+    there.rollouts.workers.of(there)
+    torch.rand(3)  # what else was drawn is of no concern
+    same(*((toy.weights(t), [{}]) for t in (here, there) if t.train()))
+
+
+# ------------------------------------------------------------------------------------------ planted faults
+
+
+class Forgetful(Elsewhere):
+    """Samples every chunk from the first version, and says so in no way (a stale prefix cache)."""
+
+    def make(self, chunk):
+        self.sampler.shared.fill("policy", self.versions[min(self.versions)])
+        sampled = self.sampler.whole(chunk, digest(self.versions[chunk.version]))
+        return sampled
+
+
+class Skewed(Elsewhere):
+    """Samples every chunk from the first version, and reports the parameters that it has."""
+
+    def make(self, chunk):
+        self.sampler.shared.fill("policy", self.versions[min(self.versions)])
+        return self.sampler.whole(chunk, digest(self.sampler.shared.tensors_of("policy")))
+
+
+class Twice(Elsewhere):
+    """Gives the first chunk of an update for the second, too."""
+
+    def collect(self, chunk):
+        return next(sampled for one, sampled in self.done if one.key[:2] == chunk.key[:2] and one.number == 0)
+
+
+class Short(Elsewhere):
+    """Loses the last completion of a chunk."""
+
+    def make(self, chunk):
+        sampled = super().make(chunk)
+        del sampled.completions[-1]
+        return sampled
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Skewed, "version 1 with the parameters"),
+        (Forgetful, "a cache of another version"),
+        (Twice, "one was lost, or came twice"),
+        (Short, "one was lost, or came twice"),
+    ],
+)
+def test_a_worker_that_is_not_what_it_says_ends_the_run(fault, message):
+    with pytest.raises(SelfCheckFailed, match=message):
+        run(0, fault(), rows=8)

@@ -1,0 +1,161 @@
+"""Rollout workers in real runs: no number depends on how many there are, nor on what happens to them."""
+
+from pathlib import Path
+
+import pytest
+from dying import (
+    a_rollout_worker_killed,
+    killed,
+    killed_and_replaced,
+    rollout_workers_killed,
+    rollout_workers_stopped,
+)
+from resumed import MEASURED, numbers, touched
+from running import client, stage
+
+ROLLOUT = (
+    "rollout/waited",
+    "rollout/waiting",
+    "rollout/idle",
+    "rollout/queue",
+    "rollout/bytes",
+    "rollout/workers",
+    "rollout/lost_workers",
+)
+PPO = [
+    "policy=base", "reward=python:pipeline.demo:gold", "judge=null", "data.eval=null", "mlflow.registered_model=null",
+    "trainer.total_episodes=40", "trainer.batch_size=8", "trainer.response_length=8", "trainer.local_rollout_forward_batch_size=4",
+    "trainer.save_steps=2", "trainer.normalize_rewards=false",
+]  # fmt: skip
+AHEAD = [*PPO, "rollout.staleness=1", "rollout.heartbeat_timeout_s=3"]
+
+
+def run(storage, name, *overrides):
+    return stage("ppo", storage, name, *overrides)
+
+
+def assert_equal(storage, expected, result):
+    """The adapter's bits, the figures and the curve, but for what the clock decides."""
+    weights = [Path(one["adapter"], "adapter_model.safetensors").read_bytes() for one in (expected, result)]
+    assert weights[0] == weights[1], "the adapters differ"
+    mlflow = client(storage)
+
+    def curve(one):
+        keys = [
+            k
+            for k in mlflow.get_run(one["mlflow_run_id"]).data.metrics
+            if not MEASURED.search(k) and k not in ROLLOUT
+        ]
+        return {
+            k: [(p.step, p.value) for p in mlflow.get_metric_history(one["mlflow_run_id"], k)] for k in keys
+        }
+
+    assert curve(expected) == curve(result) and len(curve(result)) > 10
+    assert {k: v for k, v in numbers(expected["metrics"]).items() if k not in ROLLOUT} == {
+        k: v for k, v in numbers(result["metrics"]).items() if k not in ROLLOUT
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(embedded_ray, storage):
+    """A run whose trainer samples by itself."""
+    return run(storage, "rollout-none", *PPO)
+
+
+@pytest.fixture(scope="module")
+def ahead(embedded_ray, storage):
+    """A run that is one update ahead, with one rollout worker that nothing happens to."""
+    return run(storage, "rollout-ahead", *AHEAD, "rollout.num_workers=1")
+
+
+def test_two_workers_one_of_which_is_killed_give_the_bits_of_none(alone, storage, monkeypatch, capfd):
+    touched(monkeypatch, "ppo", 2, storage / "rollout-killed-once", a_rollout_worker_killed)
+    result = run(storage, "rollout-killed", *PPO, "rollout.num_workers=2")
+    assert_equal(storage, alone, result)
+    assert result["metrics"]["rollout/bytes"] > 0
+    said = capfd.readouterr().out
+    assert "another one takes its place" in said and "starting 2 rollout workers" in said
+
+
+def test_one_update_ahead_two_workers_and_a_hang_change_no_bit(ahead, alone, storage, monkeypatch, capfd):
+    touched(monkeypatch, "ppo", 2, storage / "rollout-hung-once", rollout_workers_stopped)
+    result = run(storage, "rollout-hung", *AHEAD, "rollout.num_workers=[1, 2]")
+    assert_equal(storage, ahead, result)
+    assert "has given no sign of life for 3 s" in capfd.readouterr().out
+    assert result["metrics"]["rollout/sampler_kl"] != 0
+    one, other = (Path(r["adapter"], "adapter_model.safetensors").read_bytes() for r in (ahead, alone))
+    assert one != other
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_asks_again_for_what_was_in_flight(ahead, storage, monkeypatch):
+    touched(monkeypatch, "ppo", 3, storage / "rollout-trainer-once", killed)
+    result = run(storage, "rollout-trainer", *AHEAD, "rollout.num_workers=2", "run.max_failures=1")
+    assert_equal(storage, ahead, result)
+
+
+def half_each():
+    """Trainer and rollout worker fill the machine."""
+    import ray
+
+    half = f"{{CPU: {ray.cluster_resources()['CPU'] / 2:g}}}"
+    return [
+        f"scaling.resources_per_worker={half}",
+        f"rollout.resources_per_worker={half}",
+        "run.max_failures=1",
+        "run.placement_timeout_s=120",
+    ]
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_that_waits_for_a_place_does_not_take_that_of_a_killed_trainer(
+    ahead, storage, monkeypatch
+):
+    touched(monkeypatch, "ppo", 3, storage / "rollout-full-once", killed)
+    result = run(storage, "rollout-full", *AHEAD, "rollout.num_workers=[1, 2]", *half_each())
+    assert_equal(storage, ahead, result)
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_leaves_the_only_place_that_a_killed_trainer_finds(
+    ahead, storage, monkeypatch, capfd
+):
+    import ray
+
+    touched(monkeypatch, "ppo", 3, storage / "rollout-room-once", killed_and_replaced)
+    try:
+        result = run(
+            storage, "rollout-room", *AHEAD, "rollout.num_workers=1", "rollout.patience_s=0", *half_each()
+        )
+    finally:
+        ray.kill(ray.get_actor("squatter", namespace="squatters"))
+    assert_equal(storage, ahead, result)
+    assert "rollout worker 0 makes room for a trainer" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_without_rollout_workers_the_trainer_samples_itself(ahead, storage, monkeypatch, capfd):
+    touched(monkeypatch, "ppo", 2, storage / "rollout-nobody-once", rollout_workers_killed)
+    result = run(storage, "rollout-nobody", *AHEAD, "rollout.num_workers=1", "rollout.patience_s=0")
+    assert_equal(storage, ahead, result)
+    assert "no rollout worker is there: this trainer samples chunk" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_trainers_and_two_rollout_workers(embedded_ray, storage):
+    two = [
+        "scaling.num_workers=2",
+        "scaling.resources_per_worker={CPU: 1}",
+        "trainer.local_rollout_forward_batch_size=2",
+    ]
+    expected = run(storage, "rollout-two", *PPO, *two)
+    assert_equal(storage, expected, run(storage, "rollout-two-two", *PPO, *two, "rollout.num_workers=1"))
+
+
+def test_a_reward_that_fails_in_a_rollout_worker_says_what_it_says_in_the_trainer(
+    embedded_ray, storage, capfd
+):
+    broken = [*PPO, "reward=python:bad_rewards:raises", "rollout.num_workers=1"]
+    stage("ppo", storage, "rollout-bad-reward", *broken, status=1)
+    said = capfd.readouterr()
+    assert "reward 'reward' (bad_rewards:raises) raised" in said.out + said.err

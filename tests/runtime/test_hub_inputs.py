@@ -1,0 +1,240 @@
+"""Adapters and reward models named by a hub id: pinned to a commit, downloaded once, and the same numbers as their folders."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from model_hub import TOKEN, connected, of_folder, serve
+from running import ROOT, stage
+from toy_models import BASE, registered, tokenizer
+
+from pipeline import registry
+from pipeline.commands.export import expectations
+from pipeline.config import load_job
+from pipeline.errors import InputError
+from pipeline.registry import lineage
+from pipeline.runtime.inputs import pin_inputs
+from pipeline.runtime.preparation import load_host
+
+
+@pytest.fixture(scope="module")
+def models(storage):
+    return registered(storage)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with connected(tmp_path / "hub") as hub:
+        yield hub
+
+
+@pytest.fixture
+def adapter(models):
+    return of_folder(Path(models["toy-policy"]))
+
+
+def job(storage, *settings, verb="export"):
+    return load_job(f"jobs/demo/{verb}.yaml", [f"run.storage_path={storage}", *settings], verb)
+
+
+def host(storage, *settings):
+    return load_host(job(storage, *settings))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("policy", "toy-policy"), ("reward.0", "toy-rm")])
+def test_what_was_pushed_says_the_same_when_loaded_back(
+    name, kind, models, storage, hub, monkeypatch, in_root
+):
+    key = name.removesuffix(".0")
+    other = {"policy": "reward=null", "reward": "policy=null"}[key]
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    where = ["trainer.merge=false", "trainer.hub_model_id=owner/mine", "trainer.push_to_hub=true"]
+    stage("export", storage, f"back-{key}", f"{key}=models:/{kind}@champion", other, *where)
+    here, there = (
+        host(storage, f"{key}={reference}", other) for reference in (f"models:/{kind}@champion", "owner/mine")
+    )
+    commit = hub.repos["owner/mine"]["branches"]["main"]
+    assert there.work.inputs == {name: f"hf://owner/mine@{commit}"}
+    assert expectations(there, name) == expectations(here, name)
+    assert there.tokenizer.chat_template == here.tokenizer.chat_template
+
+
+def test_an_adapter_is_downloaded_once_and_then_needs_no_hub(adapter, hub, storage, monkeypatch, in_root):
+    del adapter["chat_template.jinja"], adapter["lineage.json"]  # as most adapters have none
+    first = hub.put("owner/mine", adapter | {"optimizer.pt": b"x" * 1000})
+    reference = registry.pin("owner/mine", "")
+    folder = registry.fetch(reference, "")
+    assert reference == f"hf://owner/mine@{first}" and not (Path(folder) / "optimizer.pt").exists()
+    hub.put("owner/mine", adapter | {"lineage.json": b"{}"})
+    hub.requests.clear()
+    assert registry.fetch(reference, "") == folder
+    assert not [path for _, path, _ in hub.requests if "resolve" in path]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert registry.pin(reference, "") == reference and registry.fetch(reference, "") == folder
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(adapter, hub):
+    old = hub.put("owner/mine", adapter, branch="v1")
+    new = hub.put("owner/mine", adapter | {"x": b""})
+    assert registry.pin("owner/mine@v1", "") == f"hf://owner/mine@{old}" != registry.pin("owner/mine", "")
+    assert registry.pin(f"hf://owner/mine@{new}", "") == f"hf://owner/mine@{new}"
+
+
+def test_a_reward_model_of_its_own_is_pinned_too(hub, storage, tmp_path, in_root):
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1)
+    model.save_pretrained(tmp_path / "scorer")
+    tokenizer().save_pretrained(tmp_path / "scorer")
+    commit = hub.put("org/scorer", of_folder(tmp_path / "scorer"))
+    from pipeline.runtime import roles
+
+    job_ = job(storage, "reward=org/scorer", verb="score")
+    host_ = load_host(job_)
+    assert host_.work.inputs == {"reward.0": f"hf://org/scorer@{commit}"}
+    hub.put("org/scorer", {"config.json": b"moved on"})  # the run keeps to its commit
+    reward = roles.add_rewards(host_, roles.shared_base(host_))[0]
+    assert type(reward).__name__ == "ModelReward"
+
+
+def refuses(storage, says, *settings, verb="export"):
+    with pytest.raises(InputError) as caught:
+        host(storage, *settings) if verb == "export" else load_host(job(storage, *settings, verb=verb))
+    assert re.search(says, str(caught.value)), caught.value
+
+
+def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, storage, in_root):
+    plain = {name: data for name, data in adapter.items() if name != "lineage.json"}
+    settings = json.loads(plain["adapter_config.json"])
+    pickled = {
+        ("adapter_model.bin" if name == "adapter_model.safetensors" else name): data
+        for name, data in plain.items()
+    }
+    hub.put("org/pickled", pickled)
+    hub.put("org/gated", plain, gated=True)
+    hub.put("org/empty", {"README.md": b"nothing"})
+    hub.put("org/mine", plain)
+    refuses(storage, r"policy: hf://org/pickled@\w+ has no adapter_model\.safetensors\. Adapters are read from safetensors only",
+            "policy=org/pickled", "reward=null")  # fmt: skip
+    refuses(
+        storage,
+        r"policy: 'org/gated' is gated and no valid HF_TOKEN is set",
+        "policy=org/gated",
+        "reward=null",
+    )
+    refuses(
+        storage,
+        r"policy: org/empty holds neither adapter_config\.json nor config\.json",
+        "policy=org/empty",
+        "reward=null",
+    )
+    refuses(
+        storage,
+        r"policy: 'org/none' is neither a folder here nor a model on the hub",
+        "policy=org/none",
+        "reward=null",
+    )
+    refuses(storage, r"policy: 'org/mine' has no revision 'v9'", "policy=org/mine@v9", "reward=null")
+    refuses(storage, r"policy: found 'hf://org', expected hf://OWNER/NAME", "policy=hf://org", "reward=null")
+    refuses(storage, r"reward: .*without a scalar head", "policy=null", "reward=org/mine")
+    # on the hub, base and adapter each have a name to compare
+    hub.put("org/base", of_folder(Path(BASE)))
+    hub.put(
+        "org/other",
+        plain
+        | {"adapter_config.json": json.dumps(settings | {"base_model_name_or_path": "org/large"}).encode()},
+    )
+    on_hub = "model.name_or_path=org/base"
+    refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*type "
+            r"model\.name_or_path=org/large", on_hub, "policy=org/other", "reward=null")  # fmt: skip
+    hub.put(
+        "org/same",
+        plain
+        | {"adapter_config.json": json.dumps(settings | {"base_model_name_or_path": "Org/base"}).encode()},
+    )
+    assert (
+        host(storage, on_hub, "policy=org/same", "reward=null")
+        .work.inputs["policy"]
+        .startswith("hf://org/same@")
+    )
+
+
+def test_offline_an_adapter_comes_from_the_cache_or_not_at_all(adapter, hub, storage, monkeypatch, in_root):
+    commit = hub.put("org/mine", adapter)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refuses(storage, r"policy: 'org/mine' is not a folder here, and the hub cannot be reached nor is it in the hub cache",
+            "policy=org/mine", "reward=null")  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    from pipeline.models import base_files
+
+    base_files._hub_answers.cache_clear()
+    registry.fetch(registry.pin("org/mine", ""), "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    base_files._hub_answers.cache_clear()
+    assert host(storage, "policy=org/mine", "reward=null").work.inputs == {
+        "policy": f"hf://org/mine@{commit}"
+    }
+
+
+def test_a_folder_of_that_name_is_meant_before_the_hub(models, storage, tmp_path, monkeypatch, in_root):
+    shutil.copytree(models["toy-policy"], tmp_path / "owner/mine")
+    monkeypatch.chdir(tmp_path)
+    base = f"model.name_or_path={BASE}"
+    made = load_job(ROOT / "jobs/demo/export.yaml", [base, "policy=owner/mine", "reward=null"], "export")
+    assert pin_inputs(made)[1] == {"policy": "owner/mine"}
+
+
+def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, models):
+    old = hub.put("org/base", of_folder(Path(BASE)), branch="v1")
+    hub.put("org/base", of_folder(Path(BASE)) | {"x": b""})
+    plain = {
+        name: data for name, data in of_folder(Path(models["toy-policy"])).items() if name != "lineage.json"
+    }
+    hub.put("org/mine", plain)
+    made = host(storage, "model.name_or_path=org/base@v1", "policy=org/mine", "reward=null")
+    assert (made.job.model.name_or_path, made.job.model.revision) == ("org/base", old)
+    assert made.work.base["digest"] == f"commit:{old}"
+    with pytest.raises(
+        InputError, match=r"model\.revision: found 'v2', but model\.name_or_path says 'v1'; keep one"
+    ):
+        job(storage, "model.name_or_path=org/base@v1", "model.revision=v2")
+
+
+def test_an_adapter_of_another_commit_of_its_base_says_which():
+    base = {"name_or_path": "org/base", "digest": "commit:" + "b" * 40}
+    facts = {"base": {"name_or_path": "org/base", "digest": "commit:" + "a" * 40}}
+    with pytest.raises(InputError, match=f"type model.revision={'a' * 40}"):
+        lineage.check_base(facts, base, "policy", "org/mine")
+
+
+@pytest.mark.slow
+def test_workers_of_ray_fetch_them_too(models, tmp_path):
+    """The command line in a process of its own, which reads HF_ENDPOINT as its workers do."""
+    with serve() as hub:
+        hub.put("org/scorer", of_folder(Path(models["toy-rm"])), private=True)
+        hub.put("org/writer", of_folder(Path(models["toy-policy"])), private=True)
+        environment = os.environ | {
+            "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN,
+        }  # fmt: skip
+        overrides = [
+            "policy=org/writer",
+            "reward=org/scorer",
+            "trainer.response_length=8",
+            f"run.storage_path={tmp_path}",
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", "generate", "jobs/demo/generate.yaml", "run.name=answers", *overrides],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+        result = json.loads((tmp_path / "answers/result.json").read_text())
+        commits = {name: repo["branches"]["main"] for name, repo in hub.repos.items()}
+        assert result["inputs"] == {
+            "policy": f"hf://org/writer@{commits['org/writer']}",
+            "reward.0": f"hf://org/scorer@{commits['org/scorer']}",
+        }
+        assert TOKEN not in done.stdout + done.stderr

@@ -1,0 +1,143 @@
+"""Feedback: whole lines, once, of the answer that was given; and what is kept of it where prompts are not."""
+
+import json
+import os
+
+import pytest
+
+from pipeline.serving.feedback import FeedbackStore
+from pipeline.serving.protocol import Refused
+
+MESSAGES = [{"role": "user", "content": "What is the capital of Peru?"}]
+
+
+def store(folder, log_prompts=True, most=1 << 20):
+    return FeedbackStore(str(folder), log_prompts, most)
+
+
+def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, log_prompts=True):
+    facts = {
+        "id": name,
+        "time": time,
+        "version": "models:/p/3",
+        "model": "p",
+        "seed": 7,
+        "choices": len(texts),
+    }
+    return facts | ({"messages": MESSAGES, "texts": list(texts)} if log_prompts else {})
+
+
+def rows(folder, name):
+    file = folder / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_each_kind_has_its_rows_with_the_version_that_spoke(tmp_path):
+    kept = store(tmp_path)
+    kept.remember([answer()])
+    kept.give({"id": "chatcmpl-1", "label": True})
+    kept.give({"id": "chatcmpl-1", "label": False, "choice": 1})
+    kept.give({"id": "chatcmpl-1", "chosen": 0, "rejected": 1})
+    assert kept.give({"id": "chatcmpl-1", "edit": "It is Lima."})["version"] == "models:/p/3"
+    facts = {"version": "models:/p/3", "seed": 7}
+    thumbs = [
+        {k: row[k] for k in ("prompt", "completion", "label", "version", "seed")}
+        for row in rows(tmp_path, "thumbs")
+    ]
+    assert thumbs == [
+        {"prompt": MESSAGES, "completion": "Lima.", "label": True, **facts},
+        {"prompt": MESSAGES, "completion": "Cuzco.", "label": False, **facts},
+    ]
+    [pair] = rows(tmp_path, "comparisons")
+    assert (pair["chosen"], pair["rejected"]) == ("Lima.", "Cuzco.")
+    [edit] = rows(tmp_path, "edits")
+    assert (edit["completion"], edit["original"]) == ("It is Lima.", "Lima.")
+
+
+def test_the_same_again_changes_nothing_and_something_else_is_refused_over_a_restart_too(tmp_path):
+    kept = store(tmp_path)
+    kept.remember([answer()])
+    for _ in range(2):
+        for said in ({"label": True}, {"edit": "It is Lima."}, {"chosen": 0, "rejected": 1}):
+            first = kept.give({"id": "chatcmpl-1", **said})
+            assert kept.give({"id": "chatcmpl-1", **said}) == first
+        for said in ({"label": False}, {"edit": "No."}, {"chosen": 1, "rejected": 0}):
+            with pytest.raises(Refused) as refused:
+                kept.give({"id": "chatcmpl-1", **said})
+            assert refused.value.status == 409
+        kept = store(tmp_path)
+    assert [len(rows(tmp_path, name)) for name in ("thumbs", "edits", "comparisons")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ({"id": "chatcmpl-9", "label": True}, 404),
+        ({"id": "chatcmpl-1", "label": True, "choice": 2}, 400),
+        ({"id": "chatcmpl-1", "chosen": 0, "rejected": 2}, 400),
+        ({"id": "same", "chosen": 0, "rejected": 1}, 400),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(said, status, tmp_path):
+    kept = store(tmp_path)
+    kept.remember([answer(), answer("same", ("Lima.", "Lima."))])
+    with pytest.raises(Refused) as refused:
+        kept.give(said)
+    assert refused.value.status == status and not list(tmp_path.glob("*.jsonl"))
+
+
+def test_what_a_killed_writer_left_of_a_line_is_taken_out(tmp_path):
+    kept = store(tmp_path)
+    kept.remember([answer(), answer("chatcmpl-2")])
+    kept.give({"id": "chatcmpl-1", "label": True})
+    whole = (tmp_path / "thumbs.jsonl").read_bytes()
+    (tmp_path / "thumbs.jsonl").write_bytes(whole + whole[: len(whole) // 2])
+    kept = store(tmp_path)
+    assert (tmp_path / "thumbs.jsonl").read_bytes() == whole
+    kept.give({"id": "chatcmpl-2", "label": False})
+    assert [row["label"] for row in rows(tmp_path, "thumbs")] == [True, False]
+
+
+def test_a_line_that_is_written_in_part_is_taken_back(tmp_path, monkeypatch):
+    kept, write = store(tmp_path), os.write
+    kept.remember([answer()])
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
+    with pytest.raises(Refused) as refused:
+        kept.give({"id": "chatcmpl-1", "label": True})
+    assert refused.value.status == 507 and (tmp_path / "thumbs.jsonl").read_bytes() == b""
+    monkeypatch.undo()
+    kept.give({"id": "chatcmpl-1", "label": True})
+    assert len(rows(tmp_path, "thumbs")) == 1
+
+
+def test_the_folder_has_a_size_and_old_conversations_make_room(tmp_path):
+    kept = store(tmp_path, most=1 << 16)
+    for i in range(40):
+        kept.remember([answer(f"chatcmpl-{i}-{j}", ("x" * 200, "y"), time=4e9 + i) for j in range(64)])
+    assert kept.conversation_bytes <= 1 << 15
+    with pytest.raises(Refused) as forgotten:
+        kept.give({"id": "chatcmpl-0-0", "label": True})
+    assert forgotten.value.status == 404
+    written = 0
+    with pytest.raises(Refused) as full:
+        for j in range(64):
+            kept.remember([answer(f"new-{j}", ("z" * 2000,), time=5e9 + j)])
+            kept.give({"id": f"new-{j}", "label": True})
+            written += 1
+    assert full.value.status == 507 and written == len(rows(tmp_path, "thumbs")) > 5
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 1 << 15
+
+
+def test_without_log_prompts_no_text_is_on_the_disk(tmp_path):
+    kept = store(tmp_path, log_prompts=False)
+    kept.remember([answer(log_prompts=False)])
+    kept.give({"id": "chatcmpl-1", "label": True})
+    kept.give({"id": "chatcmpl-1", "chosen": 1, "rejected": 0})
+    kept.shadow({"prompt": MESSAGES, "completion": "Lima."})
+    with pytest.raises(Refused, match="texts are not kept"):
+        kept.give({"id": "chatcmpl-1", "edit": "It is Lima."})
+    assert [row["said"]["kind"] for row in rows(tmp_path, "votes")] == ["thumbs", "comparisons"]
+    assert not any(
+        b"Lima" in file.read_bytes() or b"capital" in file.read_bytes() for file in tmp_path.iterdir()
+    )
+    assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.glob("*.jsonl"))

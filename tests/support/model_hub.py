@@ -1,0 +1,292 @@
+"""A hub of models on a port of this machine: as much of the hub's HTTP interface as pushing a model and loading it takes."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+TOKEN = "hf_" + "aB3" * 11  # of the user who may write
+READER = "hf_" + "rO7" * 11  # of one who may not
+
+
+class ModelHub:
+    """Repositories by name; their files by branch and by commit."""
+
+    def __init__(self):
+        self.repos = {}  # {name: {"private": bool, "gated": bool, "branches": {name: commit}, "commits": {commit: files}}}
+        self.blobs = {}  # LFS, by sha256
+        self.requests = []  # (method, path, authorization) of each
+        self.lfs = False  # whether safetensors go through LFS
+        self.broken_after = None  # requests with a body that are answered before the hub fails
+        self.address = ""
+
+    def put(self, repo, files, private=False, gated=False, branch="main"):
+        """A commit with these files {path: bytes}; its id."""
+        kept = self.repos.setdefault(
+            repo, {"private": private, "gated": gated, "branches": {}, "commits": {}}
+        )
+        before = kept["branches"].get(branch, "")
+        content = before + "".join(
+            path + hashlib.sha256(data).hexdigest() for path, data in sorted(files.items())
+        )
+        commit = hashlib.sha1(content.encode()).hexdigest()
+        kept["branches"][branch], kept["commits"][commit] = commit, dict(files)
+        return commit
+
+    def files(self, repo, branch="main"):
+        return self.repos[repo]["commits"][self.repos[repo]["branches"][branch]]
+
+    def writes(self):
+        return [(method, path) for method, path, _ in self.requests if method not in ("GET", "HEAD")]
+
+
+def of_folder(folder):
+    """{path: bytes} of a folder's files."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: ModelHub
+
+    def log_message(self, *_):
+        pass
+
+    def send(self, status, body=b"", **headers):
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def refuse(self, status, code):
+        self.send(status, {"error": code}, X_Error_Code=code, X_Error_Message=code)
+
+    def answer(self):
+        hub, path = self.hub, unquote(urlparse(self.path).path)
+        body = self.body()
+        sent = self.headers.get("Authorization")
+        hub.requests.append((self.command, path, sent))
+        if self.command in ("POST", "PUT") and hub.broken_after is not None:
+            hub.broken_after -= 1
+            if hub.broken_after < 0:
+                self.send(507, {"error": "no space left"})  # a status that no library tries again
+                return
+        known = {f"Bearer {TOKEN}": "owner", f"Bearer {READER}": "reader"}
+        user = known.get(sent)
+        if sent and user is None and not path.startswith("/lfs/"):
+            self.send(401, {"error": "Invalid credentials"})
+        elif path == "/":
+            self.send(200)
+        elif path == "/api/whoami-v2":
+            if user:
+                self.send(200, {"name": user, "type": "user", "orgs": [], "auth": {}})
+            else:
+                self.send(401, {"error": "Invalid username or password."})
+        elif path == "/api/validate-yaml":
+            self.send(200, {"errors": [], "warnings": []})
+        elif path == "/api/repos/create":
+            self.create(json.loads(body), user)
+        elif path.startswith("/lfs/"):
+            hub.blobs[path.removeprefix("/lfs/")] = body
+            self.send(200)
+        elif found := re.fullmatch(r"/([\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", path):
+            self.lfs_batch(json.loads(body))
+        elif found := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(\w[\w-]*)(?:/(.*))?)?", path):
+            self.repository(found[1], found[2], found[3], body, user)
+        elif found := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)", path):
+            self.file(found[1], found[2], found[3], user)
+        else:
+            self.send(404, {"error": path})
+
+    do_GET = do_HEAD = do_POST = do_PUT = answer
+
+    def body(self):
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def create(self, asked, user):
+        name = f"{asked.get('organization') or user}/{asked['name']}"
+        if user != "owner" or name.startswith("others/"):
+            self.send(403, {"error": "You don't have the rights to create a model under this namespace"})
+        elif name in self.hub.repos:
+            self.send(
+                409, {"error": "You already created this model repo", "url": f"{self.hub.address}/{name}"}
+            )
+        else:
+            self.hub.put(
+                name, {".gitattributes": b"*.safetensors lfs\n"}, private=asked.get("visibility") == "private"
+            )
+            self.send(200, {"url": f"{self.hub.address}/{name}"})
+
+    def found(self, repo, revision, user):
+        """(repository, commit), or None after an answer that says why not."""
+        kept = self.hub.repos.get(repo)
+        if kept is None or (kept["private"] and user is None):
+            self.refuse(404 if user else 401, "RepoNotFound")
+            return None
+        if kept["gated"] and user != "owner":
+            self.refuse(403 if user else 401, "GatedRepo")
+            return None
+        commit = kept["branches"].get(revision, revision)
+        if commit not in kept["commits"]:
+            self.refuse(404, "RevisionNotFound")
+            return None
+        return kept, commit
+
+    def repository(self, repo, verb, rest, body, user):
+        if verb == "branch":
+            self.branch(repo, rest, user)
+            return
+        revision = (rest or "main").split("/")[0]
+        there = self.found(repo, revision, user)
+        if there is None:
+            return
+        kept, commit = there
+        files = kept["commits"][commit]
+        if verb in (None, "revision"):
+            siblings = [{"rfilename": name} for name in files]
+            facts = {"id": repo, "sha": commit, "siblings": siblings, "private": kept["private"], "tags": []}
+            self.send(200, facts, Content_Type="application/json")
+        elif verb == "tree":
+            inside = (rest or "").partition("/")[2]
+            entries = [self.entry(name, data) for name, data in files.items() if name.startswith(inside)]
+            self.send(200, entries) if entries else self.refuse(404, "EntryNotFound")
+        elif verb == "preupload":
+            modes = [
+                {
+                    "path": one["path"],
+                    "uploadMode": self.mode(one["path"]),
+                    "shouldIgnore": False,
+                    "oid": self.oid(files, one["path"]),
+                }
+                for one in json.loads(body)["files"]
+            ]
+            self.send(200, {"files": modes})
+        elif verb == "commit":
+            self.commit(repo, kept, revision, files, body, user)
+        else:
+            self.send(404, {"error": verb})
+
+    def mode(self, path):
+        return "lfs" if self.hub.lfs and path.endswith(".safetensors") else "regular"
+
+    def oid(self, files, path):
+        if path not in files:
+            return None
+        data = files[path]
+        if self.mode(path) == "lfs":
+            return hashlib.sha256(data).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+    def entry(self, name, data):
+        return {"type": "file", "oid": hashlib.sha1(data).hexdigest(), "size": len(data), "path": name}
+
+    def branch(self, repo, name, user):
+        kept = self.hub.repos[repo]
+        if user != "owner":
+            self.send(403, {"error": "forbidden"})
+        elif name in kept["branches"]:
+            self.send(409, {"error": "Reference already exists"})
+        else:
+            kept["branches"][name] = kept["branches"]["main"]
+            self.send(200, {})
+
+    def commit(self, repo, kept, branch, files, body, user):
+        lines = [json.loads(line) for line in body.splitlines() if line.strip()]
+        header = next(one["value"] for one in lines if one["key"] == "header")
+        if user != "owner":
+            self.send(403, {"error": "forbidden"})
+            return
+        if header.get("parentCommit", kept["branches"][branch]) != kept["branches"][branch]:
+            self.send(412, {"error": "The expected parent commit is not the head of the branch"})
+            return
+        new = dict(files)
+        for one in lines:
+            value = one["value"]
+            if one["key"] == "file":
+                new[value["path"]] = base64.b64decode(value["content"])
+            elif one["key"] == "lfsFile":
+                new[value["path"]] = self.hub.blobs[value["oid"]]
+            elif one["key"] == "deletedFile":
+                new.pop(value["path"])
+        oid = self.hub.put(repo, new, branch=branch)
+        self.send(
+            200, {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.address}/{repo}/commit/{oid}"}
+        )
+
+    def lfs_batch(self, asked):
+        objects = [
+            {
+                "oid": one["oid"],
+                "size": one["size"],
+                "actions": {"upload": {"href": f"{self.hub.address}/lfs/{one['oid']}"}},
+            }
+            for one in asked["objects"]
+        ]
+        self.send(200, {"transfer": "basic", "objects": objects})
+
+    def file(self, repo, revision, path, user):
+        there = self.found(repo, revision, user)
+        if there is None:
+            return
+        kept, commit = there
+        data = kept["commits"][commit].get(path)
+        if data is None:
+            self.send(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+            return
+        self.send(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=commit)
+
+
+@contextmanager
+def serve():
+    """A running ModelHub."""
+    hub = ModelHub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": hub}))
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+
+
+@contextmanager
+def connected(cache):
+    """A ModelHub that this process's libraries take for the hub, with an empty cache of their own.
+
+    huggingface_hub reads its settings when it is imported; a process of its own would take HF_ENDPOINT and HF_HOME.
+    """
+    import huggingface_hub.hf_api
+    from huggingface_hub import constants
+
+    from pipeline.models import base_files
+
+    with serve() as hub, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", hub.address)
+        patch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        patch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.address)
+        patch.setattr("transformers.utils.hub._hf_api", None)
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.delenv("HF_TOKEN", raising=False)
+        base_files._hub_answers.cache_clear()
+        yield hub
+    base_files._hub_answers.cache_clear()

@@ -1,0 +1,45 @@
+"""The application of `serve` on the tests' own Ray."""
+
+import contextlib
+import http.client
+import json
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+from running import ROOT
+
+from pipeline.commands.serve import serving
+from pipeline.config import load_job
+
+POLICIES = "serve.policies={toy: models:/toy-policy@champion, bare: base}"
+REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
+
+
+@contextlib.contextmanager
+def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
+    """Its address, and its job."""
+    given = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
+    job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
+    with serving(job) as work:
+        yield SimpleNamespace(url=f"http://127.0.0.1:{work.job.serve.port}", job=work.job)
+
+
+def ask(url, path, body=None, method=None, **headers):
+    """(status, headers, JSON value or bytes) of a request."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
+    with contextlib.closing(connection):
+        data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        connection.request(method or ("GET" if data is None else "POST"), path, data, headers)
+        answer = connection.getresponse()
+        content = answer.read()
+        with contextlib.suppress(ValueError):
+            content = json.loads(content)
+        return answer.status, dict(answer.getheaders()), content
+
+
+def chat(url, text="What is the capital of Peru?", model="toy", **settings):
+    """(status, answer) of a chat completion."""
+    asked = {"model": model, "messages": [{"role": "user", "content": text}], **settings}
+    status, _, answer = ask(url, "/v1/chat/completions", asked)
+    return status, answer

@@ -1,0 +1,67 @@
+"""Which trials stop early: Ray Tune's ASHA, told the same for every worker and after a restart."""
+
+import json
+
+from pipeline.sweep.rungs import Rungs
+
+STOPS = "ASHA: at 25 % of the steps not among the best 1/2"
+
+
+def rungs(greater=False, factor=2, known=None):
+    return Rungs(greater, 25, factor, known or {}, [])
+
+
+def test_the_worse_one_stops_and_every_worker_hears_the_same():
+    judge = rungs()
+    assert judge.report("good", 25, 100, 0.3) is None
+    assert judge.report("bad", 25, 100, 0.6) == STOPS
+    assert judge.report("bad", 25, 100, 0.1) == STOPS  # another rank, or the trial after a restart
+    assert len(judge.state()["reports"]["bad"]) == 1
+
+
+def test_a_larger_figure_may_be_the_better_one():
+    judge = rungs(greater=True)
+    assert judge.report("good", 25, 100, 0.6) is None and judge.report("bad", 25, 100, 0.3) == STOPS
+
+
+def test_nothing_stops_before_the_grace_period_at_the_end_or_when_it_is_off():
+    judge = rungs()
+    for trial, figure in (("good", 0.3), ("bad", 0.6)):
+        assert judge.report(trial, 24, 100, figure) is None
+        assert judge.report(trial, 100, 100, figure) is None
+    off = rungs(factor=1)
+    assert off.report("good", 25, 100, 0.3) is None and off.report("bad", 25, 100, 0.6) is None
+
+
+def test_trials_of_unequal_length_are_compared_at_the_same_share_of_their_steps():
+    judge = rungs()
+    assert judge.report("long", 250, 1000, 0.3) is None
+    assert judge.report("short", 24, 100, 0.6) is None and judge.report("short", 25, 100, 0.6) == STOPS
+
+
+def test_another_driver_goes_on_from_what_was_reported():
+    first = rungs()
+    first.report("good", 25, 100, 0.3)
+    first.report("bad", 25, 100, 0.6)
+    left = json.loads(json.dumps(first.state()["reports"]))
+    again = rungs(known=left)
+    assert again.state()["reports"] == left
+    assert again.report("bad", 25, 100, 0.6) == STOPS
+    assert again.report("late", 30, 100, 0.5).startswith("ASHA: at 30 %")  # compared with those before
+    assert rungs().report("late", 30, 100, 0.5) is None
+
+
+def test_what_runs_and_what_failed():
+    judge = rungs()
+    judge.begin("a")
+    judge.begin("a")  # its process died, and another one took over
+    judge.begin("b")
+    assert judge.state()["running"] == ["a", "b"]
+    judge.end("a", "out of memory")
+    judge.end("b", None)
+    assert judge.state() == {
+        "reports": {},
+        "failures": {"a": "out of memory"},
+        "running": [],
+        "ended": ["a", "b"],
+    }

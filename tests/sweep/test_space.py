@@ -1,0 +1,119 @@
+"""What a sweep varies: values on the command line become jobs, and what is wrong with any of them is said before one starts."""
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.errors import InputError
+from pipeline.sweep.space import read, split
+
+RM, DPO, KTO = "jobs/demo/rm.yaml", "jobs/demo/dpo.yaml", "jobs/demo/kto.yaml"
+
+
+@pytest.fixture(autouse=True)
+def from_root(in_root):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1e-4,3e-4", ["1e-4", "3e-4"]),
+        ("[q_proj,v_proj],[q_proj]", ["[q_proj,v_proj]", "[q_proj]"]),
+        ("{a: 1, b: 2},null", ["{a: 1, b: 2}", "null"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ("loguniform(1e-5,1e-3)", ["loguniform(1e-5,1e-3)"]),
+        ("1,", ["1", ""]),
+    ],
+)
+def test_a_list_is_split_at_its_own_commas(text, values):
+    assert split(text) == values
+
+
+def test_every_combination_is_a_trial_with_a_job_of_its_own():
+    sweep = read(RM, ["trainer.learning_rate=1e-4,3e-4", "lora.r=8,16", "trainer.seed=2", "run.name=mine"])
+    assert [trial.name for trial in sweep.trials] == [
+        f"learning_rate-{rate}_r-{r}" for rate in ("1e-4", "3e-4") for r in (8, 16)
+    ]
+    last = sweep.trials[-1].job
+    assert (last.trainer["learning_rate"], last.lora["r"], last.trainer["seed"]) == (3e-4, 16, 2)
+    assert last.folder == f"{sweep.folder}/learning_rate-3e-4_r-16" and sweep.folder.endswith("runs/mine")
+    assert last.mlflow.registered_model is None and sweep.job.mlflow.registered_model == "rlhf-rm"
+    assert {trial.job.data.cache_dir for trial in sweep.trials} == {f"{sweep.job.run.storage_path}/data"}
+
+
+def test_the_same_command_has_the_same_name_and_another_one_another():
+    def name(*arguments):
+        return read(RM, list(arguments)).job.run.name
+
+    first = name("trainer.learning_rate=1e-4,3e-4")
+    assert first.startswith("sweep-rm-")
+    assert name("trainer.learning_rate=1e-4,3e-4", "run.max_failures=7", "scaling.num_workers=2") == first
+    assert name("trainer.learning_rate=1e-4,2e-4") != first
+    assert name("trainer.learning_rate=1e-4,3e-4", "trainer.seed=9") != first
+
+
+def test_ranges_are_drawn_by_the_seed():
+    def rates(*more):
+        given = ["trainer.learning_rate=loguniform(1e-5,1e-3)", "lora.r=8,16", "sweep.num_samples=3", *more]
+        return [(trial.job.trainer["learning_rate"], trial.job.lora["r"]) for trial in read(RM, given).trials]
+
+    drawn = rates()
+    assert len(set(drawn)) == 6 and drawn == rates() and drawn != rates("trainer.seed=5")
+    assert all(1e-5 <= rate <= 1e-3 for rate, _ in drawn)
+    ranks = [t.job.lora["r"] for t in read(RM, ["lora.r=randint(4,6)", "sweep.num_samples=20"]).trials]
+    assert sorted(ranks) == [4, 5]  # each once
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "said"),
+    [
+        (RM, [], "nothing varies"),
+        (RM, ["trainer.learning_rate="], "trainer.learning_rate: a value is missing"),
+        (RM, ["trainer.learning_rate=1e-4"], "nothing varies"),
+        (RM, ["trainer.learning_rate=1e-4,"], "trainer.learning_rate: found '1e-4,': a value is missing"),
+        (RM, ["trainer.learning_rate=,"], "a value is missing"),
+        (RM, ["lora.r=8,8"], "lora.r: found 8 twice"),
+        (RM, ["trainer.learning_rate=1e-4,0.0001"], "learning_rate-1e-4 and learning_rate-0.0001 are the same job"),
+        (RM, ["lora.r=8,16", "lora.r=32,64"], "lora.r: found twice on the command line"),
+        (RM, ["trainer.learning_rat=1e-4,3e-4"], "did you mean trainer.learning_rate"),
+        (RM, ["lora.r=8,0"], "1 of 2 trials cannot run; nothing was started"),
+        (RM, ["lora.r=8,eight"], "in lora.r=eight"),
+        (RM, ["trainer.learning_rate=loguniform(1e-3,1e-5)"], "expected the smaller bound first"),
+        (RM, ["trainer.learning_rate=loguniform(0,1e-5)"], "of loguniform above 0"),
+        (RM, ["trainer.learning_rate=loguniform(a,b)"], "expected two numbers"),
+        (RM, ["trainer.learning_rate=1e-4,uniform(1e-5,1e-3)"], "a range stands alone"),
+        (RM, ["lora.r=8,16", "sweep.num_samples=2"], "no key has a range"),
+        (RM, ["lora.r=8,16", "sweep.samples=2"], "sweep.samples: unknown key; expected one of num_samples"),
+        (RM, ["lora.r=8,16", "sweep.grace_period=0"], "expected a whole number from 1 to 100"),
+        (RM, ["lora.r=8,16,32", "sweep.max_trials=2"], "3 trials, but at most 2"),
+        (RM, ["run.name=a,b"], "run.name: a sweep cannot vary it"),
+        (RM, ["data.max_length=64,128"], "data.max_length: a sweep cannot vary it"),
+        (RM, ["mlflow.alias=a,b"], "mlflow.alias: a sweep cannot vary it"),
+        (RM, ["gate.eval_accuracy=>= 0.5,>= 0.6"], "gate.eval_accuracy: a sweep cannot vary it"),
+        (RM, ["trainer.eval_steps=1,2"], "trainer.eval_steps: a sweep cannot vary it"),
+        (RM, ["lora.r=8,16", "data.eval=null", "trainer.eval_strategy=no", "gate={}"], "there are none"),
+        (RM, ["lora.r=8,16", "run.metric_for_best_model=eval_acuracy"], "did you mean eval_accuracy"),
+        (RM, ["trainer.center_rewards_coefficient=0,0.01"], "run.metric_for_best_model=eval_accuracy"),
+        (DPO, ["trainer.beta=0.1,0.3"], "run.metric_for_best_model=eval_rewards/accuracies"),
+        (KTO, ["trainer.beta=0.1,0.3", "run.metric_for_best_model=eval_rewards/margins"], "of which trainer.beta"),
+        ("jobs/demo/evaluate.yaml", ["trainer.seed=1,2"], "`evaluate` trains nothing"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_starts(path, arguments, said, capsys, tmp_path):
+    assert main(["sweep", path, *arguments, f"run.storage_path={tmp_path}"]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_wrong_combinations_are_named_together():
+    with pytest.raises(InputError) as error:
+        read(RM, ["trainer.learning_rate=-1,1e-4,200", "lora.r=8,16"])
+    assert "4 of 6 trials cannot run" in str(error.value)
+    for values in ("learning_rate=-1 lora.r=8", "learning_rate=-1 lora.r=16", "learning_rate=200 lora.r=16"):
+        assert values in str(error.value)
+
+
+def test_a_figure_that_does_not_depend_on_beta_compares_betas():
+    more = ["run.metric_for_best_model=eval_rewards/accuracies", "data.batch_size=16,32"]
+    sweep = read(DPO, ["trainer.beta=0.1,0.3", *more])
+    assert (sweep.metric, sweep.greater, len(sweep.trials)) == ("eval_rewards/accuracies", True, 4)
