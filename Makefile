@@ -49,7 +49,7 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf sft rm dpo kto ppo evaluate generate collect chat score serve export sweep iterate validate plan doctor test test-all bench chaos museum \
+.PHONY: help setup rlhf sft rm dpo kto ppo evaluate generate collect chat score serve export sweep iterate validate plan doctor test test-all bench chaos museum gpu \
         lint format report notebook ui up status dashboard down jobs logs stop
 
 help: ## list the targets
@@ -139,6 +139,10 @@ chaos: setup ## kill workers, drivers and nodes, spoil checkpoints; every run mu
 
 museum: $(VENV)/.dev ## plant 70 known bugs, one at a time, and report which ones the self-checks name
 	@$(PY) tests/museum $(ARGS)
+
+# Without `setup`: a machine with a GPU often has an environment with torch, and needs no other.
+gpu: ## what one GPU shows of this, in 25 minutes: docs/gpu.md; PYTHON=python3 for one with torch, transformers and peft; SMALL=1: on a CPU
+	@PYTHONPATH=. $(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) -m tests.gpu $(ARGS)
 
 lint: $(VENV)/.dev ## style, format and types
 	@$(PY) -m ruff check .

@@ -198,6 +198,7 @@ def test_every_command_is_covered():
         "make test",
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
+        *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
         *(
             ".venv/bin/ray get-auth-token",

@@ -1,0 +1,291 @@
+"""Are the numbers right on this device? Four layers of 8B, where nothing else is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline.models import probes
+from pipeline.models.adapters import SharedBase
+from pipeline.models.precision import linear_fp32, mm_fp32
+from pipeline.ppo import doctor
+from pipeline.ppo.batch import Totals, collate
+from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
+from tests.gpu import models
+from tests.gpu.models import DEVICE, SMALL, small
+from tests.gpu.record import Record
+
+LAYERS = 4
+MEASURED = ("time/", "memory/", "train_", "mfu")  # metrics that differ from run to run
+
+
+def doctors(record: Record, precision: str) -> None:
+    """Every check of `doctor`, two updates after which all metrics are finite, and a resume from a checkpoint."""
+    shared = models.shared_base(precision=precision, layers=LAYERS)
+    trainer = models.trainer(shared, 8, (5, 60), small(32, 12), gradient_checkpointing=True)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = {role: _saved(shared, role, folder) for role in ("policy", "reward", "reference")}
+        findings, _ = doctor.examine(trainer, folders)
+        for finding in findings:
+            if finding.holds is not None:
+                record.check(finding.check, finding.found, finding.holds)
+        record.check("doctor's checks that apply", len(record.checks), len(record.checks) >= 12)
+        for _ in range(2):
+            metrics = trainer.run_update()
+        wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
+        record.check("all metrics of two updates are finite", wrong or "yes", not wrong)
+        trainer.save(f"{folder}/state")
+        expected = trainer.run_update()
+        trainer.restore(f"{folder}/state")
+        again = trainer.run_update()
+    # Backward sums in any order on a GPU; what comes before it must be the same.
+    before = [n for n in expected if n.startswith(("objective/", "completions/", "val/num", "val/sampler"))]
+    differ = [name for name in before if expected[name] != again[name]]
+    record.check(
+        "an update is repeated from a checkpoint: rollout, scores, KL", differ or "to the bit", not differ
+    )
+    norms = max(abs(again[n] / expected[n] - 1) for n in expected if n.startswith("grad_norm/"))
+    record.check("and its gradient norms to 1e-2", norms, norms < (1e-2 if DEVICE.type == "cuda" else 1e-9))
+
+
+def _saved(shared: SharedBase, role: str, folder: str) -> str:
+    """The role's adapter in a folder of its own, with its probes, as a stage leaves it."""
+    at = f"{folder}/{role}"
+    shared.save(role, at)
+
+    def output(ids: list[int]) -> float:
+        if role != "reward":
+            return shared.mean_logprob(role, ids)
+        row, length = (torch.tensor([x], device=shared.device) for x in (ids, len(ids)))
+        return float(shared.scores(role, row, lengths=length))
+
+    with torch.no_grad():
+        probes.write(at, probes.sequences(shared.vocab_size, models.PAD), output)
+    return at
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Norm of the difference of two tensors, relative to that of the second."""
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    return float((a - b).norm() / b.norm())
+
+
+def cpu_and_gpu(record: Record) -> None:
+    """Log-probs, values and gradients of one micro-batch, in fp32 on the CPU and on the device."""
+    found = {str(device): _one_minibatch(device) for device in (torch.device("cpu"), DEVICE)}
+    if len(found) == 1:
+        found["again"] = _one_minibatch(DEVICE)
+        record.notes.append("There is no GPU: the CPU was compared with itself.")
+    exact, ours = found.values()
+    for name in exact:
+        off = distance(ours[name], exact[name])
+        record.check(f"{name}: relative difference below 1e-3", off, off < 1e-3)
+
+
+def _one_minibatch(device: torch.device) -> dict[str, torch.Tensor]:
+    shared = models.shared_base(precision="fp32", layers=LAYERS, device="cpu", spread=0.02).to(device)
+    trainer = models.trainer(shared, 4, (20, 40), 16)
+    rows = [row["input_ids"] for row in trainer.prompts[:4]]
+    draw = torch.Generator().manual_seed(2)
+    completions = [
+        Completion(
+            torch.randint(5, models.VOCABULARY // 2, (16,), generator=draw).tolist(), False, [0.0] * 16
+        )
+        for _ in rows
+    ]
+    episodes = collate(rows, completions, range(4), models.PAD, device)
+    episodes.scores = torch.ones(4, device=device)
+    trainer.logprobs_and_values(episodes)
+    logprobs, values = episodes.old_logprobs.clone(), episodes.values.clone()
+    episodes.ref_logprobs = logprobs - 0.1
+    trainer.rewards_and_advantages(episodes, None)
+    trainer.accumulate(episodes, [0, 1, 2, 3], Totals.of(episodes.learn), True)
+    gradients = {f"gradient of the {role}": doctor._flat(trainer, role) for role in trainer.roles}
+    return {"log-probs": logprobs, "values": values, **gradients}
+
+
+def ranks(record: Record) -> None:
+    """Two workers (gloo, on one device) end two updates with the figures of one worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        for world in (1, 2):
+            _start(_rank, world, folder)
+        one, two = (json.loads(Path(folder, f"{world}.json").read_text()) for world in (1, 2))
+    # A loss is a sum of terms that cancel out: what is smaller than 0.01 is compared with that.
+    off = {name: abs(two[name] - value) / max(abs(value), 0.01) for name, value in one.items()}
+    worst = max(off, key=lambda name: off[name])
+    limit = 1e-2 if DEVICE.type == "cuda" else 1e-4
+    found = f"{worst}: {one[worst]:.6g} and {two[worst]:.6g}"
+    record.check(f"all metrics agree to {limit:g}", found, off[worst] < limit)
+
+
+def _start(work: Callable[..., None], world: int, *args: Any) -> None:
+    """Runs `work(rank, world, *args)` in `world` processes. Forked where nothing has computed yet: that is quick."""
+    from torch.multiprocessing import start_processes
+
+    start_processes(work, (world, *args), nprocs=world, start_method="fork" if SMALL else "spawn")
+
+
+def _join(rank: int, world: int, folder: str, backend: str) -> None:
+    """Enters the process group that meets in a file of `folder`."""
+    dist.init_process_group(backend, f"file://{folder}/group-of-{world}", rank=rank, world_size=world)
+
+
+def _rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        _join(rank, world, folder, "gloo")
+    shared = models.shared_base(precision="fp32", layers=LAYERS)
+    trainer = models.trainer(shared, 8, (5, 40), 16, num_mini_batches=2, num_ppo_epochs=2)
+    for _ in range(2):
+        metrics = trainer.run_update()
+    if rank == 0:
+        figures = {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+        Path(folder, f"{world}.json").write_text(json.dumps(figures))
+
+
+def collectives(record: Record) -> None:
+    """The collectives that the pipeline uses, over NCCL in a group of one (a GPU takes one rank); gloo on a CPU."""
+    backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        _join(0, 1, folder, backend)
+        _collect(record, backend)
+
+
+def _collect(record: Record, backend: str) -> None:
+    x, parts = torch.ones(3, dtype=torch.float64, device=DEVICE), [None]
+    dist.all_reduce(x)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    dist.broadcast(x, 0)
+    dist.barrier()
+    dist.all_gather_object(parts, {"a": 1})
+    right = x.tolist() == [1.0] * 3 and parts == [{"a": 1}]
+    record.check(
+        f"{backend}: all_reduce, broadcast, barrier, all_gather_object", "as sent" if right else parts, right
+    )
+    dist.destroy_process_group()
+
+
+def random_state(record: Record) -> None:
+    """The state of the random numbers in a checkpoint is this device's, and that of no other GPU."""
+    from pipeline.ppo.state import rng_state, set_rng_state
+
+    torch.rand(5, device=DEVICE)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(rng_state(), f"{folder}/rng.pt")
+        expected = torch.rand(5, device=DEVICE)
+        gpus = range(1, torch.cuda.device_count()) if models.CUDA else ()
+        others = [torch.cuda.get_rng_state(index) for index in gpus]
+        set_rng_state(torch.load(f"{folder}/rng.pt", weights_only=True))
+    again = torch.rand(5, device=DEVICE)
+    record.check("numbers go on where they were", "yes", torch.equal(again, expected))
+    kept = all(torch.equal(torch.cuda.get_rng_state(i), state) for i, state in zip(gpus, others, strict=True))
+    record.check(f"those of {len(others)} other GPUs stay", "yes", kept)
+
+
+def fp32_logits(record: Record) -> None:
+    """Logits, log-probs and their gradients are those of fp32 sums; sampler and trainer agree."""
+    rows, hidden, vocabulary = small(300, 30), small(4096, 256), small(32000, 500)
+    a = torch.randn(rows, hidden, device=DEVICE).bfloat16()
+    b = torch.randn(vocabulary, hidden, device=DEVICE).bfloat16().t()
+    exact, ours, rounded = a.double() @ b.double(), mm_fp32(a, b), (a @ b).float()
+    ours_off, rounded_off = (float((x - exact).square().mean().sqrt()) for x in (ours, rounded))
+    found = {"ours": ours_off, "in bf16": rounded_off}
+    record.check("rms error of logits: ours < 1e-3 < in bf16", found, ours_off < 1e-3 < rounded_off)
+
+    head = torch.nn.Linear(512, 1000, bias=False, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(7, 512, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        y = linear_fp32(x, head, torch.bfloat16)
+    (grad,) = torch.autograd.grad(y.logsumexp(-1).sum(), x)
+    off = distance(grad, y.double().softmax(-1) @ head.weight.double())
+    record.check("gradient of the lm head's input: relative error below 1e-2", off, off < 1e-2)
+
+    shared = models.shared_base(layers=LAYERS, roles=["policy"], spread=0.02)
+    prompts = models.prompts(16, 20, 20)
+    sampling = Sampling(small(64, 8), (2,), seed=1)
+    completions = TransformersEngine(shared).generate(prompts, range(16), sampling)
+    episodes = collate(prompts, completions, range(16), models.PAD, shared.device)
+    with torch.no_grad():
+        again, _ = shared.logprobs("policy", episodes.input_ids, episodes.starts, episodes.mask)
+    rms = float((again - episodes.sampler_logprobs)[episodes.mask].square().mean().sqrt())
+    record.check("sampler's and trainer's log-probs: rms below 0.02 nats", rms, rms < 0.02)
+
+
+def nf4_load(record: Record) -> None:
+    """`load_base` quantises on the device, in seconds, and no whole base passes through the CPU."""
+    from pipeline.models.base import load_base
+
+    models.need("bitsandbytes")
+    with tempfile.TemporaryDirectory() as folder:
+        models.base(layers=LAYERS, device="cpu").save_pretrained(folder)
+        settings = SimpleNamespace(
+            name_or_path=folder,
+            revision=None,
+            dtype="bfloat16",
+            load_in_4bit=True,
+            attn_implementation=None,
+            trust_remote_code=False,
+            allow_pickle=False,
+        )
+        load: Callable[[Any], Any] = partial(load_base, settings)  # type: ignore[arg-type]
+        seconds = {}
+        for device in dict.fromkeys((DEVICE, torch.device("cpu"))):
+            where: set[str] = set()
+            seconds[str(device)] = models.timed(
+                lambda device=device, where=where: where.update(
+                    p.device.type for p in load(device=device).parameters()
+                ),
+                rounds=1,
+                warm_up=0,
+            )
+            record.check(f"all weights are on {device}", ", ".join(where), where == {device.type})
+    record.row(**{f"seconds on {device}": taken for device, taken in seconds.items()})
+    if models.CUDA:
+        record.check("quicker than on the CPU", seconds, seconds[str(DEVICE)] < seconds["cpu"])
+
+
+def out_of_memory(record: Record) -> None:
+    """An update that does not fit ends in a message with its phase and what to change; afterwards the process goes on."""
+    from pipeline.config import Data, Job, Model
+    from pipeline.errors import OutOfMemory
+    from pipeline.runtime.memory import explained
+
+    shared = models.shared_base(precision="fp32", layers=LAYERS)
+    trainer = models.trainer(shared, 4, (20, 40), 16)
+    trainer.run_update()
+    job = Job("ppo", Model("random"), data=Data(max_length=64), trainer=vars(trainer.args), source="job.yaml")
+    limits = _little_memory()
+    learn, trainer.learn = trainer.learn, lambda *args, **more: _too_much(limits)  # type: ignore[assignment,method-assign]
+    said = ""
+    try:
+        with explained(job):
+            trainer.run_update()
+    except OutOfMemory as error:
+        said = str(error)
+    trainer.learn = learn  # type: ignore[method-assign]
+    record.check("the message names the phase", said[:120] or "no error", "in phase 'update'" in said)
+    advice = "trainer.per_device_train_batch_size=2"
+    record.check("and the setting to change", advice, advice in said)
+    metrics = trainer.run_update()
+    record.check(
+        "an update after it is sound", metrics["loss/policy_avg"], math.isfinite(metrics["loss/policy_avg"])
+    )
+
+
+def _little_memory() -> int:
+    """Bytes that this device certainly lacks."""
+    return 4 * torch.cuda.get_device_properties(DEVICE).total_memory if models.CUDA else 1 << 50
+
+
+def _too_much(size: int) -> dict[str, float]:
+    torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    return {}

@@ -1,0 +1,128 @@
+"""Decoding at 8B: rows at once, the fused adapter, CUDA graphs, and the memory of the cache."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from peft.tuners.lora.layer import Linear
+
+from pipeline.models import lora
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo.rollout import Sampling, TransformersEngine
+from tests.gpu import models
+from tests.gpu.correct import distance
+from tests.gpu.models import CUDA, DEVICE, small
+from tests.gpu.record import Record
+
+ROWS = (2, 4) if models.SMALL else (64, 128, 256, 512)
+PROMPT, STEPS = small(512, 8), small(64, 6)
+
+
+def rows_at_once(record: Record, precision: str) -> None:
+    """Milliseconds of a decoding step and tokens a second, by rows, with prompts of one length and of different ones."""
+    shared = models.shared_base(precision=precision, roles=["policy"])
+    speed = {}
+    for rows in ROWS:
+        for shortest in (PROMPT, 7 * PROMPT // 8):
+            models.fresh()
+            prompts = models.prompts(rows, shortest, PROMPT)
+            engine = TransformersEngine(shared, rows=rows, pad=models.PAD)
+            prefill, step = step_seconds(engine, prompts)
+            speed[rows, shortest] = rows / step
+            lengths = "one" if shortest == PROMPT else "different"
+            figures = dict(
+                prefill_s=prefill, ms_a_step=1e3 * step, tokens_s=rows / step, peak_GiB=models.allocated()
+            )
+            record.row(rows=rows, lengths=lengths, **figures)
+    few, many = speed[ROWS[0], PROMPT], speed[ROWS[-1], PROMPT]
+    record.check("all batches were decoded", f"{len(speed)}", len(speed) == 2 * len(ROWS))
+    if CUDA:
+        record.check(f"{ROWS[-1]} rows: at least 2x the tokens/s of {ROWS[0]}", many / few, many >= 2 * few)
+
+
+def step_seconds(engine: TransformersEngine, prompts: list[list[int]]) -> tuple[float, float]:
+    """(seconds of the prompts' forward, mean seconds of the decoding steps after it)."""
+    seconds = []
+    for tokens in (4, 1, STEPS + 1):  # the first is to warm up
+        models.synchronize()
+        start = time.perf_counter()
+        completions = engine.generate(prompts, range(len(prompts)), Sampling(tokens, ()))
+        models.synchronize()
+        seconds.append(time.perf_counter() - start)
+        assert all(len(one.tokens) == tokens for one in completions)
+    _, prefill, whole = seconds
+    return prefill, max(whole - prefill, 1e-9) / STEPS
+
+
+def fused_lora(record: Record, backward: bool) -> None:
+    """The fused LoRA layer beside peft's under autocast: as exact, with fewer kernels, in less time."""
+    shared = models.shared_base(layers=4, roles=["policy"], spread=0.02)
+    ids = torch.tensor(models.prompts(4, small(512, 16), small(512, 16)), device=DEVICE)
+    parameters, results = shared.parameters_of("policy"), {}
+    # Not the square of the hidden states: behind the last norm that is constant, and its gradient is rounding alone.
+    direction = torch.randn(*ids.shape, shared.hidden_size, device=DEVICE)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        with torch.set_grad_enabled(backward):
+            hidden = shared.hidden("policy", ids)
+        return torch.autograd.grad((hidden.float() * direction).sum(), parameters) if backward else (hidden,)
+
+    for name in ("fused", "peft"):
+        if name == "peft":
+            unfuse(shared)
+        results[name] = torch.cat([part.float().flatten() for part in step()])
+        prompts = models.prompts(small(64, 2), small(256, 8), small(256, 8))
+        decoding = (
+            {} if backward else {"decoding_ms": 1e3 * step_seconds(TransformersEngine(shared), prompts)[1]}
+        )
+        record.row(layer=name, kernels=kernels(step), seconds=models.timed(step, 5), **decoding)
+    ours, pefts = record.rows
+    off = distance(results["fused"], results["peft"])
+    record.check("relative difference below 3e-2", off, off < 3e-2)
+    record.check(
+        "fewer kernels", f"{ours['kernels']} and {pefts['kernels']}", ours["kernels"] < pefts["kernels"]
+    )
+    if CUDA:
+        record.check(
+            "less time",
+            f"{ours['seconds']:.4f} and {pefts['seconds']:.4f} s",
+            ours["seconds"] < pefts["seconds"],
+        )
+
+
+def unfuse(shared: SharedBase) -> None:
+    """Puts peft's layers back."""
+    for layer in shared.base.modules():
+        if type(layer) is lora.FusedLinear:
+            layer.__class__ = Linear
+
+
+def kernels(work: object) -> int:
+    """How many kernels a call starts; on a CPU, operations."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
+        work()  # type: ignore[operator]
+        models.synchronize()
+    return sum(event.count for event in profile.key_averages())
+
+
+def cache_memory(record: Record) -> None:
+    """A rollout's cache is one allocation a layer: what torch reserves stays near what is used."""
+    shared = models.shared_base(layers=4, roles=["policy"])
+    rows, tokens = small(64, 4), small(300, 12)
+    engine = TransformersEngine(shared, rows=rows)
+    ends = tuple(range(2, 2 + small(128, 64)))  # rows leave at all times
+    models.fresh()
+    ended = 0
+    for seed in range(3):
+        prompts = models.prompts(rows, small(50, 3), small(500, 9))
+        completions = engine.generate(prompts, range(rows), Sampling(tokens, ends, seed=seed))
+        ended += sum(one.ended for one in completions)
+    record.check("rows left the batch", ended, ended > 0)
+    if CUDA:
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        record.row(peak_GiB=peak / models.GIB, reserved_GiB=reserved / models.GIB, retries=retries)
+        record.check("reserved below 1.5 x the peak", reserved / peak, reserved < 1.5 * peak)
+        record.check("no allocation was tried twice", retries, retries == 0)

@@ -1,0 +1,227 @@
+"""Models with random weights in the shapes of Llama 3, a PPO trainer on them, and how time and memory are measured.
+
+SMALL=1 keeps the architecture and makes everything else tiny: the same code then runs on a CPU within seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.rewards import AdapterReward
+from pipeline.ppo.trainer import PPOTrainer
+from tests.gpu.record import Skipped
+
+SMALL = bool(os.environ.get("SMALL"))
+CUDA = torch.cuda.is_available() and not SMALL
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+PRECISIONS = ("fp32", "bf16", "nf4")
+GIB = 2**30
+PAD, FIRST = 3, 5  # the ids below FIRST are never in a prompt
+VOCABULARY = 1024 if SMALL else 128256
+TINY = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+# Of one layer; the number of layers is of the experiment.
+LAYER = {
+    "8b": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
+    "70b": dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8),
+}
+LAYERS = {"8b": 32, "70b": 80}
+LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+REWARD_LORA = {**LORA, "r": 8}
+
+
+def small(full: int, tiny: int) -> int:
+    """A size: `full` on a GPU, `tiny` in the rehearsal."""
+    return tiny if SMALL else full
+
+
+def config(shape: str = "8b", layers: int | None = None) -> LlamaConfig:
+    """The configuration of a model, of all its layers unless `layers` says how many."""
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=VOCABULARY,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        num_hidden_layers=2 if SMALL else layers or LAYERS[shape],
+        pad_token_id=PAD,
+        eos_token_id=VOCABULARY - 1,
+        attn_implementation="sdpa",
+        **(TINY if SMALL else LAYER[shape]),
+    )
+
+
+def base(shape: str = "8b", precision: str = "bf16", layers: int | None = None, device: Any = None) -> Any:
+    """A causal language model with random weights, on the device from the start: no copy passes through the CPU."""
+    torch.manual_seed(0)
+    device, dtype = device or DEVICE, torch.float32 if precision == "fp32" else torch.bfloat16
+    made = config(shape, layers)
+    if precision == "nf4":
+        model = _quantised(made, dtype, device)
+    else:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.5)  # logits with a standard deviation of about 3, as of a trained model
+        model.lm_head.weight[-1].zero_()  # and the end of a completion rare: it is as long as it may be
+    return model.eval()
+
+
+def _quantised(made: LlamaConfig, dtype: torch.dtype, device: Any) -> Any:
+    """The model in nf4 as `load_base` makes it, but quantised matrix by matrix from random numbers: 70B fits on one GPU."""
+    need("bitsandbytes")
+    import bitsandbytes as bnb
+    from transformers.integrations import replace_with_bnb_linear
+
+    from pipeline.models.base import KEPT_OUT_OF_NF4, _nf4, _one_nf4_path
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    model = replace_with_bnb_linear(model, KEPT_OUT_OF_NF4, _nf4(dtype))
+    for module in model.modules():
+        quantised = isinstance(module, bnb.nn.Linear4bit)
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = (module.out_features, module.in_features) if quantised else parameter.shape
+            new = torch.ones(shape, dtype=dtype, device=device)
+            if len(shape) > 1:  # else a norm's
+                new.normal_(std=made.initializer_range)
+            if quantised:
+                kind = dict(quant_type="nf4", compress_statistics=True, module=module)
+                module.weight = bnb.nn.Params4bit(new, requires_grad=False, **kind).to(device)
+            else:
+                setattr(module, name, torch.nn.Parameter(new, requires_grad=False))
+    model.model.rotary_emb = type(model.model.rotary_emb)(made).to(device)
+    model.is_quantized = model.is_loaded_in_4bit = True
+    _one_nf4_path(model)
+    return model
+
+
+def shared_base(
+    shape: str = "8b",
+    precision: str = "bf16",
+    layers: int | None = None,
+    device: Any = None,
+    roles: Sequence[str] = ("policy", "reward", "reference", "critic"),
+    spread: float = 2e-3,
+) -> SharedBase:
+    """PPO's four roles, or some of them, on one base.
+
+    Args:
+        spread: standard deviation of the adapters' B, which peft makes 0: an adapter that changes nothing would hide faults.
+    """
+    autocast = None if precision == "fp32" else torch.bfloat16
+    shared = SharedBase(base(shape, precision, layers, device), autocast=autocast)
+    add: dict[str, Callable[[], None]] = {
+        "policy": lambda: shared.add("policy", lora=LORA, trainable=True),
+        "reward": lambda: shared.add("reward", lora=REWARD_LORA, head=True),
+        "reference": lambda: shared.add("reference", copy_of="policy"),
+        "critic": lambda: shared.add("critic", copy_of="reward", head=True, trainable=True),
+    }
+    for role in roles:
+        add[role]()
+        if role in ("policy", "reward"):
+            for key, parameter in shared._adapter(role).items():
+                if "lora_B" in key:
+                    parameter.data.normal_(std=spread)
+            if role == "reward":
+                shared.heads[role].weight.data.normal_(std=0.02)
+    return shared
+
+
+def prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
+    """Token ids of random prompts of lengths between these."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=draw).tolist()
+    return [torch.randint(FIRST, VOCABULARY // 2, (n,), generator=draw).tolist() for n in lengths]
+
+
+def trainer(
+    shared: SharedBase,
+    episodes: int,
+    prompt: tuple[int, int],
+    completion: int,
+    full_length: bool = False,
+    **settings: Any,
+) -> PPOTrainer:
+    """A PPO trainer with `episodes` completions an update, one epoch of one minibatch unless `settings` say otherwise.
+
+    Args:
+        prompt: lengths of the shortest and the longest prompt.
+        completion: the most tokens of a completion.
+        full_length: whether completions have as many tokens as they may. Else one token in 256 ends them.
+    """
+    given = dict(
+        total_episodes=episodes * 8,
+        batch_size=episodes,
+        num_ppo_epochs=1,
+        num_mini_batches=1,
+        response_length=completion,
+        bf16=shared.autocast is not None,
+        lr_scheduler_type="constant",
+        learning_rate=1e-5,
+        per_device_train_batch_size=4,
+    )
+    args = PPOConfig(**{**given, **settings})
+    rows = [{"input_ids": ids, "row": '{"prompt": "random"}'} for ids in prompts(episodes * 8, *prompt)]
+    ends = range(VOCABULARY - (1 if full_length else max(4, VOCABULARY // 256)), VOCABULARY)
+    tokenizer = SimpleNamespace(
+        pad_token_id=PAD, eos_token_id=VOCABULARY - 1, chat_template=None, get_added_vocab=dict
+    )
+    return PPOTrainer(shared, tokenizer, args, rows, [AdapterReward(shared)], eos=tuple(ends))
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+def need(*packages: str) -> None:
+    """Skips the experiment unless all of these packages are installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise Skipped(f"{', '.join(missing)}: not installed")
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def timed(work: Callable[[], object], rounds: int = 3, warm_up: int = 1) -> float:
+    """Mean seconds of a call, after some that do not count."""
+    for _ in range(warm_up):
+        work()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(rounds):
+        work()
+    synchronize()
+    return (time.perf_counter() - start) / rounds
+
+
+def fresh() -> None:
+    """Frees what is unused, and begins a new peak."""
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def allocated() -> float:
+    """Peak of the memory in tensors since `fresh`, in GiB; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() / GIB if CUDA else 0.0
+
+
+def occupied() -> float:
+    """Peak of what this process takes of the GPU since `fresh`, in GiB: torch's blocks, and CUDA's context. 0 on a CPU."""
+    if not CUDA:
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    context = total - free - torch.cuda.memory_reserved()  # nobody else is on this GPU
+    return (context + torch.cuda.max_memory_reserved()) / GIB

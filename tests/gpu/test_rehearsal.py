@@ -1,0 +1,43 @@
+"""`SMALL=1 make gpu` runs every experiment on a CPU; a check that does not hold is exit status 1 and does not stop the rest."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from running import ROOT
+
+from tests.gpu.record import Record, markdown
+
+
+def run(*command, **environment):
+    """In the repository, without this environment's stamps: `make gpu` sets nothing up."""
+    environment = {**os.environ, "SMALL": "1", **environment}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+
+
+def test_every_experiment_passes_on_a_cpu(tmp_path):
+    done = run("make", "gpu", f"PYTHON={sys.executable}", f"ARGS=--out {tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    skipped = {one["name"] for one in found["experiments"] if one["outcome"] == "skipped"}
+    assert len(found["experiments"]) > 20 and skipped <= {"with-ray-and-trl", "with-vllm"}
+    assert "| ppo-70b-nf4 | passed |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_without_a_gpu_it_says_what_to_do(tmp_path):
+    done = run(sys.executable, "-m", "tests.gpu", SMALL="", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "SMALL=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("holds", "error", "outcome"),
+    [([True], "", "passed"), ([True, False], "", "FAILED"), ([True], "x", "FAILED"), ([], "", "FAILED")],
+)
+def test_an_experiment_passes_if_all_its_checks_hold(holds, error, outcome):
+    record = Record("one", error=error)
+    for each in holds:
+        record.check("a | b", 0.12345, each)
+    assert record.outcome == outcome
+    assert f"| one | {outcome} |" in markdown({"device": "GPU"}, [record])

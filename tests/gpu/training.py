@@ -1,0 +1,208 @@
+"""Time and memory of training steps at 8B and 70B, with rows of full length, against what `plan` says of the same job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from pipeline.config import Data, Job, Model
+from pipeline.planning import plan
+from tests.gpu import models
+from tests.gpu.models import CUDA, DEVICE, small
+from tests.gpu.record import Record, Skipped
+
+TOLERANCE = 0.15  # of a peak: measured against planned
+SAMPLES_A_SECOND = 1.5  # of PPO at 8B in bf16, with the lengths of jobs/llama3-8b, on an H200
+PHASES = ("rollout", "score", "values", "update")
+
+
+def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: dict[str, Any]) -> float:
+    """GiB that `plan` expects a worker of such a job to take."""
+    with tempfile.TemporaryDirectory() as folder:
+        models.config(shape).save_pretrained(folder)
+        inputs = {"policy": folder, "reward": folder} if stage == "ppo" else {}
+        job = Job(
+            stage,
+            Model(folder, load_in_4bit=precision == "nf4"),
+            lora=models.LORA,
+            data=Data(max_length=length),
+            trainer=trainer,
+            scaling={"use_gpu": CUDA},
+            **inputs,
+        )
+        return plan.make(job, {"reward": models.REWARD_LORA}).peak / plan.GIB
+
+
+def compare(record: Record, planned: float, above_only: bool = False) -> None:
+    """Checks the peak since `models.fresh` against the plan's; on a CPU the plan alone is computed."""
+    measured = models.occupied()
+    record.row(planned_GiB=planned, measured_GiB=measured)
+    if not CUDA:
+        record.check("the plan of this step has a peak", planned, planned > 0)
+        record.notes.append("Peaks are compared on a GPU only.")
+        return
+    off = measured / planned - 1
+    said = f"{measured:.1f} GiB, planned {planned:.1f}: {off:+.0%}"
+    if above_only:
+        record.check(f"the peak is at most {TOLERANCE:.0%} above the planned one", said, off <= TOLERANCE)
+    else:
+        record.check(f"the peak is within {TOLERANCE:.0%} of the planned one", said, abs(off) <= TOLERANCE)
+
+
+def ppo(record: Record, precision: str) -> None:
+    """One PPO update at 8B: a worker's share of jobs/llama3-8b, 128 completions of 512 tokens to prompts of 512."""
+    settings = dict(
+        num_ppo_epochs=2, gradient_checkpointing=True, local_rollout_forward_batch_size=small(128, 4)
+    )
+    _ppo(record, "8b", precision, small(128, 4), small(512, 12), small(512, 8), settings)
+    samples = record.rows[0]["completions_s"]
+    h200 = CUDA and "H200" in torch.cuda.get_device_name()
+    if precision == "bf16" and h200:
+        record.check(f"at least {SAMPLES_A_SECOND} completions/s", samples, samples >= SAMPLES_A_SECOND)
+    elif precision == "bf16":
+        record.notes.append(f"On an H200 at least {SAMPLES_A_SECOND} completions/s are expected.")
+
+
+def ppo_70b(record: Record) -> None:
+    """PPO with four roles on a 70B base in nf4, on one GPU: does it fit, and what does an update take?"""
+    settings = dict(gradient_checkpointing=True, per_device_train_batch_size=1)
+    if CUDA and torch.cuda.get_device_properties(0).total_memory < 75 * models.GIB:
+        raise Skipped("needs a GPU of 80 GB or more")
+    _ppo(record, "70b", "nf4", small(16, 4), small(300, 12), small(96, 8), settings)
+
+
+def _ppo(
+    record: Record,
+    shape: str,
+    precision: str,
+    episodes: int,
+    prompt: int,
+    completion: int,
+    settings: dict[str, Any],
+) -> None:
+    """One update with rows of full length; its phases as rows, its peak beside the plan's."""
+    start = time.perf_counter()
+    shared = models.shared_base(shape, precision)
+    models.synchronize()
+    seconds = time.perf_counter() - start
+    trainer = models.trainer(shared, episodes, (prompt, prompt), completion, full_length=True, **settings)
+    models.fresh()
+    metrics = trainer.run_update()
+    planned = planned_peak("ppo", shape, precision, prompt, vars(trainer.args))
+    samples = metrics["train_samples_per_second"]
+    tokens = samples * (prompt + completion)
+    record.row(completions_s=samples, tokens_s=tokens, mfu=metrics.get("mfu", ""), build_s=seconds)
+    for phase in PHASES:
+        record.row(phase=phase, seconds=metrics[f"time/{phase}"], GiB=metrics[f"memory/{phase}"])
+    drift = metrics["val/sampler_drift"]
+    record.check("sampler's and trainer's log-probs differ by less than 0.1 nats", drift, drift < 0.1)
+    compare(record, planned)
+
+
+def reward_model(record: Record, precision: str) -> None:
+    """A step of a reward model at 8B: four pairs of 512 tokens. By transformers and peft, as TRL's trainer has it."""
+    pairs, length = small(4, 2), small(512, 12)
+
+    def loss(model: Any, ids: Tensor) -> Tensor:
+        hidden = model.base_model.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, -1]
+        chosen, rejected = head(hidden.float()).squeeze(-1).chunk(2)
+        return -logsigmoid(chosen - rejected).mean()
+
+    head = torch.nn.Linear(models.config().hidden_size, 1, bias=False, device=DEVICE)
+    _step(record, "rm", precision, loss, 2 * pairs, length, list(head.parameters()), rows=pairs)
+
+
+def supervised(record: Record, precision: str) -> None:
+    """A step of supervised fine-tuning at 8B: two rows of 1024 tokens. By transformers and peft; TRL's loss needs more."""
+
+    def loss(model: Any, ids: Tensor) -> Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    _step(record, "sft", precision, loss, small(2, 2), small(1024, 16), [], rows=small(2, 2))
+
+
+def _step(
+    record: Record,
+    stage: str,
+    precision: str,
+    loss: Callable[[Any, Tensor], Tensor],
+    sequences: int,
+    length: int,
+    further: list[Any],
+    rows: int,
+) -> None:
+    """Steps of AdamW on one batch: the loss falls, and the peak is the plan's."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(models.base(precision=precision), LoraConfig(task_type="CAUSAL_LM", **models.LORA))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    learning = [p for p in model.parameters() if p.requires_grad]
+    for parameter in learning:
+        parameter.data = parameter.data.float()  # as the pipeline's stages do
+    optimizer = torch.optim.AdamW([*learning, *further], lr=1e-3)
+    ids = torch.tensor(models.prompts(sequences, length, length), device=DEVICE)
+    losses: list[float] = []
+
+    def step() -> None:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            value = loss(model, ids)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+
+    models.fresh()
+    seconds = models.timed(step, rounds=3)
+    record.row(seconds=seconds, tokens_s=sequences * length / seconds, rows=rows, length=length)
+    found = f"{losses[0]:.3f} to {losses[-1]:.3f}"
+    record.check("the loss falls on a batch that is seen four times", found, losses[-1] < losses[0])
+    trainer = dict(per_device_train_batch_size=rows, gradient_checkpointing=True, bf16=True)
+    # TRL's losses of sft keep more of the logits than this one.
+    compare(record, planned_peak(stage, "8b", precision, length, trainer), above_only=stage == "sft")
+
+
+def installed_pipeline(record: Record) -> None:
+    """Where Ray, TRL and MLflow are installed: the demo's sft on this device, by the command line."""
+
+    if not CUDA:
+        raise Skipped("on a CPU this is `make sft`, which has tests of its own")
+    models.need("ray", "trl", "mlflow")
+    with tempfile.TemporaryDirectory() as folder:
+        short = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no".split()
+        command = [
+            sys.executable,
+            "-m",
+            "pipeline",
+            "sft",
+            "jobs/demo/sft.yaml",
+            "scaling.use_gpu=true",
+            *short,
+        ]
+        where = [f"run.storage_path={folder}", "run.name=gpu", "run.report=false"]
+        done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=400)
+        record.check("exit status 0", done.stderr[-300:] if done.returncode else 0, done.returncode == 0)
+        result = json.loads(Path(folder, "gpu/result.json").read_text())
+        record.row(
+            **{key: value for key, value in result["metrics"].items() if isinstance(value, int | float)}
+        )
+
+
+def installed_vllm(record: Record) -> None:
+    """Where vLLM and pytest are installed: the tests of its engine, on this device."""
+
+    models.need("vllm", "pytest")
+    command = [sys.executable, "-m", "pytest", "-rs", "tests/ppo/test_vllm_engine.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    record.check("its tests pass", done.stdout[-300:] if done.returncode else 0, done.returncode == 0)
