@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
+from pipeline.ppo.timeline import TRAINER, Span
 
 
 class Phases:
@@ -25,6 +26,7 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}
         self.highest = 0
+        self.spans: list[Span] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -38,7 +40,9 @@ class Phases:
             raise OutOfMemory(name, in_brief(error)) from error
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels run asynchronously: count them in this phase
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+        end = time.perf_counter()
+        self.spans.append(Span(TRAINER, name, begin, end))
+        self.seconds[name] = self.seconds.get(name, 0.0) + end - begin
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 
     def metrics(self) -> dict[str, float]:
@@ -47,7 +51,7 @@ class Phases:
         metrics |= {f"memory/{name}": peak / 2**30 for name, peak in self.peak_bytes.items()}
         self.highest = max(self.highest, *self.peak_bytes.values(), 0)
         metrics["memory/peak"] = self.highest / 2**30
-        self.seconds, self.peak_bytes = {}, {}
+        self.seconds, self.peak_bytes, self.spans = {}, {}, []
         return metrics
 
 

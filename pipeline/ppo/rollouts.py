@@ -16,6 +16,7 @@ import torch
 from pipeline.ppo.batch import Episodes, collate
 from pipeline.ppo.chunks import Chunk, Sampled
 from pipeline.ppo.sampler import Sampler
+from pipeline.ppo.timeline import Span
 from pipeline.ppo.versions import Tensors, Versions
 
 
@@ -33,6 +34,9 @@ class RolloutWorkers(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """What was observed since the last call, as metrics of an update."""
+
+    def spans(self) -> list[Span]:
+        """Who did what when between the last two calls of `metrics`."""
 
 
 @dataclass

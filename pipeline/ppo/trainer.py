@@ -12,6 +12,7 @@ all-reduce of the adapters' gradients per step. How a step is split into micro-b
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, assembled, rows_of
 from pipeline.ppo.sampler import Sampler
 from pipeline.ppo.state import kept_rng_state, restore_state, save_state
+from pipeline.ppo.timeline import Timeline
 from pipeline.ppo.versions import Versions
 
 # Statistics of the optimizer steps, means per action, in the order in which the objectives return them.
@@ -165,6 +167,7 @@ class PPOTrainer:
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []
         self.phases = Phases(self.device)
+        self.timelines: deque[Timeline] = deque(maxlen=100)  # of the last updates
         staleness = self.rollout_config.staleness
         self.versions = Versions(shared, "policy", staleness) if staleness or rollout_workers else None
         self.rollouts = Rollouts(
@@ -257,9 +260,12 @@ class PPOTrainer:
         if self.evaluate is not None and args.evaluates(self.update, self.total):
             with self.phases("evaluate"), kept_rng_state():
                 metrics |= self.evaluate()
+        spans = self.phases.spans
         cost = self.phases.metrics()
         if self.rollouts.workers:
             cost |= self.rollouts.workers.metrics()
+            spans = [*spans, *self.rollouts.workers.spans()]
+        self.timelines.append(Timeline(self.update, spans))
         seconds = sum(cost.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "values", "update"))
         if "rollout/waited" in cost:
             cost["rollout/waiting"] = cost["rollout/waited"] / seconds

@@ -20,7 +20,9 @@ RESULT = {
     "kept": dict, "kept.step": NUMBER, "kept.by": str,
     "kept.value": NUMBER, "ended": dict, "ended.early": str, "data": dict, "data.report": dict, "versions": dict, "seconds": NUMBER, "train_seconds": NUMBER,
     "peak_memory_bytes": NUMBER, "tracking_uri": str, "mlflow_run_id": str, "checkpoint": str, "adapter": str,
-    "registered_model": str, "version": str, "alias": str, "gate": str,
+    "registered_model": str, "version": str, "alias": str, "gate": str, "timeline": dict, "timeline.update": NUMBER,
+    "timeline.seconds": NUMBER, "timeline.spans": list, "timeline.spans.*.who": str, "timeline.spans.*.what": str,
+    "timeline.spans.*.begin": NUMBER, "timeline.spans.*.end": NUMBER,
 }  # fmt: skip
 FAILED = {"error": str, "traceback": str, "seconds": NUMBER, "tracking_uri": str, "mlflow_run_id": str}
 NEEDED = (
@@ -33,6 +35,10 @@ NEEDED = (
     "error",
     "samples.*",
     "inputs.*",
+    "timeline.spans.*.who",
+    "timeline.spans.*.what",
+    "timeline.spans.*.begin",
+    "timeline.spans.*.end",
 )
 
 
@@ -83,7 +89,12 @@ def as_shape(value: Any, shape: dict[str, Any], path: str) -> dict[str, Any]:
         for item in _values(value, key.split(".")):
             if not isinstance(item, kind) and (item is not None or key in NEEDED):
                 raise wrong(key, item, "a number" if kind is NUMBER else f"a {kind.__name__}")
-            if kind is NUMBER and item is not None and not abs(item) < MOST and "seconds" in key:
+            if (
+                kind is NUMBER
+                and item is not None
+                and not abs(item) < MOST
+                and key.endswith(("seconds", ".begin", ".end"))
+            ):
                 raise wrong(key, item, "a number of seconds")
     if value.get("stage", JOBS[0]) not in JOBS:
         raise wrong("stage", value["stage"], f"one of {', '.join(JOBS)}")
@@ -95,5 +106,6 @@ def _values(value: Any, parts: list[str]) -> list[Any]:
     if not parts:
         return [value]
     if parts[0] == "*":
-        return list(value.values() if isinstance(value, dict) else value or [])
+        items = value.values() if isinstance(value, dict) else value or []
+        return [found for item in items for found in _values(item, parts[1:])]
     return _values(value.get(parts[0]) if isinstance(value, dict) else None, parts[1:])

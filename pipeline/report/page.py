@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.config.stages import STAGE
 from pipeline.data.report import KINDS
 from pipeline.data.versions import counted, in_words
-from pipeline.report import headline, plots, preferences
+from pipeline.report import headline, plots, preferences, timeline
 from pipeline.report.gather import Node, Run, lineage
 from pipeline.report.panels import GROUPS, Panel
 from pipeline.report.plots import Draw
@@ -85,6 +85,9 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[tuple[Panel, Draw]]
             for panel in panels
             if (draw := plots.curve(panel, histories, axis, kept)) is not None
         ]
+        if name == "cost" and len(runs) == 1:
+            draw = timeline.curve(next(iter(runs.values())).result.get("timeline"))
+            panels_with_data += [(timeline.PANEL, draw)] if draw else []
         if panels_with_data:
             groups[name] = (question, panels_with_data)
     return groups

@@ -17,7 +17,9 @@ class Panel:
     unit: str  # of the vertical axis
     lines: dict[str, str]  # metric, or a pattern of metrics -> what the line is called
     note: str  # how to read it
-    kind: str = "lines"  # or `stack`, parts of a whole; `band`, lowest, mean and highest
+    kind: str = (
+        "lines"  # or `stack`, parts of a whole; `band`, lowest, mean and highest; `timeline` (timeline.py)
+    )
     level: float | None = None  # a horizontal reference line
     zero: bool = False  # the axis begins at 0: for counts, shares, sizes
     when: Callable[[Points], bool] = bool  # is a curve worth showing?

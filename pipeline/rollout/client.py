@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import Failure, causes
+from pipeline.ppo.timeline import TRAINER, Span
 
 if TYPE_CHECKING:
     from pipeline.ppo.chunks import Chunk, Sampled
@@ -25,7 +27,9 @@ class Client:
         # Not before: what the trainer's workers need is theirs. Their models load meanwhile.
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
-        self.worker, self.waited = worker, 0.0
+        self.worker = worker
+        self.own: list[Span] = []  # of this trainer, since the last `metrics`
+        self.seen: list[Span] = []  # before it
 
     def begin(self, trainer: PPOTrainer) -> None:
         """Tells the workers what this group of trainers has settled. Every rank calls it, before the first update."""
@@ -47,8 +51,9 @@ class Client:
         import ray
 
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        # In a list: a reference by itself would be fetched by the pool, which only hands it on.
-        ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))], size))
+        with self._span("publish"):
+            # In a list: a reference by itself would be fetched by the pool, which only hands it on.
+            ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))], size))
 
     def request(self, chunks: Sequence[Chunk]) -> None:
         import ray
@@ -62,16 +67,15 @@ class Client:
 
         from pipeline.rollout.pool import FINAL
 
-        begun = time.perf_counter()
         try:
-            sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))
+            with self._span("waiting"):
+                sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))
         except ray.exceptions.RayTaskError as error:
             raise next((cause for cause in causes(error) if isinstance(cause, FINAL)), error) from None
         except ray.exceptions.RayActorError as error:
             raise Failure(
                 "the actor that hands out rollouts died; the same command continues the run"
             ) from error
-        self.waited += time.perf_counter() - begun
         if sampled is None:
             print(
                 f"no rollout worker is there: this trainer samples chunk {chunk.number} of update {chunk.update + 1} itself",
@@ -83,7 +87,23 @@ class Client:
     def metrics(self) -> dict[str, float]:
         import ray
 
-        waited, self.waited = self.waited, 0.0
+        self.seen, self.own = self.own, []
+        waited = sum(span.end - span.begin for span in self.seen if span.what == "waiting")
         if self.rank != 0:
             return {}
-        return ray.get(self.pool.metrics.remote()) | {"rollout/waited": waited}
+        figures, turns, there = ray.get(self.pool.metrics.remote())
+        here = time.perf_counter()  # that of the pool may be another machine's
+        for turn in turns:
+            what = "lost" if turn.lost else f"update {turn.update + 1}"
+            begin, end = (at - there + here for at in (turn.begin, turn.end or there))
+            self.seen.append(Span(f"worker {turn.slot}", what, begin, end))
+        return figures | {"rollout/waited": waited}
+
+    def spans(self) -> list[Span]:
+        return self.seen
+
+    @contextmanager
+    def _span(self, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.own.append(Span(TRAINER, what, begin, time.perf_counter()))

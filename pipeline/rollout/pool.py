@@ -68,8 +68,18 @@ class Slot:
     worker: Any = None  # the actor
     leaving: str | None = None  # why its worker gets no further chunk
     asked: float | None = None  # since when its worker has been waiting for a place
-    since: float | None = None  # when its chunk was begun
     has: set[tuple[str, int]] = field(default_factory=set)  # versions that its worker has fetched
+
+
+@dataclass
+class Turn:
+    """A worker's turn at a chunk, in seconds of this process's time.monotonic()."""
+
+    slot: int
+    update: int  # of the chunk, from 0
+    begin: float
+    end: float | None = None  # None: it is not over
+    lost: bool = False  # the worker was
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,8 @@ class Pool:
         self.displaced: float | None = None  # since when the trainers have been waiting for their places
         self.silence = Silence(time.monotonic())
         self.broken: BaseException | None = None
-        self.asked, self.busy, self.bytes, self.lost = time.monotonic(), 0.0, 0, 0
+        self.asked, self.bytes, self.lost = time.monotonic(), 0, 0
+        self.turns: list[Turn] = []  # those that did not end before `asked`
         self.running: list[asyncio.Future] = []
 
     async def start(self) -> None:
@@ -187,22 +198,25 @@ class Pool:
         self.bytes += len(task.chunk) + len(made)
         return made
 
-    async def metrics(self) -> dict[str, float]:
-        """Since the last call: workers at work, the share of their time that was idle, chunks waiting, bytes, lost workers."""
+    async def metrics(self) -> tuple[dict[str, float], list[Turn], float]:
+        """Since the last call: workers at work, the share of their time that was idle, chunks waiting, bytes, lost workers.
+
+        Returns:
+            Them, the turns that were not over before the last call, and what this process's clock shows.
+        """
         now, ready = time.monotonic(), [slot for slot in self.slots if slot.ready]
-        for slot in self.slots:
-            if slot.since is not None:
-                self.busy, slot.since = self.busy + now - slot.since, now
+        busy = sum((turn.end or now) - max(turn.begin, self.asked) for turn in self.turns)
         there = max((now - self.asked) * max(1, len(ready)), 1e-9)
         figures = {
             "rollout/workers": float(len(ready)),
-            "rollout/idle": max(0.0, 1 - self.busy / there),
+            "rollout/idle": max(0.0, 1 - busy / there),
             "rollout/queue": float(len(self.waiting)),
             "rollout/bytes": float(self.bytes),
             "rollout/lost_workers": float(self.lost),
         }
-        self.asked, self.busy, self.bytes = now, 0.0, 0
-        return figures
+        turns, self.turns = self.turns, [turn for turn in self.turns if turn.end is None]
+        self.asked, self.bytes = now, 0
+        return figures, turns, now
 
     # ------------------------------------------------------------------------------------------- workers
 
@@ -242,7 +256,7 @@ class Pool:
                     with contextlib.suppress(RayError):
                         ray.kill(slot.worker)
                 slot.worker, slot.node, slot.ready, slot.present = None, None, False, False
-                slot.leaving, slot.asked, slot.since, slot.has = None, None, None, set()
+                slot.leaving, slot.asked, slot.has = None, None, set()
                 self._count()
             if not there:
                 await asyncio.sleep(pause)
@@ -290,7 +304,9 @@ class Pool:
         except Lost:  # before it has begun: that is not the chunk's doing
             await self._wait_again(task)
             raise
-        task.attempts, slot.since = task.attempts + 1, time.monotonic()
+        task.attempts += 1
+        turn = Turn(slot.number, task.key[0], time.monotonic())
+        self.turns.append(turn)
         try:
             answer = worker.sample.remote(task.session, task.chunk, tensors)
             made = await self._answer(worker, answer, self.config.chunk_timeout_s)
@@ -299,12 +315,11 @@ class Pool:
                 task.result.set_exception(error)
             return
         except Lost as error:
+            turn.lost = True
             await self._give_back(task, error)
             raise
         finally:
-            if slot.since is not None:
-                self.busy += time.monotonic() - slot.since
-                slot.since = None
+            turn.end = time.monotonic()
         if made is None:  # its version is gone with a trainer, and so will be this session
             task.attempts -= 1
             await asyncio.sleep(SIGN_EVERY)

@@ -160,9 +160,8 @@ class Outcome:
     checkpoint: str
     seconds: float
     peak_memory: int  # bytes, the largest worker: of the GPU where there is one, else resident
-    end: dict[
-        str, Any
-    ]  # which step was kept and why training ended (best.outcome); empty where nothing was trained
+    # Which step was kept and why training ended (best.outcome), and of ppo a typical update; empty where nothing was trained.
+    end: dict[str, Any]
 
 
 def fit(
@@ -279,7 +278,7 @@ def _outcome(job: Job, result: Any, seconds: float) -> Outcome:
         checkpoint=checkpoint,
         seconds=seconds,
         peak_memory=left["peak_memory"],
-        end={key: left[key] for key in ("kept", "ended") if key in left},
+        end={key: left[key] for key in ("kept", "ended", "timeline") if key in left},
     )
 
 

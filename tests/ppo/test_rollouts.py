@@ -56,6 +56,9 @@ class Elsewhere:
     def metrics(self):
         return {"rollout/workers": 1.0}
 
+    def spans(self):
+        return []
+
 
 def run(staleness=None, workers=None, updates=6, rows=None, resume=None, folder=None, stop=None, **changes):
     """(weights, metrics of each update) of a run; with `stop` it is saved to `folder` after so many updates."""

@@ -16,7 +16,7 @@ from running import ROOT, client, stage
 from pipeline import registry, report
 from pipeline.__main__ import main
 from pipeline.config import load_job
-from pipeline.report import gather, page, panels, plots, preferences
+from pipeline.report import gather, page, panels, plots, preferences, timeline
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SCRIPT = "<script>alert('x')</script> & \"quotes\" $x^2$"
@@ -30,6 +30,16 @@ PPO_CURVES = {
     "time/update": [2.0, 2.0, 2.1],
     "memory/peak": [0.8, 0.9, 0.9],
     "lr": [1e-3, 1e-3, 1e-3],
+}
+TIMELINE = {
+    "update": 2,
+    "seconds": 2.0,
+    "spans": [
+        {"who": "trainer", "what": "waiting", "begin": 0.0, "end": 0.5},
+        {"who": "worker 0", "what": "update 2", "begin": 0.0, "end": 0.5},
+        {"who": "trainer", "what": "update", "begin": 0.6, "end": 2.0},
+        {"who": "worker 10", "what": "update 3", "begin": 0.7, "end": 1.9},
+    ],
 }
 LINEAGE = {
     "stage": "?",
@@ -68,7 +78,7 @@ def log(job, run_id, curves):
     metrics.close()
 
 
-def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None):
+def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None, timeline=None):
     """A run as `launch` leaves it, without the training: its MLflow run, its version, its result.json."""
     with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
         if curves:
@@ -86,6 +96,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
         "folder": job.folder,
         "metrics": metrics,
         "samples": list(samples),
+        "timeline": timeline,
         "checkpoint": str(store / job.run.name / "final"),
         "mlflow_run_id": run_id,
         "tracking_uri": registry.tracking_uri(job),
@@ -143,7 +154,7 @@ def runs(store):
         "eval_kl": 2.5,
         "eval_eos": 0.5,
     }
-    ppo = finish(store, begin(store, "one-ppo"), PPO_CURVES, figures, inputs, [sample])
+    ppo = finish(store, begin(store, "one-ppo"), PPO_CURVES, figures, inputs, [sample], timeline=TIMELINE)
     inputs = {
         "policy": "models:/rlhf-ppo/1",
         "baseline": "models:/rlhf-sft/1",
@@ -232,10 +243,25 @@ def test_the_page_says_what_a_reader_looks_for(runs, store):
     for words in (
         "one-ppo", "finished", "0.25 → 0.915", "90.0 %", "1 min 15 s", "KL from the reference",
         "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
-        "2 chosen equal to rejected", "eval_eos", "fails", "torch 2.13.0", "models:/rlhf-sft/1",
+        "2 chosen equal to rejected", "eval_eos", "fails", "torch 2.13.0", "models:/rlhf-sft/1", "An update of median length: update 2",
     ):  # fmt: skip
         assert words in text, words
     assert "Implicit rewards" not in text and "Learning rate" not in text  # not of this stage; never changed
+
+
+def test_the_timeline_has_a_row_for_each_and_names_each_chunk_by_its_update(runs, store):
+    axes = plots.figure([timeline.curve(TIMELINE)]).axes[0]
+    rows = {
+        label.get_text(): round(at)
+        for at, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    }
+    assert rows == {"trainer": 0, "worker 0": 1, "worker 10": 2}
+    names = {text.get_text(): text.xy for text in axes.texts}
+    assert names["update 3"] == (pytest.approx(1.3), 2) and names["waiting"] == (pytest.approx(0.25), 0)
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    assert len(ends) == 4 and max(ends) == axes.get_xlim()[1] == 2.0
+    assert timeline.curve({**TIMELINE, "spans": []}) is None
+    assert "An update of median length" not in page_of(store, "one-rm")
 
 
 def test_the_same_run_gives_the_same_page(runs, store):

@@ -56,6 +56,13 @@ def assert_equal(storage, expected, result):
     }
 
 
+def timeline(result):
+    """(its update, {(who, what)}) of the update that result.json shows."""
+    spans = result["timeline"]["spans"]
+    assert all(0 <= span["begin"] <= span["end"] <= result["timeline"]["seconds"] for span in spans)
+    return result["timeline"]["update"], {(span["who"], span["what"]) for span in spans}
+
+
 @pytest.fixture(scope="module")
 def alone(embedded_ray, storage):
     """A run whose trainer samples by itself."""
@@ -72,6 +79,13 @@ def test_two_workers_one_of_which_is_killed_give_the_bits_of_none(alone, storage
     touched(monkeypatch, "ppo", 2, storage / "rollout-killed-once", a_rollout_worker_killed)
     result = run(storage, "rollout-killed", *PPO, "rollout.num_workers=2")
     assert_equal(storage, alone, result)
+    update, spans = timeline(result)
+    assert {what for who, what in spans if who != "trainer"} <= {
+        f"update {update}",
+        "lost",
+    }  # they take turns
+    assert ("trainer", "waiting") in spans and ("trainer", "publish") in spans
+    assert {who for who, _ in timeline(alone)[1]} == {"trainer"}
     assert result["metrics"]["rollout/bytes"] > 0
     said = capfd.readouterr().out
     assert "another one takes its place" in said and "starting 2 rollout workers" in said
@@ -81,6 +95,8 @@ def test_one_update_ahead_two_workers_and_a_hang_change_no_bit(ahead, alone, sto
     touched(monkeypatch, "ppo", 2, storage / "rollout-hung-once", rollout_workers_stopped)
     result = run(storage, "rollout-hung", *AHEAD, "rollout.num_workers=[1, 2]")
     assert_equal(storage, ahead, result)
+    update, spans = timeline(ahead)
+    assert ("worker 0", f"update {update + 1}") in spans  # sampled while the trainer learned from another
     assert "has given no sign of life for 3 s" in capfd.readouterr().out
     assert result["metrics"]["rollout/sampler_kl"] != 0
     one, other = (Path(r["adapter"], "adapter_model.safetensors").read_bytes() for r in (ahead, alone))
