@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT, MEDIUM = "highest", "medium"  # torch's names
 LARGEST_ERROR = 1e-5  # fp32 stays below 2e-6, TF32 and bf16 lie above 1e-4
 SPEEDUP = 1.3
-SECONDS = 0.2  # of measuring both; at least ROUNDS of each
+SECONDS = 0.2  # of CPU time for measuring both; at least ROUNDS of each
 ROUNDS = 3
 
 
@@ -39,7 +39,7 @@ def decide(measured: Sequence[Measured], begun_with: str | None = None) -> tuple
 
     It must not differ between two runs on one processor, or their bits would. It does not: the error is the processor's
     own, two orders of magnitude from the limit on either side, and a speedup near 1 (Intel) or 2 (AMD), the best of several
-    rounds by one thread each, does not reach the limit between them by noise.
+    rounds in one thread's CPU time each, does not reach the limit between them by noise, other processes' load included.
 
     Args:
         measured: of each worker, rank 0 first: "medium" must be exact on all of them, and faster on the first.
@@ -91,12 +91,12 @@ def bf16_speedup() -> float:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of ROUNDS rounds, after one that is not counted."""
+    """CPU seconds of the fastest of ROUNDS rounds, after one that is not counted."""
     seconds = []
     for _ in range(1 + ROUNDS):
-        start = time.perf_counter()
+        start = time.thread_time()
         work()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     return min(seconds[1:])
 
 
@@ -106,15 +106,15 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 
 def _speedup(work: Callable[[], object]) -> float:
-    """Seconds of the default over those of "medium", each the best of alternating rounds."""
+    """CPU seconds of the default over those of "medium", each the best of alternating rounds."""
     best = {DEFAULT: float("inf"), MEDIUM: float("inf")}
-    began, rounds = time.perf_counter(), 0
-    while rounds < ROUNDS or time.perf_counter() - began < SECONDS:
+    began, rounds = time.thread_time(), 0
+    while rounds < ROUNDS or time.thread_time() - began < SECONDS:
         for setting in best:
             torch.set_float32_matmul_precision(setting)
-            start = time.perf_counter()
+            start = time.thread_time()
             work()
-            best[setting] = min(best[setting], time.perf_counter() - start)
+            best[setting] = min(best[setting], time.thread_time() - start)
         rounds += 1
     return best[DEFAULT] / best[MEDIUM]
 

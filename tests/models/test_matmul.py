@@ -1,5 +1,7 @@
 """How a CPU multiplies fp32 matrices: what is measured, and what is decided from it."""
 
+import time
+
 import pytest
 import torch
 
@@ -35,6 +37,18 @@ def test_products_rounded_to_bf16_are_far_above_the_limit_and_fp32_far_below():
     assert matmul._error(a, b) < matmul.LARGEST_ERROR / 5
     with torch.autocast("cpu", torch.bfloat16):
         assert matmul._error(a, b) > matmul.LARGEST_ERROR * 10
+
+
+def test_what_other_processes_take_does_not_count():
+    """A run on a busy machine would have other bits than the same run on an idle one."""
+
+    def work():
+        sum(range(100_000))
+        if torch.get_float32_matmul_precision() == DEFAULT:
+            time.sleep(0.01)
+
+    with matmul._restored():
+        assert matmul._speedup(work) < matmul.SPEEDUP
 
 
 def test_measuring_changes_no_setting():
