@@ -24,6 +24,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.logprobs import bar
 from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.batch import micro_batches
+from pipeline.ppo.graphs import Recorder, Window
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
 # Decoding steps between two looks at which rows have ended. On a CPU looking is free, and a step is shorter with each row
 # that leaves. A GPU waits for the host whenever it looks, and its steps are bound by launches more than by rows.
 STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
+# The same where steps are replayed as a CUDA graph, which is recorded anew after each look.
+STEPS_PER_GRAPH = 32
 
 
 class TransformersEngine:
@@ -96,6 +99,10 @@ class TransformersEngine:
 
     def __init__(self, shared: SharedBase, role: str | None = "policy", rows: int = 64, pad: int = 0) -> None:
         self.shared, self.role, self.rows, self.pad = shared, role, rows, pad
+        self.windows = (
+            shared.device.type == "cuda"
+        )  # steps of one shape (graphs.py), where the base takes them
+        self.recorder = Recorder() if self.windows else None
 
     def sync(self) -> None:
         """Does nothing: the adapter that is trained is the one that samples."""
@@ -131,6 +138,11 @@ class TransformersEngine:
         rows = torch.arange(count, device=device)  # indices of those still in the cache
         live = torch.ones(count, dtype=torch.bool, device=device)
         look = STEPS_PER_LOOK.get(device.type, STEPS_PER_LOOK["cuda"])
+        window: Window | None = None
+        in_windows = self.windows and self._takes_bias(cache) and (not self.recorder or self.recorder.works)
+        if in_windows:
+            look = STEPS_PER_GRAPH
+            mask = self._bias(count, width + limit) if mask is None else mask
         for step in range(limit):
             barred = sampling.eos if step < sampling.min_new_tokens else ()
             token, logprob = sample(
@@ -140,6 +152,9 @@ class TransformersEngine:
             ending = torch.isin(token, eos) & live
             lengths[rows] = lengths[rows].where(~ending, step + 1)
             live &= ~ending
+            if window is not None and not window.left:
+                window.close()
+                window = None
             if (step + 1) % look == 0 and not all(going := live.tolist()):
                 if not any(going):
                     break
@@ -148,10 +163,17 @@ class TransformersEngine:
                 index = index.to(device)
                 rows, token, positions, live = rows[index], token[index], positions[index], live[index]
                 mask = None if mask is None else mask[index]
-            if step + 1 < limit:
+            if step + 1 == limit:
+                break
+            if in_windows and mask is not None:
+                if window is None:
+                    ahead = min(look - (step + 1) % look, limit - step - 1)
+                    window = Window(self._forward, cache, mask, positions, width + step, ahead, self.recorder)
+                hidden = window(token)
+            else:
                 seen = None if mask is None else mask[..., : width + step + 1]
                 hidden = self._forward(token.unsqueeze(-1), seen, positions, cache)
-                positions = positions + 1
+            positions = positions + 1
         ended = torch.isin(tokens[torch.arange(count, device=device), lengths - 1], eos)
         return [
             Completion(tokens=t[:n], ended=e, logprobs=p[:n])
@@ -211,13 +233,21 @@ class TransformersEngine:
             return None
         padding = torch.tensor([[longest - len(prompt)] for prompt in prompts], device=device)
         mask = torch.arange(width, device=device) >= padding
+        if not self._takes_bias(cache):
+            return mask.long()
+        return self._bias(len(prompts), width).masked_fill(~mask[:, None, None], float("-inf"))
+
+    def _takes_bias(self, cache: DynamicCache) -> bool:
+        """Whether the base's attention takes a mask that is added to its scores, at any position of the cache."""
         config = self.shared.base.config.get_text_config()
         # Models without rotary positions may compute those from the mask.
         rotary = getattr(config, "rope_parameters", None) and not getattr(config, "alibi", False)
-        if not (rotary and is_preallocated(cache) and config._attn_implementation in ("sdpa", "eager")):
-            return mask.long()
-        blank = torch.zeros(mask.shape, dtype=self.shared.autocast or self.shared.base.dtype, device=device)
-        return blank.masked_fill(~mask, float("-inf"))[:, None, None]
+        return bool(rotary and is_preallocated(cache) and config._attn_implementation in ("sdpa", "eager"))
+
+    def _bias(self, rows: int, width: int) -> Tensor:
+        """(rows, 1, 1, width) zeros in the dtype of attention's scores."""
+        dtype = self.shared.autocast or self.shared.base.dtype
+        return torch.zeros(rows, 1, 1, width, dtype=dtype, device=self.shared.device)
 
 
 def sample(
@@ -292,6 +322,7 @@ class Room(DynamicLayer):
     def __init__(self, rows: int, tokens: int) -> None:
         super().__init__()
         self.rows, self.tokens = rows, tokens
+        self.place: Tensor | None = None
         self.open(0, rows)
 
     def open(self, row: int, count: int, start: int = 0, length: int = 0) -> None:
@@ -299,6 +330,11 @@ class Room(DynamicLayer):
         self.row, self.count, self.start, self.length = row, count, start, length
         if self.is_initialized:
             self._show()
+
+    def fix(self, place: Tensor | None, length: int) -> None:
+        """Show `length` positions; from now on `update` writes to those in `place` (1,), and behind all if that is None."""
+        self.place = place
+        self.open(self.row, self.count, self.start, length)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -313,6 +349,10 @@ class Room(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.place is not None:
+            self.keys.index_copy_(2, self.place, key_states)
+            self.values.index_copy_(2, self.place, value_states)
+            return self.keys, self.values
         more = key_states.shape[2]
         self.length += more
         self._show()

@@ -213,11 +213,16 @@ def fp32_logits(record: Record) -> None:
     prompts = models.prompts(16, 20, 20)
     sampling = Sampling(small(64, 8), (2,), seed=1)
     completions = TransformersEngine(shared).generate(prompts, range(16), sampling)
-    episodes = collate(prompts, completions, range(16), models.PAD, shared.device)
-    with torch.no_grad():
-        again, _ = shared.logprobs("policy", episodes.input_ids, episodes.starts, episodes.mask)
-    rms = float((again - episodes.sampler_logprobs)[episodes.mask].square().mean().sqrt())
+    rms = sampler_drift(shared, prompts, completions)
     record.check("sampler's and trainer's log-probs: rms below 0.02 nats", rms, rms < 0.02)
+
+
+@torch.no_grad()
+def sampler_drift(shared: SharedBase, prompts: list[list[int]], completions: list[Completion]) -> float:
+    """Root mean square difference of the log-probs of completions: the sampler's and the training forward's, in nats."""
+    episodes = collate(prompts, completions, range(len(prompts)), models.PAD, shared.device)
+    again, _ = shared.logprobs("policy", episodes.input_ids, episodes.starts, episodes.mask)
+    return float((again - episodes.sampler_logprobs)[episodes.mask].square().mean().sqrt())
 
 
 def nf4_load(record: Record) -> None:

@@ -11,7 +11,7 @@ from pipeline.models import lora
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.rollout import Sampling, TransformersEngine
 from tests.gpu import models
-from tests.gpu.correct import distance
+from tests.gpu.correct import distance, sampler_drift
 from tests.gpu.models import CUDA, DEVICE, small
 from tests.gpu.record import Record
 
@@ -53,6 +53,29 @@ def step_seconds(engine: TransformersEngine, prompts: list[list[int]]) -> tuple[
         assert all(len(one.tokens) == tokens for one in completions)
     _, prefill, whole = seconds
     return prefill, max(whole - prefill, 1e-9) / STEPS
+
+
+def cuda_graphs(record: Record, precision: str) -> None:
+    """Decoding with steps replayed as CUDA graphs, and kernel by kernel: as exact, and quicker."""
+    shared = models.shared_base(precision=precision, roles=["policy"])
+    for rows in (ROWS[0], ROWS[-1]):
+        prompts, seconds = models.prompts(rows, PROMPT, PROMPT), {}
+        for windows in (False, True):
+            models.fresh()
+            engine = TransformersEngine(shared, rows=rows, pad=models.PAD)
+            engine.windows = windows  # on a CPU they run without a graph
+            _, seconds[windows] = step_seconds(engine, prompts)
+            how = "graphs" if windows else "kernel by kernel"
+            record.row(rows=rows, steps=how, ms_a_step=1e3 * seconds[windows], peak_GiB=models.allocated())
+        if CUDA:
+            works = engine.recorder is not None and engine.recorder.works
+            record.check(f"{rows} rows: steps can be recorded", "yes" if works else "no", works)
+            faster = seconds[False] / seconds[True]
+            record.check(f"{rows} rows: not slower than kernel by kernel", f"{faster:.2f}x", faster > 0.95)
+    few = models.prompts(ROWS[0], PROMPT // 2, PROMPT)
+    completions = engine.generate(few, range(len(few)), Sampling(STEPS, (), seed=1))
+    rms = sampler_drift(shared, few, completions)
+    record.check("graphs' and trainer's log-probs: rms below 0.05 nats", rms, rms < 0.05)
 
 
 def fused_lora(record: Record, backward: bool) -> None:

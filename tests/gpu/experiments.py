@@ -42,6 +42,7 @@ def experiments() -> dict[str, Experiment]:
             f"rm-{name}": partial(training.reward_model, precision=name),
             f"sft-{name}": partial(training.supervised, precision=name),
             f"decode-{name}": partial(decoding.rows_at_once, precision=name),
+            f"graphs-{name}": partial(decoding.cuda_graphs, precision=name),
         }
     return table | {
         "ppo-70b-nf4": training.ppo_70b,
