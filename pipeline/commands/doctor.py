@@ -49,11 +49,12 @@ def run(job: Job) -> dict[str, Any]:
 def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
+    from pipeline.planning import recompute
     from pipeline.ppo import doctor
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.runtime import roles
 
-    asked = worker.job.args
+    asked = recompute.settled(worker)
     completions = min(asked.batch_size, max(COMPLETIONS, asked.per_device_train_batch_size))
     completions = max(1, completions // asked.num_generations) * asked.num_generations
     args = replace(

@@ -141,7 +141,7 @@ def settings(job: Job, context: int) -> Settings:
             min(rows, args.batch_size),
             width,
             job.bf16,
-            args.gradient_checkpointing,
+            args.gradient_checkpointing is not False,  # None: where it must
             1,
             min(args.decoded(job.workers[0]), MOST_ROWS)
             if job.rollout_config.engine == "vllm"
@@ -452,7 +452,9 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         episodes = args.total_updates(rows.count) * args.batch_size
         passes = 2 + args.has_critic_adapter  # old, reference, values; the reward is one more
         learn = (
-            args.num_ppo_epochs * (1 + args.has_critic_adapter) * (3 if args.gradient_checkpointing else 2)
+            args.num_ppo_epochs
+            * (1 + args.has_critic_adapter)
+            * (2 if args.gradient_checkpointing is False else 3)
         )
         one = episodes * (prompt + completion) * forward / flops  # a forward of all episodes
         batches = math.ceil(episodes / args.decoded(workers))

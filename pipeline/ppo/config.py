@@ -211,8 +211,9 @@ class PPOConfig(Settings):
     # ---- precision, memory
     bf16: bool = False
     """Matrix products in bfloat16 (autocast), on a CPU the base, too; adapters, heads, log-softmax, ratios, losses stay fp32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a quarter slower, far less memory."""
+    gradient_checkpointing: bool | None = False
+    """Recompute activations in the backward pass: about a quarter slower, far less memory. None: where the plan of the job
+    says that they do not fit into the memory that a worker has free; without the stage, the trainer alone never does."""
 
     # ---- run
     seed: int = 42

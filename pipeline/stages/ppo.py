@@ -26,12 +26,13 @@ def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
     from pipeline import evaluation
+    from pipeline.planning import recompute
     from pipeline.ppo import timeline
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.rollout.client import Client
     from pipeline.runtime import best, roles
 
-    args = worker.job.args
+    args = recompute.settled(worker)
     rollout_workers = Client(worker, worker.beside) if worker.beside else None
     set_seed(args.seed)  # new adapters are made of random numbers: the same ones on every rank
     shared = roles.shared_base(worker)

@@ -1,0 +1,51 @@
+"""Whether a worker recomputes activations in backward, where the job leaves that open: only if they do not fit.
+
+`trainer.gradient_checkpointing: null`. To recompute is about a quarter slower; memory is free or it is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.planning.plan import GIB, Loras, make
+from pipeline.registry import lineage
+
+SHARE = (
+    0.9  # of the memory: a plan is within 15 % of measured peaks on a CPU, and no GPU has been measured yet
+)
+
+
+def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
+    """(whether to recompute, why) for a worker of a ppo job with so many free bytes, before anything is loaded."""
+    plain = replace(job, trainer={**job.trainer, "gradient_checkpointing": False})
+    peak = make(plain, loras).peak
+    needed = peak > SHARE * memory
+    fit = "do not fit" if needed else "fit"
+    return needed, (
+        f"activations are {'recomputed' if needed else 'kept'} (gradient_checkpointing: null): all layers' {fit}, with a peak of "
+        f"{peak / GIB:.1f} GiB and {memory / GIB:.1f} GiB free"
+    )
+
+
+def settled(worker: Any) -> Any:
+    """The PPOConfig of a worker's job with `gradient_checkpointing` true or false, the same on all ranks; rank 0 says it.
+
+    To be called before the base is loaded.
+    """
+    import torch
+
+    from pipeline.ppo.decode_memory import free_bytes
+
+    args = worker.job.args
+    if args.gradient_checkpointing is not None:
+        return args
+    models = [name for name, at in worker.work.inputs.items() if not at.startswith("python:")]
+    folders = {name.split(".")[0]: worker.input(name) for name in models}
+    loras = {name: lineage.adapter_config(at) for name, at in folders.items() if lineage.is_adapter(at)}
+    found = worker.gather(is_needed(worker.job, free_bytes(torch.device(worker.device)), loras))
+    needed, why = max(found)  # of the worker with the least room
+    if worker.rank == 0:
+        print(why, flush=True)
+    return replace(args, gradient_checkpointing=needed)

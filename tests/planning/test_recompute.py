@@ -1,0 +1,43 @@
+"""`trainer.gradient_checkpointing: null`: a worker recomputes activations only where the plan says that they do not fit."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from running import ROOT
+
+from pipeline.config import load_job
+from pipeline.planning import plan, recompute
+from pipeline.ppo import decode_memory
+
+
+@pytest.fixture
+def job(in_root):
+    return load_job(ROOT / "jobs/demo/ppo.yaml", ["trainer.gradient_checkpointing=null"])
+
+
+def test_the_plan_without_recomputation_decides(job):
+    kept, recomputed = (
+        plan.make(dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": on})).peak
+        for on in (False, True)
+    )
+    assert plan.make(job).peak == recomputed < kept  # what null needs at least
+    enough = kept / recompute.SHARE
+    assert recompute.is_needed(job, enough * 1.01) == (False, recompute.is_needed(job, enough * 1.01)[1])
+    needed, why = recompute.is_needed(job, enough * 0.99)
+    assert needed and "recomputed (gradient_checkpointing: null): all layers' do not fit" in why
+
+
+@pytest.mark.parametrize("free", [1 << 20, 1 << 40])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_all_workers_do_what_the_smallest_needs(job, free, elsewhere, monkeypatch, capsys):
+    monkeypatch.setattr(decode_memory, "free_bytes", lambda device: free)
+    others = [(True, "another has no room")] if elsewhere else []
+    worker = SimpleNamespace(
+        job=job, rank=0, device="cpu", gather=lambda mine: [mine, *others], work=SimpleNamespace(inputs={})
+    )
+    args = recompute.settled(worker)
+    assert args.gradient_checkpointing is (elsewhere or free == 1 << 20)
+    assert "gradient_checkpointing: null" in capsys.readouterr().out or elsewhere
+    given = dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": True})
+    assert recompute.settled(SimpleNamespace(job=given)).gradient_checkpointing is True
