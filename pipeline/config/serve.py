@@ -65,6 +65,12 @@ def check(tree: Tree, job: Job) -> None:
         raise tree.error(
             "serve.rewards", f"found {both[0]}, which serve.policies names, too; expected another id"
         )
+    if serve.cache_tokens is not None and job.rollout.get("engine") == "vllm":
+        raise tree.error(
+            "serve.cache_tokens",
+            f"found {show(serve.cache_tokens)}; expected null with rollout.engine=vllm, whose KV cache fills what "
+            "rollout.gpu_memory_utilization leaves it",
+        )
     for key in ("canary", "shadow"):
         if getattr(serve, f"{key}_share") and not any(alias_of(one) for one in serve.policies.values()):
             raise tree.error(

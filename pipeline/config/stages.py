@@ -236,7 +236,7 @@ STAGE: dict[str, Stage] = {
         scores=True,
         runs_in="serve",
         unused={
-            **_NO_ROLLOUT,
+            **_DECODES,
             **_ROW_BY_ROW,
             **dict.fromkeys(
                 (f"data.{key}" for key in ("train", "on_error", "too_long", "columns", "label", "transform", "group_by", "cache_dir", "subset")),

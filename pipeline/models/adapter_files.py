@@ -117,6 +117,12 @@ def settings(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def rank(folder: str | Path) -> int:
+    """The largest rank of an adapter's matrices."""
+    given = settings(folder)
+    return max([given["r"], *(given.get("rank_pattern") or {}).values()])
+
+
 def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= 1e9
 

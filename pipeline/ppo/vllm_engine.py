@@ -59,30 +59,17 @@ class VllmEngine:
             )
         self.shared, self.role = shared, roles[0]
         self.folder, self.synced, self.numbers = Path(folder), 0, itertools.count(1)
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
-        from vllm import LLM
-
-        if shared.device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading the base has left: vLLM counts it as taken
-        with own_device(shared.device, options.get("tensor_parallel_size", 1)):
-            self.llm = LLM(
-                model,
-                enable_lora=bool(configs),
-                max_loras=1,
-                max_lora_rank=accepted_rank(
-                    max(rank for config in configs for rank in (config.r, *config.rank_pattern.values()))
-                    if configs
-                    else 1
-                ),
-                max_model_len=longest,
-                max_logprobs=1,
-                logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
-                generation_config="vllm",  # ignore top-p and temperature of the model's generation config
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                **options,
-            )
+        ranks = [rank for config in configs for rank in (config.r, *config.rank_pattern.values())]
+        self.llm = start_llm(
+            model,
+            shared.device,
+            longest,
+            max(ranks, default=0),
+            max_loras=1,
+            max_logprobs=1,
+            logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
+            **options,
+        )
 
     def of(self, role: str | None) -> VllmEngine:
         """An engine that decodes in the same process, from another of its roles as that is now."""
@@ -133,6 +120,38 @@ class VllmEngine:
         """
         self.llm.llm_engine.engine_core.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start_llm(model: str, device: torch.device | str, longest: int, rank: int, **options: Any) -> Any:
+    """A vllm.LLM, in a process of its own.
+
+    Args:
+        model: folder or hub id of the base.
+        longest: tokens of the longest prompt and its completion together.
+        rank: the largest of its adapters; 0: it takes none.
+        options: further arguments of vllm.LLM.
+
+    Raises:
+        ValueError: for a rank that is too large.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading a base has left: vLLM counts it as taken
+    with own_device(device, options.get("tensor_parallel_size", 1)):
+        return LLM(
+            model,
+            enable_lora=rank > 0,
+            max_lora_rank=accepted_rank(rank or 1),
+            max_model_len=longest,
+            generation_config="vllm",  # ignore top-p and temperature of the model's generation config
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **options,
+        )
 
 
 def completion_of(output: Any) -> Completion:

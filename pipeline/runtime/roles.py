@@ -18,6 +18,7 @@ from pipeline.runtime.inputs import check_function
 from pipeline.runtime.worker import Worker
 
 if TYPE_CHECKING:
+    from pipeline.config import Job
     from pipeline.models.adapters import SharedBase
     from pipeline.ppo.config import PPOConfig
     from pipeline.ppo.rewards import Reward
@@ -43,8 +44,12 @@ def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
     ]
 
 
-def reward(worker: Host, shared: SharedBase, name: str, role: str, weight: float = 1.0) -> Reward:
-    """The reward of one input of the job: an adapter, which becomes a role on the base, another model, or a Python function."""
+def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight: float = 1.0) -> Reward:
+    """The reward of one input of the job: an adapter, which becomes a role on the base, another model, or a Python function.
+
+    Args:
+        shared: None only where the reward is a function.
+    """
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
     source = worker.work.inputs[name]
@@ -59,6 +64,7 @@ def reward(worker: Host, shared: SharedBase, name: str, role: str, weight: float
         return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
     folder = worker.input(name)
     if lineage.is_adapter(folder):
+        assert shared is not None
         shared.add(role, folder=folder, head=True)
         constants = lineage.read(folder, source).get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
@@ -194,26 +200,26 @@ def _start_vllm(
 ) -> VllmEngine:
     from pipeline.ppo.vllm_engine import VllmEngine
 
-    model, rollout = host.job.model, host.job.rollout_config
+    options = vllm_options(host.job)
+    if shared.device.type == "cuda":
+        share = host.job.rollout_config.gpu_memory_utilization or vllm_share(shared, rows, longest)
+        options["gpu_memory_utilization"] = share
+        print(f"vLLM takes {share} of the GPU's memory", flush=True)
+    return VllmEngine(shared, host.job.model.name_or_path, folder, longest=longest, roles=wanted, **options)
+
+
+def vllm_options(job: Job) -> dict[str, Any]:
+    """Arguments of vllm.LLM that follow from the sections `model` and `rollout`, but for its share of the memory."""
+    model, rollout = job.model, job.rollout_config
     options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
     if rollout.tensor_parallel_size > 1:
         options["tensor_parallel_size"] = rollout.tensor_parallel_size
-    if shared.device.type == "cuda":
-        share = rollout.gpu_memory_utilization or vllm_share(shared, rows, longest)
-        options["gpu_memory_utilization"] = share
-        print(f"vLLM takes {share} of the GPU's memory", flush=True)
-    return VllmEngine(
-        shared,
-        model.name_or_path,
-        folder,
-        longest=longest,
-        roles=wanted,
-        revision=model.revision,
-        dtype=model.dtype,
-        trust_remote_code=model.trust_remote_code,
-        **options,
-        **(rollout.vllm_kwargs or {}),
-    )
+    options |= {
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    return options | (rollout.vllm_kwargs or {})
 
 
 def vllm_share(shared: SharedBase, rows: int, longest: int) -> float:

@@ -32,12 +32,11 @@ from pipeline.errors import in_brief
 from pipeline.runtime import memory, placement
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import room_for_prompts
-from pipeline.serving import protocol
+from pipeline.serving import engine, protocol
 from pipeline.serving.answer import Answer, Mailbox, limit
-from pipeline.serving.batching import Batcher
 from pipeline.serving.feedback import FeedbackStore
 from pipeline.serving.metrics import Metrics, Page
-from pipeline.serving.models import BASE, Models, cache_tokens, fastest_products
+from pipeline.serving.models import BASE, Models
 from pipeline.serving.protocol import ChatRequest, Feedback, Refused
 from pipeline.serving.scores import ROWS, Scores, results
 from pipeline.system import console
@@ -161,9 +160,6 @@ class Server:
     """One replica: the base, the versions on it, and the batch that all requests share."""
 
     def __init__(self, work: Work, digests: list[str], recorder: DeploymentHandle) -> None:
-        from pipeline.models.tokenizer import eos_ids
-        from pipeline.runtime import roles
-
         listen_at_home()
         console.silence_libraries()
         self.work, self.job, self.serve, self.args = work, work.job, work.job.serve, work.job.args
@@ -171,22 +167,12 @@ class Server:
         self.name = secrets.token_hex(4)
         host = Host(work)
         with memory.explained(work.job):
-            fastest_products(work.job)
-            shared = roles.shared_base(host)
-            self.models = Models(host, shared)
-            self.eos = eos_ids(host.tokenizer, shared.base.generation_config)
-            self.batcher = Batcher(
-                shared,
-                rows=self.args.local_rollout_forward_batch_size,
-                positions=self.serve.cache_tokens or cache_tokens(shared),
-                queue=self.serve.max_queue,
-                eos=[i for i in self.eos if i < shared.vocab_size],
-                pad=host.tokenizer.pad_token_id,
-                min_new_tokens=self.args.min_new_tokens,
-            )
+            shared, self.batcher = engine.start(host)
+            self.models = Models(host, shared, self.batcher)
+        self.eos = engine.ends(host)
         self.context = work.base["context_length"] or 1 << 20
         self.scores = Scores(host, self.batcher, self.context)
-        self.encoder = self._encoder(shared)
+        self.encoder = self._encoder()
         # One thread reads what is sent: a long prompt takes the tokenizer a while, and the others are to be answered meanwhile.
         self.reader = ThreadPoolExecutor(1, "reader")
         self.metrics = Metrics()
@@ -199,7 +185,7 @@ class Server:
         ]
         self.unseen: set[asyncio.Task[None]] = set()
 
-    def _encoder(self, shared: Any) -> Any:
+    def _encoder(self) -> Any:
         from pipeline.data.encode import Encoder
         from pipeline.data.kinds import kind_of
 
@@ -216,7 +202,7 @@ class Server:
         while True:
             await asyncio.sleep(self.serve.poll_s)
             try:
-                lines = await asyncio.to_thread(self.models.follow, self.batcher)
+                lines = await asyncio.to_thread(self.models.follow)
             except Exception as error:
                 lines = [f"the aliases cannot be followed: {in_brief(error)}"]
             for line in lines:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import registry
-from pipeline.config import Job
 from pipeline.config.serve import alias_of
 from pipeline.errors import InputError, in_brief
 from pipeline.registry import lineage
@@ -30,15 +29,16 @@ class Models:
     cannot be loaded leaves the one before in its place.
     """
 
-    def __init__(self, host: Host, shared: SharedBase) -> None:
+    def __init__(self, host: Host, shared: SharedBase | None, batcher: Batcher) -> None:
         from pipeline.models.fit import check_base
 
-        self.host, self.shared = host, shared
+        self.host, self.shared, self.batcher = host, shared, batcher
         self.files = check_base(host.job.model, gpu=bool(host.job.scaling.get("use_gpu")))
         self.uri = registry.tracking_uri(host.job)
         self.traffic = Traffic(host.job.serve)
         self.roles: dict[str, str | None] = {BASE: None}  # version -> role
         self.rewards: dict[str, Reward] = {}  # model id -> reward
+        self.reward_roles: set[str] = set()  # on the shared base
         self.reward_versions: dict[str, str] = {}
         self.refused: dict[str, str] = {}  # version -> why it cannot be served
         self.unused: set[str] = set()  # roles that no route led to at the last look
@@ -63,7 +63,7 @@ class Models:
             return
         self.loaded += 1
         role = f"version_{self.loaded}"
-        self.shared.add(role, folder=folder)
+        self.batcher.add(role, folder)
         self.roles[version] = role
 
     def _folder(self, key: str, version: str) -> str:
@@ -90,12 +90,14 @@ class Models:
         key = f"rewards.{name}"
         self.loaded += 1
         host = Host(replace(self.host.work, inputs={key: version}))
-        self.rewards[name] = roles.reward(host, self.shared, key, f"reward_{self.loaded}")
-        self.reward_versions[name] = version
+        reward = roles.reward(host, self.shared, key, f"reward_{self.loaded}")
+        if role := getattr(reward, "role", None):
+            self.reward_roles.add(role)
+        self.rewards[name], self.reward_versions[name] = reward, version
 
     # ------------------------------------------------------------------------------------------- following
 
-    def follow(self, batcher: Batcher) -> list[str]:
+    def follow(self) -> list[str]:
         """Look at the registry once, load what aliases have moved to, let go of what nothing uses; what there is to say.
 
         Blocks; called from a thread of its own.
@@ -114,16 +116,16 @@ class Models:
                 )
                 continue
             pinned = aliases.get(alias[1], now.version)
-            wanted = self._served(route(serve, reference, pinned, aliases), now, name, batcher, said)
+            wanted = self._served(route(serve, reference, pinned, aliases), now, name, said)
             if wanted != now:
                 self.traffic.routes[name] = wanted
                 said.append(f"{name}: {shown(wanted)}")
         for name, reference in serve.rewards.items():
-            self._follow_reward(name, reference, batcher, said)
-        self._let_go(batcher)
+            self._follow_reward(name, reference, said)
+        self._let_go()
         return said
 
-    def _served(self, wanted: Route, now: Route, name: str, batcher: Batcher, said: list[str]) -> Route:
+    def _served(self, wanted: Route, now: Route, name: str, said: list[str]) -> Route:
         """The route with those of its versions that can be loaded; for the others what was there."""
         kept: dict[str, Any] = {}
         for key in ("version", "canary", "shadow"):
@@ -131,17 +133,17 @@ class Models:
             if (
                 version is not None
                 and version not in self.roles
-                and not self._try(f"policies.{name}", version, batcher, said)
+                and not self._try(f"policies.{name}", version, said)
             ):
                 kept[key] = getattr(now, key)
         return replace(wanted, **kept)
 
-    def _try(self, key: str, version: str, batcher: Batcher, said: list[str]) -> bool:
+    def _try(self, key: str, version: str, said: list[str]) -> bool:
         if version in self.refused:
             return False
         try:
             folder = self._folder(key, version)  # fetched and checked here: the batch does not wait for it
-            done: Future[Any] = batcher.run(lambda: self._load(version, folder))
+            done: Future[Any] = self.batcher.run(lambda: self._load(version, folder))
             done.result()
         except Exception as error:
             self.refused[version] = in_brief(error)
@@ -149,7 +151,7 @@ class Models:
             return False
         return True
 
-    def _follow_reward(self, name: str, reference: str, batcher: Batcher, said: list[str]) -> None:
+    def _follow_reward(self, name: str, reference: str, said: list[str]) -> None:
         if (alias := alias_of(reference)) is None:
             return
         try:
@@ -162,51 +164,36 @@ class Models:
             return
         try:
             check_adapters(self.host.job, {f"rewards.{name}": version}, self.host.work.base, self.files)
-            batcher.run(lambda: self._load_reward(name, version)).result()
+            self.batcher.run(lambda: self._load_reward(name, version)).result()
         except Exception as error:
             self.refused[version] = in_brief(error)
             said.append(f"{version} cannot be served ({in_brief(error)}); {before} stays")
             return
         said.append(f"{name}: {version}")
 
-    def _let_go(self, batcher: Batcher) -> None:
+    def _let_go(self) -> None:
         """Removes roles to which no route led at the last look either, once their last completion is written.
 
         A request that was given one of them a moment ago has joined the batch by now.
         """
 
         def remove() -> None:
-            wanted = {self.roles.get(version) for version in self.traffic.versions()} | batcher.roles()
+            wanted = {self.roles.get(version) for version in self.traffic.versions()} | self.batcher.roles()
             wanted |= {getattr(reward, "role", None) for reward in self.rewards.values()}
-            unused = set(self.shared.roles) - wanted
-            for role in unused & self.unused:
+            written = {role for role in self.roles.values() if role}
+            unused = (written | self.reward_roles) - wanted
+            for role in unused & self.unused & written:
                 self.roles = {version: held for version, held in self.roles.items() if held != role}
+                self.batcher.remove(role)
+            for role in unused & self.unused & self.reward_roles:
+                assert self.shared is not None
+                self.reward_roles.remove(role)
                 self.shared.remove(role)
             self.unused = unused
 
-        batcher.run(remove).result()
+        self.batcher.run(remove).result()
 
 
 def shown(route: Route) -> str:
     further = "".join(f", {key} {getattr(route, key)}" for key in ("canary", "shadow") if getattr(route, key))
     return f"{route.version}{further}"
-
-
-def fastest_products(job: Job) -> None:
-    """Sets the precision of fp32 products on a CPU, as a run of `generate` does (runtime/matmul.py)."""
-    import torch
-
-    from pipeline.models import matmul
-
-    if not job.scaling.get("use_gpu"):
-        torch.set_float32_matmul_precision(matmul.decide([matmul.measure()], None)[0])
-
-
-def cache_tokens(shared: SharedBase) -> int:
-    """Positions of the KV cache for which there is room: half of a GPU's free memory, on a CPU a quarter."""
-    from pipeline.ppo.decode_memory import free_bytes, kv_bytes
-
-    share = 0.5 if shared.device.type == "cuda" else 0.25
-    each = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
-    free = free_bytes(shared.device)
-    return int(share * free / each) if free < float("inf") else 1 << 20

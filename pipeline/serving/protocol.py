@@ -33,6 +33,9 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+TOP_LOGPROBS = 20  # alternatives to a token, as at OpenAI
+
+
 class StreamOptions(BaseModel):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -55,7 +58,7 @@ class ChatRequest(BaseModel):
     stop: Text | list[Text] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 64)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     user: Text | None = None  # requests of one user all go to the canary, or all not
     # Taken where they ask for nothing else than what happens anyway.
     frequency_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None

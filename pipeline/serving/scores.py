@@ -27,10 +27,10 @@ class Scores:
 
     def __init__(self, host: Host, batcher: Batcher, context: int) -> None:
         from pipeline.models.template import text_as_chat
-        from pipeline.models.tokenizer import eos_ids
+        from pipeline.serving.engine import ends
 
         data, self.tokenizer = host.job.data, host.tokenizer
-        self.ends = eos_ids(host.tokenizer, batcher.shared.base.generation_config)
+        self.ends = ends(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
         self.encoder = Encoder(
             host.tokenizer, kind_of("score"), context, data.too_long, apply, self.ends, data.special_tokens

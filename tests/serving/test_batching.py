@@ -10,8 +10,9 @@ from toy_models import shared_base
 
 from pipeline.errors import InputError
 from pipeline.ppo.rollout import Sampling, TransformersEngine, sample
-from pipeline.serving import batching
-from pipeline.serving.batching import Batcher, QueueFull, Row, Token, draw
+from pipeline.serving import transformers_batcher
+from pipeline.serving.batching import QueueFull, Row, Token
+from pipeline.serving.transformers_batcher import TransformersBatcher, draw
 
 EOS = (2,)
 SECONDS = 60
@@ -33,7 +34,11 @@ def batcher(shared):
     made = []
 
     def make(**changes):
-        made.append(Batcher(shared, **{"rows": 8, "positions": 1 << 16, "queue": 100, "eos": EOS, **changes}))
+        made.append(
+            TransformersBatcher(
+                shared, **{"rows": 8, "positions": 1 << 16, "queue": 100, "eos": EOS, **changes}
+            )
+        )
         return made[-1]
 
     yield make
@@ -145,7 +150,9 @@ def test_a_row_that_is_cancelled_leaves_and_the_others_stay(shared, batcher):
 
 def test_an_error_is_told_to_its_rows_and_the_next_ones_are_written(batcher, monkeypatch):
     client, writer = Client(), batcher()
-    monkeypatch.setattr(batching, "draw", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    monkeypatch.setattr(
+        transformers_batcher, "draw", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    )
     writer.submit([client.row("lost", [5, 6])])
     client.wait(1)
     assert [str(told) for told in client.told["lost"]] == ["out of memory"]
@@ -194,23 +201,23 @@ def test_a_base_that_cannot_be_batched_so_is_refused(shared, monkeypatch):
     with pytest.raises(
         InputError, match=r"requests cannot be batched on it \(some layers have a cache of another kind\)"
     ):
-        Batcher(shared, 8, 1 << 16, 100, EOS)
+        TransformersBatcher(shared, 8, 1 << 16, 100, EOS)
 
 
 def test_a_slot_that_is_read_wrongly_is_noticed_before_anybody_asks(shared, monkeypatch):
     monkeypatch.setattr(
-        batching.SlotCache,
+        transformers_batcher.SlotCache,
         "leave",
         lambda self, rows: self._set(self.counts[: -len(rows)]) or list(range(len(self.counts))),
     )
-    broken = batching.SlotCache.step
+    broken = transformers_batcher.SlotCache.step
     monkeypatch.setattr(
-        batching.SlotCache,
+        transformers_batcher.SlotCache,
         "step",
         lambda self: broken(self) or self._set([n - (i == 0) for i, n in enumerate(self.counts)]),
     )
     with pytest.raises(InputError, match="differ from those of a whole forward"):
-        Batcher(shared, 8, 1 << 16, 100, EOS)
+        TransformersBatcher(shared, 8, 1 << 16, 100, EOS)
 
 
 def test_random_numbers_are_those_of_seed_and_number(batcher):

@@ -15,7 +15,7 @@ import torch
 from running import ROOT
 from served import ask, chat, served
 from sockets import on_loopback, sockets
-from toy_models import make, registered, shared_base, tokenizer
+from toy_models import registered, second, shared_base, tokenizer
 
 from pipeline import registry
 from pipeline.__main__ import main
@@ -423,22 +423,7 @@ def test_a_wrong_row_says_what_is_wrong(server, body, status, says):
 
 @pytest.fixture(scope="module")
 def second_version(storage, models):
-    """models:/toy-policy/2, without an alias."""
-    folder = str(storage / "made-second")
-    make(folder, seed=9, head=False)
-    facts = registry.lineage.read(models["toy-policy"], "models:/toy-policy/1")
-    registry.lineage.write(folder, facts)
-    tokenizer().save_pretrained(folder)
-    settings = [
-        f"run.storage_path={storage}",
-        "run.name=made-second",
-        "mlflow.registered_model=toy-policy",
-        "mlflow.alias=other",
-    ]
-    job = load_job(ROOT / "jobs/demo/sft.yaml", [*settings, "gate={}"], "sft")
-    with registry.mlflow_run(job, {}) as run_id:
-        registry.publish(job, run_id, folder, {}, facts)
-    return "2"
+    return second(storage)
 
 
 def spoke(server, seconds):

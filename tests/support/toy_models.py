@@ -68,6 +68,21 @@ def registered(storage: Path) -> dict[str, str]:
     return folders
 
 
+@cache
+def second(storage: Path) -> str:
+    """The number of a further version of toy-policy, with the alias `other`."""
+    folder = str(storage / "made-second")
+    make(folder, seed=9, head=False)
+    facts = lineage.read(registered(storage)["toy-policy"], "models:/toy-policy/1")
+    lineage.write(folder, facts)
+    tokenizer().save_pretrained(folder)
+    settings = [f"run.storage_path={storage}", "run.name=made-second"]
+    settings += ["mlflow.registered_model=toy-policy", "mlflow.alias=other", "gate={}"]
+    job = load_job(ROOT / "jobs/demo/sft.yaml", settings, "sft")
+    with registry.mlflow_run(job, {}) as run_id:
+        return str(registry.publish(job, run_id, folder, {}, facts).version)
+
+
 def make(folder: str, seed: int, head: bool) -> None:
     torch.manual_seed(seed)
     shared = shared_base()
