@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 from pipeline.ppo.decode_memory import SAMPLING_BYTES
@@ -41,13 +42,13 @@ class Node:
 
 # By the label that nodes carry (ray.io/accelerator-type): Ray's names (ray.util.accelerators).
 GPUS = {
-    "L4": Gpu(22, 121, 300, (Node("g6.2xlarge", 1, 0.98), Node("g6.12xlarge", 4, 4.60))),
-    "A10G": Gpu(22, 70, 600, (Node("g5.2xlarge", 1, 1.21), Node("g5.12xlarge", 4, 5.67))),
-    "A100-40G": Gpu(39, 312, 1555, (Node("p4d.24xlarge", 8, 21.96),)),
-    "L40S": Gpu(44, 362, 864, (Node("g6e.2xlarge", 1, 2.24), Node("g6e.12xlarge", 4, 10.49))),
-    "A100-80G": Gpu(79, 312, 2039, (Node("p4de.24xlarge", 8, 27.45),)),
-    "H100": Gpu(79, 989, 3350, (Node("p5.4xlarge", 1, 6.88), Node("p5.48xlarge", 8, 55.04))),
-    "H200": Gpu(139, 989, 4800, (Node("p5en.48xlarge", 8, 63.30),)),
+    "L4": Gpu(22, PEAK_TFLOPS["L4"], 300, (Node("g6.2xlarge", 1, 0.98), Node("g6.12xlarge", 4, 4.60))),
+    "A10G": Gpu(22, PEAK_TFLOPS["A10G"], 600, (Node("g5.2xlarge", 1, 1.21), Node("g5.12xlarge", 4, 5.67))),
+    "A100-40G": Gpu(39, PEAK_TFLOPS["A100"], 1555, (Node("p4d.24xlarge", 8, 21.96),)),
+    "L40S": Gpu(44, PEAK_TFLOPS["L40S"], 864, (Node("g6e.2xlarge", 1, 2.24), Node("g6e.12xlarge", 4, 10.49))),
+    "A100-80G": Gpu(79, PEAK_TFLOPS["A100"], 2039, (Node("p4de.24xlarge", 8, 27.45),)),
+    "H100": Gpu(79, PEAK_TFLOPS["H100"], 3350, (Node("p5.4xlarge", 1, 6.88), Node("p5.48xlarge", 8, 55.04))),
+    "H200": Gpu(139, PEAK_TFLOPS["H200"], 4800, (Node("p5en.48xlarge", 8, 63.30),)),
 }
 # Of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it.
 UTILISATION = 0.35

@@ -87,3 +87,26 @@ def off_policy_metrics(episodes: Episodes, weights: Tensor, config: RolloutConfi
         "rollout/effective_samples": total**2 / (count * squares) if squares else 0.0,
         "rollout/sampler_kl": apart / count,
     }
+
+
+def seconds_at_peak(
+    args: PPOConfig, tokens: float, parameters: float, adapter_rewards: int, sampled_here: bool, peak: float
+) -> float:
+    """Seconds that an update would take at a GPU's peak: its model FLOPs, over FLOP/s.
+
+    A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only activations have
+    gradients. What is recomputed does not count. Over the seconds that it did take, this is the model FLOPs utilisation (MFU,
+    Chowdhery et al. 2022, section 4.1).
+
+    Args:
+        tokens: of this worker's prompts and completions.
+        parameters: of the base.
+        adapter_rewards: rewards that are adapters on the base.
+        sampled_here: whether this worker samples and scores, and no rollout worker.
+        peak: FLOP/s.
+    """
+    roles = 1 + args.has_critic_adapter
+    passes = (2 + adapter_rewards) * sampled_here  # sampling, the reference, the rewards
+    passes += roles * (not args.learns_in_one_forward)  # old log-probs and values
+    passes += args.num_ppo_epochs * roles * 2  # forward and backward
+    return 2 * parameters * tokens * passes / peak

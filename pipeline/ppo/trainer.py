@@ -25,6 +25,7 @@ from transformers import get_scheduler
 
 from pipeline.findings import require
 from pipeline.models.adapters import SharedBase
+from pipeline.models.gpus import peak_flops
 from pipeline.ppo import forward, recomputed
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
 from pipeline.ppo.batch import (
@@ -58,9 +59,9 @@ from pipeline.ppo.functional import (
     value_loss,
     whiten,
 )
-from pipeline.ppo.metrics import episode_metrics, off_policy_metrics
+from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
 from pipeline.ppo.phases import Phases
-from pipeline.ppo.rewards import Reward, combined
+from pipeline.ppo.rewards import AdapterReward, Reward, combined
 from pipeline.ppo.rollout import Engine, Sampling
 from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, assembled, rows_of
@@ -274,7 +275,16 @@ class PPOTrainer:
             "train_samples_per_second": args.batch_size / seconds,
             "train_tokens_per_second": tokens / seconds,
         }
+        if peak := peak_flops(self.device):
+            speed["mfu"] = self._seconds_at_peak(episodes, peak) / seconds
         return metrics | {"episode": float(self.update * args.batch_size)} | cost | speed
+
+    def _seconds_at_peak(self, episodes: Episodes, peak: float) -> float:
+        """Seconds that this worker's share of an update takes at `peak` FLOP/s."""
+        adapters = sum(isinstance(reward, AdapterReward) for reward in self.rewards)
+        here = not self.rollouts.workers
+        parameters = self.shared.base.num_parameters()  # of nf4, those that are packed
+        return seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
 
     # --------------------------------------------------------------------------------- rollout and scores
 

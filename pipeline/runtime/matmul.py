@@ -31,7 +31,8 @@ def settle(
     """Sets the precision of fp32 products in this worker as the run began, or as is best for all its workers; rank 0 says it.
 
     Actors of Ray Data have no ranks: each is rank 0 of its own, and the first one's choice is what the others find, save
-    those that start with it, which measure the same. A job for GPUs is left alone: "medium" is TF32 or less there.
+    those that start with it, which measure the same. A job for GPUs is left as it is, which
+    is said: "medium" is TF32 or less there.
 
     Args:
         gather: what each rank has, on every rank.
@@ -41,9 +42,14 @@ def settle(
     Raises:
         InputError: for a job in bfloat16 on a processor that is slower in it than in fp32. One that has begun goes on.
     """
-    if job.scaling.get("use_gpu"):
-        return
     import torch
+
+    if job.scaling.get("use_gpu"):
+        if rank == 0:
+            precision = torch.get_float32_matmul_precision()
+            tf32 = "without TF32" if precision == "highest" else "with TF32 or less"
+            print(f'fp32 products at precision "{precision}", on a GPU {tf32}', flush=True)
+        return
 
     from pipeline.models import matmul
 

@@ -1,8 +1,10 @@
 """Metrics of an update are what their names say."""
 
 import pytest
+import torch
 import toy_ppo as toy
 
+from pipeline.models.gpus import peak_flops
 from pipeline.ppo.rewards import FunctionReward
 
 
@@ -47,3 +49,51 @@ def test_metrics_are_what_they_say():
         "episode",
     }
     assert names <= set(metrics)
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({}, 2 + 1 + 2 * 2),  # sampling, reference; old log-probs; two epochs of forward and backward
+        ({"critic": "head", "num_ppo_epochs": 1}, 2 + 1 + 2),
+        (
+            {
+                "advantage_estimator": "rloo",
+                "num_generations": 2,
+                "kl_coef": 0.0,
+                "num_ppo_epochs": 1,
+                "num_mini_batches": 1,
+            },
+            2 + 2,
+        ),
+    ],
+    ids=["adapter", "head", "one forward"],
+)
+def test_mfu_is_the_share_of_a_gpus_peak(settings, passes, monkeypatch):
+    trainer = toy.trainer(**settings)
+    assert "mfu" not in trainer.run_update()  # a CPU has no datasheet here
+    monkeypatch.setattr("pipeline.ppo.trainer.peak_flops", lambda device: 1e9)
+    kept = toy.recorded(trainer)
+    metrics = trainer.run_update()
+    samples = kept[0]
+    tokens = sum(map(len, samples.prompt_ids)) + sum(map(len, samples.completion_ids))
+    if passes == 7:
+        passes += 1 + 2 * 2  # of the critic: values, two epochs
+    flops = 2 * trainer.shared.base.num_parameters() * tokens * passes
+    seconds = 16 / metrics["train_samples_per_second"]
+    assert metrics["mfu"] == pytest.approx(flops / seconds / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_its_name(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12)

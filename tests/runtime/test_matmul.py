@@ -68,13 +68,14 @@ def test_all_workers_take_the_same_and_one_that_rounds_has_a_veto(job, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_a_job_for_gpus_is_left_alone(job):
+def test_a_job_for_gpus_is_left_alone_and_says_so(job, capsys):
     def measure():
         raise AssertionError("measured")
 
     job.scaling["use_gpu"] = True
     matmul.settle(job, measure=measure)
     assert torch.get_float32_matmul_precision() == "highest"
+    assert 'precision "highest", on a GPU without TF32' in capsys.readouterr().out
 
 
 def test_a_record_that_cannot_be_read_is_an_error(job):
