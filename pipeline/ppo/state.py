@@ -49,7 +49,7 @@ def save_state(trainer: PPOTrainer, folder: str | Path) -> None:
 
 
 def restore_state(trainer: PPOTrainer, folder: str | Path) -> None:
-    """Continue from `folder`. Random states, which only rewards draw from, need the same number of workers."""
+    """Continue from `folder`. Random states, which only rewards in evaluations draw from, need the same number of workers."""
     folder = Path(folder)
     state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     for role in trainer.stored_roles():
