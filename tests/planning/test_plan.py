@@ -374,9 +374,8 @@ def test_the_plan_is_what_a_step_holds(stage, dtype, checkpointing):
     print(
         f"{stage} {dtype} {checkpointing}: {measured['grown'] / 2**20:.0f} MiB, planned {measured['planned'] / 2**20:.0f}"
     )
-    assert measured["planned"] == pytest.approx(
-        measured["grown"], rel=0.2, abs=64 * 2**20
-    )  # 64 MiB: libraries' own buffers
+    # A fifth, and beside it 32 MiB that the libraries keep for themselves from their first step on.
+    assert abs(measured["planned"] - measured["grown"]) < 0.2 * measured["grown"] + 32 * 2**20
 
 
 def test_of_a_mixture_the_draws_count(tmp_path, in_root):

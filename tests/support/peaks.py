@@ -1,6 +1,8 @@
 """What a training step really holds: `python tests/support/peaks.py STAGE DTYPE CHECKPOINTING`, for tests/planning/test_plan.py.
 
 Prints JSON: bytes that the process grew by in a step, and what the plan says for that (items of phase `update`, and of Adam).
+Pages of files do not count: how many of a library's are mapped as it is first used depends on what others have left in the
+system's page cache.
 The process is started with MALLOC_MMAP_THRESHOLD_ set, so that its size is what is in use.
 """
 
@@ -8,6 +10,7 @@ import gc
 import json
 import sys
 import tempfile
+from pathlib import Path
 
 import datasets
 import torch
@@ -128,6 +131,12 @@ def planned(stage, folder, dtype, checkpointing):
     return sum(item.size for item in items if item.phase == "update" or "Adam" in item.what)
 
 
+def file_bytes():
+    """Of the process's resident memory, what is mapped from files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+
+
 def main(stage, dtype, checkpointing):
     config, folder = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"]), tempfile.mkdtemp()
     config.save_pretrained(folder)
@@ -136,7 +145,7 @@ def main(stage, dtype, checkpointing):
     step = ppo_step(config, dtype, checkpointing) if stage == "ppo" else None
     step = step or trl_step(stage, config, dtype, checkpointing, folder)
     gc.collect()
-    now = Phases(torch.device("cpu"))
+    now, of_files = Phases(torch.device("cpu")), file_bytes()
     with now("before"):
         pass
     if stage == "ppo":
@@ -145,6 +154,7 @@ def main(stage, dtype, checkpointing):
         with now("step"):
             step()
         grown = now.peak_bytes["step"] - now.peak_bytes["before"]
+    grown -= file_bytes() - of_files
     print(json.dumps({"grown": grown, "planned": planned(stage, folder, dtype, checkpointing)}))
 
 
