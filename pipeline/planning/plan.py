@@ -94,12 +94,13 @@ class Plan:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes on disk: what learns and Adam's two moments of it, in fp32, and with run.keep=best the best of it so far.
+        """Bytes on disk: what learns and Adam's two moments of it, and with run.keep=best the best of it so far.
         The base is not in it.
         """
         # TRL's trainer also saves the reference's adapter; ours does not.
         reference = STAGE[self.job.stage].trl and _has_reference(self.job)
-        return (12.0 + 4.0 * reference + 4.0 * (self.job.run.keep == "best")) * self.trainable
+        kept = 4.0 * reference + 4.0 * (self.job.run.keep == "best")
+        return (4.0 + _moments(self.job) + kept) * self.trainable
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,9 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         Item("Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces", RUNTIME[device]),
     ]
     if learning:
-        items.insert(2, Item(f"gradients and Adam of {', '.join(learning)}", 3 * trainable))
+        items.insert(
+            2, Item(f"gradients and Adam of {', '.join(learning)}", (1 + _moments(job) / 4) * trainable)
+        )
         items += _update_items(job, shape, asked, device)
     if asked.rollout_rows:
         items += _rollout_items(
@@ -320,6 +323,11 @@ def _critic(job: Job) -> str:
     """What to say of a critic that weighs nothing."""
     head = job.stage == "ppo" and job.args.uses_critic and not job.args.has_critic_adapter
     return "; the critic is a head on the policy" if head else ""
+
+
+def _moments(job: Job) -> float:
+    """Bytes of Adam's two moments of a parameter."""
+    return 2.0 if "8bit" in str(job.trainer.get("optim")) else 8.0
 
 
 def _has_reference(job: Job) -> bool:

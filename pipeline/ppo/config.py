@@ -178,6 +178,11 @@ class PPOConfig(Settings):
     token) exceeds 1.5 times this. None: never."""
 
     # ---- optimizer (AdamW), schedule: one scheduler step for each update
+    optim: Literal[
+        "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"
+    ] = "adamw_torch"
+    """The kind of AdamW, by transformers' names. fused: one kernel a step. 8bit: bitsandbytes' moments of a byte each, for
+    parameters of 4096 numbers or more. paged: moments that move to the CPU's memory where the GPU's is full."""
     learning_rate: float = 3e-6
     """Initial learning rate of policy and critic, above 0."""
     critic_learning_rate: float | None = None

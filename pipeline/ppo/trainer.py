@@ -60,6 +60,7 @@ from pipeline.ppo.functional import (
     whiten,
 )
 from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
+from pipeline.ppo.optimizer import adamw
 from pipeline.ppo.phases import Phases
 from pipeline.ppo.rewards import AdapterReward, Reward, combined
 from pipeline.ppo.rollout import Engine, Sampling
@@ -149,12 +150,7 @@ class PPOTrainer:
         learning_rates = {"policy": args.learning_rate, "critic": args.learning_rate}
         if args.critic_learning_rate is not None:  # it may be 0
             learning_rates["critic"] = args.critic_learning_rate
-        self.optimizer = torch.optim.AdamW(
-            [{"params": shared.parameters_of(role), "lr": learning_rates[role]} for role in self.roles],
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-            weight_decay=args.weight_decay,
-        )
+        self.optimizer = adamw(args, [(shared.parameters_of(r), learning_rates[r]) for r in self.roles])
         self.total = args.total_updates(self.prompts_per_epoch)
         # The policy's schedule begins when it begins to learn, the critic's with the run.
         begins = {"policy": args.critic_warmup_steps, "critic": 0}

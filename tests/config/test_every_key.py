@@ -43,7 +43,7 @@ OTHER = {
     "entropy_coef": 0.5, "vf_coef": 0.5, "cliprange_value": None, "normalize_values": True, "critic_warmup_steps": 1,
     "early_stop_kl": 1e-6, "learning_rate": 1e-3, "critic_learning_rate": 1e-4, "adam_beta1": 0.5, "adam_beta2": 0.9,
     "adam_epsilon": 1e-2, "weight_decay": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 1e-3,
-    "bf16": True, "gradient_checkpointing": True, "seed": 4, "logging_steps": 2, "eval_steps": 1, "check_reference": False,
+    "optim": "adamw_8bit", "bf16": True, "gradient_checkpointing": True, "seed": 4, "logging_steps": 2, "eval_steps": 1, "check_reference": False,
 }  # fmt: skip
 WHERE = {
     "num_train_epochs": {"total_episodes": None},
