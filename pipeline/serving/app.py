@@ -23,8 +23,9 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, TaskCancelledError
 from ray.serve.handle import DeploymentHandle
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 
 from pipeline.data.values import RowError
@@ -44,6 +45,7 @@ from pipeline.system.credentials import without_credentials
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
+BODY_S = 30  # a client that is slower with its body would hold a place for nothing
 FLUSH_S = 0.2  # answers are known to the recorder, and so open to feedback, at the latest after so long
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -142,6 +144,8 @@ def answered(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
             response = JSONResponse(error.body(), error.status, headers)
         except RowError as error:
             response = JSONResponse(Refused(400, str(error), error.field or None, error.kind).body(), 400)
+        except (ClientDisconnect, TaskCancelledError):  # whoever asked is gone
+            response = Response(status_code=499)
         except Exception as error:
             print(f"a request failed: {in_brief(error)}", flush=True)
             why = Refused(
@@ -280,15 +284,19 @@ class Server:
         given = request.headers.get("content-length", "0")
         if not given.isdigit() or int(given) > most:
             raise Refused(413, f"a body of {given[:20]} bytes; expected at most {most}", code="too_large")
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > most:
-                raise Refused(413, f"a body of more than {most} bytes", code="too_large")
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise Refused(413, f"a body of more than {most} bytes", code="too_large")
+        except TimeoutError as error:
+            raise Refused(408, f"the body did not arrive within {BODY_S} s", code="timeout") from error
         return protocol.decoded(bytes(body))
 
     # -------------------------------------------------------------------------------------------- requests
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     @answered
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

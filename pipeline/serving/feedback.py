@@ -19,8 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.kinds import kind_of
+from pipeline.data.parse import parse
+from pipeline.data.values import RowError
 from pipeline.serving.protocol import Feedback, Refused
 
+# {file: (a stage that reads it, the key of the request that asks for its rows)}
+READ_BY = {"thumbs": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
 KEPT_S = 30 * 24 * 3600  # a conversation that nobody has said anything about is forgotten
 
 
@@ -69,16 +74,20 @@ class FeedbackStore:
         if not answers:
             return
         rows = [(answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False)) for answer in answers]
+        held = self.conversation_bytes
         with self.known:  # a transaction
-            self.known.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", rows)
-            self.conversation_bytes += sum(len(text) for *_, text in rows)
-            self._forget("time < ?", time.time() - KEPT_S)
-            while self.conversation_bytes > self.most_bytes // 2:
-                self._forget("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
+            for row in rows:  # a replica that was not told of the first time sends them again
+                if self.known.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
+                    held += len(row[2])
+            held -= self._forget("time < ?", time.time() - KEPT_S)
+            while held > self.most_bytes // 2:
+                held -= self._forget("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
+        self.conversation_bytes = held  # once it is on the disk
 
-    def _forget(self, which: str, value: float) -> None:
+    def _forget(self, which: str, value: float) -> int:
+        """How much it was."""
         gone = self.known.execute(f"DELETE FROM answers WHERE {which} RETURNING LENGTH(answer)", (value,))
-        self.conversation_bytes -= sum(length for (length,) in gone)
+        return sum(length for (length,) in gone)
 
     def shadow(self, row: dict[str, Any]) -> None:
         """The answers of two versions to one request."""
@@ -91,8 +100,8 @@ class FeedbackStore:
         """Write one thumb, comparison or edit. The same again changes nothing.
 
         Raises:
-            Refused: 404 for an answer that is not known, 400 for a choice that it does not have, 409 where something else was
-                said of it, 507 where the folder is full.
+            Refused: 404 for an answer that is not known, 400 for a choice that it does not have and for what would be no row to
+                learn from (an empty completion), 409 where something else was said of it, 507 where the folder is full.
         """
         said = Feedback.model_validate(feedback)
         found = self.known.execute("SELECT answer FROM answers WHERE id = ?", (said.id,)).fetchone()
@@ -117,7 +126,9 @@ class FeedbackStore:
                 409, "something else was said of it before, and the first counts", "id", "already_given"
             )
         if earlier is None:
-            self._append(*self._row(answer, said, name, what))
+            file, row = self._row(answer, said, name, what)
+            _check(file, row)
+            self._append(file, row)
             self.given[name, said.kind] = what
         return {"id": said.id, "object": "feedback", "kind": said.kind, "version": answer["version"]}
 
@@ -166,3 +177,16 @@ class FeedbackStore:
         finally:
             os.close(file)
         self.bytes += len(line)
+
+
+def _check(file: str, row: dict[str, Any]) -> None:
+    """Raises Refused, 400, where the stage that reads this file would stop at the row."""
+    if file == "votes":
+        return
+    try:
+        parse(row, kind_of(READ_BY[file][0]))
+    except RowError as error:
+        _, key = READ_BY[file]
+        raise Refused(
+            400, f"{key}: no row to learn from: `{error.field}` is {error.found}", key, "invalid_value"
+        ) from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sqlite3
 
 import pytest
 
@@ -141,3 +142,27 @@ def test_without_log_prompts_no_text_is_on_the_disk(tmp_path):
         b"Lima" in file.read_bytes() or b"capital" in file.read_bytes() for file in tmp_path.iterdir()
     )
     assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("said", [{"label": True}, {"chosen": 1, "rejected": 0}, {"edit": " ", "choice": 1}])
+def test_what_no_stage_could_read_is_refused_and_not_written(tmp_path, said):
+    kept = store(tmp_path)
+    kept.remember([answer(texts=("", "Lima."))])
+    with pytest.raises(Refused, match="no row to learn from") as refused:
+        kept.give({"id": "chatcmpl-1", **said})
+    assert refused.value.status == 400 and not list(tmp_path.glob("*.jsonl"))
+
+
+def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(tmp_path):
+    kept = store(tmp_path, most=4000)
+    sent = [answer("chatcmpl-1"), answer("chatcmpl-2")]
+    for _ in range(20):
+        kept.remember(sent)
+    [held] = kept.known.execute("SELECT SUM(LENGTH(answer)) FROM answers").fetchone()
+    assert kept.conversation_bytes == held
+    kept.known.execute(
+        "CREATE TRIGGER full AFTER INSERT ON answers BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+    )
+    with pytest.raises(sqlite3.IntegrityError, match="disk full"):
+        kept.remember([answer("chatcmpl-3")])
+    assert kept.conversation_bytes == held

@@ -24,6 +24,7 @@ from pipeline.config import load_job
 from pipeline.errors import InputError
 from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.rollout import Sampling, TransformersEngine
+from tests.chaos.runs import until
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 QUESTION = "What is the capital of Peru?"
@@ -309,10 +310,24 @@ def test_bodies_of_every_kind(server, path, kind):
         ("GET", "/openapi.json", 404),
         ("GET", "/-/routes", 200),
         ("GET", "/health", 200),
+        ("HEAD", "/health", 200),
     ],
 )
 def test_paths(server, method, path, status):
     assert ask(server.url, path, method=method)[0] == status
+
+
+def test_a_client_that_goes_away_is_no_failure_of_the_server(server, capfd):
+    def another():
+        with socket.create_connection(("127.0.0.1", server.job.serve.port)) as one:
+            one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.3)  # the replica is reading by now
+        page = ask(server.url, "/metrics")[2].decode()
+        return re.search(r'rlhf_requests_total{path="/score",.*status="499"}', page)
+
+    until(another, "a client that is gone")
+    printed = capfd.readouterr()
+    assert "failed" not in printed.out + printed.err
 
 
 @pytest.mark.parametrize(
