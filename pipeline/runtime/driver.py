@@ -137,7 +137,14 @@ def check_shared_storage(job: Job) -> None:
         ).remote(probe)
         for node in nodes
     }
-    blind = [address for address, answer in asked.items() if not ray.get(answer, timeout=60)]
+
+    def is_blind(answer: Any) -> bool:
+        try:
+            return not ray.get(answer, timeout=60)
+        except (ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
+            return False  # the node has gone meanwhile, as spot nodes do
+
+    blind = [address for address, answer in asked.items() if is_blind(answer)]
     os.remove(probe)
     if blind:
         raise InputError(

@@ -1,9 +1,10 @@
-"""Several hosts on one machine: each has its own address, host name, process table, /tmp, /dev/shm, home and sshd.
+"""Several hosts on one machine: each has its own address, host name, process table, /tmp, /dev/shm, home and, if asked for, sshd.
 
     with Hosts(folder, 3) as hosts:         # hosts[0].ip, ...; hosts.key is the private key that logs in as root
+    hosts[0].here("ray", "status")          # a command line that runs on it, without sshd
 
 Made of Linux namespaces (network, mount, process, UTS, IPC) around one bridge; what they share is the file system outside
-those places, like machines with one network mount. Needs root, ip, unshare and sshd; nothing is left behind.
+those places, like machines with one network mount. Needs root, ip, unshare and what TOOLS says; nothing is left behind.
 """
 
 import os
@@ -13,7 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOLS = ("ip", "unshare", "sshd", "ssh", "ssh-keygen", "rsync", "mount")
+TOOLS = ("ip", "unshare", "nsenter", "mount")
+SSH_TOOLS = ("sshd", "ssh", "ssh-keygen", "rsync")
 SUBNET = "10.213.7"
 # Runs as process 1 of a host. /tmp becomes the host's own, with the folders that hold the code and the test put back.
 INIT = """
@@ -27,7 +29,8 @@ for path in {visible}; do
 done
 mount --rbind {folder}/tmp /tmp
 mkdir -p /run/sshd
-exec {sshd} -D -e -f {folder}/sshd_config
+touch /tmp/up
+exec {runs}
 """
 SSHD = """
 Port 22
@@ -42,11 +45,12 @@ MaxStartups 100
 """
 
 
-def missing() -> str | None:
-    """Why hosts cannot be made here; None if they can."""
+def missing(ssh: bool = True) -> str | None:
+    """Why hosts, with sshd or without, cannot be made here; None if they can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    absent = [tool for tool in TOOLS if not shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
+    tools = (*TOOLS, *SSH_TOOLS) if ssh else TOOLS
+    absent = [tool for tool in tools if not shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
     if absent:
         return f"needs {', '.join(absent)}"
     probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
@@ -60,12 +64,23 @@ class Host:
     home: Path
     process: subprocess.Popen
 
+    def here(self, *command: str) -> list[str]:
+        """The command line that runs a command on this host."""
+        pid = self.process.pid  # of unshare, whose child is the host's process 1
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        spaces = ["--net", "--mount", "--pid", "--uts", "--ipc"]
+        return ["nsenter", "--target", child, *spaces, "--", *command]
+
+    def sent(self) -> int:
+        """Bytes that it has sent, all told."""
+        return int(Path(f"/sys/class/net/v{self.name}/statistics/rx_bytes").read_text())
+
 
 class Hosts:
     """Several hosts, from `with` to its end."""
 
-    def __init__(self, folder: Path, count: int, visible: list[Path]):
-        self.folder, self.count, self.visible = folder, count, visible
+    def __init__(self, folder: Path, count: int, visible: list[Path], ssh: bool = True):
+        self.folder, self.count, self.visible, self.with_ssh = folder, count, visible, ssh
         self.key = folder / "key"
         self.hosts: list[Host] = []
 
@@ -73,7 +88,8 @@ class Hosts:
         return self.hosts[index]
 
     def __enter__(self) -> "Hosts":
-        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key))
+        if self.with_ssh:
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key))
         _run("ip", "link", "add", "rlhfbr", "type", "bridge")
         try:
             _run("ip", "addr", "add", f"{SUBNET}.1/24", "dev", "rlhfbr")
@@ -97,11 +113,14 @@ class Hosts:
         users = Path("/etc/passwd").read_text().splitlines()
         users = [f"root:x:0:0:root:{home}:/bin/bash" if user.startswith("root:") else user for user in users]
         (folder / "passwd").write_text("\n".join(users) + "\n")
-        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key"))
-        (folder / "sshd_config").write_text(SSHD.format(ip=ip, folder=folder, keys=f"{self.key}.pub"))
+        runs = "sleep infinity"
+        if self.with_ssh:
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key"))
+            (folder / "sshd_config").write_text(SSHD.format(ip=ip, folder=folder, keys=f"{self.key}.pub"))
+            sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+            runs = f"{sshd} -D -e -f {folder}/sshd_config"
         visible = " ".join(map(str, self.visible))
-        sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-        (folder / "init").write_text(INIT.format(name=name, folder=folder, visible=visible, sshd=sshd))
+        (folder / "init").write_text(INIT.format(name=name, folder=folder, visible=visible, runs=runs))
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", f"v{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
         _run("ip", "link", "set", f"v{name}", "master", "rlhfbr", "up")
@@ -117,10 +136,11 @@ class Hosts:
 
     def _wait(self, host: Host) -> None:
         for _ in range(50):
-            if self.ssh(host, "true").returncode == 0:
+            up = (self.folder / host.name / "tmp/up").exists()
+            if up and (not self.with_ssh or self.ssh(host, "true").returncode == 0):
                 return
             time.sleep(0.2)
-        raise RuntimeError(f"no sshd at {host.ip}: {(self.folder / host.name / 'log').read_text()}")
+        raise RuntimeError(f"{host.ip} is not up: {(self.folder / host.name / 'log').read_text()}")
 
     def ssh(self, host: Host, command: str) -> subprocess.CompletedProcess:
         options = [

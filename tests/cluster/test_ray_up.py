@@ -185,14 +185,14 @@ def test_two_hosts_learn_what_one_does(cluster, user, hosts):
     losses, seconds, traffic = {}, {}, {}
     for workers, steps in ((1, 6), (2, 6), (2, 36)):
         name = f"nodes-{workers}-{steps}"
-        before = sum(carried(host) for host in hosts.hosts[1:])
+        before = sum(host.sent() for host in hosts.hosts[1:])
         overrides = f"{SHORT} {batch} scaling.num_workers={workers} scaling.placement_strategy=SPREAD"
         status, said = make(
             user, "sft", f"ARGS={overrides} trainer.lr_scheduler_type=constant trainer.max_steps={steps} "
             f"run.storage_path={runs} run.name={name} mlflow.registered_model=null", RAY_ADDRESS=cluster,
         )  # fmt: skip
         assert status == 0, said[-4000:]
-        traffic[name] = sum(carried(host) for host in hosts.hosts[1:]) - before
+        traffic[name] = sum(host.sent() for host in hosts.hosts[1:]) - before
         result = json.loads((runs / name / "result.json").read_text())
         losses[name], seconds[name] = history(hosts[0].ip, result["mlflow_run_id"]), result["train_seconds"]
     one, two = losses["nodes-1-6"], losses["nodes-2-6"]
@@ -211,11 +211,6 @@ def test_two_hosts_learn_what_one_does(cluster, user, hosts):
     )
     base = Path(ROOT / "jobs/demo/model/model.safetensors").stat().st_size
     assert 0.5 * expected < a_step < base  # never the base
-
-
-def carried(host):
-    """Bytes that a host has sent, all told."""
-    return int(Path(f"/sys/class/net/v{host.name}/statistics/rx_bytes").read_text())
 
 
 def history(ip, run_id):
