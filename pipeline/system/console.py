@@ -142,10 +142,13 @@ def attach(own: Collection[str] = (), sink: Any = None) -> None:
         own: names of processes whose lines are shown as they are, without a name before them.
         sink: a text file for the lines; None: stdout and stderr.
     """
+    from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     dispatcher.remove_handler("ray_print_logs")
     dispatcher.add_handler("ray_print_logs", functools.partial(show, own=own, sink=sink))
+    # Errors that Ray's control store reports to the driver go past the dispatcher.
+    worker.print_to_stdstream = lambda data, ignore_prefix: show(data, own, sink)
 
 
 def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
