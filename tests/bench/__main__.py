@@ -16,6 +16,7 @@ keep their last figures.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -161,7 +162,9 @@ class Bench:
             "ours": ["serve_ours.py", size, seconds, "64"],
             "plain loop": ["serve_plain.py", size, seconds],
         }
-        rows = [{"variant": "", "ours": "ours", "beside": "plain loop"}]
+        if importlib.util.find_spec("vllm"):
+            commands["ours, vLLM"] = [*commands["ours"], "rollout.engine=vllm"]
+        rows = [{"variant": "", "ours": name, "beside": "plain loop"} for name in commands if "ours" in name]
         runs: Runs = {name: [] for name in commands}
         load = [os.getloadavg()[0]]
         for round_ in range(self.rounds):

@@ -70,7 +70,7 @@ def render(results: list[dict[str, Any]]) -> str:
         lines += ["", "## sft, rm, dpo", ""]
         lines += table(head, (stage_row(r, row) for r in stages for row in r["rows"]))
     if served:
-        head = "model | tokens/s | plain loop | times as fast | errors | private GiB | two models | ratio"
+        head = "model | measured | tokens/s | plain loop | times as fast | errors | private GiB | two models | ratio"
         lines += ["", "## serve", "", *SERVE_LEGEND.splitlines(), ""]
         lines += table(head, (serve_row(r, row) for r in served for row in r["rows"]))
     lines += against_sft(results)
@@ -182,8 +182,8 @@ def stage_row(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
 def serve_row(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
     speed = cells(result, row, "step", "speed", lambda seconds: 1 / seconds)
     peak = cells(result, row, "peak", "peak", lambda size: size / GIB)
-    errors = sum(run["errors"] for run in result["runs"]["ours"])
-    return [result["size"], *speed, f"{errors}", *peak]
+    errors = sum(run["errors"] for run in result["runs"][row["ours"]])
+    return [result["size"], row["ours"], *speed, f"{errors}", *peak]
 
 
 def against_sft(results: list[dict[str, Any]]) -> list[str]:

@@ -1,7 +1,8 @@
-"""One measurement of `serve`: `python tests/bench/serve_ours.py SIZE SECONDS CLIENTS`, started by `make bench`.
+"""One measurement of `serve`: `python tests/bench/serve_ours.py SIZE SECONDS CLIENTS [section.key=value ...]`, by `make bench`.
 
 Two policies on one base, asked by OpenAI's protocol over HTTP by clients that each wait for an answer before they ask again. A
-step is a token, over all clients; the peak is the private memory of the replica before the first request: the models.
+step is a token, over all clients; the peak is the private memory of the replica, and of vLLM's processes, before the first
+request: the models.
 """
 
 import json
@@ -16,7 +17,7 @@ from serve_plain import TOKENS, adapters, questions
 from sizes import ROOT, WORK, model_folder
 
 
-def main(name: str, seconds: float, clients: int) -> None:
+def main(name: str, seconds: float, clients: int, overrides: list[str]) -> None:
     import psutil
 
     from pipeline.commands.serve import serving
@@ -32,6 +33,7 @@ def main(name: str, seconds: float, clients: int) -> None:
         f"trainer.response_length={limit}",
         f"trainer.min_new_tokens={limit - 1}",
         f"run.storage_path={WORK}/serve",
+        *overrides,
     ]
     with serving(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")) as work:
         url = f"http://127.0.0.1:{work.job.serve.port}/v1/chat/completions"
@@ -52,7 +54,11 @@ def main(name: str, seconds: float, clients: int) -> None:
 
         processes = psutil.Process().children(recursive=True)
         [replica] = [p for p in processes if "ServeReplica:serve:server" in " ".join(p.cmdline())]
-        models = replica.memory_full_info().uss
+
+        def private() -> int:
+            return sum(one.memory_full_info().uss for one in (replica, *replica.children(recursive=True)))
+
+        models = private()
         end = time.monotonic() + seconds
         threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
         began = time.monotonic()
@@ -65,7 +71,7 @@ def main(name: str, seconds: float, clients: int) -> None:
             "step": spent / sum(tokens),
             "first_step": min(first) - float(os.environ["BENCH_BEGIN"]),
             "peak": models,
-            "under_load": replica.memory_full_info().uss,
+            "under_load": private(),
             "errors": sum(errors),
             "answers": len(first),
         }
@@ -73,4 +79,4 @@ def main(name: str, seconds: float, clients: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

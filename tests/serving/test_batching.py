@@ -2,6 +2,7 @@
 
 import queue
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -96,10 +97,9 @@ def test_rows_of_several_policies_that_come_and_go_are_the_engines_own(shared, b
 
 def test_what_waits_is_limited_and_a_request_is_taken_whole_or_not(batcher):
     client, writer = Client(), batcher(rows=1, queue=3)
-    started = writer.run(lambda: None)
-    started.result(SECONDS)
-    held = queue.SimpleQueue()
-    writer.run(lambda: held.get(timeout=SECONDS))  # the thread is busy: what comes now waits
+    busy, held = threading.Event(), queue.SimpleQueue()
+    writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
+    assert busy.wait(SECONDS)  # what comes now waits
     writer.submit([client.row("a", [5]), client.row("b", [6])])
     with pytest.raises(QueueFull):
         writer.submit([client.row("c", [7]), client.row("d", [8])])
