@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
 from pipeline.models import adapter_files
-from pipeline.models.base_files import base_config
+from pipeline.models.base_files import base_config, base_json
 from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime import roles
 from pipeline.runtime.host import Host
@@ -51,10 +51,10 @@ def ends(host: Host) -> list[int]:
     model, tokenizer = host.job.model, host.tokenizer
     config = base_config(model.name_or_path, model.revision)
     text = config.get("text_config") or config
-    # Where there is no generation_config.json, transformers makes one of config.json.
-    found = eos_ids(
-        tokenizer, None if tokenizer.generation_eos else {"eos_token_id": text.get("eos_token_id")}
-    )
+    generation = base_json(model.name_or_path, "generation_config.json", model.revision)
+    if generation is None:  # transformers then makes one of config.json
+        generation = {"eos_token_id": text.get("eos_token_id")}
+    found = eos_ids(tokenizer, generation)
     return [i for i in found if i < text.get("vocab_size", i + 1)]
 
 
