@@ -52,7 +52,7 @@ RANGES: dict[str, dict[str, str]] = {
             "[1024, 1073741824]": "max_body_bytes",
             "(0, 86400]": "timeout_s poll_s",
             "[16, 1000000000000]": "cache_tokens",
-            "[0, 1]": "canary_share shadow_share",
+            "[0, 1]": "canary_share shadow_share pair_share",
             "[4096, 1000000000000]": "feedback_bytes",
         }
     ),

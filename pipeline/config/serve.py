@@ -38,6 +38,9 @@ class Serve:
     # A share is also answered by the version with this alias; nobody sees that answer but the feedback folder and the metrics.
     shadow_alias: str = "shadow"
     shadow_share: float = 0.0
+    pair_share: float = (
+        0.0  # of the requests, written a second time by the same version, unseen: pairs for people to compare
+    )
     log_prompts: bool = False  # keep conversations, so that feedback on them becomes rows to learn from; else only its figures
     feedback_path: str | None = None  # a folder; None: <run.storage_path>/feedback
     feedback_bytes: int = (

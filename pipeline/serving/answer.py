@@ -53,13 +53,26 @@ class Answer:
     """The choices of one request, while they are written.
 
     Args:
-        seen: False: a shadow's, which is only measured.
+        unseen: None; "shadow" or "pair" of an answer that nobody is shown.
+        first: the number of its first completion, of which, with the seed, its random numbers are made.
     """
 
     def __init__(
-        self, server: Any, asked: ChatRequest, prompt: list[int], version: str, seen: bool = True
+        self,
+        server: Any,
+        asked: ChatRequest,
+        prompt: list[int],
+        version: str,
+        unseen: str | None = None,
+        first: int = 0,
     ) -> None:
-        self.server, self.asked, self.prompt, self.version, self.seen = server, asked, prompt, version, seen
+        self.server, self.asked, self.prompt, self.version, self.unseen = (
+            server,
+            asked,
+            prompt,
+            version,
+            unseen,
+        )
         self.id, self.created, self.began = (
             f"chatcmpl-{secrets.token_hex(16)}",
             int(time.time()),
@@ -82,7 +95,7 @@ class Answer:
                 temperature=args.temperature if asked.temperature is None else asked.temperature,
                 top_p=1.0 if asked.top_p is None else asked.top_p,
                 seed=self.seed,
-                number=choice,
+                number=first + choice,
                 top=top,
             )
             for choice in range(asked.n)
@@ -116,7 +129,7 @@ class Answer:
                         ) from token
                     if self.reasons[choice]:
                         continue  # behind a stop text
-                    if not any(self.tokens) and self.seen:
+                    if not any(self.tokens) and not self.unseen:
                         self.server.metrics.first_token.observe(time.monotonic() - self.began)
                     more = self._take(choice, token)
                     unshown[choice].append(token)
@@ -143,10 +156,10 @@ class Answer:
 
     def _finish(self) -> None:
         metrics, server = self.server.metrics, self.server
-        metrics.answers.labels(self.asked.model, self.version, "seen" if self.seen else "shadow").inc()
+        metrics.answers.labels(self.asked.model, self.version, self.unseen or "seen").inc()
         metrics.prompt_tokens.labels(self.version).inc(len(self.prompt))
         metrics.completion_tokens.labels(self.version).inc(self.counted)
-        if self.seen:
+        if not self.unseen:
             metrics.seconds.observe(time.monotonic() - self.began)
             server.remember(self)
 

@@ -110,13 +110,17 @@ class Recorder:
         self.lock = threading.Lock()  # Ray Serve may call from several threads
 
     def take(
-        self, replica: str, metrics: Any, answers: list[dict[str, Any]], shadows: list[dict[str, Any]]
+        self,
+        replica: str,
+        metrics: Any,
+        answers: list[dict[str, Any]],
+        pairs: list[tuple[str, dict[str, Any]]],
     ) -> None:
         self.page.take(replica, metrics)
         with self.lock, contextlib.suppress(Refused):  # full: it is the users' feedback that says so
             self.store.remember(answers)
-            for row in shadows:
-                self.store.shadow(row)
+            for file, row in pairs:
+                self.store.pair(file, row)
 
     def give(self, feedback: dict[str, Any]) -> tuple[dict[str, Any] | None, tuple[Any, ...] | None]:
         """(what was written, None), or (None, why it was refused)."""
@@ -182,7 +186,7 @@ class Server:
         self.metrics = Metrics()
         self.mailbox = Mailbox()
         self.answers: list[dict[str, Any]] = []  # not yet sent to the recorder
-        self.shadows: list[dict[str, Any]] = []
+        self.pairs: list[tuple[str, dict[str, Any]]] = []  # (file, row)
         self.flushing = asyncio.Lock()
         self.tasks = [
             asyncio.get_running_loop().create_task(one) for one in (self._follow(), self._flush_often())
@@ -225,13 +229,13 @@ class Server:
     async def _flush(self) -> None:
         """Sends what the recorder is to know."""
         async with self.flushing:  # who returns from here knows that all answers have arrived
-            answers, shadows = self.answers, self.shadows
-            self.answers, self.shadows = [], []
+            answers, pairs = self.answers, self.pairs
+            self.answers, self.pairs = [], []
             try:
-                await self.recorder.take.remote(self.name, self._measured(), answers, shadows)
+                await self.recorder.take.remote(self.name, self._measured(), answers, pairs)
             except Exception as error:
-                self.answers, self.shadows = answers + self.answers, shadows + self.shadows
-                del self.answers[:-10_000], self.shadows[:-10_000]
+                self.answers, self.pairs = answers + self.answers, pairs + self.pairs
+                del self.answers[:-10_000], self.pairs[:-10_000]
                 raise Refused(
                     503, "the recorder is being started again; try again", code="unavailable"
                 ) from error
@@ -346,7 +350,7 @@ class Server:
         version = self.models.traffic.choose(asked.model, asked.user)
         answer = Answer(self, asked, prompt, version)
         answer.submit()
-        self._shadow(asked, prompt, answer)
+        self._answer_again(answer)
         headers = {"x-model-version": version}
         if asked.stream:
             return StreamingResponse(answer.streamed(), headers=headers, media_type="text/event-stream")
@@ -375,36 +379,44 @@ class Server:
             400, f"{field}: found {outcome.found}; expected {outcome.expected}", "messages", "invalid_value"
         )
 
-    def _shadow(self, asked: ChatRequest, prompt: list[int], answer: Answer) -> None:
-        """Asks a second version the same, unseen; where there is no room for that, it is left out."""
-        version = self.models.traffic.shadow(asked.model)
-        if version is None or asked.n > 1 or len(self.batcher.waiting) > self.serve.max_queue // 2:
+    def _answer_again(self, answer: Answer) -> None:
+        """Has the request answered once more, unseen, by the shadow or by the version that spoke, if it is its turn."""
+        asked, prompt = answer.asked, answer.prompt
+        if asked.n > 1:
             return
-        shadow = Answer(self, asked, prompt, version, seen=False)
+        if version := self.models.traffic.shadow(asked.model):
+            self._beside(answer, Answer(self, asked, prompt, version, "shadow"))
+        # Two greedy completions would be one and the same.
+        if answer.rows[0].temperature > 0 and self.models.traffic.pair(asked.model):
+            self._beside(answer, Answer(self, asked, prompt, answer.version, "pair", first=1))
+
+    def _beside(self, answer: Answer, second: Answer) -> None:
+        """Where there is no room for a second answer, it is left out."""
+        if len(self.batcher.waiting) > self.serve.max_queue // 2:
+            return
         with contextlib.suppress(Refused):
-            shadow.submit()
-            task = asyncio.get_running_loop().create_task(self._compare(answer, shadow))
+            second.submit()
+            task = asyncio.get_running_loop().create_task(self._compare(answer, second))
             self.unseen.add(task)
             task.add_done_callback(self.unseen.discard)
 
-    async def _compare(self, answer: Answer, shadow: Answer) -> None:
+    async def _compare(self, answer: Answer, second: Answer) -> None:
         with contextlib.suppress(Exception):
-            await shadow.whole()
+            await second.whole()
             await answer.done.wait()
             row = {
                 "prompt": answer.asked.messages,
-                "completion": answer.texts[0].text,
-                "shadow_completion": shadow.texts[0].text,
+                "first": answer.texts[0].text,
+                "second": second.texts[0].text,
+                "label": None,  # to be filled in; rows without a label are left out
+                "id": answer.id,
+                "version": answer.version,
+                "second_version": second.version,
+                "seed": answer.seed,
+                "time": time.time(),
             }
-            self.shadows.append(
-                {
-                    **row,
-                    "version": answer.version,
-                    "shadow_version": shadow.version,
-                    "seed": answer.seed,
-                    "time": time.time(),
-                }
-            )
+            if all(answer.reasons) and row["first"] != row["second"]:
+                self.pairs.append((f"{second.unseen}s", row))
 
     @app.post("/score")
     @answered

@@ -3,7 +3,7 @@
     thumbs.jsonl         {prompt, completion, label}     kto
     comparisons.jsonl    {prompt, chosen, rejected}      rm, dpo
     edits.jsonl          {prompt, completion}            sft
-    shadow.jsonl         {prompt, completion, shadow_completion}    two versions' answers, for people to compare
+    pairs.jsonl, shadows.jsonl    {prompt, first, second}    of one version, of two: for people to compare (data.columns)
 
 Each row names the version that spoke, the seed and the time. Without serve.log_prompts no text is kept: `votes.jsonl` then
 has the figures alone. One process writes: a line is whole and on the disk before its sender is answered.
@@ -64,8 +64,8 @@ class FeedbackStore:
         with file.open(encoding="utf-8") as rows:
             for line in rows:
                 row = json.loads(line)
-                if "said" in row:
-                    self.given[row["id"], row["said"]["kind"]] = row["said"]
+                kind = row["said"]["kind"] if "said" in row else file.stem
+                self.given[row["id"], kind] = row.get("said")
 
     # -------------------------------------------------------------------------------------------- answers
 
@@ -89,10 +89,11 @@ class FeedbackStore:
         gone = self.known.execute(f"DELETE FROM answers WHERE {which} RETURNING LENGTH(answer)", (value,))
         return sum(length for (length,) in gone)
 
-    def shadow(self, row: dict[str, Any]) -> None:
-        """The answers of two versions to one request."""
-        if self.log_prompts:
-            self._append("shadow", row)
+    def pair(self, file: str, row: dict[str, Any]) -> None:
+        """Two answers to one request, of which one was shown, for a person to compare. The same again changes nothing."""
+        if self.log_prompts and (row["id"], file) not in self.given:
+            self._append(file, row)
+            self.given[row["id"], file] = None
 
     # ------------------------------------------------------------------------------------------- feedback
 

@@ -50,6 +50,10 @@ class Traffic:
             else None
         )
 
+    def pair(self, model: str) -> bool:
+        """Whether the version that answers is to write a second completion, unseen."""
+        return self._drawn("pair", model, self.serve.pair_share, None)
+
     def _drawn(self, what: str, model: str, share: float, user: str | None) -> bool:
         if user is not None:
             digest = hashlib.blake2b(f"{model}\0{user}".encode(), digest_size=8).digest()

@@ -6,6 +6,10 @@ import sqlite3
 
 import pytest
 
+from pipeline.data.columns import check, renamed
+from pipeline.data.kinds import kind_of
+from pipeline.data.parse import parse
+from pipeline.data.sides import derived, ordered
 from pipeline.serving.feedback import FeedbackStore
 from pipeline.serving.protocol import Refused
 
@@ -129,12 +133,28 @@ def test_the_folder_has_a_size_and_old_conversations_make_room(tmp_path):
     assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 1 << 15
 
 
+PAIR = {"prompt": MESSAGES, "first": "Lima.", "second": "Peru.", "id": "chatcmpl-9"}
+
+
+def test_pairs_are_written_once_and_read_by_rm_when_somebody_has_labelled_them(tmp_path):
+    store(tmp_path).pair("pairs", PAIR)
+    store(tmp_path).pair(
+        "pairs", PAIR
+    )  # a replica that was not told of the first time, and a recorder started again
+    [row] = rows(tmp_path, "pairs")
+    columns = {field: field for field in ("first", "second", "label")}
+    kind = kind_of("rm")
+    check(columns, kind)
+    read = ordered(renamed({**row, "label": "second"}, columns, columns), derived(["second", None], "label"))
+    assert parse(read, kind).pairs[0][0][0]["content"] == "Peru."
+
+
 def test_without_log_prompts_no_text_is_on_the_disk(tmp_path):
     kept = store(tmp_path, log_prompts=False)
     kept.remember([answer(log_prompts=False)])
     kept.give({"id": "chatcmpl-1", "label": True})
     kept.give({"id": "chatcmpl-1", "chosen": 1, "rejected": 0})
-    kept.shadow({"prompt": MESSAGES, "completion": "Lima."})
+    kept.pair("pairs", PAIR)
     with pytest.raises(Refused, match="texts are not kept"):
         kept.give({"id": "chatcmpl-1", "edit": "It is Lima."})
     assert [row["said"]["kind"] for row in rows(tmp_path, "votes")] == ["thumbs", "comparisons"]

@@ -49,6 +49,7 @@ def server(storage, models, tmp_path_factory):
         "serve.poll_s=0.3",
         "serve.canary_share=0.1",
         "serve.shadow_share=1.0",
+        "serve.pair_share=0.1",
         "serve.max_queue=64",
     )
     with served(storage, *settings, f"serve.feedback_path={folder}") as it:
@@ -491,8 +492,25 @@ def test_a_canary_gets_its_share_a_moved_alias_is_followed_and_back_again(server
         mlflow.set_registered_model_alias("toy-policy", "champion", "1")
 
 
+def test_a_share_of_the_answers_is_written_a_second_time_for_people_to_compare(server):
+    shown = {}
+    for seed in range(20):
+        _, answer = chat(server.url, seed=seed)
+        shown[answer["id"]] = answer["choices"][0]["message"]["content"]
+    written = server.folder / "pairs.jsonl"
+    until(lambda: written.exists() and _pairs(written, shown), "a pair")
+    for row in _pairs(written, shown):
+        assert row["first"] == shown[row["id"]] != row["second"] and row["prompt"] == messages()
+        assert row["version"] == row["second_version"] == "models:/toy-policy/1"
+
+
+def _pairs(written, shown):
+    rows = [json.loads(line) for line in written.read_text().splitlines()]
+    return [row for row in rows if row["id"] in shown]
+
+
 def test_a_shadow_is_asked_and_shown_to_nobody(server, second_version):
-    mlflow, written = registry.client(server.uri), server.folder / "shadow.jsonl"
+    mlflow, written = registry.client(server.uri), server.folder / "shadows.jsonl"
     mlflow.set_registered_model_alias("toy-policy", "shadow", second_version)
     try:
         for seed in range(100):
@@ -502,8 +520,8 @@ def test_a_shadow_is_asked_and_shown_to_nobody(server, second_version):
                 break
             time.sleep(0.1)
         row = json.loads(written.read_text().splitlines()[0])
-        assert (row["version"], row["shadow_version"]) == ("models:/toy-policy/1", "models:/toy-policy/2")
-        assert row["prompt"] == messages() and {"completion", "shadow_completion", "seed"} <= row.keys()
+        assert (row["version"], row["second_version"]) == ("models:/toy-policy/1", "models:/toy-policy/2")
+        assert row["prompt"] == messages() and {"first", "second", "seed"} <= row.keys()
     finally:
         mlflow.delete_registered_model_alias("toy-policy", "shadow")
 

@@ -44,8 +44,9 @@ def test_canary_and_shadow_have_to_be_asked_for_and_to_be_there():
 
 
 def test_nothing_is_drawn_twice():
-    split = traffic(canary_share=0.5, shadow_share=0.25)
-    answers = [(split.choose("p", None), split.shadow("p")) for _ in range(400)]
-    assert sum(version == "models:/p/4" for version, _ in answers) == 200
-    assert sum(shadow == "models:/p/5" for _, shadow in answers) == 100
+    split = traffic(canary_share=0.5, shadow_share=0.25, pair_share=0.1)
+    answers = [(split.choose("p", None), split.shadow("p"), split.pair("p")) for _ in range(400)]
+    assert sum(version == "models:/p/4" for version, _, _ in answers) == 200
+    assert sum(shadow == "models:/p/5" for _, shadow, _ in answers) == 100
+    assert sum(pair for _, _, pair in answers) == 40
     assert split.versions() == {"models:/p/3", "models:/p/4", "models:/p/5"}
