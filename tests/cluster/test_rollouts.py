@@ -6,87 +6,29 @@ What is real: Ray's processes on hosts with networks, process tables and /tmp of
 """
 
 import json
-import os
 import re
-import secrets
-import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, missing
+from clusters import PATIENCE, ROOT, cluster_of
+from hosts import missing
 from resumed import numbers
 
-ROOT = Path(__file__).resolve().parents[2]
 UPDATES = 12
 PPO = [
     "gate={}", "policy=base", "reward=python:pipeline.demo:gold", "judge=null", "data.eval=null", "run.report=false",
     "mlflow.registered_model=null", f"trainer.total_episodes={16 * UPDATES}", "trainer.batch_size=16",
-    "trainer.local_rollout_forward_batch_size=8", "trainer.normalize_rewards=false", "scaling.label_selector={for: trainers}",
+    "trainer.local_rollout_forward_batch_size=8", "trainer.normalize_rewards=false", "scaling.label_selector={for: head}",
     "rollout.label_selector={for: rollouts}", "rollout.num_workers=[1, 2]", "rollout.staleness=1", "rollout.patience_s=-1",
     "rollout.heartbeat_timeout_s=5",
 ]  # fmt: skip
-PATIENCE = 400  # seconds for whatever is waited for
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(missing(ssh=False) is not None, reason=str(missing(ssh=False))),
 ]
-
-
-class Cluster:
-    """Ray and an MLflow server on the first host; `join` and `leave` are for the others."""
-
-    def __init__(self, hosts, folder):
-        self.hosts, self.folder = hosts, folder
-        self.environment = os.environ | {
-            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-            "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/chaos'}", "CHAOS_STEP_S": "0.3", "HOME": str(folder),
-            "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
-        }  # fmt: skip
-        for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI"):
-            self.environment.pop(name, None)
-        self.address = f"{hosts[0].ip}:6379"
-        more = ["--head", "--port=6379", "--include-dashboard=false", "--num-cpus=2"]
-        self._ray(hosts[0], "trainers", *more)
-        server = ["mlflow", "server", "--port", "5000", "--workers", "1"]
-        with open(folder / "mlflow.log", "w") as log:
-            self.server = subprocess.Popen(
-                hosts[0].here(*server, "--backend-store-uri", f"sqlite:///{folder}/mlflow.db",
-                              "--artifacts-destination", str(folder / "artifacts")),
-                env=self.environment, stdout=log, stderr=log,
-            )  # fmt: skip
-
-    def _ray(self, host, kind, *more):
-        command = [
-            "ray",
-            "start",
-            f"--node-ip-address={host.ip}",
-            f"--labels=for={kind}",
-            "--object-store-memory=100000000",
-        ]
-        done = subprocess.run(
-            host.here("env", "-C", str(ROOT), *command, *more),
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def join(self, host):
-        self._ray(host, "rollouts", f"--address={self.address}", "--num-cpus=1")
-
-    def leave(self, host):
-        """Everything on the host dies at once, save its process 1."""
-        subprocess.run(host.here("bash", "-c", "kill -9 -1"))
-
-    def run(self, name):
-        return Ppo(self, name)
 
 
 class Ppo:
@@ -107,10 +49,7 @@ class Ppo:
             *PPO,
             *overrides,
         ]
-        self.process = subprocess.Popen(
-            cluster.hosts[0].here("env", "-C", str(ROOT), *command), env=cluster.environment | {"RAY_ADDRESS": cluster.address},
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        self.process = cluster.start(cluster.hosts[0], *command)
         self.lines = []
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -133,23 +72,15 @@ class Ppo:
 
 @pytest.fixture(scope="module")
 def cluster():
-    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short: socket names in it have a limit
-    try:
-        with Hosts(folder, 3, [Path(sys.prefix), ROOT, folder], ssh=False) as hosts:
-            made = Cluster(hosts, folder)
-            yield made
-            for host in hosts.hosts:
-                made.leave(host)
-            made.server.wait()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with cluster_of(3, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/chaos'}", CHAOS_STEP_S="0.3") as made:
+        yield made
 
 
 def test_rollout_workers_on_other_hosts_come_and_go(cluster):
     _, one, other = cluster.hosts.hosts
     for host in (one, other):
-        cluster.join(host)
-    calm = cluster.run("calm")
+        cluster.join(host, "rollouts")
+    calm = Ppo(cluster, "calm")
     calm.reaches(3)
     before = [host.sent() for host in cluster.hosts.hosts]
     calm.reaches(UPDATES - 2)
@@ -158,13 +89,13 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
     cluster.leave(other)
 
     # Without a rollout worker nothing goes on: the update after a host has died was sampled on the other one.
-    run = cluster.run("come-and-go")
+    run = Ppo(cluster, "come-and-go")
     run.reaches(3)
     cluster.leave(one)
-    cluster.join(other)
+    cluster.join(other, "rollouts")
     run.reaches(6)
     cluster.leave(other)
-    cluster.join(one)
+    cluster.join(one, "rollouts")
     result = run.result()
 
     weights = [Path(each["adapter"], "adapter_model.safetensors") for each in (expected, result)]
