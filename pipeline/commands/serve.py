@@ -150,8 +150,13 @@ def build(args: dict[str, Any]) -> Any:
     Args:
         args: `job`, a job file, and `overrides`, a list of section.key=value.
     """
+    import ray
+
     from pipeline.serving.app import application
 
+    # Ray Serve calls this in a task, often on a head without GPUs and labels: the replicas' place is the cluster.
+    if ray.is_initialized():
+        os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     job = load_job(args["job"], args.get("overrides") or [], "serve")
     job = replace(job, run=replace(job.run, storage_path=storage.absolute(job.run.storage_path)))
     return application(load_host(job).work, token_digests(job))

@@ -27,6 +27,8 @@ NOISE = (
     "Failed to load CPU gemm_4bit_forward from kernels-community",
     # Ray Serve ends its controller itself, and then reports that it has ended.
     "Task ServeController.graceful_shutdown failed",
+    # Ray Serve says so of each request for which it still considers a replica whose node is lost; another one answers.
+    "Failed to get queue length from Replica",
 )
 
 # Of every process, set before it imports anything heavy.

@@ -11,9 +11,10 @@ import time
 
 import psutil
 import pytest
+import ray
 import torch
 from running import ROOT
-from served import ask, chat, served
+from served import POLICIES, REWARDS, ask, chat, served
 from sockets import on_loopback, sockets
 from toy_models import registered, second, shared_base, tokenizer
 
@@ -629,6 +630,20 @@ def test_a_killed_replica_is_started_again_and_a_retry_is_answered(server):
     for thread in threads:
         thread.join()
     assert answers == [200] * 48
+
+
+def test_build_looks_for_places_in_the_cluster(storage, models):
+    """As Ray Serve calls it: in a task, here on a node that has neither the labels nor the GPUs of the replicas."""
+    given = [POLICIES, REWARDS, f"run.storage_path={storage}", "scaling.use_gpu=true"]
+    given += ["scaling.label_selector={for: servers}", "scaling.num_workers=64"]
+
+    @ray.remote(num_cpus=0, max_calls=1)
+    def deployed():
+        from pipeline.commands.serve import build
+
+        return build({"job": str(ROOT / "jobs/demo/serve.yaml"), "overrides": given})._bound_deployment.name
+
+    assert ray.get(deployed.remote()) == "server"
 
 
 # ----------------------------------------------------------------------------------------------------- tokens
