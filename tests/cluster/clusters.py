@@ -71,14 +71,20 @@ class Cluster:
 
     def _ray(self, host: Host, label: str, *more: str) -> None:
         command = ["ray", "start", f"--node-ip-address={host.ip}", f"--labels=for={label}"]
-        done = subprocess.run(
-            host.here("env", "-C", str(ROOT), *command, "--object-store-memory=100000000", *more),
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        for _ in range(
+            3
+        ):  # Ray gives a node half a minute to start (2.60, a constant), and a busy machine takes longer
+            done = subprocess.run(
+                host.here("env", "-C", str(ROOT), *command, "--object-store-memory=100000000", *more),
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+            )
+            if done.returncode == 0:
+                return
+            self.leave(host)
+        raise RuntimeError(done.stdout + done.stderr)
 
     def join(self, host: Host, label: str) -> None:
         self._ray(host, label, f"--address={self.address}", "--num-cpus=1")
