@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -630,6 +632,23 @@ def test_a_killed_replica_is_started_again_and_a_retry_is_answered(server):
     for thread in threads:
         thread.join()
     assert answers == [200] * 48
+
+
+ENDING = """
+import asyncio, threading, time
+from types import SimpleNamespace
+from pipeline.serving.app import Server
+
+replica = SimpleNamespace(serve=SimpleNamespace(poll_s=0.01), models=SimpleNamespace(follow=lambda: ["followed"]))
+threading.Thread(target=lambda: asyncio.run(Server._follow(replica)), daemon=True).start()
+time.sleep(0.5)
+threading.Thread(target=time.sleep, args=(0.5,)).start()  # the process ends, but not before this
+"""
+
+
+def test_a_replica_that_ends_has_nothing_to_say_of_the_registry():
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "followed\n", done
 
 
 def test_build_looks_for_places_in_the_cluster(storage, models):
