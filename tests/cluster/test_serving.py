@@ -1,6 +1,6 @@
 """`make serve` over several hosts: a replica on each of two others, of which one dies and joins again while clients ask.
 
-    .venv/bin/python -m pytest tests/cluster/test_serving.py -s          # 4 minutes on two cores, 11 on busy ones; needs root
+    .venv/bin/python -m pytest tests/cluster/test_serving.py -s          # 9 minutes on two busy cores; needs root
 
 Driver, proxy, recorder and MLflow are on the first host. The clients are this process, which is on none of them.
 """
