@@ -52,9 +52,13 @@ def serving(job: Job) -> Iterator[Work]:
     """
     from ray import serve
 
+    from pipeline.serving import feedback
+
     digests = token_digests(job)
     work = load_host(with_port(job)).work
     job = work.job
+    if not os.environ.get("RAY_ADDRESS"):  # there the recorder finds out, on the head
+        feedback.check_folder(feedback.folder_of(job))
     with driver.session(job):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(job)
@@ -128,9 +132,9 @@ def token_digests(job: Job) -> list[str]:
 
 def with_port(job: Job) -> Job:
     """The job with a port that is free, and absolute paths. Raises InputError when its own is taken."""
-    run = replace(job.run, storage_path=storage.absolute(job.run.storage_path))
+    job = absolute(job)
     if os.environ.get("RAY_ADDRESS"):  # it is another machine's
-        return replace(job, run=run)
+        return job
     family = socket.AF_INET6 if ":" in job.serve.host else socket.AF_INET
     with socket.socket(family) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -141,7 +145,15 @@ def with_port(job: Job) -> Job:
                 f"{job.serve.host}:{job.serve.port} cannot be listened on ({error.strerror}); serve.port=0 takes any free one",
                 key="serve.port",
             ) from error
-        return replace(job, run=run, serve=replace(job.serve, port=one.getsockname()[1]))
+        return replace(job, serve=replace(job.serve, port=one.getsockname()[1]))
+
+
+def absolute(job: Job) -> Job:
+    """The job with the folders that it writes into as absolute paths: a replica may work in another directory."""
+    run = replace(job.run, storage_path=storage.absolute(job.run.storage_path))
+    folder = job.serve.feedback_path
+    serve = replace(job.serve, feedback_path=None if folder is None else storage.absolute(folder))
+    return replace(job, run=run, serve=serve)
 
 
 def build(args: dict[str, Any]) -> Any:
@@ -157,6 +169,5 @@ def build(args: dict[str, Any]) -> Any:
     # Ray Serve calls this in a task, often on a head without GPUs and labels: the replicas' place is the cluster.
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    job = load_job(args["job"], args.get("overrides") or [], "serve")
-    job = replace(job, run=replace(job.run, storage_path=storage.absolute(job.run.storage_path)))
+    job = absolute(load_job(args["job"], args.get("overrides") or [], "serve"))
     return application(load_host(job).work, token_digests(job))

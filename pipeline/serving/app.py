@@ -35,7 +35,7 @@ from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.serving import engine, protocol
 from pipeline.serving.answer import Answer, Mailbox, limit
-from pipeline.serving.feedback import FeedbackStore
+from pipeline.serving.feedback import FeedbackStore, folder_of
 from pipeline.serving.metrics import Metrics, Page
 from pipeline.serving.models import BASE, Models
 from pipeline.serving.protocol import ChatRequest, Feedback, Refused
@@ -83,8 +83,8 @@ def application(work: Work, digests: list[str]) -> Any:
         logging_config=logging,
         **replicas,
     )
-    folder = job.serve.feedback_path or f"{job.run.storage_path}/feedback"
-    return server.bind(work, digests, recorder.bind(folder, job.serve.log_prompts, job.serve.feedback_bytes))
+    kept = recorder.bind(folder_of(job), job.serve.log_prompts, job.serve.feedback_bytes)
+    return server.bind(work, digests, kept)
 
 
 def listen_at_home() -> None:

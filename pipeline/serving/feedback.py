@@ -6,27 +6,47 @@
     pairs.jsonl, shadows.jsonl    {prompt, first, second}    of one version, of two: for people to compare (data.columns)
 
 Each row names the version that spoke, the seed and the time. Without serve.log_prompts no text is kept: `votes.jsonl` then
-has the figures alone. One process writes: a line is whole and on the disk before its sender is answered.
+has the figures alone. One process at a time has the folder: a line is whole and on the disk before its sender is answered.
+Other files in the folder are left as they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sqlite3
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.data.kinds import kind_of
 from pipeline.data.parse import parse
 from pipeline.data.values import RowError
+from pipeline.errors import InputError
 from pipeline.serving.protocol import Feedback, Refused
+from pipeline.system import storage
+
+if TYPE_CHECKING:
+    from pipeline.config import Job
 
 # {file: (a stage that reads it, the key of the request that asks for its rows)}
 READ_BY = {"thumbs": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
+OWN = (*READ_BY, "votes", "pairs", "shadows")
+KEY = "serve.feedback_path"
+LOCK = ".lock"
+LOCK_S = 10.0  # for a process that ends to let go of the folder: a recorder that Ray Serve replaces, a server that was killed
 KEPT_S = 30 * 24 * 3600  # a conversation that nobody has said anything about is forgotten
+
+
+def folder_of(job: Job) -> str:
+    return job.serve.feedback_path or f"{job.run.storage_path}/feedback"
+
+
+def check_folder(folder: str) -> None:
+    """Raises InputError where no recorder could use it; mends what a process that was killed left."""
+    FeedbackStore(folder, log_prompts=False, most_bytes=0).close()
 
 
 class FeedbackStore:
@@ -35,17 +55,52 @@ class FeedbackStore:
     Args:
         most_bytes: half of it for the rows, of which those that would exceed it are refused, half for the conversations, of
             which the oldest make room for new ones.
+
+    Raises:
+        InputError: where another process has the folder, or it cannot be used.
     """
 
     def __init__(self, folder: str, log_prompts: bool, most_bytes: int) -> None:
         self.folder, self.log_prompts, self.most_bytes = Path(folder), log_prompts, most_bytes
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.given: dict[tuple[str, str], Any] = {}  # (answer and choice, kind): what was said
-        for file in sorted(self.folder.glob("*.jsonl")):
-            self._mend(file)
-            self._remember(file)
-        self.bytes = sum(file.stat().st_size for file in self.folder.glob("*.jsonl"))
+        with contextlib.ExitStack() as opened:
+            self._lock(opened)
+            for file in self._files():
+                self._mend(file)
+                self._remember(file)
+            self.bytes = sum(file.stat().st_size for file in self._files())
+            self._open_conversations(opened)
+            self.opened = opened.pop_all()
+
+    def close(self) -> None:
+        """Lets go of the folder, as the end of the process does."""
+        self.opened.close()
+
+    def _files(self) -> list[Path]:
+        return [file for name in OWN if (file := self.folder / f"{name}.jsonl").exists()]
+
+    def _lock(self, opened: contextlib.ExitStack) -> None:
+        """Keeps the folder to this process: each checks what was said in its own memory, and mends at its start.
+
+        The file system lets go of the lock when the process dies.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            what = f"another server to let go of {self.folder}"
+            opened.enter_context(storage.locked(str(self.folder / LOCK), what, LOCK_S))
+        except TimeoutError as error:
+            raise InputError(
+                f"another server writes into {self.folder}; end it, or name another folder: {KEY}=FOLDER",
+                key=KEY,
+            ) from error
+        except OSError as error:
+            raise InputError(
+                f"{self.folder} cannot be used ({error.strerror}); name another folder: {KEY}=FOLDER", key=KEY
+            ) from error
+
+    def _open_conversations(self, opened: contextlib.ExitStack) -> None:
         self.known = sqlite3.connect(self.folder / "conversations.db", check_same_thread=False)
+        opened.callback(self.known.close)
         self.known.execute("PRAGMA journal_mode=WAL")
         self.known.execute("CREATE TABLE IF NOT EXISTS answers (id TEXT PRIMARY KEY, time REAL, answer TEXT)")
         self.known.execute("CREATE INDEX IF NOT EXISTS by_time ON answers (time)")

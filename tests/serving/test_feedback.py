@@ -3,21 +3,45 @@
 import json
 import os
 import sqlite3
+import subprocess
+import sys
+import threading
 
 import pytest
+from running import ROOT
 
+from pipeline.__main__ import main
 from pipeline.data.columns import check, renamed
 from pipeline.data.kinds import kind_of
 from pipeline.data.parse import parse
 from pipeline.data.sides import derived, ordered
+from pipeline.errors import InputError
+from pipeline.serving import feedback
 from pipeline.serving.feedback import FeedbackStore
 from pipeline.serving.protocol import Refused
 
 MESSAGES = [{"role": "user", "content": "What is the capital of Peru?"}]
 
 
-def store(folder, log_prompts=True, most=1 << 20):
-    return FeedbackStore(str(folder), log_prompts, most)
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch):
+    monkeypatch.setattr(feedback, "LOCK_S", 0.0)
+
+
+@pytest.fixture
+def stores():
+    """Makes stores of one test, of which each takes the folder over from the one before."""
+    made = []
+
+    def store(folder, log_prompts=True, most=1 << 20):
+        for earlier in made:
+            earlier.close()
+        made.append(FeedbackStore(str(folder), log_prompts, most))
+        return made[-1]
+
+    yield store
+    for one in made:
+        one.close()
 
 
 def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, log_prompts=True):
@@ -37,8 +61,8 @@ def rows(folder, name):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_each_kind_has_its_rows_with_the_version_that_spoke(tmp_path):
-    kept = store(tmp_path)
+def test_each_kind_has_its_rows_with_the_version_that_spoke(stores, tmp_path):
+    kept = stores(tmp_path)
     kept.remember([answer()])
     kept.give({"id": "chatcmpl-1", "label": True})
     kept.give({"id": "chatcmpl-1", "label": False, "choice": 1})
@@ -59,8 +83,8 @@ def test_each_kind_has_its_rows_with_the_version_that_spoke(tmp_path):
     assert (edit["completion"], edit["original"]) == ("It is Lima.", "Lima.")
 
 
-def test_the_same_again_changes_nothing_and_something_else_is_refused_over_a_restart_too(tmp_path):
-    kept = store(tmp_path)
+def test_the_same_again_changes_nothing_and_something_else_is_refused_over_a_restart_too(stores, tmp_path):
+    kept = stores(tmp_path)
     kept.remember([answer()])
     for _ in range(2):
         for said in ({"label": True}, {"edit": "It is Lima."}, {"chosen": 0, "rejected": 1}):
@@ -70,7 +94,7 @@ def test_the_same_again_changes_nothing_and_something_else_is_refused_over_a_res
             with pytest.raises(Refused) as refused:
                 kept.give({"id": "chatcmpl-1", **said})
             assert refused.value.status == 409
-        kept = store(tmp_path)
+        kept = stores(tmp_path)
     assert [len(rows(tmp_path, name)) for name in ("thumbs", "edits", "comparisons")] == [1, 1, 1]
 
 
@@ -83,28 +107,28 @@ def test_the_same_again_changes_nothing_and_something_else_is_refused_over_a_res
         ({"id": "same", "chosen": 0, "rejected": 1}, 400),
     ],
 )
-def test_what_cannot_be_meant_is_refused(said, status, tmp_path):
-    kept = store(tmp_path)
+def test_what_cannot_be_meant_is_refused(stores, said, status, tmp_path):
+    kept = stores(tmp_path)
     kept.remember([answer(), answer("same", ("Lima.", "Lima."))])
     with pytest.raises(Refused) as refused:
         kept.give(said)
     assert refused.value.status == status and not list(tmp_path.glob("*.jsonl"))
 
 
-def test_what_a_killed_writer_left_of_a_line_is_taken_out(tmp_path):
-    kept = store(tmp_path)
+def test_what_a_killed_writer_left_of_a_line_is_taken_out(stores, tmp_path):
+    kept = stores(tmp_path)
     kept.remember([answer(), answer("chatcmpl-2")])
     kept.give({"id": "chatcmpl-1", "label": True})
     whole = (tmp_path / "thumbs.jsonl").read_bytes()
     (tmp_path / "thumbs.jsonl").write_bytes(whole + whole[: len(whole) // 2])
-    kept = store(tmp_path)
+    kept = stores(tmp_path)
     assert (tmp_path / "thumbs.jsonl").read_bytes() == whole
     kept.give({"id": "chatcmpl-2", "label": False})
     assert [row["label"] for row in rows(tmp_path, "thumbs")] == [True, False]
 
 
-def test_a_line_that_is_written_in_part_is_taken_back(tmp_path, monkeypatch):
-    kept, write = store(tmp_path), os.write
+def test_a_line_that_is_written_in_part_is_taken_back(stores, tmp_path, monkeypatch):
+    kept, write = stores(tmp_path), os.write
     kept.remember([answer()])
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
     with pytest.raises(Refused) as refused:
@@ -115,8 +139,8 @@ def test_a_line_that_is_written_in_part_is_taken_back(tmp_path, monkeypatch):
     assert len(rows(tmp_path, "thumbs")) == 1
 
 
-def test_the_folder_has_a_size_and_old_conversations_make_room(tmp_path):
-    kept = store(tmp_path, most=1 << 16)
+def test_the_folder_has_a_size_and_old_conversations_make_room(stores, tmp_path):
+    kept = stores(tmp_path, most=1 << 16)
     for i in range(40):
         kept.remember([answer(f"chatcmpl-{i}-{j}", ("x" * 200, "y"), time=4e9 + i) for j in range(64)])
     assert kept.conversation_bytes <= 1 << 15
@@ -136,9 +160,9 @@ def test_the_folder_has_a_size_and_old_conversations_make_room(tmp_path):
 PAIR = {"prompt": MESSAGES, "first": "Lima.", "second": "Peru.", "id": "chatcmpl-9"}
 
 
-def test_pairs_are_written_once_and_read_by_rm_when_somebody_has_labelled_them(tmp_path):
-    store(tmp_path).pair("pairs", PAIR)
-    store(tmp_path).pair(
+def test_pairs_are_written_once_and_read_by_rm_when_somebody_has_labelled_them(stores, tmp_path):
+    stores(tmp_path).pair("pairs", PAIR)
+    stores(tmp_path).pair(
         "pairs", PAIR
     )  # a replica that was not told of the first time, and a recorder started again
     [row] = rows(tmp_path, "pairs")
@@ -149,8 +173,8 @@ def test_pairs_are_written_once_and_read_by_rm_when_somebody_has_labelled_them(t
     assert parse(read, kind).pairs[0][0][0]["content"] == "Peru."
 
 
-def test_without_log_prompts_no_text_is_on_the_disk(tmp_path):
-    kept = store(tmp_path, log_prompts=False)
+def test_without_log_prompts_no_text_is_on_the_disk(stores, tmp_path):
+    kept = stores(tmp_path, log_prompts=False)
     kept.remember([answer(log_prompts=False)])
     kept.give({"id": "chatcmpl-1", "label": True})
     kept.give({"id": "chatcmpl-1", "chosen": 1, "rejected": 0})
@@ -165,16 +189,16 @@ def test_without_log_prompts_no_text_is_on_the_disk(tmp_path):
 
 
 @pytest.mark.parametrize("said", [{"label": True}, {"chosen": 1, "rejected": 0}, {"edit": " ", "choice": 1}])
-def test_what_no_stage_could_read_is_refused_and_not_written(tmp_path, said):
-    kept = store(tmp_path)
+def test_what_no_stage_could_read_is_refused_and_not_written(stores, tmp_path, said):
+    kept = stores(tmp_path)
     kept.remember([answer(texts=("", "Lima."))])
     with pytest.raises(Refused, match="no row to learn from") as refused:
         kept.give({"id": "chatcmpl-1", **said})
     assert refused.value.status == 400 and not list(tmp_path.glob("*.jsonl"))
 
 
-def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(tmp_path):
-    kept = store(tmp_path, most=4000)
+def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(stores, tmp_path):
+    kept = stores(tmp_path, most=4000)
     sent = [answer("chatcmpl-1"), answer("chatcmpl-2")]
     for _ in range(20):
         kept.remember(sent)
@@ -186,3 +210,41 @@ def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(tmp_path)
     with pytest.raises(sqlite3.IntegrityError, match="disk full"):
         kept.remember([answer("chatcmpl-3")])
     assert kept.conversation_bytes == held
+
+
+def test_one_process_at_a_time_has_the_folder(tmp_path):
+    writer = "import sys, time; from pipeline.serving import feedback; "
+    writer += "kept = feedback.FeedbackStore(sys.argv[1], True, 9); print(1, flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", writer, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
+    ) as other:
+        try:
+            assert other.stdout.readline() == b"1\n"
+            with pytest.raises(
+                InputError,
+                match=f"^serve.feedback_path: another server .*{tmp_path}.* serve.feedback_path=FOLDER",
+            ):
+                FeedbackStore(str(tmp_path), True, 1 << 20)
+        finally:
+            other.kill()
+    FeedbackStore(str(tmp_path), True, 1 << 20).close()  # a killed process has let go of it
+
+
+def test_a_recorder_that_is_started_again_waits_for_the_one_before(tmp_path, stores, monkeypatch):
+    before = stores(tmp_path)
+    before.remember([answer()])
+    threading.Timer(0.3, before.close).start()
+    monkeypatch.setattr(feedback, "LOCK_S", 60.0)
+    after = FeedbackStore(str(tmp_path), True, 1 << 20)
+    assert after.give({"id": "chatcmpl-1", "label": True})["kind"] == "thumbs"
+    after.close()
+
+
+def test_serve_ends_with_status_2_where_another_server_has_the_folder(tmp_path, stores, capsys):
+    stores(tmp_path / "given")
+    given = ["serve.policies={p: base}", "serve.rewards={}", "serve.port=0", f"run.storage_path={tmp_path}"]
+    assert (
+        main(["serve", str(ROOT / "jobs/demo/serve.yaml"), *given, f"serve.feedback_path={tmp_path}/given"])
+        == 2
+    )
+    assert f"another server writes into {tmp_path}/given" in capsys.readouterr().err
