@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 READ_BY = {"thumbs": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
 OWN = (*READ_BY, "votes", "pairs", "shadows")
 KEY = "serve.feedback_path"
+UNFINISHED = (json.JSONDecodeError, UnicodeDecodeError)
 LOCK = ".lock"
 LOCK_S = 10.0  # for a process that ends to let go of the folder: a recorder that Ray Serve replaces, a server that was killed
 KEPT_S = 30 * 24 * 3600  # a conversation that nobody has said anything about is forgotten
@@ -63,14 +64,24 @@ class FeedbackStore:
     def __init__(self, folder: str, log_prompts: bool, most_bytes: int) -> None:
         self.folder, self.log_prompts, self.most_bytes = Path(folder), log_prompts, most_bytes
         self.given: dict[tuple[str, str], Any] = {}  # (answer and choice, kind): what was said
-        with contextlib.ExitStack() as opened:
-            self._lock(opened)
-            for file in self._files():
-                self._mend(file)
-                self._remember(file)
-            self.bytes = sum(file.stat().st_size for file in self._files())
-            self._open_conversations(opened)
-            self.opened = opened.pop_all()
+        try:
+            with contextlib.ExitStack() as opened:
+                self._lock(opened)
+                for file in self._files():
+                    self._read(file)
+                self.bytes = sum(file.stat().st_size for file in self._files())
+                self._open_conversations(opened)
+                self.opened = opened.pop_all()
+        except sqlite3.Error as error:
+            raise InputError(
+                f"{self.folder}/conversations.db: {error}; move conversations.db* elsewhere, and feedback on earlier answers gets 404",
+                key=KEY,
+            ) from error
+        except OSError as error:
+            raise InputError(
+                f"{error.filename or self.folder} cannot be used ({error.strerror}); name another folder: {KEY}=FOLDER",
+                key=KEY,
+            ) from error
 
     def close(self) -> None:
         """Lets go of the folder, as the end of the process does."""
@@ -84,18 +95,14 @@ class FeedbackStore:
 
         The file system lets go of the lock when the process dies.
         """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        what = f"another server to let go of {self.folder}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            what = f"another server to let go of {self.folder}"
             opened.enter_context(storage.locked(str(self.folder / LOCK), what, LOCK_S))
         except TimeoutError as error:
             raise InputError(
                 f"another server writes into {self.folder}; end it, or name another folder: {KEY}=FOLDER",
                 key=KEY,
-            ) from error
-        except OSError as error:
-            raise InputError(
-                f"{self.folder} cannot be used ({error.strerror}); name another folder: {KEY}=FOLDER", key=KEY
             ) from error
 
     def _open_conversations(self, opened: contextlib.ExitStack) -> None:
@@ -109,18 +116,37 @@ class FeedbackStore:
             "SELECT COALESCE(SUM(LENGTH(answer)), 0) FROM answers"
         ).fetchone()
 
-    def _mend(self, file: Path) -> None:
-        """Takes out what a process that was killed left of a line: its sender was never told that it was written."""
-        with file.open("rb+") as rows:
-            whole = rows.read().rfind(b"\n") + 1
-            rows.truncate(whole)
+    def _read(self, file: Path) -> None:
+        """Remembers what was said already; the last line gets its end, or goes where a killed process left a part of it."""
+        size = 0
+        with file.open("rb") as rows:
+            for number, line in enumerate(rows, 1):
+                whole = line.endswith(b"\n")
+                try:
+                    self._remember(file.stem, line)
+                except (ValueError, RecursionError) as error:
+                    # What is written begins so, and its sender was never told that it was.
+                    if whole or not line.startswith(b"{") or not isinstance(error, UNFINISHED):
+                        raise InputError(
+                            f"{file}:{number}: {error}; mend the line, or move the file elsewhere", key=KEY
+                        ) from error
+                    os.truncate(file, size)
+                    print(f"{file}:{number}: took out an unfinished line of {len(line)} bytes", flush=True)
+                    return
+                size += len(line)
+        if size and not whole:  # edited by hand
+            with file.open("ab") as rows:
+                rows.write(b"\n")
 
-    def _remember(self, file: Path) -> None:
-        with file.open(encoding="utf-8") as rows:
-            for line in rows:
-                row = json.loads(line)
-                kind = row["said"]["kind"] if "said" in row else file.stem
-                self.given[row["id"], kind] = row.get("said")
+    def _remember(self, stem: str, line: bytes) -> None:
+        """Raises ValueError where the line is no row of ours."""
+        if not line.strip():
+            return
+        row = json.loads(line.decode("utf-8-sig"))  # an editor may have put a mark at the beginning
+        said = row.get("said", {"kind": stem}) if isinstance(row, dict) else None
+        if not isinstance(said, dict) or not isinstance(row.get("id"), str) or "kind" not in said:
+            raise ValueError("found no row that serve wrote: it has no `id`, or a damaged `said`")
+        self.given[row["id"], str(said["kind"])] = row.get("said")
 
     # -------------------------------------------------------------------------------------------- answers
 

@@ -115,7 +115,7 @@ def test_what_cannot_be_meant_is_refused(stores, said, status, tmp_path):
     assert refused.value.status == status and not list(tmp_path.glob("*.jsonl"))
 
 
-def test_what_a_killed_writer_left_of_a_line_is_taken_out(stores, tmp_path):
+def test_what_a_killed_writer_left_of_a_line_is_taken_out_and_said(stores, tmp_path, capsys):
     kept = stores(tmp_path)
     kept.remember([answer(), answer("chatcmpl-2")])
     kept.give({"id": "chatcmpl-1", "label": True})
@@ -123,6 +123,8 @@ def test_what_a_killed_writer_left_of_a_line_is_taken_out(stores, tmp_path):
     (tmp_path / "thumbs.jsonl").write_bytes(whole + whole[: len(whole) // 2])
     kept = stores(tmp_path)
     assert (tmp_path / "thumbs.jsonl").read_bytes() == whole
+    said = f"{tmp_path}/thumbs.jsonl:2: took out an unfinished line of {len(whole) // 2} bytes"
+    assert capsys.readouterr().out.strip() == said
     kept.give({"id": "chatcmpl-2", "label": False})
     assert [row["label"] for row in rows(tmp_path, "thumbs")] == [True, False]
 
@@ -248,3 +250,65 @@ def test_serve_ends_with_status_2_where_another_server_has_the_folder(tmp_path, 
         == 2
     )
     assert f"another server writes into {tmp_path}/given" in capsys.readouterr().err
+
+
+def test_a_last_line_that_an_editor_left_without_its_end_is_kept(tmp_path, stores):
+    """As docs/serving.md has people label pairs.jsonl by hand."""
+    kept = stores(tmp_path)
+    kept.pair("pairs", PAIR)
+    labelled = json.dumps({**PAIR, "label": "second"}).encode()
+    (tmp_path / "pairs.jsonl").write_bytes(b"\xef\xbb\xbf" + labelled)
+    kept = stores(tmp_path)
+    kept.pair("pairs", PAIR)
+    kept.pair("pairs", {**PAIR, "id": "chatcmpl-10"})
+    lines = (tmp_path / "pairs.jsonl").read_text(encoding="utf-8-sig").splitlines()
+    assert [json.loads(line).get("label") for line in lines] == ["second", None]
+
+
+@pytest.mark.parametrize(
+    "content", [b"a note without an end of its line", b"\xff\xfe{", b"{]\n\n", b'{"no": "id"}\n']
+)
+def test_files_of_other_people_are_left_alone(content, tmp_path, stores):
+    (tmp_path / "mine.jsonl").write_bytes(content)
+    kept = stores(tmp_path)
+    kept.remember([answer()])
+    kept.give({"id": "chatcmpl-1", "label": True})
+    assert (tmp_path / "mine.jsonl").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b'{"id": "a"}\n{"id": "b"\n{"id": "c"}\n', 2),
+        (b'{"id": "a"}\n\n{"prompt": "b"}\n', 3),
+        (b'{"id": "a", "said": 3}\n', 1),
+        (b'{"id": ["a"]}\n', 1),
+        (b"[1]\n", 1),
+        (b'{"id": "\xff"}\n', 1),
+        (b"[" * 100_000 + b"\n", 1),
+        (b'{"id": "a"}\nwhat a person wrote below', 2),
+    ],
+)
+def test_a_damaged_file_ends_serve_before_anything_starts(content, line, tmp_path, capsys):
+    (tmp_path / "thumbs.jsonl").write_bytes(content)
+    given = ["serve.policies={p: base}", "serve.rewards={}", "serve.port=0", f"run.storage_path={tmp_path}"]
+    assert main(["serve", str(ROOT / "jobs/demo/serve.yaml"), *given, f"serve.feedback_path={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert f"serve.feedback_path: {tmp_path}/thumbs.jsonl:{line}: " in said and "mend the line" in said
+    assert (tmp_path / "thumbs.jsonl").read_bytes() == content
+
+
+def test_a_damaged_database_is_said_with_its_name(tmp_path):
+    (tmp_path / "conversations.db").write_bytes(b"no database" * 1000)
+    with pytest.raises(InputError, match=f"{tmp_path}/conversations.db: file is not a database; move"):
+        FeedbackStore(str(tmp_path), True, 1 << 20)
+    (tmp_path / "conversations.db").unlink()
+    FeedbackStore(str(tmp_path), True, 1 << 20).close()  # the one before let go of the folder
+
+
+def test_a_folder_that_cannot_be_used_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        InputError, match=f"{tmp_path}/file cannot be used .*; name another folder: serve.feedback_path="
+    ):
+        FeedbackStore(str(tmp_path / "file"), True, 1 << 20)
