@@ -183,7 +183,8 @@ class FeedbackStore:
 
         Raises:
             Refused: 404 for an answer that is not known, 400 for a choice that it does not have and for what would be no row to
-                learn from (an empty completion), 409 where something else was said of it, 507 where the folder is full.
+                learn from (an empty completion), 409 where something else, or the opposite, was said of it, 507 where the folder
+                is full.
         """
         said = Feedback.model_validate(feedback)
         found = self.known.execute("SELECT answer FROM answers WHERE id = ?", (said.id,)).fetchone()
@@ -208,11 +209,31 @@ class FeedbackStore:
                 409, "something else was said of it before, and the first counts", "id", "already_given"
             )
         if earlier is None:
+            self._check_agreement(said, what)
             file, row = self._row(answer, said, name, what)
             _check(file, row)
             self._append(file, row)
             self.given[name, said.kind] = what
         return {"id": said.id, "object": "feedback", "kind": said.kind, "version": answer["version"]}
+
+    def _check_agreement(self, said: Feedback, what: dict[str, Any]) -> None:
+        """Raises Refused, 409, where a choice with a thumb down would be preferred to one with a thumb up."""
+        compared = what if said.kind == "comparisons" else self.given.get((said.id, "comparisons"))
+        if said.kind == "edits" or compared is None:
+            return
+
+        def thumb(choice: Any) -> bool | None:
+            given = what if said.kind == "thumbs" and said.choice == choice else None
+            return (given or self.given.get((f"{said.id}/{choice}", "thumbs")) or {}).get("label")
+
+        chosen, rejected = compared.get("chosen"), compared.get("rejected")
+        if thumb(chosen) is False and thumb(rejected) is True:
+            raise Refused(
+                409,
+                f"choice {chosen} has a thumb down and choice {rejected} a thumb up, and {chosen} would be preferred to {rejected}",
+                "id",
+                "contradiction",
+            )
 
     def _row(
         self, answer: dict[str, Any], said: Feedback, name: str, what: dict[str, Any]

@@ -1,5 +1,6 @@
 """Feedback: whole lines, once, of the answer that was given; and what is kept of it where prompts are not."""
 
+import itertools
 import json
 import os
 import sqlite3
@@ -312,3 +313,32 @@ def test_a_folder_that_cannot_be_used_is_said(tmp_path):
         InputError, match=f"{tmp_path}/file cannot be used .*; name another folder: serve.feedback_path="
     ):
         FeedbackStore(str(tmp_path / "file"), True, 1 << 20)
+
+
+UP, DOWN = {"label": True}, {"label": False, "choice": 1}
+WORSE_PREFERRED = {"chosen": 1, "rejected": 0}
+
+
+@pytest.mark.parametrize("given", list(itertools.permutations([UP, DOWN, WORSE_PREFERRED])))
+def test_a_choice_that_was_disliked_is_not_preferred_to_one_that_was_liked(given, tmp_path, stores):
+    kept = stores(tmp_path)
+    kept.remember([answer(), answer("chatcmpl-2")])
+    for said in given[:2]:
+        kept.give({"id": "chatcmpl-1", **said})
+    kept = stores(tmp_path)  # it knows what was said before it was started
+    with pytest.raises(Refused, match="choice 1 has a thumb down and choice 0 a thumb up") as refused:
+        kept.give({"id": "chatcmpl-1", **given[2]})
+    assert refused.value.status == 409
+    kept.give({"id": "chatcmpl-1", "edit": "Lima, of course."})
+    kept.give({"id": "chatcmpl-2", **given[2]})  # of another answer
+
+
+@pytest.mark.parametrize(
+    "given", [[UP, {**DOWN, "label": True}], [{"label": False}, DOWN], [UP], [DOWN], [{"label": False}]]
+)
+def test_of_two_good_or_bad_choices_one_may_be_better(given, tmp_path, stores):
+    kept = stores(tmp_path)
+    kept.remember([answer()])
+    for said in given:
+        kept.give({"id": "chatcmpl-1", **said})
+    assert kept.give({"id": "chatcmpl-1", **WORSE_PREFERRED})["kind"] == "comparisons"
