@@ -331,18 +331,14 @@ class Server:
             return JSONResponse(protocol.listed(name, route.version, "policy"))
         if version := self.models.reward_versions.get(name):
             return JSONResponse(protocol.listed(name, version, "reward"))
-        raise self._unknown(name)
-
-    def _unknown(self, name: str) -> Refused:
-        there = ", ".join((*self.models.traffic.routes, *self.models.rewards))
-        return Refused(404, f"no model {name[:80]!r}; expected one of {there}", "model", "model_not_found")
+        raise protocol.unknown("model", name, (*self.models.traffic.routes, *self.models.rewards))
 
     @app.post("/v1/chat/completions")
     @answered
     async def chat(self, request: Request) -> Response:
         asked = protocol.read(ChatRequest, await self._body(request))
         if asked.model not in self.models.traffic.routes:
-            raise self._unknown(asked.model)
+            raise protocol.unknown("policy", asked.model, self.models.traffic.routes)
         if asked.n > self.serve.max_choices:
             raise Refused(
                 400, f"n: found {asked.n}; expected at most {self.serve.max_choices}", "n", "invalid_value"
@@ -427,7 +423,7 @@ class Server:
         rows = sent if isinstance(sent, list) else [sent]
         name = request.query_params.get("model") or next(iter(self.models.rewards), "")
         if name not in self.models.rewards:
-            raise self._unknown(name)
+            raise protocol.unknown("reward model", name, self.models.rewards)
         if len(rows) > ROWS:
             raise Refused(413, f"found {len(rows)} rows; expected at most {ROWS} a request", code="too_large")
         reward, version = self.models.rewards[name], self.models.reward_versions[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -33,7 +34,18 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def unknown(what: str, name: str, there: Iterable[str]) -> Refused:
+    """For a model id that this path does not answer under; `there` are those that it does."""
+    known = ", ".join(there)
+    expected = f"; expected one of {known}" if known else "; none is served here"
+    return Refused(404, f"no {what} {name[:80]!r}{expected}", "model", "model_not_found")
+
+
 TOP_LOGPROBS = 20  # alternatives to a token, as at OpenAI
+
+
+# Keys of clients that send them always; any other value asks for what is not supported.
+NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "tools", "response_format", "store")
 
 
 class StreamOptions(BaseModel):
@@ -137,7 +149,7 @@ def read(kind: type[Request], value: Any) -> Request:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         path = ".".join(str(part) for part in first["loc"][:1])
         message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
+        if first["type"] == "extra_forbidden" or (kind is ChatRequest and path in NEUTRAL):
             message = "is not supported here"
         if first["loc"] and first["type"] != "missing":
             message += f"; found {value.get(first['loc'][0])!r:.80}"

@@ -214,9 +214,9 @@ def test_policies_and_a_reward_answer_at_once(client, server, telling):
 @pytest.mark.parametrize(
     ("changes", "status", "says"),
     [
-        ({"model": "gpt-4"}, 404, "no model 'gpt-4'; expected one of toy, bare, toy-rm"),
-        ({"model": "toy-rm"}, 404, "no model 'toy-rm'"),
-        ({"model": "../toy"}, 404, "no model"),
+        ({"model": "gpt-4"}, 404, "^no policy 'gpt-4'; expected one of toy, bare$"),
+        ({"model": "toy-rm"}, 404, "^no policy 'toy-rm'; expected one of toy, bare$"),
+        ({"model": "../toy"}, 404, "no policy"),
         ({"messages": []}, 400, "messages: "),
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, r"messages\[0\].role: found \"robot\"; expected one of system, user"),
         ({"messages": messages("word " * 400)}, 400, r"messages: \d+ tokens; expected at most 192"),
@@ -227,8 +227,9 @@ def test_policies_and_a_reward_answer_at_once(client, server, telling):
         ({"top_p": 0}, 400, "top_p: "),
         ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop: expected up to 4 texts"),
         ({"top_logprobs": 3}, 400, "top_logprobs: goes with logprobs"),
-        ({"tools": [{"type": "function"}]}, 400, "tools: "),
-        ({"presence_penalty": 1}, 400, "presence_penalty: "),
+        ({"tools": [{"type": "function"}]}, 400, "^tools: is not supported here; found "),
+        ({"presence_penalty": 1}, 400, "^presence_penalty: is not supported here; found 1$"),
+        ({"response_format": {"type": "json_object"}}, 400, "^response_format: is not supported here; found "),
         ({"prompt": "x"}, 400, "prompt: is not supported here"),
         ({"seed": -1}, 400, "seed: "),
     ],
@@ -241,6 +242,19 @@ def test_a_wrong_chat_request_says_what_is_wrong(server, changes, status, says):
     )
     assert code == status and re.search(says, answer["error"]["message"]), answer
     assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_each_path_names_what_it_takes(server):
+    for path, body, says in (
+        (
+            "/score?model=toy",
+            {"prompt": "a", "completion": "b"},
+            "no reward model 'toy'; expected one of toy-rm",
+        ),
+        ("/v1/models/x", None, "no model 'x'; expected one of toy, bare, toy-rm"),
+    ):
+        status, _, answer = ask(server.url, path, body)
+        assert status == 404 and answer["error"]["message"] == says
 
 
 def test_special_tokens_in_a_message_are_text(server):
