@@ -115,12 +115,12 @@ class Recorder:
         metrics: Any,
         answers: list[dict[str, Any]],
         pairs: list[tuple[str, dict[str, Any]]],
-    ) -> None:
+    ) -> list[bool]:
+        """Of each of the pairs, (file, row), whether it is written now."""
         self.page.take(replica, metrics)
-        with self.lock, contextlib.suppress(Refused):  # full: it is the users' feedback that says so
+        with self.lock:
             self.store.remember(answers)
-            for file, row in pairs:
-                self.store.pair(file, row)
+            return [self.store.pair(file, row) for file, row in pairs]
 
     def give(self, feedback: dict[str, Any]) -> tuple[dict[str, Any] | None, tuple[Any, ...] | None]:
         """(what was written, None), or (None, why it was refused)."""
@@ -186,7 +186,7 @@ class Server:
         self.metrics = Metrics()
         self.mailbox = Mailbox()
         self.answers: list[dict[str, Any]] = []  # not yet sent to the recorder
-        self.pairs: list[tuple[str, dict[str, Any]]] = []  # (file, row)
+        self.pairs: list[tuple[tuple[str, str], dict[str, Any]]] = []  # ((model id, pair or shadow), row)
         self.flushing = asyncio.Lock()
         self.tasks = [
             asyncio.get_running_loop().create_task(one) for one in (self._follow(), self._flush_often())
@@ -234,13 +234,16 @@ class Server:
             answers, pairs = self.answers, self.pairs
             self.answers, self.pairs = [], []
             try:
-                await self.recorder.take.remote(self.name, self._measured(), answers, pairs)
+                rows = [(f"{kind}s", row) for (_, kind), row in pairs]
+                kept = await self.recorder.take.remote(self.name, self._measured(), answers, rows)
             except Exception as error:
                 self.answers, self.pairs = answers + self.answers, pairs + self.pairs
                 del self.answers[:-10_000], self.pairs[:-10_000]
                 raise Refused(
                     503, "the recorder is being started again; try again", code="unavailable"
                 ) from error
+            for (which, _), written in zip(pairs, kept, strict=True):
+                self._count(which, "written" if written else "full")
 
     def _measured(self) -> Any:
         self.metrics.running.set(len(self.batcher.rows))
@@ -390,31 +393,47 @@ class Server:
 
     def _beside(self, answer: Answer, second: Answer) -> None:
         """Where there is no room for a second answer, it is left out."""
-        if len(self.batcher.waiting) > self.serve.max_queue // 2:
-            return
-        with contextlib.suppress(Refused):
+        which = (second.asked.model, second.unseen or "")
+        try:
+            if len(self.batcher.waiting) > self.serve.max_queue // 2:
+                raise Refused(429, "no room")
             second.submit()
-            task = asyncio.get_running_loop().create_task(self._compare(answer, second))
-            self.unseen.add(task)
-            task.add_done_callback(self.unseen.discard)
+        except Refused:
+            self._count(which, "no_room")
+            return
+        task = asyncio.get_running_loop().create_task(self._compare(answer, second, which))
+        self.unseen.add(task)
+        task.add_done_callback(self.unseen.discard)
 
-    async def _compare(self, answer: Answer, second: Answer) -> None:
-        with contextlib.suppress(Exception):
+    async def _compare(self, answer: Answer, second: Answer, which: tuple[str, str]) -> None:
+        try:
             await second.whole()
-            await answer.done.wait()
-            row = {
-                "prompt": answer.asked.messages,
-                "first": answer.texts[0].text,
-                "second": second.texts[0].text,
-                "label": None,  # to be filled in; rows without a label are left out
-                "id": answer.id,
-                "version": answer.version,
-                "second_version": second.version,
-                "seed": answer.seed,
-                "time": time.time(),
-            }
-            if all(answer.reasons) and row["first"] != row["second"]:
-                self.pairs.append((f"{second.unseen}s", row))
+        except Exception:
+            self._count(which, "unfinished")
+            return
+        await answer.done.wait()
+        row = {
+            "prompt": answer.asked.messages,
+            "first": answer.texts[0].text,
+            "second": second.texts[0].text,
+            "label": None,  # to be filled in; rows without a label are left out
+            "id": answer.id,
+            "version": answer.version,
+            "second_version": second.version,
+            "seed": answer.seed,
+            "time": time.time(),
+        }
+        if not all(answer.reasons):
+            self._count(which, "unfinished")
+        elif row["first"] == row["second"]:  # nothing to choose between
+            self._count(which, "equal")
+        elif not self.serve.log_prompts:
+            self._count(which, "no_text")
+        else:
+            self.pairs.append((which, row))
+
+    def _count(self, which: tuple[str, str], outcome: str) -> None:
+        self.metrics.second_answers.labels(*which, outcome).inc()
 
     @app.post("/score")
     @answered

@@ -170,11 +170,21 @@ class FeedbackStore:
         gone = self.known.execute(f"DELETE FROM answers WHERE {which} RETURNING LENGTH(answer)", (value,))
         return sum(length for (length,) in gone)
 
-    def pair(self, file: str, row: dict[str, Any]) -> None:
-        """Two answers to one request, of which one was shown, for a person to compare. The same again changes nothing."""
-        if self.log_prompts and (row["id"], file) not in self.given:
-            self._append(file, row)
+    def pair(self, file: str, row: dict[str, Any]) -> bool:
+        """Two answers to one request, of which one was shown, for a person to compare. The same again changes nothing.
+
+        Returns:
+            Whether it is written; not where the folder is full or no text is kept.
+        """
+        if not self.log_prompts:
+            return False
+        if (row["id"], file) not in self.given:
+            try:
+                self._append(file, row)
+            except Refused:  # users' feedback is told why
+                return False
             self.given[row["id"], file] = None
+        return True
 
     # ------------------------------------------------------------------------------------------- feedback
 

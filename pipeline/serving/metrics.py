@@ -24,6 +24,13 @@ class Metrics:
             ["model", "version", "kind"],
             registry=registry,
         )
+        self.second_answers = Counter(
+            "rlhf_second_answers",
+            "Unseen second answers (kind: pair, shadow) by what became of them: written as a row to compare; equal to the first; "
+            "no_text is kept (serve.log_prompts); full feedback folder; no_room in the batch; unfinished, one of the two",
+            ["model", "kind", "outcome"],
+            registry=registry,
+        )
         self.prompt_tokens = Counter(
             "rlhf_prompt_tokens", "Tokens of prompts", ["version"], registry=registry
         )

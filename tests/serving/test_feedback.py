@@ -342,3 +342,12 @@ def test_of_two_good_or_bad_choices_one_may_be_better(given, tmp_path, stores):
     for said in given:
         kept.give({"id": "chatcmpl-1", **said})
     assert kept.give({"id": "chatcmpl-1", **WORSE_PREFERRED})["kind"] == "comparisons"
+
+
+def test_a_pair_that_is_not_written_is_told_so(tmp_path, stores):
+    kept = stores(tmp_path, most=600)
+    assert [kept.pair("pairs", {**PAIR, "id": f"chatcmpl-{i}"}) for i in (1, 1, 2, 3, 4, 1)] == [True] * 3 + [
+        False
+    ] * 2 + [True]
+    assert len(rows(tmp_path, "pairs")) == 2
+    assert not stores(tmp_path, log_prompts=False).pair("pairs", PAIR)

@@ -521,6 +521,27 @@ def test_a_share_of_the_answers_is_written_a_second_time_for_people_to_compare(s
         assert row["version"] == row["second_version"] == "models:/toy-policy/1"
 
 
+def test_the_metrics_say_what_became_of_each_second_answer(server):
+    for seed in range(20):
+        chat(server.url, seed=seed, temperature=0.001)  # a tenth is written twice, and is the same both times
+        chat(server.url, seed=seed)
+
+    def agree():
+        page = ask(server.url, "/metrics")[2].decode()
+        counted = re.findall(
+            r'^rlhf_second_answers_total{kind="pair",.*outcome="(\w+)".*} (\S+)$', page, re.M
+        )
+        outcomes = {outcome: int(float(count)) for outcome, count in counted}
+        answers = re.findall(r'^rlhf_answers_total{kind="pair",.*} (\S+)$', page, re.M)
+        rows = (server.folder / "pairs.jsonl").read_text().splitlines()
+        return outcomes.get("equal") and (outcomes.get("written"), sum(outcomes.values())) == (
+            len(rows),
+            sum(int(float(count)) for count in answers),
+        )
+
+    until(agree, "second answers that are equal, or rows, and their count")
+
+
 def _pairs(written, shown):
     rows = [json.loads(line) for line in written.read_text().splitlines()]
     return [row for row in rows if row["id"] in shown]
