@@ -39,7 +39,7 @@ def run(job: Job) -> None:
             while True:
                 time.sleep(1)
         except KeyboardInterrupt:
-            print("\nstopping: what is being written is finished first", flush=True)
+            print("\nstopping", flush=True)
 
 
 @contextlib.contextmanager
