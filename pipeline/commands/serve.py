@@ -24,6 +24,7 @@ from pipeline.config import Job, load_job
 from pipeline.errors import Failure, InputError
 from pipeline.runtime import driver, placement
 from pipeline.runtime.host import Work
+from pipeline.runtime.inputs import room_for_prompts
 from pipeline.runtime.preparation import load_host
 from pipeline.system import console, storage
 
@@ -57,6 +58,7 @@ def serving(job: Job) -> Iterator[Work]:
     digests = token_digests(job)
     work = load_host(with_port(job)).work
     job = work.job
+    room_for_prompts(job, work.base["context_length"])
     if not os.environ.get("RAY_ADDRESS"):  # there the recorder finds out, on the head
         feedback.check_folder(feedback.folder_of(job))
     with driver.session(job):

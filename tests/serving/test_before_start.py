@@ -1,4 +1,4 @@
-"""docs/serving.md: what it says of keys, and commands that its readers type."""
+"""What serve says before it starts, and what docs/serving.md says: keys with their defaults, commands that load."""
 
 import re
 import shlex
@@ -6,6 +6,7 @@ import shlex
 import pytest
 from running import ROOT
 
+from pipeline.__main__ import main
 from pipeline.config import load_job
 
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
@@ -33,3 +34,13 @@ def test_the_commands_are_ones_that_load(verb, overrides, in_root):
     job = load_job(f"jobs/demo/{verb}.yaml", shlex.split(overrides), verb)
     if verb != "serve":
         assert not job.gate, "a gate on rows that the command does not hold out keeps the alias back"
+
+
+def test_completions_that_leave_no_room_for_prompts_are_said_before_anything_starts(
+    tmp_path, capsys, in_root
+):
+    given = ["serve.policies={p: base}", "serve.rewards={}", "serve.port=0", f"run.storage_path={tmp_path}"]
+    assert main(["serve", "jobs/demo/serve.yaml", *given, "trainer.response_length=250"]) == 2
+    said = capsys.readouterr()
+    assert "trainer.response_length=250 of its completion exceed the model's context of 256" in said.err
+    assert "starting Ray" not in said.out
