@@ -700,6 +700,26 @@ def test_build_looks_for_places_in_the_cluster(storage, models):
     assert ray.get(deployed.remote()) == "server"
 
 
+def test_a_killed_recorder_is_started_again_and_has_the_folder(server):
+    _, answer = chat(server.url, n=2)
+    assert ask(server.url, "/v1/feedback", {"id": answer["id"], "label": True})[0] == 200
+    [recorder] = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "ServeReplica:serve:recorder" in " ".join(p.cmdline())
+    ]
+    os.kill(recorder.pid, signal.SIGKILL)
+    said = {"id": answer["id"], "label": True, "choice": 1}
+    until(lambda: ask(server.url, "/v1/feedback", said)[0] == 200, "a recorder that takes feedback again")
+    assert ask(server.url, "/v1/feedback", {"id": answer["id"], "label": False})[0] == 409
+
+
+def test_a_second_server_on_the_same_folder_ends_with_status_2(server, storage, capsys, in_root):
+    given = ["serve.policies={p: base}", "serve.rewards={}", "serve.port=0", f"run.storage_path={storage}"]
+    assert main(["serve", "jobs/demo/serve.yaml", *given, f"serve.feedback_path={server.folder}"]) == 2
+    assert f"another server writes into {server.folder}; end it, or name another" in capsys.readouterr().err
+
+
 # ----------------------------------------------------------------------------------------------------- tokens
 
 
