@@ -37,6 +37,7 @@ class Model:
     # Of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes it bfloat16.
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     load_in_4bit: bool = False  # nf4 with double quantisation; computes in `dtype`
+    fsdp: bool = False  # the base in shards over the workers (FSDP2), whole on none of them; adapters are whole on each
     attn_implementation: str | None = None  # None: what transformers picks (sdpa)
     chat_template: str | None = None  # a Jinja file, "plain", or None: the tokenizer's own, else "plain"
     trust_remote_code: bool = False

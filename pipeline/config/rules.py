@@ -83,6 +83,27 @@ def _check_model(tree: Tree, job: Job) -> None:
         )
 
 
+def _check_shards(tree: Tree, job: Job) -> None:
+    if not job.model.fsdp:
+        return
+    if job.model.load_in_4bit:
+        raise tree.error(
+            "model.fsdp",
+            "given together with model.load_in_4bit, whose 4-bit weights FSDP cannot gather; keep one: an nf4 base is held "
+            "whole, in a quarter of the memory of bfloat16",
+        )
+    if job.rollout.get("engine") == "vllm" and not (job.stage == "ppo" and job.rollout_config.workers[1]):
+        elsewhere = (
+            "give it GPUs of its own with rollout.num_workers=1"
+            if job.stage == "ppo"
+            else "type rollout.engine=transformers"
+        )
+        raise tree.error(
+            "rollout.engine",
+            f"vllm would hold the base whole beside each worker's shard; {elsewhere}, or model.fsdp=false",
+        )
+
+
 def _check_lora(tree: Tree, job: Job) -> None:
     """Refuses what peft accepts and then matches with no layer, or fails on in a worker."""
     from pipeline.models.adapter_files import adapts_lm_head
@@ -304,6 +325,8 @@ def warnings(job: Job) -> Iterator[str]:
     yield from gates.unmeasured(job)
     if job.gate and STAGE[job.stage].learns and not job.mlflow.registered_model:
         yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
+    if job.model.fsdp and job.workers[1] == 1:
+        yield "model.fsdp: one worker holds the base whole; scaling.num_workers=2 would halve it"
     if job.stage == "ppo":
         yield from _idle_rollout_workers(job)
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
@@ -333,6 +356,7 @@ CHECKS = (
     _check_unused,
     bounds.check,
     _check_model,
+    _check_shards,
     _check_lora,
     _check_data,
     sources.check,

@@ -36,6 +36,7 @@ _DECODES = {
 }
 _ROW_BY_ROW = {
     **_NOTHING_TRAINED,
+    "model.fsdp": "each of its processes holds the base whole; shards are for sft, rm, dpo, kto, ppo and evaluate",
     "data.pairs": "they are for `evaluate`; all its rows are data.train",
     "gate": "it registers no version that a gate could hold back",
     "data.eval": "it holds nothing out: all its rows are data.train",

@@ -24,6 +24,7 @@ from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeline.errors import InputError
 from pipeline.models import adapter_files
@@ -68,6 +69,8 @@ class SharedBase(nn.Module):
         self._scale = (getattr(config, "logit_scale", None) or 1.0) / (
             getattr(config, "logits_scaling", None) or 1.0
         )
+        # Whether this rank has only its part of the base (shards.py).
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in base_model.parameters())
         self.base.requires_grad_(False)
         self._no_dropout()
         if self.device.type != "meta":
@@ -80,6 +83,11 @@ class SharedBase(nn.Module):
     @property
     def roles(self) -> list[str]:
         return list(self._stored)
+
+    @property
+    def role(self) -> str | None:
+        """The role in use; None: the bare base."""
+        return self._role
 
     def same_adapter(self, one: str, other: str) -> bool:
         """Whether two roles are served by one and the same adapter."""

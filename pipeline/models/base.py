@@ -124,15 +124,10 @@ def load_base(
     """
     import torch
 
-    scorer = scorer_tokenizer is not None
-    config, auto = architecture(model, scorer)
-    from pipeline.models.fit import check_weights
     from pipeline.system.progress import Bar, loading_shown
 
-    check_weights(model)
-    _no_dropout_in(config)
-    if scorer_tokenizer is not None:
-        config.get_text_config().pad_token_id = scorer_tokenizer.pad_token_id
+    scorer = scorer_tokenizer is not None
+    config, auto = configured(model, scorer_tokenizer)
     dtype = getattr(torch, model.dtype)
     options: dict[str, Any] = {
         "config": config,
@@ -159,8 +154,20 @@ def load_base(
     if model.load_in_4bit:
         _one_nf4_path(loaded)
     if scorer:
-        _fp32_head(loaded)
+        fp32_head(loaded)
     return loaded
+
+
+def configured(model: Model, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[Any, Any]:
+    """Configuration and Auto class to load a base with: every dropout 0, the pad token of a scorer, its files looked at."""
+    from pipeline.models.fit import check_weights
+
+    config, auto = architecture(model, scorer_tokenizer is not None)
+    check_weights(model)
+    _no_dropout_in(config)
+    if scorer_tokenizer is not None:
+        config.get_text_config().pad_token_id = scorer_tokenizer.pad_token_id
+    return config, auto
 
 
 def model_classes(scorer: bool) -> Any:
@@ -308,7 +315,8 @@ def score_head(model: torch.nn.Module) -> torch.nn.Module:
     raise InputError(f"{type(model).__name__} has no scalar head called {', '.join(HEAD_NAMES)}")
 
 
-def _fp32_head(model: torch.nn.Module) -> None:
+def fp32_head(model: torch.nn.Module) -> None:
+    """The scalar head of a sequence-classification model computes in fp32, whatever the dtype of its body."""
     head = score_head(model).float()
     kind = type(head)
     # Not a forward of this one module: peft trains a copy of it.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from pipeline.models.lockstep import catch_up
 
 if TYPE_CHECKING:
     from pipeline.ppo.rollout import Completion
@@ -31,11 +33,21 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
-def all_reduce(x: Tensor) -> Tensor:
-    """Sum `x` over the workers, in place; returns it."""
+def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Sum `x` (or take what else `op` says) over the workers, in place; returns it."""
     if world()[1] > 1:
-        dist.all_reduce(x)
+        catch_up()
+        dist.all_reduce(x, op=op)
     return x
+
+
+def gather(mine: Any) -> list[Any]:
+    """[what each worker has], on every worker; for small Python objects."""
+    parts = [mine] * world()[1]
+    if len(parts) > 1:
+        catch_up()
+        dist.all_gather_object(parts, mine)
+    return parts
 
 
 def prompt_order(
@@ -188,8 +200,7 @@ class Episodes:
         if world()[1] == 1:
             return self
         shape = torch.tensor([self.input_ids.shape[1], self.mask.shape[1]], device=self.indices.device)
-        dist.all_reduce(shape, op=dist.ReduceOp.MAX)
-        width, actions = shape.tolist()
+        width, actions = all_reduce(shape, dist.ReduceOp.MAX).tolist()
         whole = {}
         for field in fields(self):
             mine = getattr(self, field.name)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import SelfCheckFailed
 from pipeline.findings import Finding
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.batch import Episodes, all_reduce
+from pipeline.ppo.batch import Episodes, all_reduce, gather
 from pipeline.ppo.functional import kl_estimate
 
 if TYPE_CHECKING:
@@ -230,10 +229,7 @@ def learned_alike(
         for role in trainer.roles
         if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0 and after[role] == before[role]
     ]
-    held: list[dict[str, tuple[float, float]]] = [after]
-    if trainer.workers > 1:
-        held = [after] * trainer.workers
-        dist.all_gather_object(held, after)
+    held: list[dict[str, tuple[float, float]]] = gather(after)
     apart = [
         role for role in trainer.roles if any(not _same_sums(other[role], after[role]) for other in held)
     ]

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.findings import Finding
-from pipeline.ppo.batch import Episodes
+from pipeline.ppo.batch import Episodes, gather
 
 if TYPE_CHECKING:
     from pipeline.ppo.rollout_config import RolloutConfig
@@ -70,11 +69,7 @@ def _compared(
 ) -> Finding:
     args = trainer.args
     mine = _rows(episodes, rewards, greedy_scores)
-    parts: list[Any] = [mine]
-    if trainer.workers > 1:
-        parts = [None] * trainer.workers
-        dist.all_gather_object(parts, mine)
-    rows: list[Row] = sorted(chain(*parts), key=lambda row: row.index)
+    rows: list[Row] = sorted(chain(*gather(mine)), key=lambda row: row.index)
     paid = [_token_rewards(args, trainer.kl_coef, row) for row in rows]
     if args.whiten_rewards:
         paid = _whitened(paid, [True] * len(rows), shift=False)

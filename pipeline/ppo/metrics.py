@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ppo.batch import Episodes, all_reduce, world
+from pipeline.ppo.batch import Episodes, all_reduce
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.functional import kl_estimate, off_policy_weights
 from pipeline.ppo.rollout_config import RolloutConfig
@@ -76,9 +76,7 @@ def off_policy_metrics(episodes: Episodes, weights: Tensor, config: RolloutConfi
     drift = (episodes.sampler_logprobs - episodes.old_logprobs).where(mask, 0.0).double()
     sums = [mask.sum().double(), w.sum(), (w**2).sum(), (plain != weights).sum().double(), drift.sum()]
     count, total, squares, cut, apart = all_reduce(torch.stack(sums)).tolist()
-    largest = w.max()
-    if world()[1] > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    largest = all_reduce(w.max(), dist.ReduceOp.MAX)
     count = max(count, 1)
     return {
         "rollout/ratio_mean": total / count,

@@ -99,9 +99,8 @@ class TransformersEngine:
 
     def __init__(self, shared: SharedBase, role: str | None = "policy", rows: int = 64, pad: int = 0) -> None:
         self.shared, self.role, self.rows, self.pad = shared, role, rows, pad
-        self.windows = (
-            shared.device.type == "cuda"
-        )  # steps of one shape (graphs.py), where the base takes them
+        # Steps of one shape (graphs.py), where the base takes them; no graph holds what gathers shards.
+        self.windows = shared.device.type == "cuda" and not shared.sharded
         self.recorder = Recorder() if self.windows else None
 
     def sync(self) -> None:

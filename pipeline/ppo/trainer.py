@@ -138,8 +138,7 @@ class PPOTrainer:
             shared.autocast = torch.bfloat16
         if self.workers > 1:  # all deal the same packs
             can_pack = torch.tensor(float(shared.can_pack), device=self.device)
-            dist.all_reduce(can_pack, op=dist.ReduceOp.MIN)
-            shared.can_pack = bool(can_pack)
+            shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
         if args.gradient_checkpointing:
             shared.enable_gradient_checkpointing()
         for role in self.roles:
@@ -652,9 +651,7 @@ class PPOTrainer:
         longest = max(len(ids) for ids in self._all_prompt_ids()) + self.args.response_length
         rows, room = decoding_rows(self.shared, most, longest)
         if self.workers > 1:  # rounding depends on the number: let no worker have its own
-            smallest = torch.tensor(rows, device=self.device)
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-            rows = int(smallest)
+            rows = int(all_reduce(torch.tensor(rows, device=self.device), dist.ReduceOp.MIN))
         if rows < most and self.rank == 0:
             print(
                 f"decoding {rows} of a worker's {most} completions at once: more, of {longest} tokens, do not fit into half of "

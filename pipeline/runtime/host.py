@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import registry
-from pipeline.config import Job
+from pipeline.config import Job, Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,8 +55,12 @@ class Host:
         """The job's frozen base, on this process's device from the start; see models.base.load_base."""
         from pipeline.models.base import load_base
 
-        model = replace(self.job.model, dtype=self.job.base_dtype)
-        return load_base(model, scorer_tokenizer, self.device)
+        return load_base(self.model, scorer_tokenizer, self.device)
+
+    @property
+    def model(self) -> Model:
+        """The job's `model` section, with the dtype that its base is held in."""
+        return replace(self.job.model, dtype=self.job.base_dtype)
 
     def input(self, name: str) -> str:
         """The local folder of an input (`policy`, `reward.0`, ...), fetched on this node if it is a registered one."""

@@ -30,10 +30,14 @@ def shared_base(worker: Host) -> SharedBase:
     """The job's frozen base on this process's device, with no role yet."""
     import torch
 
+    from pipeline.models import lockstep
     from pipeline.models.adapters import SharedBase
 
     autocast = torch.bfloat16 if worker.job.bf16 else None
-    return SharedBase(worker.load_base(), autocast=autocast)
+    shared = SharedBase(worker.load_base(), autocast=autocast)
+    if (step := lockstep.current()) is not None:
+        step.shared = shared
+    return shared
 
 
 def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:

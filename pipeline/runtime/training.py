@@ -170,6 +170,7 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
             # them (trl 1.16, RewardTrainer.__init__; https://github.com/huggingface/trl/issues/7268 is the same of DoRA's
             # magnitudes): adapters and heads are fp32 here, whatever the base. Remove when TRL leaves them in fp32.
             parameter.data = parameter.data.float()
+    leave_shards_alone(trainer.model)
     trainer.mixture = worker.work.mixture
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     tracked = Best.of(worker.job, learning, worker.report)
@@ -195,6 +196,17 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
             k.replace("eval_", "before_", 1): float(v) for k, v in first.items() if k.startswith("eval_")
         }
     return metrics
+
+
+def leave_shards_alone(model: Any) -> None:
+    """DDP, which averages the adapters' gradients, does not send rank 0's shards of the base to the others."""
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    shards = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    # Private in torch 2.13, and what its own documentation of DDP beside sharded parameters names. Remove when DDP leaves out
+    # what needs no gradient.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, shards)
 
 
 def _evaluations(trainer: Any) -> list[dict[str, Any]]:

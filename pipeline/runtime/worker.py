@@ -5,6 +5,8 @@ commit a `checkpoint` (also when `leaving`: the node is about to go), `finish` w
 reload.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import logging
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import registry
 from pipeline.errors import Failure, InputError
@@ -26,6 +28,9 @@ from pipeline.runtime.claim import announce_worker
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preemption import Notice, listen
 from pipeline.system import console
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
 
@@ -162,12 +167,28 @@ class Worker(Host):
         fingerprint = self.work.fingerprints.get(name)
         return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None
 
+    def load_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+        """The job's frozen base on this worker's device; in shards over all workers with `model.fsdp`."""
+        if not (self.job.model.fsdp and self.world > 1):
+            return super().load_base(scorer_tokenizer)
+        from pipeline.models.shards import load_shards
+
+        return load_shards(self.model, scorer_tokenizer, self.device)
+
+    def catch_up(self) -> None:
+        """No forward of a sharded base is left to make; every rank calls it before it waits for the others."""
+        if self.job.model.fsdp and self.world > 1:
+            from pipeline.models import lockstep
+
+            lockstep.catch_up()
+
     def gather(self, mine: Any) -> list[Any]:
         """[what each rank has], on every rank."""
         import torch
 
         if self.world == 1:
             return [mine]
+        self.catch_up()
         parts: list[Any] = [None] * self.world
         torch.distributed.all_gather_object(parts, mine)
         return parts
@@ -226,6 +247,7 @@ class Worker(Host):
         import ray.train
         from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 
+        self.catch_up()
         self._seal(folder)
         if self.rank == 0:  # its name holds for all
             name = checkpoints.unused(self.work.job.folder, name)

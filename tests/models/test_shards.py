@@ -2,63 +2,121 @@
 
 import socket
 
-import pytest
 import torch
 import torch.multiprocessing as mp
 import toy_ppo as toy
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from pipeline.errors import InputError
+from pipeline.config import Model
+from pipeline.models import lockstep
 from pipeline.models.adapters import SharedBase
+from pipeline.models.base import load_base
 from pipeline.models.shards import load_shards
+from pipeline.ppo.rewards import AdapterReward
 
 ODD = dict(vocab_size=toy.VOCAB + 1)  # rows that two ranks cannot share equally
+RUNS = [
+    dict(critic="adapter", critic_warmup_steps=1, bootstrap_truncated=True, per_device_train_batch_size=1),
+    dict(critic="head", num_generations=2, micro_batch_tokens=40, gradient_checkpointing=True),
+]
 
 
-def results(base):
-    """Log-probs, values and both roles' gradients, on adapters that have moved."""
+def job_model(folder):
+    return Model(str(folder), dtype="float32")
+
+
+def with_roles(base, critic="adapter"):
     torch.manual_seed(1)
     shared = SharedBase(base)
+    if lockstep.current():
+        lockstep.current().shared = shared
     shared.add("policy", lora=toy.LORA, trainable=True)
-    shared.add("critic", lora=toy.LORA, head=True, trainable=True)
+    shared.add("reward", lora={**toy.LORA, "r": 3}, head=True)
+    # Its first layer has no adapter: its backward ends earlier than the policy's.
+    only_last = dict(lora=dict(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1]), head=True)
+    shared.add("critic", **(dict(head_on="policy") if critic == "head" else only_last), trainable=True)
     for role in shared.roles:
         for parameter in shared.parameters_of(role):
             parameter.data.normal_(std=0.1)
+    return shared
+
+
+def computed(base):
+    """Log-probs, values and both roles' gradients."""
+    shared = with_roles(base)
     ids, starts, _, mask = toy.batch()
-    logprobs, values = shared.logprobs("policy", ids, starts, mask)[0], shared.values("critic", ids)
-    (logprobs.sum() + values.square().sum()).backward()
-    gradients = [p.grad for role in shared.roles for p in shared.parameters_of(role)]
+    logprobs = shared.logprobs("policy", ids, starts, mask)[0]
+    logprobs.sum().backward()
+    values = shared.values("critic", ids)
+    values.square().sum().backward()
+    gradients = [p.grad for role in ("policy", "critic") for p in shared.parameters_of(role)]
     return [logprobs.detach(), values.detach(), *gradients]
+
+
+def trained(base, **changes):
+    """Weights and metrics of two updates of PPO, whose completions end early and whose workers have unequal micro-batches."""
+    shared = with_roles(base, changes["critic"])
+    trainer = toy.trainer(
+        shared,
+        [AdapterReward(shared, "reward")],
+        total_episodes=28,
+        batch_size=14,
+        check_reference=False,
+        **changes,
+    )
+    trainer.train()
+    kept = [{k: v for k, v in each.items() if not toy.MEASURED.search(k)} for each in trainer.history]
+    return toy.weights(shared), kept
+
+
+def alone(base, rank):
+    """Hidden states, after forwards and a backward that only one of the ranks makes."""
+    shared = with_roles(base)
+    ids = torch.arange(8).view(2, 4)
+    if rank == 0:
+        with torch.no_grad():
+            shared.hidden("policy", ids), shared.hidden(None, ids)
+    else:
+        shared.hidden("critic", ids).sum().backward()
+    lockstep.catch_up()
+    return shared.hidden("policy", ids).detach()
 
 
 def worker(rank, port, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    base = load_shards(toy.config(**ODD), folder, init_device_mesh("cpu", (2,)), torch.float32)
-    found = results(base)
-    held = [p.to_local().numel() for p in base.parameters() if isinstance(p, DTensor)]
-    torch.save((found, sum(held)), folder / f"{rank}.pt")
+    model = job_model(folder)
+    wholes = [trained(load_base(model), **changes) for changes in RUNS]
+    base = load_shards(model)
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in base.parameters())
+    found = computed(base), alone(load_shards(model), rank)
+    shards = [trained(load_shards(model), **changes) for changes in RUNS]
+    scorer = load_shards(model, toy.Tokenizer())
+    torch.manual_seed(3 + rank)
+    head = scorer.score.weight
+    torch.save(
+        (found, held, wholes, shards, base.generation_config.eos_token_id, head), folder / f"{rank}.pt"
+    )
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_shards_compute_what_the_whole_computes(tmp_path):
     whole = toy.base(**ODD)
+    whole.generation_config.eos_token_id = toy.EOS
     whole.save_pretrained(tmp_path)
-    size = sum(p.numel() for p in whole.parameters())
-    expected = results(whole)
+    size, lm_head = sum(p.numel() for p in whole.parameters()), whole.lm_head.weight.numel()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.spawn(worker, (port, tmp_path), nprocs=2)
     parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
-    assert sum(held for _, held in parts) == size and max(held for _, held in parts) < 0.55 * size
-    for found, _ in parts:
-        for a, b in zip(found, expected, strict=True):
-            assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
-
-
-def test_a_tied_lm_head_is_refused(tmp_path):
-    with pytest.raises(InputError, match="one weight as embedding and lm head"):
-        load_shards(toy.config(tie_word_embeddings=True), tmp_path, None, torch.float32)
+    expected = computed(load_base(job_model(tmp_path)))
+    same = with_roles(load_base(job_model(tmp_path))).hidden("policy", torch.arange(8).view(2, 4))
+    for (found, hidden), held, wholes, shards, eos, head in parts:
+        assert held < 0.55 * (size - lm_head) + lm_head
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert torch.equal(hidden, same) and eos == toy.EOS
+        for (a, history), (b, expected_history) in zip(shards, wholes, strict=True):
+            assert torch.equal(a, b) and history == expected_history
+        assert torch.equal(head, parts[0][-1]) and head.std() > 0
+    assert sum(held for _, held, *_ in parts) == size + lm_head

@@ -808,7 +808,7 @@ def _(patch):
 
 @exhibit("the head computes in bf16", "rm", "the head computes in", "trainer.bf16=true")
 def _(patch):
-    patch.setattr(base, "_fp32_head", lambda model: None)
+    patch.setattr(base, "fp32_head", lambda model: None)
 
 
 @exhibit("pooling stops before the end token", "rm", "scores are read at the last token")

@@ -1,0 +1,112 @@
+"""Equal numbers of forwards on all ranks that share one base in shards (models/shards.py).
+
+A forward of a sharded base gathers each layer from all ranks, and so does its backward. Ranks that make different numbers of
+them would wait for each other for ever: one whose completions ended early, one with fewer micro-batches, rank 0 alone as it
+checks the saved adapter. Before each forward, therefore, the ranks say what they are about to do, in one number each:
+
+    nothing, a forward with gradients (of which role), or one without.
+
+A rank that has nothing to do, or something else, joins in with a forward of one token until all want the same. `catch_up`
+is for the points where ranks meet in another collective: it returns when no rank has a forward left to make.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20  # between them: 1 + the number of the role whose forward it is
+
+
+class Roles(Protocol):
+    """What has several adapters on the base, the same on all ranks: models.adapters.SharedBase."""
+
+    roles: list[str]
+    role: str | None
+
+    def use(self, role: str | None) -> AbstractContextManager[Any]: ...
+
+
+class Lockstep:
+    """Keeps the forwards of `body` equal on all ranks.
+
+    Args:
+        body: the sharded part of the base, called with `input_ids` (B, T).
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        self.body = body
+        self.shared: Roles | None = None  # None: one adapter, which is always in use
+        # Numbers of the CPU, whatever the shards' device: to agree must not wait for a GPU.
+        self.group = dist.new_group(backend="gloo")
+        self.joining = False
+        body.register_forward_pre_hook(self._before, prepend=True)  # before FSDP gathers anything
+
+    def _before(self, body: nn.Module, args: Any) -> None:
+        if not self.joining:
+            mine = self._mine()
+            while (wanted := self._agree(mine)) != mine:
+                self._join(wanted, mine)
+
+    def _mine(self) -> int:
+        if not torch.is_grad_enabled():
+            return WITHOUT_GRADIENTS
+        return 1 + (self._roles.index(self.shared.role) if self.shared else 0)
+
+    @property
+    def _roles(self) -> list[str | None]:
+        return [None, *(self.shared.roles if self.shared else ())]
+
+    def _agree(self, mine: int) -> int:
+        """The largest of what the ranks want: forwards without gradients come first."""
+        number = torch.tensor(mine)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
+        return int(number)
+
+    def catch_up(self) -> None:
+        """Joins in the other ranks' forwards until none is left. Every rank calls it."""
+        while wanted := self._agree(NOTHING):
+            self._join(wanted, NOTHING)
+
+    def _join(self, wanted: int, mine: int) -> None:
+        """A forward of one token; with gradients, its backward as well, which adds zeros to them."""
+        if wanted != WITHOUT_GRADIENTS and mine != NOTHING:
+            raise RuntimeError(
+                f"ranks train different roles at the same time: {self._roles[mine - 1]} and {self._roles[wanted - 1]}"
+            )
+        learns = wanted != WITHOUT_GRADIENTS
+        role = self.shared.use(self._roles[wanted - 1]) if self.shared and learns else nullcontext()
+        ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.body.parameters()).device)
+        self.joining = True
+        try:
+            with torch.set_grad_enabled(learns), role:
+                hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state
+            if hidden.requires_grad:
+                hidden.backward(torch.zeros_like(hidden))
+        finally:
+            self.joining = False
+
+
+_current: Lockstep | None = None  # of this process: a run has one base
+
+
+def start(body: nn.Module) -> Lockstep:
+    """The lockstep of this process, on its sharded base."""
+    global _current
+    _current = Lockstep(body)
+    return _current
+
+
+def current() -> Lockstep | None:
+    """The lockstep of this process; None: its base is whole."""
+    return _current
+
+
+def catch_up() -> None:
+    """Before a collective of all ranks: no forward of a sharded base is left to make. Nothing to do where the base is whole."""
+    if _current is not None:
+        _current.catch_up()
