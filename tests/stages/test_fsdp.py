@@ -1,0 +1,56 @@
+"""model.fsdp: each stage with its base in shards over two workers ends as with a whole base on each, and continues on one."""
+
+import pytest
+from dying import killed
+from resumed import numbers, touched
+from running import stage
+
+TWO = ["scaling.num_workers=2", "scaling.resources_per_worker={CPU: 0.5}"]
+TRL = ["trainer.max_steps=4", "data.batch_size=16", "trainer.per_device_train_batch_size=4", "trainer.logging_steps=1"]
+PPO = [
+    "trainer.total_episodes=32", "trainer.batch_size=16", "trainer.response_length=12", "trainer.micro_batch_tokens=200",
+    "judge=null",
+]  # fmt: skip
+OF_STAGE = {
+    "sft": [*TRL, "trainer.packing=true", "data.max_length=64"],
+    "rm": [*TRL, "trainer.gradient_checkpointing=true"],
+    "dpo": [*TRL, "mlflow.registered_model=null"],
+    "kto": [*TRL, "mlflow.registered_model=null"],
+    "ppo": [*PPO, "trainer.critic=adapter", "trainer.gradient_checkpointing=true"],
+    "evaluate": ["policy=models:/rlhf-ppo/1", "baseline=models:/rlhf-sft/1", "judge=null", "trainer.response_length=12"],
+}  # in this order: one's adapter is another's input
+FROM = {
+    "dpo": ["policy=models:/rlhf-sft/1"],
+    "kto": ["policy=models:/rlhf-sft/1"],
+    "ppo": ["policy=models:/rlhf-sft/1", "reward=models:/rlhf-rm/1"],
+    "evaluate": ["reward=models:/rlhf-rm/1"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, embedded_ray):
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", OF_STAGE)
+def test_shards_end_as_the_whole_does(verb, folder):
+    settings = [*TWO, *OF_STAGE[verb], *FROM.get(verb, [])]
+    whole = stage(verb, folder, f"{verb}-whole", *settings)
+    shards = stage(verb, folder, f"{verb}-shards", *settings, "model.fsdp=true")
+    assert numbers(shards["metrics"]) == numbers(whole["metrics"])
+    assert len(numbers(whole["metrics"])) >= 4 and shards["samples"] == whole["samples"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_workers(folder, monkeypatch):
+    settings = [*OF_STAGE["sft"], "trainer.max_steps=6", "trainer.save_strategy=steps", "trainer.save_steps=2"]
+    settings += ["mlflow.registered_model=null", "model.fsdp=true"]
+    expected = stage("sft", folder, "calm", *TWO, *settings, "model.fsdp=false")
+    for step, workers in ((3, TWO), (5, ["scaling.num_workers=1"])):
+        with monkeypatch.context() as patch:
+            touched(patch, "sft", step, folder / f"died-{step}", killed)
+            stage("sft", folder, "moved", *workers, *settings, status=1)
+    result = stage("sft", folder, "moved", *TWO, *settings)
+    assert (folder / "died-3").exists() and (folder / "died-5").exists()
+    assert numbers(result["metrics"]) == pytest.approx(numbers(expected["metrics"]), rel=1e-4)
