@@ -28,6 +28,7 @@ class Gpu:
     memory: float  # GiB that torch can use
     tflops: float  # dense bf16 matrix products
     bandwidth: float  # GB/s
+    link: float  # GB/s at which a GPU gathers from the others of its node: NVLink, or PCIe; an assumption
     nodes: tuple["Node", ...]  # the smallest first
 
 
@@ -42,13 +43,19 @@ class Node:
 
 # By the label that nodes carry (ray.io/accelerator-type): Ray's names (ray.util.accelerators).
 GPUS = {
-    "L4": Gpu(22, PEAK_TFLOPS["L4"], 300, (Node("g6.2xlarge", 1, 0.98), Node("g6.12xlarge", 4, 4.60))),
-    "A10G": Gpu(22, PEAK_TFLOPS["A10G"], 600, (Node("g5.2xlarge", 1, 1.21), Node("g5.12xlarge", 4, 5.67))),
-    "A100-40G": Gpu(39, PEAK_TFLOPS["A100"], 1555, (Node("p4d.24xlarge", 8, 21.96),)),
-    "L40S": Gpu(44, PEAK_TFLOPS["L40S"], 864, (Node("g6e.2xlarge", 1, 2.24), Node("g6e.12xlarge", 4, 10.49))),
-    "A100-80G": Gpu(79, PEAK_TFLOPS["A100"], 2039, (Node("p4de.24xlarge", 8, 27.45),)),
-    "H100": Gpu(79, PEAK_TFLOPS["H100"], 3350, (Node("p5.4xlarge", 1, 6.88), Node("p5.48xlarge", 8, 55.04))),
-    "H200": Gpu(139, PEAK_TFLOPS["H200"], 4800, (Node("p5en.48xlarge", 8, 63.30),)),
+    "L4": Gpu(22, PEAK_TFLOPS["L4"], 300, 10, (Node("g6.2xlarge", 1, 0.98), Node("g6.12xlarge", 4, 4.60))),
+    "A10G": Gpu(
+        22, PEAK_TFLOPS["A10G"], 600, 10, (Node("g5.2xlarge", 1, 1.21), Node("g5.12xlarge", 4, 5.67))
+    ),
+    "A100-40G": Gpu(39, PEAK_TFLOPS["A100"], 1555, 200, (Node("p4d.24xlarge", 8, 21.96),)),
+    "L40S": Gpu(
+        44, PEAK_TFLOPS["L40S"], 864, 20, (Node("g6e.2xlarge", 1, 2.24), Node("g6e.12xlarge", 4, 10.49))
+    ),
+    "A100-80G": Gpu(79, PEAK_TFLOPS["A100"], 2039, 200, (Node("p4de.24xlarge", 8, 27.45),)),
+    "H100": Gpu(
+        79, PEAK_TFLOPS["H100"], 3350, 300, (Node("p5.4xlarge", 1, 6.88), Node("p5.48xlarge", 8, 55.04))
+    ),
+    "H200": Gpu(139, PEAK_TFLOPS["H200"], 4800, 300, (Node("p5en.48xlarge", 8, 63.30),)),
 }
 # Of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it.
 UTILISATION = 0.35
@@ -58,6 +65,9 @@ RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA'
 # Fragmentation: memory held over memory in use. glibc's allocator cannot place an aligned block into a hole of just its
 # size, and comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 returns each block and costs a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
+# Layers of a base in shards that are whole at the same time: the one that computes, the next one, and that one's gathered pieces
+# before they are put together.
+GATHERED = 3
 # For each entry of (tokens, vocabulary), at the peak of TRL's losses of sft, dpo and kto; measured.
 LOGIT_BYTES = 32
 
@@ -82,6 +92,9 @@ class Plan:
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
     context: int  # of the base, in tokens
     moved: float  # bytes between a GPU and its memory in a decoding step: the weights, and nf4 unpacked
+    gathered: float = (
+        0.0  # bytes that a forward gathers from the other workers: the base, where it is in shards
+    )
     unread: str | None = None  # why the base's config.json could not be read; its shape is then from known.py
 
     @property
@@ -208,7 +221,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     asked = settings(job, shape.context)
     trainable = sum(size[role] for role in learning)
     items = [
-        Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights),
+        *_base_items(job, shape, learns),
         Item(
             f"adapters: {', '.join(roles)}{_critic(job) if learns else ''}", sum(size[role] for role in roles)
         ),
@@ -238,8 +251,25 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         lengths,
         shape.context,
         moved,
+        shape.weights if _in_shards(job) and learns else 0.0,
         shape.unread,
     )
+
+
+def _base_items(job: Job, shape: Shape, trains: bool) -> list[Item]:
+    """The base, whole or in shards; a rollout worker's is whole."""
+    workers = job.workers[0]
+    if not (_in_shards(job) and trains):
+        return [Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights)]
+    gathered = shape.embedding + GATHERED * shape.layer
+    return [
+        Item(f"base, {job.base_dtype}: a shard of {workers}, and the lm head", shape.sharded(workers)),
+        Item("gathered as it computes: the embedding and the layers at hand", gathered),
+    ]
+
+
+def _in_shards(job: Job) -> bool:
+    return job.model.fsdp and job.workers[0] > 1
 
 
 def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[Item]:
@@ -452,8 +482,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         rows: training rows of an epoch, and their mean length.
     """
     gpu, workers = GPUS[name], plan.job.workers[1]
-    flops = gpu.tflops * 1e12 * UTILISATION
-    forward = 2.0 * plan.parameters
+    asked = settings(plan.job, plan.context)
     prompt, completion = min(rows.tokens, plan.tokens[0]), plan.tokens[1]
     sampling = 0.0
     if plan.job.stage == "ppo":  # a PPOConfig
@@ -465,14 +494,18 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
             * (1 + args.has_critic_adapter)
             * (2 if args.gradient_checkpointing is False else 3)
         )
-        one = episodes * (prompt + completion) * forward / flops  # a forward of all episodes
+        tokens = episodes * (prompt + completion)
+        scored = _seconds(plan, gpu, tokens, asked.scored)  # a forward without gradients of all episodes
+        gathers = 2 * args.num_ppo_epochs * (1 + args.has_critic_adapter)
+        learning = _seconds(plan, gpu, tokens, asked.rows * asked.width, learn, gathers)
         batches = math.ceil(episodes / args.decoded(workers))
         launch = (
             0.0 if plan.job.rollout_config.engine == "vllm" else plan.layers * LAUNCH
         )  # vLLM replays CUDA graphs
-        step = max(plan.moved / (gpu.bandwidth * 1e9), launch)
-        sampling = batches * completion * step + 2 * one  # the reward's and the reference's forwards
-        seconds = sampling + one * (passes - 1 + learn)
+        gathered = 0.0 if plan.job.rollout_config.workers[1] else plan.gathered / (gpu.link * 1e9)
+        step = max(plan.moved / (gpu.bandwidth * 1e9), launch, gathered)
+        sampling = batches * completion * step + 2 * scored  # the reward's and the reference's forwards
+        seconds = sampling + (passes - 1) * scored + learning
         sampling /= seconds
     else:
         given, facts = plan.job.trainer, STAGE[plan.job.stage]
@@ -484,8 +517,24 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
             tokens = steps * batch * (plan.tokens[0] if given.get("packing") else prompt)
         else:
             tokens = rows.count * prompt * given.get("num_train_epochs", 3.0)
-        seconds = tokens * facts.sequences * forward * learn * models / flops
+        at_once = asked.rows * asked.sequences * asked.width
+        gathers = 2 + facts.keeps_reference + facts.further_forwards
+        seconds = _seconds(plan, gpu, tokens * facts.sequences, at_once, learn * models, gathers)
     hours = seconds / workers / 3600
     node = next((node for node in gpu.nodes if node.gpus >= workers), gpu.nodes[-1])
     count = math.ceil(workers / node.gpus)
     return Cost(hours, count, node, hours * count * node.dollars, sampling)
+
+
+def _seconds(
+    plan: Plan, gpu: Gpu, tokens: float, at_once: int, passes: float = 1.0, gathers: float = 1.0
+) -> float:
+    """GPU seconds of so many passes over tokens: to multiply, or to gather the shards of the base, whichever takes longer.
+
+    Args:
+        at_once: tokens of a forward.
+        passes: in units of a forward's products.
+        gathers: how often that gathers the base; a forward and its backward do it twice.
+    """
+    products = passes * tokens * 2.0 * plan.parameters / (gpu.tflops * 1e12 * UTILISATION)
+    return max(products, gathers * tokens / max(1, at_once) * plan.gathered / (gpu.link * 1e9))

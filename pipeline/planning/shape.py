@@ -40,11 +40,20 @@ class Shape:
         grown = {key: two[key] - one[key] for key in one}  # of each layer
         whole = {key: one[key] + (self.layers - 1) * grown[key] for key in one}
         self.parameters = whole["parameters"]
+        self.layer = grown["parameters"] * self.dtype_bytes  # bytes of one, in the dtype of the base
+        self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
         quantised = whole["linear"] if job.model.load_in_4bit else 0
         self.weights = (self.parameters - quantised) * self.dtype_bytes + quantised * NF4_BYTES
         # Bytes of a forward of few tokens beside them: bitsandbytes writes each nf4 weight in the compute dtype, and the
         # matrix product reads it (functional.dequantize_4bit; only for a single token is there a kernel without).
         self.unpacked = 2.0 * quantised * self.dtype_bytes
+
+    def sharded(self, workers: int) -> float:
+        """Bytes of the base on each of so many workers with `model.fsdp`: its part of the body, and a whole lm head."""
+        scorer = STAGE[self.job.stage].learns == "reward"
+        tied = self.config.get_text_config().tie_word_embeddings
+        body = self.weights - self.embedding * (not tied)
+        return body / workers + self.embedding * (not scorer)
 
     def _count(self, layers: int) -> dict[str, int]:
         """Parameters of a model of `layers` layers: all, and those of linear layers without the lm head."""

@@ -1,7 +1,10 @@
 """A base in shards over two gloo processes computes what the whole one does, and no rank holds it whole."""
 
+import gc
 import socket
+import threading
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 import toy_ppo as toy
@@ -100,15 +103,19 @@ def worker(rank, port, folder):
     torch.distributed.destroy_process_group()
 
 
+def in_two_processes(work, folder):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(work, (port, folder), nprocs=2)
+
+
 def test_shards_compute_what_the_whole_computes(tmp_path):
     whole = toy.base(**ODD)
     whole.generation_config.eos_token_id = toy.EOS
     whole.save_pretrained(tmp_path)
     size, lm_head = sum(p.numel() for p in whole.parameters()), whole.lm_head.weight.numel()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(worker, (port, tmp_path), nprocs=2)
+    in_two_processes(worker, tmp_path)
     parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     expected = computed(load_base(job_model(tmp_path)))
     same = with_roles(load_base(job_model(tmp_path))).hidden("policy", torch.arange(8).view(2, 4))
@@ -120,3 +127,68 @@ def test_shards_compute_what_the_whole_computes(tmp_path):
             assert torch.equal(a, b) and history == expected_history
         assert torch.equal(head, parts[0][-1]) and head.std() > 0
     assert sum(held for _, held, *_ in parts) == size + lm_head
+
+
+def private_bytes():
+    """What this process alone has written: pages of the mapped weight files are the system's, to be taken back at will."""
+    with open("/proc/self/smaps_rollup") as file:
+        (size,) = (line.split()[1] for line in file if line.startswith("Private_Dirty:"))
+    return int(size) * 1024
+
+
+class Peak:
+    """`with Peak() as peak`: `peak.bytes` is the most that the process held during the block."""
+
+    def __enter__(self):
+        self.bytes, self.done = 0, threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.done.wait(0.03):
+            self.bytes = max(self.bytes, private_bytes())
+
+    def __exit__(self, *error):
+        self.done.set()
+        self.thread.join()
+
+
+def peak_of(load):
+    """Bytes, more than before, of loading a base and a step of a role on it."""
+    before = private_bytes()
+    with Peak() as peak:
+        shared = with_roles(load())
+        ids, starts, _, mask = toy.batch()
+        shared.logprobs("policy", ids, starts, mask)[0].sum().backward()
+    return peak.bytes - before
+
+
+def weighed(rank, port, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    peak_of(lambda: load_base(job_model(folder / "small")))  # libraries
+    whole = peak_of(lambda: load_base(job_model(folder)))
+    gc.collect()
+    sharded = peak_of(lambda: load_shards(job_model(folder)))
+    torch.save((sharded, whole), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_no_rank_ever_holds_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed goes back to the system
+    deep = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=142)
+    base = toy.base(**deep)
+    size = sum(p.numel() * 4 for p in base.parameters())
+    # In another dtype than in memory: else the whole base would be the mapped files, as long as nothing else needs the memory.
+    base.bfloat16().save_pretrained(tmp_path, max_shard_size="25MB")
+    toy.base().save_pretrained(tmp_path / "small")
+    del base
+    in_two_processes(weighed, tmp_path)
+    for rank in (0, 1):
+        sharded, whole = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        print(
+            f"base {size / 2**20:.0f} MiB; rank {rank}: {sharded / 2**20:.0f} in shards, {whole / 2**20:.0f} whole"
+        )
+        assert size > 390 * 2**20 and whole > size and sharded <= whole - 0.45 * size

@@ -6,7 +6,12 @@ from resumed import numbers, touched
 from running import stage
 
 TWO = ["scaling.num_workers=2", "scaling.resources_per_worker={CPU: 0.5}"]
-TRL = ["trainer.max_steps=4", "data.batch_size=16", "trainer.per_device_train_batch_size=4", "trainer.logging_steps=1"]
+TRL = [
+    "trainer.max_steps=4",
+    "data.batch_size=16",
+    "trainer.per_device_train_batch_size=4",
+    "trainer.logging_steps=1",
+]
 PPO = [
     "trainer.total_episodes=32", "trainer.batch_size=16", "trainer.response_length=12", "trainer.micro_batch_tokens=200",
     "judge=null",
@@ -17,7 +22,12 @@ OF_STAGE = {
     "dpo": [*TRL, "mlflow.registered_model=null"],
     "kto": [*TRL, "mlflow.registered_model=null"],
     "ppo": [*PPO, "trainer.critic=adapter", "trainer.gradient_checkpointing=true"],
-    "evaluate": ["policy=models:/rlhf-ppo/1", "baseline=models:/rlhf-sft/1", "judge=null", "trainer.response_length=12"],
+    "evaluate": [
+        "policy=models:/rlhf-ppo/1",
+        "baseline=models:/rlhf-sft/1",
+        "judge=null",
+        "trainer.response_length=12",
+    ],
 }  # in this order: one's adapter is another's input
 FROM = {
     "dpo": ["policy=models:/rlhf-sft/1"],
@@ -44,7 +54,12 @@ def test_shards_end_as_the_whole_does(verb, folder):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_workers(folder, monkeypatch):
-    settings = [*OF_STAGE["sft"], "trainer.max_steps=6", "trainer.save_strategy=steps", "trainer.save_steps=2"]
+    settings = [
+        *OF_STAGE["sft"],
+        "trainer.max_steps=6",
+        "trainer.save_strategy=steps",
+        "trainer.save_steps=2",
+    ]
     settings += ["mlflow.registered_model=null", "model.fsdp=true"]
     expected = stage("sft", folder, "calm", *TWO, *settings, "model.fsdp=false")
     for step, workers in ((3, TWO), (5, ["scaling.num_workers=1"])):
