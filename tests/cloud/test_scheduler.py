@@ -27,7 +27,7 @@ JOBS = [
     f"{profile}/{stage}"
     for profile in ("llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora")
     for stage in ON_WORKERS
-]
+] + [f"llama3-70b/{stage}" for stage, facts in STAGE.items() if facts.runs_in == "train"]
 
 
 @pytest.fixture(autouse=True)

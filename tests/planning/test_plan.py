@@ -286,6 +286,39 @@ def test_where_the_data_is_not_here_rows_count_as_long_as_they_may_be(llama_8b, 
     )
 
 
+def test_a_base_in_shards():
+    """A worker has its part of the body and the whole lm head; what it gathers takes memory, and time."""
+    changes = [
+        "model.fsdp=true",
+        "scaling.num_workers=4",
+        "trainer.per_device_train_batch_size=1",
+        "data.max_length=512",
+    ]
+    whole, shards, alone = (
+        plan.make(load_job(ROOT / "jobs/llama3-8b/sft.yaml", more))
+        for more in (changes[1:], changes, [changes[0], "scaling.num_workers=1", *changes[2:]])
+    )
+    assert alone.items[0] == whole.items[0]
+    embedding, layer = 2 * 128256 * 4096, 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
+    assert shards.items[0].size == (whole.items[0].size - embedding) / 4 + embedding
+    assert shards.items[1].size == embedding + plan.GATHERED * layer
+    assert shards.peak < whole.peak - 7e9
+    assert shards.gathered == whole.items[0].size and not whole.gathered
+    # Small forwards wait for what they gather over PCIe; large ones over NVLink hide it.
+    assert hours(shards, "A10G") > 2 * hours(whole, "A10G")
+    large = [
+        plan.make(
+            load_job(ROOT / "jobs/llama3-8b/sft.yaml", [*more, "trainer.per_device_train_batch_size=6"])
+        )
+        for more in (changes[1:], changes)
+    ]
+    assert hours(large[0], "H100") == hours(large[1], "H100")
+
+
+def hours(planned, gpu):
+    return plan.cost(planned, gpu, Rows(10_000, 500.0)).hours
+
+
 @pytest.mark.parametrize("size", ["8b", "70b"])
 def test_gated_models_are_planned_without_a_token_or_a_network(size, capsys, in_root, tmp_path):
     """Offline, as the tests are: the shapes come from known.py, and the plan says so."""
