@@ -6,12 +6,14 @@ width that the next one reads again, and likewise in backward. Here the adapter'
 place (BLAS: C += s A B), forward and backward. Results differ from peft's by the order of additions and rounding only; x
 and x A' are kept for backward, as in peft.
 
-Under autocast the operands are cast to its dtype, each once: peft casts x twice, to the adapter's fp32 and back. The
-adapter's parameters stay fp32, and their gradients are not rounded.
+Under autocast the operands are cast to its dtype: peft casts x twice, to the adapter's fp32 and back. The adapter's parameters
+stay fp32, and their gradients are not rounded; in `cast_once` they are cast no more than once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,32 @@ def fuse(model: nn.Module) -> None:
     for layer in model.modules():
         if type(layer) is Linear and type(layer.get_base_layer()) is nn.Linear:
             layer.__class__ = FusedLinear
+
+
+_kept: dict[tuple[int, torch.dtype], Tensor] | None = None
+
+
+@contextmanager
+def cast_once() -> Iterator[None]:
+    """Within the block, each adapter is cast to autocast's dtype once, and not in every forward and backward again.
+
+    No adapter may change in it: a block is a rollout, or the micro-batches of one optimizer step.
+    """
+    global _kept
+    outer, _kept = _kept, {} if _kept is None else _kept
+    try:
+        yield
+    finally:
+        _kept = outer
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if _kept is None or weight.dtype == dtype:
+        return weight.to(dtype)
+    key = (weight.data_ptr(), dtype)
+    if key not in _kept:
+        _kept[key] = weight.detach().to(dtype)
+    return _kept[key]
 
 
 class MixedBatch(NamedTuple):
@@ -100,8 +128,8 @@ def _product(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y = x W' + s (x A') B' in `dtype`; with it, x as rows and x A'."""
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
-    low = rows @ A.t().to(dtype)
-    y = (rows @ W.t().to(dtype)).addmm_(low, B.t().to(dtype), alpha=scale)
+    low = rows @ _cast(A, dtype).t()
+    y = (rows @ W.t().to(dtype)).addmm_(low, _cast(B, dtype).t(), alpha=scale)
     return y.view(*x.shape[:-1], -1), rows, low
 
 
@@ -125,10 +153,10 @@ class _Product(torch.autograd.Function):
         # The first layer's x needs no gradient, nor do A and B of a frozen role.
         for_x, _, for_A, for_B, _, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
-        low_grad = (flat @ B.to(ctx.dtype)).mul_(ctx.scale)
+        low_grad = (flat @ _cast(B, ctx.dtype)).mul_(ctx.scale)
         x_grad = A_grad = B_grad = None
         if for_x:
-            x_grad = (flat @ W.to(ctx.dtype)).addmm_(low_grad, A.to(ctx.dtype))
+            x_grad = (flat @ W.to(ctx.dtype)).addmm_(low_grad, _cast(A, ctx.dtype))
             x_grad = x_grad.to(ctx.of_x).view(*grad.shape[:-1], -1)
         if for_A:
             A_grad = mm_fp32(low_grad.t(), rows).to(A.dtype)

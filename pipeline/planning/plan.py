@@ -232,6 +232,8 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
             2, Item(f"gradients and Adam of {', '.join(learning)}", (1 + _moments(job) / 4) * trainable)
         )
         items += _update_items(job, shape, asked, device)
+    if job.stage == "ppo" and asked.bf16:
+        items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
     if asked.rollout_rows:
         items += _rollout_items(
             shape, asked, device, job.stage == "ppo" and job.rollout_config.engine == "vllm"

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pipeline.models.adapters import SharedBase
 from pipeline.models.logprobs import bar
+from pipeline.models.lora import cast_once
 from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.batch import micro_batches
 from pipeline.ppo.graphs import Recorder, Window
@@ -112,7 +113,7 @@ class TransformersEngine:
     ) -> list[Completion]:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         completions: dict[int, Completion] = {}
-        with self.shared.use(self.role):
+        with self.shared.use(self.role), cast_once():
             for start in range(0, len(order), self.rows):
                 batch = order[start : start + self.rows]
                 decoded = self._decode([prompts[i] for i in batch], [episodes[i] for i in batch], sampling)

@@ -26,6 +26,7 @@ from transformers import get_scheduler
 from pipeline.findings import require
 from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
+from pipeline.models.lora import cast_once
 from pipeline.ppo import forward, recomputed
 from pipeline.ppo.advantages import RunningMoments, estimate_advantages
 from pipeline.ppo.batch import (
@@ -485,7 +486,9 @@ class PPOTrainer:
             share = deal(episodes.lengths(packs), self.workers)[self.rank]
             rows = [row for i in share for row in packs[i]]
             self.optimizer.zero_grad(set_to_none=True)
-            stats = self.sync(self.accumulate(episodes, rows, totals, policy), policy)
+            with cast_once():
+                summed = self.accumulate(episodes, rows, totals, policy)
+            stats = self.sync(summed, policy)
             # Summed over the workers: all of them take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if policy and not first_ratio:

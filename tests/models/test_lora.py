@@ -1,6 +1,7 @@
 """The fused LoRA layer: peft's numbers and gradients, less memory, and peft itself wherever it does not apply."""
 
 import copy
+from contextlib import contextmanager, nullcontext
 
 import peft
 import pytest
@@ -11,7 +12,10 @@ from peft.tuners.lora.layer import Linear
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from pipeline.models import lora
 from pipeline.models.lora import FusedLinear, fuse
+from pipeline.ppo import rollout
+from pipeline.ppo import trainer as ppo_trainer
 
 IN, OUT = 24, 40
 
@@ -200,3 +204,57 @@ def test_every_role_of_a_shared_base_runs_fused(monkeypatch):
         assert len(calls) == count * layers > 0, role
     shared.hidden(None, torch.tensor([[5, 6, 7]]))  # the bare base: no adapter, nothing to fuse
     assert len(calls) == len(shared.roles) * layers
+
+
+def test_adapters_are_cast_once_and_the_numbers_stay(monkeypatch):
+    casts = []
+    plain = lora._cast
+    monkeypatch.setattr(lora, "_cast", lambda weight, dtype: casts.append(plain(weight, dtype)) or casts[-1])
+    shared = toy.shared_base(spread=0.1)
+    shared.autocast = torch.bfloat16
+    ids = torch.arange(4, 16).view(2, 6)
+
+    def gradients():
+        for parameter in shared.parameters_of("policy"):
+            parameter.grad = None
+        for _ in range(2):
+            shared.hidden("policy", ids).square().sum().backward()
+        return [parameter.grad for parameter in shared.parameters_of("policy")]
+
+    expected, every_time = gradients(), len({each.data_ptr() for each in casts})
+    casts.clear()
+    with lora.cast_once():
+        found = gradients()
+    once = {each.data_ptr() for each in casts}
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(once) == len(found) and len(casts) == every_time > 3 * len(once)
+    for parameter in shared.parameters_of("policy"):  # an optimizer step
+        parameter.data += 0.1
+    with lora.cast_once():
+        assert not torch.equal(gradients()[0], expected[0])
+
+
+def test_ppo_casts_once_for_each_rollout_and_step(monkeypatch):
+    def run():
+        trainer = toy.trainer(bf16=True, total_episodes=32)
+        trainer.train()
+        return toy.weights(trainer)
+
+    weights, kept = run(), []
+    plain = lora.cast_once
+
+    @contextmanager
+    def noted():
+        with plain():
+            yield
+            kept.append(len(lora._kept))
+
+    for module in (ppo_trainer, rollout):
+        monkeypatch.setattr(module, "cast_once", noted)
+    assert torch.equal(run(), weights)
+    # Two updates: a rollout of the policy; two epochs of two minibatches, for policy and critic.
+    adapters = 2 * 7 * 2
+    assert kept == [adapters, *[2 * adapters] * 4] * 2
+    for module in (ppo_trainer, rollout):
+        monkeypatch.setattr(module, "cast_once", nullcontext)
+    assert torch.equal(run(), weights)
