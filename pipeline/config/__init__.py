@@ -299,7 +299,7 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
         serve=Serve(**_our_section(tree, "serve")),
         run=Run(**_our_section(tree, "run")),
         mlflow=MLflow(**_our_section(tree, "mlflow")),
-        gate={name: rule for name, rule in _section(tree, "gate").items() if rule is not None},
+        gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
         source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
         **{name: tree.data[name] for name in STAGE[file_stage].inputs if name in tree.data},
@@ -331,13 +331,6 @@ def _check_top(tree: Tree, stage: str) -> None:
             )
 
 
-def _section(tree: Tree, section: str) -> dict[str, Any]:
-    value = tree.data.get(section)
-    if value is not None and not isinstance(value, dict):
-        raise tree.error(section, f"found {show(value)}, expected a mapping of keys to values")
-    return dict(value or {})
-
-
 def _our_section(tree: Tree, section: str) -> dict[str, Any]:
     """The values of a section with a dataclass of this file."""
     return _checked(tree, section, fields_of(class_of(section, tree.data["stage"])))
@@ -347,14 +340,14 @@ def _library_section(tree: Tree, section: str) -> dict[str, Any]:
     """The values of a section that goes to a library verbatim."""
     dotted = class_of(section, tree.data["stage"])
     refused = {} if dotted.startswith("pipeline.") else REFUSED[section]
-    for key in _section(tree, section):
+    for key in tree.section(section):
         if key in refused:
             raise tree.error(f"{section}.{key}", f"not to be set here: {refused[key]}")
     return _checked(tree, section, fields_of(dotted))
 
 
 def _checked(tree: Tree, section: str, fields: dict[str, Field]) -> dict[str, Any]:
-    values = _section(tree, section)
+    values = tree.section(section)
     for key, value in values.items():
         if key not in fields:
             raise _unknown(tree, tree.data["stage"], section, key, list(fields))

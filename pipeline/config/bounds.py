@@ -126,7 +126,7 @@ def check(tree: Tree, job: Job) -> None:
     """Refuses values that no run can mean: seeds below 0, a dropout of 1, unknown words, blank text, impossible names."""
     for key, value in _leaves(job):
         if isinstance(value, str):
-            _check_text(tree, job.stage, key, value)
+            check_text(tree, job.stage, key, value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             _check_number(tree, job.stage, key, value)
 
@@ -167,7 +167,7 @@ def _default(stage: str, section: str, name: str) -> Any:
     return field.default if field and type(field.default) in (int, float) else None
 
 
-def _check_text(tree: Tree, stage: str, key: str, value: str) -> None:
+def check_text(tree: Tree, stage: str, key: str, value: str) -> None:
     if not value.strip() and not key.startswith(("trainer.", "scaling.")):
         raise tree.error(key, "found empty text, expected a value; leave the key out, or type null")
     of_stage = LOSSES.get(stage) if key == "trainer.loss_type" else None

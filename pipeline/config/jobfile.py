@@ -105,6 +105,13 @@ class Tree:
             section = section.rpartition(".")[0]
         return InputError(message, key=key, where=self.where.get(section, self.source))
 
+    def section(self, name: str) -> dict[str, Any]:
+        """The keys of a section; none where it is missing. Raises InputError when it is something else."""
+        value = self.data.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(name, f"found {show(value)}, expected a mapping of keys to values")
+        return dict(value or {})
+
 
 def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     """The job file at `path` with `section.key=value` overrides applied. Raises InputError with file:line."""

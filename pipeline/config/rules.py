@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pipeline.config import Job
 
 
+# What run.storage_path keeps beside the folders of runs.
+RESERVED = ("artifacts", "data", "feedback", "mlflow.db", "report")
 NAME = r"\w[\w .+()-]*"  # of a registered model: it stands in URIs and in the filters of MLflow
 
 
@@ -194,17 +196,21 @@ def _check_evaluate(tree: Tree, job: Job) -> None:
 
 
 def _check_run(tree: Tree, job: Job) -> None:
-    run = job.run
-    if run.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.name):
+    check_name(tree, job.run.name, job.stage)
+
+
+def check_name(tree: Tree, name: str | None, verb: str) -> None:
+    """Refuses the name of a run, or of an iteration, that names no folder or one that is not its own."""
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise tree.error(
             "run.name",
-            f"found {show(run.name)}, expected letters, digits, `.`, `_` and `-`: it names a folder below run.storage_path",
+            f"found {show(name)}, expected letters, digits, `.`, `_` and `-`: it names a folder below run.storage_path",
         )
-    if run.name in ("data", "artifacts", "report", "mlflow.db"):
+    if name in RESERVED:
         raise tree.error(
             "run.name",
-            f"found {show(run.name)}, where run.storage_path keeps things of all runs; expected another name, "
-            f"for example {job.stage}-{run.name}",
+            f"found {show(name)}, where run.storage_path keeps things of all runs; expected another name, "
+            f"for example {verb}-{name}",
         )
 
 

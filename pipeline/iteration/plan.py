@@ -8,12 +8,11 @@ The sections `collect`, one of `sft dpo kto ppo`, and `evaluate` are jobs, on to
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config import Job, MLflow, Run, job_of
+from pipeline.config import Job, MLflow, Run, bounds, job_of, rules
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree, read_tree, section_tree
 from pipeline.config.stages import STAGE
@@ -123,10 +122,8 @@ def _train(tree: Tree) -> str:
 
 
 def _settings(tree: Tree, train: str) -> Settings:
-    fields, values = fields_of(f"{__name__}.Settings"), tree.data.get("iterate") or {}
-    if not isinstance(values, dict):
-        raise tree.error("iterate", f"found {show(values)}, expected a mapping of keys to values")
-    values = {key: value for key, value in values.items() if value is not None}
+    fields = fields_of(f"{__name__}.Settings")
+    values = {key: value for key, value in tree.section("iterate").items() if value is not None}
     for key, value in values.items():
         if key not in fields:
             raise tree.error(f"iterate.{key}", f"unknown key; expected one of {', '.join(fields)}")
@@ -150,15 +147,16 @@ def _settings(tree: Tree, train: str) -> Settings:
 def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
     """The keys of `run` or `mlflow` that an iteration has itself: a name, and what all of its runs share."""
     own = {"run": ("name", "fresh", "report"), "mlflow": ()}[section] + SHARED[section]
-    fields, values = fields_of(f"pipeline.config.{kind.__name__}"), tree.data.get(section) or {}
+    fields, values = fields_of(f"pipeline.config.{kind.__name__}"), tree.section(section)
     for key, value in values.items():
         if key not in own:
             raise tree.error(f"{section}.{key}", f"expected one of {', '.join(own)}; each job has the others")
         if problem := fields[key].problem(value):
             raise tree.error(f"{section}.{key}", problem)
-    name = values.get("name")
-    if section == "run" and name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise tree.error("run.name", f"found {show(name)}, expected letters, digits, `.`, `_` and `-`")
+        if isinstance(value, str):
+            bounds.check_text(tree, "iterate", f"{section}.{key}", value)
+    if section == "run":
+        rules.check_name(tree, values.get("name"), "iterate")
     return values
 
 

@@ -235,6 +235,11 @@ BAD = [
     ("sft", ["lora.bias=all"], r"lora\.bias: .*expected none"),
     ("sft", ["run.name=a/b"], r"run\.name: found 'a/b'"),
     ("sft", ["run.name=.."], r"run\.name: found '\.\.'"),
+    (
+        "sft",
+        ["run.name=feedback"],
+        r"run\.name: found 'feedback', where run\.storage_path keeps things of all runs",
+    ),
     ("sft", ["run.storage_path=''"], r"run\.storage_path: found empty text"),
     ("sft", ["run.max_failures=-2"], r"run\.max_failures: found -2"),
     ("sft", ["run.num_to_keep=0"], r"run\.num_to_keep: found 0"),
