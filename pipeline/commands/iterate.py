@@ -85,16 +85,15 @@ def recorded(plan: Plan) -> dict[str, Any]:
     """iterate.json of an earlier driver; {} where there is none, or it is to be started over.
 
     Raises:
-        InputError: when the folder's iteration is of other jobs, or the folder is that of a run.
+        InputError: when the folder's iteration is of other jobs, or the folder is that of a run or a sweep.
     """
+    earlier.check_owner(plan.folder, "an iteration", "iterate")
     if plan.fresh:
         return {}
-    if storage.exists(storage.join(plan.folder, "job.json")):
-        raise InputError(f"{plan.name!r} is the name of a run; choose another", key="run.name")
     path = storage.join(plan.folder, table.FILE)
     if not storage.exists(path):
         return {}
-    left = earlier.read_object(path, table.KINDS)
+    left = table.read(path)
     if left["plan"] != plan.essence():
         raise InputError(
             f"{plan.name!r} is an iteration of other jobs; choose another name, or type run.fresh=true",

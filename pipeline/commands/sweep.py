@@ -82,13 +82,12 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
     """sweep.json of an earlier driver; {} where there is none, or it is to be started over.
 
     Raises:
-        InputError: when the folder's sweep is of another job, or the folder is that of a run.
+        InputError: when the folder's sweep is of another job, or the folder is that of a run or an iteration.
     """
     job = sweep.job
+    earlier.check_owner(sweep.folder, "a sweep", "sweep")
     if job.run.fresh:
         return {}
-    if storage.exists(storage.join(sweep.folder, "job.json")):
-        raise InputError(f"{job.run.name!r} is the name of a run; choose another", key="run.name")
     path = storage.join(sweep.folder, table.FILE)
     if not storage.exists(path):
         return {}

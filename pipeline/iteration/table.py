@@ -7,7 +7,21 @@ from pipeline.runtime import earlier
 from pipeline.system import storage
 
 FILE = "iterate.json"
-KINDS: dict[str, Any] = {"plan": dict, "pinned": dict, "rounds": list}
+KINDS: dict[str, Any] = {
+    "plan": dict,
+    "pinned": dict,
+    "rounds": list,
+    "goes_on": bool,
+    "ended": bool,
+    "version": str,
+}
+_FIGURE = (int, float, type(None))
+# Of a row of `rounds`.
+ROUND: dict[str, Any] = {
+    "policy": str, "version": str, "gate": str, "passed": bool, "folders": list, "round": int, "prompts": int, "rows": int,
+    "seconds": (int, float), "score": (int, float), "score_best": (int, float), "reward": _FIGURE, "judge": _FIGURE,
+    "win_rate": _FIGURE, "judge_win_rate": _FIGURE, "reward_before": _FIGURE, "judge_before": _FIGURE,
+}  # fmt: skip
 HEADER = (
     "round",
     "prompts",
@@ -56,9 +70,25 @@ def recorded(reference: str, runs: str = "runs") -> tuple[str, list[dict[str, An
     for folder in (given, storage.join(runs, given)):
         path = storage.join(folder, FILE)
         if not storage.is_remote(folder) and os.path.isfile(path):
-            rounds = earlier.read_object(path, KINDS)["rounds"]
-            return storage.absolute(folder), rounds
+            return storage.absolute(folder), read(path)["rounds"]
     return None
+
+
+def read(path: str) -> dict[str, Any]:
+    """An iterate.json.
+
+    Raises:
+        InputError: when it cannot be read, or holds other things than an iteration writes.
+    """
+    return earlier.read_object(path, KINDS, _check)
+
+
+def _check(left: dict[str, Any]) -> None:
+    """Raises KeyError or TypeError for what no iteration writes."""
+    for kinds, entry in ((KINDS, left), *((ROUND, one) for one in left["rounds"])):
+        for key, kind in kinds.items():
+            if not isinstance(entry[key], kind):
+                raise TypeError(f"{key}: found {entry[key]!r:.80}")
 
 
 def drawn(rounds: list[dict[str, Any]]) -> list[str]:

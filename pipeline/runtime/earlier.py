@@ -6,6 +6,7 @@ leads to the same end.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from pipeline.config import Job
@@ -21,6 +22,8 @@ KINDS: dict[str, Any] = {
     "stage": str, "name": str, "begun_with": dict, "inputs": dict, "metrics": dict, "samples": list, "job": dict,
     "data": dict, "seconds": (int, float), "mlflow_run_id": str, "tracking_uri": str,
 }  # fmt: skip
+# Whose a folder of run.storage_path is, by the file that it has.
+OWNERS = {FILE: "a run", "result.json": "a run", "iterate.json": "an iteration", "sweep.json": "a sweep"}
 BEGUN_WITH = {"inputs": dict, "base": str, "rows": dict}
 # What does not decide the numbers, or only the order in which they are summed up.
 MAY_CHANGE = (
@@ -48,8 +51,29 @@ def record(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) ->
     storage.write_json(storage.join(job.folder, FILE), job.to_dict() | {"begun_with": facts})
 
 
-def read_object(path: str, kinds: dict[str, Any]) -> dict[str, Any]:
+def check_owner(folder: str, own: str, example: str) -> None:
+    """Refuses a folder that something else has; run.fresh=true, too, would delete what is not its own.
+
+    Args:
+        own: what is to be in it: `a run`, `an iteration` or `a sweep`.
+        example: what another name may begin with.
+    """
+    for file, owner in OWNERS.items():
+        if owner != own and storage.exists(storage.join(folder, file)):
+            name = folder.rpartition("/")[2]
+            raise InputError(
+                f"{name!r} is the name of {owner} ({folder}); choose another, for example run.name={example}-{name}",
+                key="run.name",
+            )
+
+
+def read_object(
+    path: str, kinds: dict[str, Any], check: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
     """A JSON object that a run left in its folder; `kinds` are the types of its entries, of which the first must be there.
+
+    Args:
+        check: of what else the object must hold; raises ValueError, KeyError or TypeError.
 
     Raises:
         InputError: when it cannot be read, or holds other things than a run writes.
@@ -59,6 +83,7 @@ def read_object(path: str, kinds: dict[str, Any]) -> dict[str, Any]:
         left[next(iter(kinds))]
         _check_kinds(left, kinds)
         _check_kinds(left.get("begun_with", {}), BEGUN_WITH)
+        check(left)
         _flat(left)  # or its nesting is deeper than any walk over it
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise InputError(

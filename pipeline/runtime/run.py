@@ -40,10 +40,12 @@ def unless_finished(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[
     """The result of a job: read from the run of its name if that one is finished, else that of `execute(job)`.
 
     Raises:
-        InputError: when the name belongs to a run of another stage, or the storage path cannot be written to.
+        InputError: when the name belongs to a run of another stage, an iteration or a sweep, or the storage path cannot be
+            written to.
     """
     job = driver.name_run(job)
     storage.require_writable(job.run.storage_path)
+    earlier.check_owner(job.folder, "a run", job.stage)
     return finished_result(job) or execute(job)
 
 
