@@ -24,6 +24,17 @@ OWN = ("stage", "policy", "iterate", "run", "mlflow")
 SHARED = {"run": ("storage_path",), "mlflow": ("tracking_uri", "experiment")}  # said once, for all jobs
 # Columns of the collected rows are those that training reads.
 SEEDS_APART = 1000  # of two rounds, so that iterations with the seeds 1, 2, 3 share none
+# Keys of a step that are those of the round, or said once for all, and where.
+OF_THE_ROUND = {
+    "policy": "a round gives it; `policy` is the first round's",
+    "baseline": "iterate.baseline says which one it is: newest or first",
+    "run.name": "the runs of the rounds have their own",
+    "run.fresh": "run.fresh starts the whole iteration over",
+    "run.storage_path": "run.storage_path is that of all steps",
+    "mlflow.tracking_uri": "mlflow.tracking_uri is that of all steps",
+    "mlflow.experiment": "mlflow.experiment is that of all steps",
+    "data.train": "a round trains on the rows that it has collected",
+}
 AS_THEY_ARE = ("columns", "transform", "label", "group_by")
 
 
@@ -163,6 +174,7 @@ def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
 def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflow) -> Job:
     """The job of a step, as it will run but for the versions, the rows and the seed of a round."""
     section = section_tree(tree, step, path.parent)
+    _refuse_replaced(tree, step)
     section.data["stage"] = section.data.get("stage", step)
     if named := section.data.get("reference"):
         raise tree.error(
@@ -186,6 +198,19 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
         run=replace(job.run, storage_path=run.storage_path, fresh=False),
         mlflow=replace(job.mlflow, tracking_uri=mlflow.tracking_uri, experiment=mlflow.experiment),
     )
+
+
+def _refuse_replaced(tree: Tree, step: str) -> None:
+    """Refuses what a step says itself, not the job that it extends, and no run of it would use."""
+    for key, why in OF_THE_ROUND.items():
+        if key == "data.train" and step not in TRAINS:
+            continue
+        section, _, name = key.partition(".")
+        given = tree.data[step].get(section)
+        if name:
+            given = given.get(name) if isinstance(given, dict) else None
+        if given is not None:
+            raise tree.error(f"{step}.{key}", f"found {show(given)}, but {why}; take it out")
 
 
 def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
