@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config.sources import Source, completed, sources_of
-from pipeline.data import chunks, columns, guess, sides, thumbs, transform
+from pipeline.data import chunks, columns, guess, sides, thumbs
 from pipeline.data.files import File, find
 from pipeline.data.kinds import kind_of
 from pipeline.data.parse import shape_of
 from pipeline.data.preprocess import Preprocess
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
+from pipeline.system import functions
 
 FILES = 16  # of a source
 ROWS = 1000  # of a file
@@ -55,7 +56,7 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
         mapped,
         sides.Rule.of(source.label) if source.label else None,
         source.transform,
-        transform.digest(source.transform) if source.transform else "",
+        functions.digest(source.transform) if source.transform else "",
         source.group_by,
     )
 

@@ -10,13 +10,11 @@ that have the same value in this column, such as those of a tree or a prompt.
 
 import datetime
 import decimal
-import hashlib
 import importlib
-import inspect
 import json
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -34,21 +32,6 @@ def function(source: str) -> Callable[[Any], Any]:
     """The function of `python:module:function`; runtime.inputs has proved that it can be imported."""
     module, name = parts(source)
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-
-
-def digest(source: str) -> str:
-    """SHA-256 of the function's module: with it changes what rows become. Where it has no source, of its name."""
-    try:
-        text = inspect.getsource(importlib.import_module(parts(source)[0]))
-    except (OSError, TypeError):
-        text = source
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def digest_of(sources: Iterable[str]) -> str:
-    """That of one function, or of several together."""
-    several = [digest(source) for source in sources]
-    return several[0] if len(several) == 1 else hashlib.sha256("".join(several).encode()).hexdigest()
 
 
 def transformed(row: Any, source: str) -> Iterator[Any]:

@@ -131,7 +131,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
     for context, digest in digests.items():
-        if context == "transform":
+        if context not in ("train", "eval", "pairs"):
             continue  # of code, not of rows; the lineage has it
         paths = [one.location for one in sources_of(getattr(job.data, context, None) or job.data.train)]
         # a local path can be a "local" source in two ways, which are the same

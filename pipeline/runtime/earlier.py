@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.config.stages import STAGE
+from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, in_brief
 from pipeline.runtime import checkpoints
 from pipeline.system import storage
@@ -215,7 +215,11 @@ def _resolved(job: Job) -> tuple[str, ...]:
 
 
 def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
-    """Whether base and rows are still those that the run was begun with; if not, and it left nothing, it starts anew.
+    """Whether base, rows and Python functions are still those that the run was begun with; if not, and it left nothing, it
+    starts anew.
+
+    Args:
+        rows: digests, of sets of rows and of functions.
 
     Raises:
         InputError: naming what changed since the run began, when it left checkpoints or parts.
@@ -223,9 +227,7 @@ def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]
     was = left.get("begun_with", {})
     begun_on = was.get("base", base)
     changed = [f"model.name_or_path ({job.model.name_or_path})"] if begun_on != base else []
-    changed += [
-        f"data.{name}" for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest
-    ]
+    changed += changed_content(was.get("rows", {}), rows)
     if changed and _has_progress(job):
         raise InputError(
             f"the content of {', '.join(changed)} has changed since {job.run.name!r} began; it cannot be continued. "
@@ -233,6 +235,12 @@ def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]
             key="run.name",
         )
     return not changed
+
+
+def changed_content(then: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Keys of the job whose rows or functions have other digests now."""
+    names = [name for name, digest in then.items() if now.get(name, digest) != digest]
+    return [name if name in INPUTS else f"data.{name}" for name in names]
 
 
 def _restore(begun_on: str, base: str) -> str:

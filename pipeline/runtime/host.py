@@ -29,7 +29,7 @@ class Work:
     job: Job
     tokenizer: Any
     base: dict[str, Any]  # models.base.base_identity of the job's base
-    digests: dict[str, str]  # of each set of rows, and of data.transform, by content
+    digests: dict[str, str]  # of each set of rows, of data.transform and of Python rewards, by content
     fingerprints: dict[str, str]  # of each tokenised set
     run_id: str | None  # of MLflow; None: nothing is logged
     inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned

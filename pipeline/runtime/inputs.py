@@ -20,7 +20,7 @@ from pipeline.errors import InputError, about
 from pipeline.models import hub
 from pipeline.registry import lineage
 from pipeline.system import storage
-from pipeline.system.functions import imported, signature
+from pipeline.system.functions import digest_of, imported, signature
 
 GIVEN = ("prompts", "completions", "completion_ids")  # to every Python reward, whatever the data holds
 
@@ -122,6 +122,18 @@ def functions(job: Job) -> dict[str, str]:
     sources["judge"] = job.judge or ""
     sources |= {f"serve.{name}": reference for name, reference in served(job).items()}
     return {key: source for key, source in sources.items() if source.startswith("python:")}
+
+
+def digests_of_functions(job: Job) -> dict[str, str]:
+    """{reward or judge: digest of the modules of its Python functions}: two runs in which one differs have other numbers.
+
+    A stage that learns does not learn from its judge.
+    """
+    found: dict[str, list[str]] = {}
+    for key, source in functions(job).items():
+        if key != "judge" or not STAGE[job.stage].learns:
+            found.setdefault(key.partition(".")[0], []).append(source)
+    return {key: digest_of(sources) for key, sources in found.items()}
 
 
 def check_sampler(job: Job) -> None:

@@ -28,11 +28,12 @@ from pipeline.runtime.inputs import (
     check_sampler,
     check_split,
     check_updates,
+    digests_of_functions,
     makes_adapter,
     pin_inputs,
     room_for_prompts,
 )
-from pipeline.system import console, storage
+from pipeline.system import console, functions, storage
 
 
 @dataclass
@@ -101,7 +102,6 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     Raises:
         InputError: when rows are wrong, or do not fit what the job makes of them.
     """
-    from pipeline.data import transform
     from pipeline.data.read import prepare
 
     job, sets, mixture = work.job, {}, None
@@ -125,8 +125,9 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     if job.stage == "ppo":
         check_updates(job, len(mixture) if mixture else report.splits["train"].kept)
     digests = {name: tokenised.digests[split] for name, (tokenised, split) in sets.items()}
-    if functions := transforms(job.data):
-        digests["transform"] = transform.digest_of(functions.values())
+    if through := transforms(job.data):
+        digests["transform"] = functions.digest_of(through.values())
+    digests |= digests_of_functions(job)
     work = replace(
         work,
         digests=digests,

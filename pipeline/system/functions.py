@@ -1,10 +1,11 @@
 """Python functions that a job names, `python:module:function`: imported so that what is wrong with them is said at once."""
 
+import hashlib
 import importlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
@@ -17,6 +18,21 @@ def parts(source: str) -> tuple[str, str]:
     """(module, function) of `python:module:function`."""
     module, _, function = source.removeprefix("python:").partition(":")
     return module, function
+
+
+def digest(source: str) -> str:
+    """SHA-256 of the function's module: with it changes what it returns. Where it has no source, of its name."""
+    try:
+        text = inspect.getsource(importlib.import_module(parts(source)[0]))
+    except (OSError, TypeError):
+        text = source
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of(sources: Iterable[str]) -> str:
+    """That of one function, or of several together."""
+    several = [digest(source) for source in sources]
+    return several[0] if len(several) == 1 else hashlib.sha256("".join(several).encode()).hexdigest()
 
 
 def imported(source: str) -> Callable[..., Any]:

@@ -222,6 +222,7 @@ def test_prompts_are_drawn_and_the_best_kept(models, storage):
     ]
     assert result["rows"] == 4 and result["counts"]["rows"] == len(lines) > 0
     assert result["counts"]["completions"] == 16
+    assert result["data"]["digests"].keys() == {"train", "reward"}  # what a run that goes on compares
     assert all(line["reward_version"] == gold and line["answer"] == PLACES[line["number"]] for line in lines)
 
 

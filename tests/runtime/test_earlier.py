@@ -10,7 +10,8 @@ from running import ROOT
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.runtime import checkpoints, driver, earlier
+from pipeline.runtime import checkpoints, driver, earlier, inputs
+from pipeline.system import functions
 
 BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 
@@ -161,6 +162,38 @@ def test_content_that_changed_under_the_same_path_is_found_out(base, rows, says,
     assert earlier.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
     with pytest.raises(InputError, match=says):
         earlier.same_content(found, job, base, rows)
+
+
+def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_path, in_root, monkeypatch):
+    """Of collect, rows of both rewards would lie side by side under one reward_version."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "edited_reward.py"
+    module.write_text("def score(completions, **_):\n    return [0.0 for _ in completions]\n")
+    given = ["reward=[python:edited_reward:score]", f"run.storage_path={tmp_path}", "run.name=one"]
+    job = load_job("jobs/demo/collect.yaml", given, "collect")
+    rows = {"train": "sha256:rows"} | inputs.digests_of_functions(job)
+    assert rows.keys() == {"train", "reward"}
+    earlier.record(job, {}, "sha256:base", rows)
+    (tmp_path / "one" / earlier.PARTS).mkdir()
+    found = earlier.unfinished(job)
+    assert earlier.same_content(
+        found, job, "sha256:base", {"train": "sha256:rows"} | inputs.digests_of_functions(job)
+    )
+    module.write_text("def score(completions, **_):\n    return [1.0 for _ in completions]\n")
+    changed = {"train": "sha256:rows"} | inputs.digests_of_functions(job)
+    with pytest.raises(
+        InputError, match=r"content of reward has changed since 'one' began; .*Restore the files"
+    ):
+        earlier.same_content(found, job, "sha256:base", changed)
+
+
+def test_functions_that_decide_numbers_have_digests(in_root):
+    gold, length = "python:pipeline.demo:gold", "python:bad_rewards:length"
+    several = [f"reward=[{gold},{{reward: {length}, weight: 2}}]", f"judge={gold}", "policy=base"]
+    ppo = load_job("jobs/demo/ppo.yaml", several, "ppo")
+    assert inputs.digests_of_functions(ppo).keys() == {"reward"}, "nothing is trained on its judge"
+    evaluate = load_job("jobs/demo/evaluate.yaml", [f"judge={gold}"], "evaluate")
+    assert inputs.digests_of_functions(evaluate) == {"judge": functions.digest(gold)}
 
 
 BROKEN = {
