@@ -86,9 +86,10 @@ def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
 
 
 def cleaned(row: dict[str, Any]) -> dict[str, Any]:
-    """The row of a prompt without the columns that are now others; its own completion stays as `reference_completion`."""
+    """The row of a prompt without the columns that are now others; its own completion stays as `reference_completion`, unless
+    the row has a column of that name."""
     kept = {name: value for name, value in row.items() if name not in REPLACED}
-    return kept | ({"reference_completion": row["completion"]} if "completion" in row else {})
+    return ({"reference_completion": row["completion"]} if "completion" in row else {}) | kept
 
 
 # -------------------------------------------------------------------------------------------------- which prompts
@@ -127,7 +128,7 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
     """The rows that training reads, of a prompt and its samples."""
     row, chosen = record["row"], selected(args, record["samples"])
     if args.select == "best":
-        return [{**row, **best} for (best,) in chosen]
+        return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in chosen]
     return [
         {
             **row,

@@ -134,6 +134,15 @@ def test_training_reads_what_was_collected_whatever_else_the_row_has(prompt):
         assert read(one, "ppo")[0] == asked and shape_of(one, kind_of("ppo")) == "prompt"
 
 
+def test_columns_of_the_prompt_are_kept_whatever_collect_calls_its_own():
+    own = {"ended": "in 1821", "completion_tokens": "few", "text": "x", "reference_completion": "by a person"}
+    row = collect.cleaned({"prompt": "Where is Peru?", "completion": "old"} | own) | {"seed": 1}
+    record = {"row": row, "samples": [sample("In Asia.", 0), sample("In South America.", 2)]}
+    for select in ("best", "best_worst", "pairs"):
+        (made,) = collect.rows_of(Collect(select=select), record)
+        assert {name: made[name] for name in own} == own, select
+
+
 def test_several_rewards_are_all_named():
     inputs = {"policy": "models:/p/3", "reward.0": "models:/r/1", "reward.1": "python:pipeline.demo:gold"}
     assert collect.origin(inputs)["reward_version"] == ["models:/r/1", "python:pipeline.demo:gold"]
