@@ -39,8 +39,9 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
         print(closing(plan, left), flush=True)
         return left
     for step, job in plan.jobs.items():
-        check_paths(_before_there_are_rows(plan, step, job))
-        driver.check_scaling(job)
+        with plans.of_step(step):
+            check_paths(_before_there_are_rows(plan, step, job))
+            driver.check_scaling(job)
     print(f"\n== iterate  {plan.train}  {plan.name}  {path}", flush=True)
     with console.waiting("opening MLflow"):
         registry.check(plan.jobs[plan.train])
@@ -106,7 +107,8 @@ def pinned(plan: Plan, known: dict[str, dict[str, str]]) -> tuple[Plan, dict[str
     """The plan whose jobs name versions by number, as their aliases meant when the iteration began; {step: those versions}."""
     jobs, inputs = {}, {}
     for step, job in plan.jobs.items():
-        job, inputs[step] = pin_inputs(job, known.get(step, {}))
+        with plans.of_step(step):
+            job, inputs[step] = pin_inputs(job, known.get(step, {}))
         jobs[step] = _with_inputs(job, inputs[step])
     return replace(plan, policy=inputs["collect"].get("policy", "base"), jobs=jobs), inputs
 
@@ -173,14 +175,17 @@ def one_round(plan: Plan, number: int, policy: str) -> dict[str, Any]:
     Raises:
         Failure: when nothing was collected.
     """
-    collected = collect.run(plans.job_of_round(plan, number, "collect", policy))
+    with plans.of_step("collect"):
+        collected = collect.run(plans.job_of_round(plan, number, "collect", policy))
     if not collected["counts"]["rows"]:
         raise Failure(
             f"round {number} has no rows to learn from; {collected['folder']} has what was collected"
         )
-    trained = _stage(plan.train).run(plans.job_of_round(plan, number, plan.train, policy))
+    with plans.of_step(plan.train):
+        trained = _stage(plan.train).run(plans.job_of_round(plan, number, plan.train, policy))
     version = f"models:/{trained['registered_model']}/{trained['version']}"
-    evaluated = _stage("evaluate").run(plans.job_of_round(plan, number, "evaluate", policy, version))
+    with plans.of_step("evaluate"):
+        evaluated = _stage("evaluate").run(plans.job_of_round(plan, number, "evaluate", policy, version))
     return table.row(number, collected, trained, evaluated)
 
 

@@ -6,13 +6,16 @@
 The sections `collect`, one of `sft dpo kto ppo`, and `evaluate` are jobs, on top of the ones that their `extends` names.
 """
 
+import contextlib
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config import Job, MLflow, Run, bounds, job_of, rules
+from pipeline.config import Job, MLflow, Run, bounds, job_of, keys, rules
 from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree, read_tree, section_tree
 from pipeline.config.stages import STAGE
@@ -107,7 +110,7 @@ def read(path: str, overrides: list[str]) -> Plan:
     steps = ("collect", train, "evaluate")
     for key, value in tree.data.items():
         if value is not None and key not in (*OWN, *steps):
-            raise tree.error(key, f"unknown section; expected one of {', '.join((*OWN, *steps))}")
+            raise _unknown(tree, key, steps)
     settings = _settings(tree, train)
     policy = tree.data.get("policy")
     if not isinstance(policy, str) or not policy:
@@ -120,6 +123,49 @@ def read(path: str, overrides: list[str]) -> Plan:
     plan = Plan("", run.storage_path, run.fresh, run.report, policy, settings, train, jobs)
     digest = hashlib.sha256(json.dumps(plan.essence(), sort_keys=True).encode()).hexdigest()[:8]
     return replace(plan, name=run.name or f"iterate-{train}-{digest}")
+
+
+def _unknown(tree: Tree, key: str, steps: tuple[str, ...]) -> InputError:
+    """The error for a section that is none of an iteration, but may be one of its steps."""
+    typed = next((name for name in tree.where if name.startswith(f"{key}.")), key)
+    takers = [
+        f"{step}.{typed}"
+        for step in steps
+        if typed in {*keys.keys_of(step), *STAGE[step].inputs} - STAGE[step].unused.keys()
+        and typed not in ("policy", "reference", "baseline")
+        and (typed != "data.train" or step == "collect")
+    ]
+    hint = (
+        f"did you mean {' or '.join(takers)}?" if takers else f"expected one of {', '.join((*OWN, *steps))}"
+    )
+    return InputError(f"unknown section; {hint}", key, tree.error(typed, "").where)
+
+
+@contextlib.contextmanager
+def of_step(step: str) -> Iterator[None]:
+    """Keys of a step's job in an InputError raised within the block, in its message too, become those of the iteration."""
+    try:
+        yield
+    except InputError as error:
+        key = _in_iteration(step, error.key) if error.key else ""
+        raise InputError(
+            _WORD.sub(lambda found: _in_iteration(step, found[0]), error.message), key, error.where
+        ) from error
+
+
+# A key of a job in a message, but no part of a path, nor one that has its step already.
+_WORD = re.compile(r"(?<![\w./@:-])(?:[a-z_]+\.[a-z_]\w*|(?:reward|judge)(?==))(?![\w/])")
+
+
+def _in_iteration(step: str, key: str) -> str:
+    """`collect.data.train` of `data.train`; what all steps share, and what is no key of the step, as it is."""
+    section, *names = key.split(".")
+    shared = {"run": ("name", "fresh", "storage_path"), "mlflow": SHARED["mlflow"]}
+    if section in ("reward", "judge"):
+        known = section in STAGE[step].inputs
+    else:
+        known = section == "gate" or ".".join([section, *names[:1]]) in keys.keys_of(step)
+    return f"{step}.{key}" if known and not set(names[:1]) & set(shared.get(section, ())) else key
 
 
 def _train(tree: Tree) -> str:
@@ -186,13 +232,17 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
     if "baseline" in STAGE[step].inputs:
         section.data["baseline"] = policy
     try:
-        job = job_of(section, step, str(path))
-        if job.run.name is not None:
-            raise section.error(
-                "run.name", "found a name, but the runs of the rounds have their own; take it out"
-            )
-    except InputError as error:  # the keys of the section are those of the file below it
-        raise InputError(error.message, f"{step}.{error.key}".rstrip("."), error.where) from error
+        with of_step(step):
+            job = job_of(section, step, str(path))
+    except InputError as error:  # keys that the step does not know are those of its section, too
+        key = error.key if error.key.startswith(f"{step}.") else f"{step}.{error.key}".rstrip(".")
+        raise InputError(error.message, key, error.where) from error
+    if job.run.name is not None:
+        raise InputError(
+            f"found {show(job.run.name)}, but {OF_THE_ROUND['run.name']}; take it out",
+            f"{step}.run.name",
+            section.error("run.name", "").where,
+        )
     return replace(
         job,
         run=replace(job.run, storage_path=run.storage_path, fresh=False),

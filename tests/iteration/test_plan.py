@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.config import load_job
+from pipeline.errors import InputError
 from pipeline.iteration import plan as plans
 from pipeline.iteration import table
 
@@ -146,7 +147,7 @@ def test_a_round_that_fails_its_gate_ends_the_iteration_or_is_left_out():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["dpo.trainer.bta=1"], r"command line: dpo\.trainer\.bta: unknown key; did you mean trainer\.beta"),
+        (["dpo.trainer.bta=1"], r"command line: dpo\.trainer\.bta: unknown key; did you mean dpo\.trainer\.beta"),
         (["dpo.trainer.beta=-1"], r"dpo\.trainer\.beta: found -1, expected between"),
         (["evaluate.gate.eval_x=>=1"], r"evaluate\.gate\.eval_x: `evaluate` has no such metric"),
         (["iterate.round=3"], r"iterate\.round: unknown key; expected one of rounds, start"),
@@ -158,7 +159,12 @@ def test_a_round_that_fails_its_gate_ends_the_iteration_or_is_left_out():
         (["collect=null"], r"collect: missing, expected a job, for example collect: {extends: collect\.yaml}"),
         (["kto={extends: kto.yaml}"], r"found dpo and kto; expected one section of sft, dpo, kto, ppo"),
         (["policy=null"], r"policy: missing; the first round collects from it"),
-        (["data.train=x"], r"data: unknown section; expected one of stage, policy, iterate, run, mlflow, collect, dpo, evaluate"),
+        (["data.train=x"], r"data: unknown section; did you mean collect\.data\.train\?"),
+        (["data.max_length=8"], r"data: unknown section; did you mean collect\.data\.max_length or dpo\.data\.max_length or evaluate"),
+        (["judge=python:pipeline.demo:gold"], r"judge: unknown section; did you mean dpo\.judge or evaluate\.judge\?|judge: unknown section; did you mean evaluate\.judge\?"),
+        (["colect.trainer.seed=3"], r"colect: unknown section; expected one of stage, policy, iterate, run, mlflow, collect, dpo, evaluate"),
+        (["collect.data.train=/nowhere/x.jsonl"], r"^error: collect\.data\.train: .*/nowhere/x\.jsonl"),
+        (["evaluate.scaling.num_workers=9999"], r"^error: evaluate\.scaling\.num_workers: "),
         (["run.max_failures=3"], r"run\.max_failures: expected one of name, fresh, report, storage_path; each job has the others"),
         (["run.name=artifacts", "run.fresh=true"], r"run\.name: found 'artifacts', where run\.storage_path keeps things of all runs; .*iterate-artifacts"),
         (["run.name=feedback"], r"run\.name: found 'feedback', where run\.storage_path keeps things of all runs"),
@@ -191,6 +197,26 @@ def test_wrong_input_is_answered_before_anything_starts(overrides, says, tmp_pat
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and re.search(says, errors), errors
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "says"),
+    [
+        ("data.max_length", "type data.max_length=244, or a smaller trainer.response_length",
+         "evaluate.data.max_length: type evaluate.data.max_length=244, or a smaller evaluate.trainer.response_length"),
+        ("data.eval.0.columns", "data.jsonl has none of /x/data.eval", "evaluate.data.eval.0.columns: data.jsonl has none of /x/data.eval"),
+        ("reward", "type reward=null or judge=null", "evaluate.reward: type evaluate.reward=null or evaluate.judge=null"),
+        ("gate.eval_reward", "x", "evaluate.gate.eval_reward: x"),
+        ("policy", "x", "policy: x"),
+        ("run.name", "choose another run.name, or mlflow.tracking_uri", "run.name: choose another run.name, or mlflow.tracking_uri"),
+        ("run.max_failures", "x", "evaluate.run.max_failures: x"),
+        ("evaluate.data.eval", "type evaluate.data.eval=x", "evaluate.data.eval: type evaluate.data.eval=x"),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_step_names_keys_that_can_be_typed(key, message, says):
+    with pytest.raises(InputError) as caught, plans.of_step("evaluate"):
+        raise InputError(message, key)
+    assert str(caught.value) == says
 
 
 def test_a_job_of_another_stage_is_refused(capsys):
