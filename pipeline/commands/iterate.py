@@ -7,6 +7,7 @@ parent run. Round r collects with the version that round r - 1 registered, by it
 that was killed, in the step that was cut short, and ends with the same adapters.
 """
 
+import functools
 import importlib
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,8 @@ from pipeline import registry, report
 from pipeline.commands import collect
 from pipeline.config import Job, libraries
 from pipeline.errors import Failure, InputError
+from pipeline.iteration import checks, table
 from pipeline.iteration import plan as plans
-from pipeline.iteration import table
 from pipeline.iteration.plan import Plan
 from pipeline.runtime import driver, earlier
 from pipeline.runtime.claim import claim, clear, wait_for_old_workers
@@ -36,6 +37,8 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
     left = recorded(plan)
     if left.get("ended") and (not left["goes_on"] or len(left["rounds"]) >= plan.settings.rounds):
         print(f"iteration {plan.name} has ended ({plan.folder}); run.fresh=true starts it over")
+        if plan.report and not storage.exists(storage.join(plan.folder, report.PAGE)):
+            draw(plan, left["rounds"])  # it was cut short there
         print(closing(plan, left), flush=True)
         return left
     for step, job in plan.jobs.items():
@@ -46,13 +49,24 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
     with console.waiting("opening MLflow"):
         registry.check(plan.jobs[plan.train])
     essence = plan.essence()  # with the aliases that the job names
-    plan, inputs = pinned(plan, left.get("pinned", {}))
+    plan, inputs = pinned(plan, known_versions(plan, left))
     first = plan.jobs[plan.train]
-    with libraries.asked(*plan.jobs.values()), driver.session(first), claim(plan.folder):
-        wait_for_old_workers(plan.folder)
-        if plan.fresh:
-            clear(plan.folder)
-        summary = through(plan, left, {"plan": essence, "pinned": inputs})
+    with libraries.asked(*plan.jobs.values()) as check_libraries:
+        with console.waiting("checking the models"):
+            works = checks.models(plan, inputs)
+        with driver.session(first):
+            print("reading the rows of all steps", flush=True)
+            job = plan.jobs["collect"]
+            digests = checks.rows(plan, works, functools.partial(collect.choose, job.args, job.data.seed))
+            check_libraries()
+            check_content(plan, left, digests)
+            with claim(plan.folder):
+                wait_for_old_workers(plan.folder)
+                if (
+                    plan.fresh
+                ):  # not before: a mistake in a job must not cost the iteration that it was to replace
+                    clear(plan.folder)
+                summary = through(plan, left, {"plan": essence, "pinned": inputs, "digests": digests})
     print(closing(plan, summary), flush=True)
     return summary
 
@@ -95,12 +109,52 @@ def recorded(plan: Plan) -> dict[str, Any]:
     if not storage.exists(path):
         return {}
     left = table.read(path)
-    if left["plan"] != plan.essence():
+    # What only a step says that no round has come to, or that ended in an error, may be mended.
+    unused = plan.jobs.keys() - plans.used(plan)
+    changed = [
+        key for key in plans.changed(left["plan"], plan.essence()) if key.partition(".")[0] not in unused
+    ]
+    if changed:
         raise InputError(
-            f"{plan.name!r} is an iteration of other jobs; choose another name, or type run.fresh=true",
+            f"{plan.name!r} is an iteration of other jobs: {', '.join(changed[:5])}"
+            f"{f' and {len(changed) - 5} more' if len(changed) > 5 else ''} changed since it began; restore what was, choose "
+            "another name, or type run.fresh=true",
             key="run.name",
         )
     return left
+
+
+def known_versions(plan: Plan, left: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """{step: versions that its inputs were pinned to}, of those inputs that it names as it did."""
+    if not left:
+        return {}
+    jobs = left["plan"]["jobs"]
+    return {
+        step: earlier.pinned_inputs(jobs[step] | {"begun_with": {"inputs": left["pinned"][step]}}, job)
+        for step, job in plan.jobs.items()
+        if step in left["pinned"]
+    }
+
+
+def check_content(plan: Plan, left: dict[str, Any], digests: dict[str, dict[str, str]]) -> None:
+    """Refuses to go on with other prompts, held-out rows or Python rewards than those that rounds have used.
+
+    Raises:
+        InputError: naming them.
+    """
+    steps = plans.used(plan) if left else set()
+    then = left.get("digests", {})
+    changed = [
+        f"{step}.{key}"
+        for step in sorted(steps)
+        for key in earlier.changed_content(then.get(step, {}), digests[step])
+    ]
+    if changed:
+        raise InputError(
+            f"the content of {', '.join(changed)} has changed since {plan.name!r} began; it cannot be continued. Restore the "
+            "files, or type another run.name or run.fresh=true",
+            key="run.name",
+        )
 
 
 def pinned(plan: Plan, known: dict[str, dict[str, str]]) -> tuple[Plan, dict[str, dict[str, str]]]:
@@ -152,9 +206,14 @@ def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dic
         summary["ended"] = True
         storage.write_json(path, summary)
         if plan.report:
-            with console.waiting("drawing the report"):
-                report.of_rounds(plan.folder, table.drawn(rounds), [list(table.HEADER), *table.cells(rounds)])
+            draw(plan, rounds)
     return summary
+
+
+def draw(plan: Plan, rounds: list[dict[str, Any]]) -> None:
+    """The report of an iteration that has ended."""
+    with console.waiting("drawing the report"):
+        report.of_rounds(plan.folder, table.drawn(rounds), [list(table.HEADER), *table.cells(rounds)])
 
 
 def newest(plan: Plan, rounds: list[dict[str, Any]]) -> str:

@@ -57,11 +57,9 @@ def prepare(
     """
     begin = time.monotonic()
     set_up_ray_data()
-    options = options_of(stage, data, tokenizer, context_length, packing)
-    files = {key: find(spec, f"data.{key}") for key in ("train", "eval") if (spec := getattr(data, key))}
+    files, options = looked_at(stage, data, tokenizer, context_length, packing)
     if not files:
         raise InputError(f"stage {stage} needs rows; name a file: data.train=rows.jsonl", key="data.train")
-    options = replace(options, preprocess=settled(options.preprocess, files, stage))
     key = cache.cache_key(files, tokenizer, options)
     folder = storage.join(storage.absolute(cache_root), key[:32])
     manifest = cache.read_manifest(folder)
@@ -92,6 +90,19 @@ def prepare(
         {name: hashlib.sha256(f"{key}:{name}".encode()).hexdigest()[:32] for name in sets},
         mixture,
     )
+
+
+def looked_at(
+    stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool = False
+) -> tuple[dict[str, list[File]], Options]:
+    """The files of each set, and what is done to their rows: all that is known from the first rows, without Ray.
+
+    Raises:
+        InputError: for files and columns that are not there, rows of another stage, keys that contradict the model.
+    """
+    options = options_of(stage, data, tokenizer, context_length, packing)
+    files = {key: find(spec, f"data.{key}") for key in ("train", "eval") if (spec := getattr(data, key))}
+    return files, replace(options, preprocess=settled(options.preprocess, files, stage))
 
 
 def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> None:

@@ -20,6 +20,7 @@ from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree, read_tree, section_tree
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+from pipeline.runtime import earlier
 from pipeline.system import storage
 
 TRAINS = ("sft", "dpo", "kto", "ppo")  # who learns a policy from what was collected
@@ -85,6 +86,12 @@ class Plan:
             key: getattr(self.settings, key) for key in ("start", "reference", "baseline", "on_failed_gate")
         }
         return json.loads(json.dumps({"policy": self.policy, "iterate": settings, "jobs": jobs}))
+
+
+def changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Keys, as one types them, in which two essences differ."""
+    was, is_ = (earlier.flat({**tree, **tree["jobs"], "jobs": None}) for tree in (then, now))
+    return sorted(key for key in was.keys() | is_.keys() if was.get(key) != is_.get(key))
 
 
 def _essence(job: Job) -> dict[str, Any]:
@@ -298,6 +305,16 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- a round
+
+
+def used(plan: Plan) -> set[str]:
+    """The steps of which a run has ended, in some round."""
+    steps = set()
+    for name in storage.folders(plan.folder):
+        _, _, step = name.removeprefix("round-").partition("-")
+        if step in plan.jobs and storage.exists(storage.join(plan.folder, name, "result.json")):
+            steps.add(step)
+    return steps
 
 
 def run_name(number: int, step: str) -> str:

@@ -85,7 +85,12 @@ def read(path: str) -> dict[str, Any]:
 
 def _check(left: dict[str, Any]) -> None:
     """Raises KeyError or TypeError for what no iteration writes."""
-    for kinds, entry in ((KINDS, left), *((ROUND, one) for one in left["rounds"])):
+    jobs = left["plan"]["jobs"]
+    for kinds, entry in (
+        (KINDS, left),
+        (dict.fromkeys(jobs, dict), jobs),
+        *((ROUND, one) for one in left["rounds"]),
+    ):
         for key, kind in kinds.items():
             if not isinstance(entry[key], kind):
                 raise TypeError(f"{key}: found {entry[key]!r:.80}")

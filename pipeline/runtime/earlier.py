@@ -84,7 +84,7 @@ def read_object(
         _check_kinds(left, kinds)
         _check_kinds(left.get("begun_with", {}), BEGUN_WITH)
         check(left)
-        _flat(left)  # or its nesting is deeper than any walk over it
+        flat(left)  # or its nesting is deeper than any walk over it
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise InputError(
             f"{path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or "
@@ -175,7 +175,7 @@ def pinned_inputs(left: dict[str, Any], job: Job) -> dict[str, str]:
 
 def differences(left: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
     """{section.key: (the value of a job that was run, this job's value)} where they differ, `but` some keys or sections."""
-    then, now = (_flat(tree) for tree in (left, json.loads(json.dumps(job.to_dict(), default=str))))
+    then, now = (flat(tree) for tree in (left, json.loads(json.dumps(job.to_dict(), default=str))))
     return {
         key: (then.get(key), now.get(key))
         for key in sorted(then.keys() | now.keys())
@@ -186,8 +186,8 @@ def differences(left: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[st
 def _other_comparison(left: dict[str, Any], job: Job) -> dict[str, tuple[Any, Any]]:
     """Differences in how evaluations are compared, where either of the two jobs keeps the best step or may stop early."""
     compares = (
-        flat.get("run.keep") == "best" or "run.early_stopping_patience" in flat
-        for flat in (_flat(left), _flat(job.to_dict()))
+        keys.get("run.keep") == "best" or "run.early_stopping_patience" in keys
+        for keys in (flat(left), flat(job.to_dict()))
     )
     if not any(compares):
         return {}
@@ -265,10 +265,11 @@ def _has_progress(job: Job) -> bool:
     return any(name == PARTS or checkpoints.NAME.fullmatch(name) for name in storage.folders(job.folder))
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{section.key: value} of all in a tree that is not null."""
     if not isinstance(tree, dict):
         return {} if tree is None else {prefix.rstrip("."): tree}
-    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+    return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
 
 def _in(key: str, sections: tuple[str, ...]) -> bool:

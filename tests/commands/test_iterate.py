@@ -3,6 +3,7 @@ same bits."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -158,3 +159,45 @@ def test_versions_are_those_that_the_aliases_meant_when_it_began(storage, in_roo
     }
     again, same = command.pinned(plan, known)
     assert same == known and again.policy == again.jobs["collect"].policy == "models:/toy-policy/7"
+
+
+NO_PROMPT = '{"question": "What is the capital of Peru?"}\n'
+# (overrides, whether it is said without Ray, what is said)
+LATE = [
+    (["evaluate.data.max_length=250"], True, r"evaluate\.data\.max_length: 250 tokens .* type evaluate\.data\.max_length=244, or a smaller evaluate\.trainer"),
+    (["evaluate.judge=models:/toy-policy@champion"], True, r"evaluate\.judge: "),
+    (["evaluate.data.eval={rows}"], True, r"evaluate\.data\.eval: .*question"),
+    (["dpo.data.eval={rows}"], True, r"dpo\.data\.eval: .*question"),
+    (["dpo.data.max_length=4096"], True, r"dpo\.data\.max_length: 4096 is more than .* type dpo\.data\.max_length="),
+    (["dpo.data.max_length=24"], False, r"dpo\.data\.max_length: rows of more than 24 tokens may be collected, .* type dpo\.data\.max_length=\d+, or dpo"),
+    (["collect.trainer.num_prompts=500", "collect.data.train={prompts}"], False,
+     r"collect\.trainer\.num_prompts: found 500, but collect\.data\.train has 3 prompts"),
+    (["evaluate.data.eval={long}", "evaluate.data.max_length=20"], False, r"evaluate\.data\.eval: .*long\.jsonl:1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "without_ray", "says"), LATE, ids=[case[0][0] for case in LATE])
+def test_what_the_last_step_would_refuse_is_refused_before_the_first(
+    overrides, without_ray, says, storage, request, in_root, prompts, tmp_path, monkeypatch, capsys
+):
+    """... and before run.fresh=true deletes what is there."""
+    registered(storage)
+    for name, text in (("rows", NO_PROMPT), ("long", json.dumps({"prompt": "Where is it? " * 40}))):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("rows", "long", "prompts")}
+    given = [
+        one.replace("{", "{0[").replace("}", "]}").format(files) if "{" in one else one for one in overrides
+    ]
+    kept = storage / "late" / "iterate.json"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("{}")
+    begun: list[str] = []
+    monkeypatch.setattr(command, "through", lambda *_: begun.append("a round"))
+    if without_ray:
+        monkeypatch.setattr(command.driver, "session", lambda _: begun.append("Ray"))
+    else:
+        request.getfixturevalue("embedded_ray")
+    iterate(storage, "late", *prompts, "run.fresh=true", *given, status=2)
+    error = capsys.readouterr().err
+    assert re.search(rf"^error: {says}", error), error
+    assert not begun and kept.exists()

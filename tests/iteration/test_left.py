@@ -6,6 +6,8 @@ import re
 import pytest
 
 from pipeline.__main__ import main
+from pipeline.commands import iterate as command
+from pipeline.errors import InputError
 from pipeline.iteration import plan as plans
 
 DEMO = "jobs/demo/iterate.yaml"
@@ -50,11 +52,11 @@ def test_a_name_is_that_of_a_run_or_of_an_iteration_or_of_a_sweep(fresh, tmp_pat
             "an iteration": ["iterate", DEMO, *name],
             "a sweep": ["sweep", "jobs/demo/rm.yaml", "lora.r=8,16", *name],
         }
-        for kind, command in commands.items():
+        for kind, typed in commands.items():
             if kind == owner:
                 continue
-            assert main(command) == 2
-            said = rf"run\.name: 'x' is the name of {owner} \(.*/x\); choose another, for example run\.name={command[0]}-x"
+            assert main(typed) == 2
+            said = rf"run\.name: 'x' is the name of {owner} \(.*/x\); choose another, for example run\.name={typed[0]}-x"
             assert re.search(said, error := capsys.readouterr().err), error
             assert [path.name for path in folder.iterdir()] == [file]
 
@@ -84,3 +86,87 @@ def test_a_damaged_iterate_json_is_named(damage, tmp_path, capsys):
     assert re.search(r"^error: run\.name: .*it/iterate\.json cannot be read \(.*run\.fresh=true", error), (
         error
     )
+
+
+def test_what_no_finished_step_has_used_may_be_mended(tmp_path, capsys):
+    """evaluate failed in the first round: its job is mended, and collect and dpo are not repeated."""
+    left = left_by(tmp_path, ended=False, rounds=[])
+    write(tmp_path, left)
+
+    def recorded(*overrides: str) -> dict:
+        return command.recorded(plans.read(DEMO, [f"run.storage_path={tmp_path}", "run.name=it", *overrides]))
+
+    mended = ["evaluate.data.max_length=200", "evaluate.judge=null"]
+    for step in ("collect", "dpo"):
+        (tmp_path / "it" / f"round-1-{step}").mkdir()
+        (tmp_path / "it" / f"round-1-{step}" / "result.json").write_text("{}")
+    assert recorded(*mended) == left
+    for changed, key in (
+        (["dpo.trainer.beta=0.5"], "dpo.trainer.beta"),
+        (["iterate.baseline=first"], "iterate.baseline"),
+    ):
+        with pytest.raises(
+            InputError, match=rf"'it' is an iteration of other jobs: {key} changed since it began"
+        ):
+            recorded(*mended, *changed)
+    (tmp_path / "it" / "round-1-evaluate").mkdir()
+    assert recorded(*mended) == left, "it has not ended"
+    (tmp_path / "it" / "round-1-evaluate" / "result.json").write_text("{}")
+    with pytest.raises(InputError, match=r"jobs: evaluate\.data\.max_length, evaluate\.judge changed"):
+        recorded(*mended)
+    assert recorded() == left
+
+
+def test_a_mended_input_is_pinned_anew(tmp_path):
+    pinned = {
+        "evaluate": {
+            "policy": FIRST,
+            "baseline": FIRST,
+            "judge": "models:/old/1",
+            "reward.0": "models:/rlhf-rm/3",
+        }
+    }
+    left = left_by(tmp_path, "evaluate.judge=models:/old@champion", pinned=pinned)
+
+    def known(judge: str) -> dict:
+        given = [f"run.storage_path={tmp_path}", f"evaluate.judge={judge}"]
+        return command.known_versions(plans.read(DEMO, given), left)["evaluate"]
+
+    assert known("models:/old@champion") == pinned["evaluate"]
+    assert known("models:/new@champion") == {k: v for k, v in pinned["evaluate"].items() if k != "judge"}
+
+
+def test_prompts_and_rewards_that_changed_do_not_continue_what_used_them(tmp_path):
+    plan = plans.read(DEMO, [f"run.storage_path={tmp_path}", "run.name=it"])
+    then = {
+        "collect": {"train": "a", "reward": "r"},
+        "dpo": {"eval": "b"},
+        "evaluate": {"eval": "c", "judge": "j"},
+    }
+    now = {
+        "collect": {"train": "A", "reward": "R"},
+        "dpo": {"eval": "b"},
+        "evaluate": {"eval": "C", "judge": "j"},
+    }
+    left = left_by(tmp_path, digests=then)
+    command.check_content(plan, left, now)  # nothing has ended that used them
+    for step in ("collect", "dpo"):
+        (tmp_path / "it" / f"round-1-{step}").mkdir(parents=True)
+        (tmp_path / "it" / f"round-1-{step}" / "result.json").write_text("{}")
+    command.check_content(plan, left, then)
+    with pytest.raises(
+        InputError, match=r"content of collect\.data\.train, collect\.reward has changed since 'it' began"
+    ):
+        command.check_content(plan, left, now)
+    command.check_content(plan, {}, now)  # a new one
+
+
+def test_a_report_that_was_not_drawn_is_drawn(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(command.report, "of_rounds", lambda folder, runs, table: drawn.append((folder, runs)))
+    write(tmp_path, left_by(tmp_path))
+    assert iterate(tmp_path, "run.report=false") == 0 and not drawn
+    assert iterate(tmp_path) == 0
+    assert drawn == [(f"{tmp_path}/it", ["d", "e"])]
+    (tmp_path / "it" / "report.html").write_text("x")
+    assert iterate(tmp_path) == 0 and len(drawn) == 1
