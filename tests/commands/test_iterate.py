@@ -199,5 +199,5 @@ def test_what_the_last_step_would_refuse_is_refused_before_the_first(
         request.getfixturevalue("embedded_ray")
     iterate(storage, "late", *prompts, "run.fresh=true", *given, status=2)
     error = capsys.readouterr().err
-    assert re.search(rf"^error: {says}", error), error
+    assert re.search(rf"^error: {says}", error, re.DOTALL), error
     assert not begun and kept.exists()
