@@ -94,6 +94,11 @@ def _check_shards(tree: Tree, job: Job) -> None:
             "given together with model.load_in_4bit, whose 4-bit weights FSDP cannot gather; keep one: an nf4 base is held "
             "whole, in a quarter of the memory of bfloat16",
         )
+    if job.lora.get("use_dora"):
+        raise tree.error(
+            "model.fsdp",
+            "given together with lora.use_dora, which takes norms of whole weights; keep one",
+        )
     if job.rollout.get("engine") == "vllm" and not (job.stage == "ppo" and job.rollout_config.workers[1]):
         elsewhere = (
             "give it GPUs of its own with rollout.num_workers=1"

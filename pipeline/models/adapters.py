@@ -162,6 +162,10 @@ class SharedBase(nn.Module):
                 f"lora: bias={config.bias!r}, modules_to_save={config.modules_to_save}: these train weights of the base, "
                 "which all roles share; expected bias: none and no modules_to_save but the head"
             )
+        if self.sharded and config.use_dora:
+            raise InputError(
+                "it is a DoRA adapter, which takes norms of whole weights, and the base is in shards; type model.fsdp=false"
+            )
         config.lora_dropout = 0.0  # dropout makes the first ratio differ from 1 and the KL from 0
         config.modules_to_save, config.inference_mode = None, False
         inject_adapter_in_model(config, self.base, role)

@@ -15,6 +15,7 @@ from pipeline.findings import require
 from pipeline.models import adapter_files, probes
 from pipeline.runtime import best, checks
 from pipeline.runtime.best import Best
+from pipeline.runtime.speed import Speed
 from pipeline.runtime.worker import Worker
 from pipeline.system.progress import Counter
 
@@ -44,8 +45,8 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
 class Reporter(TrainerCallback):
     """Progress, metrics and checkpoints of a transformers Trainer, handed to the worker as they come."""
 
-    def __init__(self, worker: Worker, trainer: Any, best: Best | None):
-        self.worker, self.trainer, self.best = worker, trainer, best
+    def __init__(self, worker: Worker, trainer: Any, best: Best | None, speed: Speed):
+        self.worker, self.trainer, self.best, self.speed = worker, trainer, best, speed
         self.evaluating: tuple[Counter, int] | None = None  # batches done in the evaluation that is under way
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -78,6 +79,8 @@ class Reporter(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         numbers = _numbers(logs or {})
+        if "loss" in numbers:
+            numbers |= self.speed.take()
         if "train_runtime" not in numbers:  # the summary at the end is not a step
             self.worker.log(numbers, state.global_step, state.max_steps)
 
@@ -175,7 +178,9 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     tracked = Best.of(worker.job, learning, worker.report)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Reporter(worker, trainer, tracked))
+    speed = Speed(worker, trainer)
+    trainer.add_callback(speed)
+    trainer.add_callback(Reporter(worker, trainer, tracked, speed))
     if worker.rank == 0:
         evaluates = trainer.args.eval_on_start and not worker.resume
         count = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0

@@ -232,6 +232,28 @@ BAD = [
         r"model\.chat_template: found 'nowhere\.jinja', expected an existing",
     ),
     ("sft", ["lora.init_lora_weights=pissa"], r"rewrites base weights"),
+    # a base in shards
+    (
+        "sft",
+        ["model.fsdp=true", "model.load_in_4bit=true"],
+        r"model\.fsdp: given together with model\.load_in_4bit",
+    ),
+    ("dpo", ["model.fsdp=true", "lora.use_dora=true"], r"model\.fsdp: given together with lora\.use_dora"),
+    (
+        "ppo",
+        ["model.fsdp=true", "rollout.engine=vllm"],
+        r"rollout\.engine: vllm would hold .* rollout\.num_workers=1",
+    ),
+    (
+        "evaluate",
+        ["model.fsdp=true", "rollout.engine=vllm"],
+        r"rollout\.engine: vllm would hold .* rollout\.engine=transformers",
+    ),
+    (
+        "generate",
+        ["model.fsdp=true"],
+        r"model\.fsdp: `generate` has no use for it: each of its processes holds the base whole",
+    ),
     ("sft", ["lora.bias=all"], r"lora\.bias: .*expected none"),
     ("sft", ["run.name=a/b"], r"run\.name: found 'a/b'"),
     ("sft", ["run.name=.."], r"run\.name: found '\.\.'"),

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from pipeline.models.adapters import SharedBase
-from pipeline.runtime import training
+from pipeline.runtime import speed, training
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +66,25 @@ def test_an_adapter_on_the_lm_head_takes_no_weight_of_the_base_along(base, tmp_p
         with torch.no_grad(), shared.use("policy"):
             ours = shared.logits(shared.hidden("policy", ids))
         torch.testing.assert_close(ours, training.logits(trainer.model, row), rtol=1e-4, atol=1e-4)
+
+
+def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monkeypatch):
+    clock = iter([10.0, 12.0, 50.0, 52.0])
+    monkeypatch.setattr(speed.time, "monotonic", lambda: next(clock))
+    trainer = trained(base)
+    trainer._total_train_tokens = 1000  # before a resume
+    worker = SimpleNamespace(job=SimpleNamespace(stage="dpo"), device="cpu", world=2)
+    measured = speed.Speed(worker, trainer)
+    measured.on_train_begin(None, None, None)
+    assert measured.take() == {}
+    for _ in range(2):
+        measured.on_step_begin(None, None, None)
+        trainer._total_train_tokens += 300
+        measured.on_step_end(None, None, None)
+    monkeypatch.setattr(speed, "peak_flops", lambda device: 1e9)
+    found = measured.take()
+    assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
+    # forward and backward of the policy, forward of the reference; a datasheet's peak for each worker
+    flops = 2 * trainer.model.get_base_model().num_parameters() * 600 * 3
+    assert found["mfu"] == pytest.approx(flops / (4 * 1e9 * 2))
+    assert measured.take() == {}
