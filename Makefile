@@ -55,7 +55,7 @@ $(VENV)/.cloud: $(PINS)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "  PROFILE=demo|own|llama3-8b|llama3-8b-qlora|llama3-70b-qlora picks jobs/PROFILE, JOB=file.yaml names one job, ARGS=\"section.key=value ...\" overrides."
+	@echo "  PROFILE=demo|own|llama3-8b|llama3-8b-qlora|llama3-70b-qlora|llama3-70b picks jobs/PROFILE, JOB=file.yaml names one job, ARGS=\"section.key=value ...\" overrides."
 	@echo "  For example: make sft PROFILE=llama3-8b ARGS=\"trainer.learning_rate=1e-4 data.train=my.jsonl data.eval=null data.eval_fraction=0.1\""
 	@echo "  Whatever fails, make ends with status 2; $(PY) -m pipeline has statuses that tell failures apart (README.md)."
 	@echo "  With RAY_ADDRESS=http://HEAD:8265 the stages are submitted to that cluster; cluster.yaml says how to get one."

@@ -25,6 +25,12 @@ def run(job: Job) -> dict[str, Any]:
             f"python -m pipeline validate {job.source})",
             key="stage",
         )
+    if job.model.fsdp and job.workers[0] > 1:
+        raise InputError(
+            "doctor computes in one process, with the base whole; type model.fsdp=false where that fits, or check the job on a "
+            "smaller base of its kind",
+            key="model.fsdp",
+        )
     job = driver.name_run(replace(job, run=replace(job.run, name=None, max_failures=0)))
     job = replace(
         job,

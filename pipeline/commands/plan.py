@@ -180,10 +180,12 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
         )
     if planned.job.stage == "ppo" and (fits := [name for name in names if name in fitting]):
         print(rollout_workers(plan.cost(planned, fits[0], rows)))
-    links = ", ".join(f"{plan.GPUS[name].link:g} GB/s on {name}" for name in fitting if planned.gathered)
+    shown = [name for name in names if name in fitting and planned.gathered]
+    links = ", ".join(f"{plan.GPUS[name].link:g} GB/s on {name}" for name in shown)
+    links = f"layers gathered at {links},\n   " if links else ""
     print(
         f"   Assumed: {plan.UTILISATION:.0%} of the peak in matrix products, {plan.LAUNCH * 1e3:g} ms a layer and token in "
-        f"decoding,\n   {f'layers gathered at {links},{chr(10)}   ' if links else ''}and rough list prices. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
+        f"decoding,\n   {links}and rough list prices. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
     )
     return bool(set(names) & set(fitting))
 

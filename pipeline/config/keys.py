@@ -13,7 +13,7 @@ _HUB = "models go to the MLflow registry (mlflow.registered_model)"
 _MODEL = "how the base is loaded is said in the `model` section"
 _ORDER = "the pipeline draws the batches, so that every row is seen exactly once an epoch and a resumed run continues where it stopped"
 _REPORT = "metrics go to MLflow, and to what mlflow.also names"
-_SHARD = "adapters train data-parallel over scaling.num_workers; the frozen base is not sharded"
+_SHARD = "adapters train data-parallel over scaling.num_workers; model.fsdp puts the frozen base in shards"
 _INIT = (
     "an initialisation from data rewrites base weights that all adapters share; see lora.init_lora_weights"
 )

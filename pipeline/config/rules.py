@@ -336,8 +336,9 @@ def warnings(job: Job) -> Iterator[str]:
     yield from gates.unmeasured(job)
     if job.gate and STAGE[job.stage].learns and not job.mlflow.registered_model:
         yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
-    if job.model.fsdp and job.workers[1] == 1:
-        yield "model.fsdp: one worker holds the base whole; scaling.num_workers=2 would halve it"
+    if job.model.fsdp and job.workers[0] == 1:
+        left = "" if job.workers[1] == 1 else ", and so does the last one of scaling.num_workers"
+        yield f"model.fsdp: one worker holds the base whole{left}; with 2 or more each has its part"
     if job.stage == "ppo":
         yield from _idle_rollout_workers(job)
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:

@@ -2,17 +2,21 @@
 
 A forward of a sharded base gathers each layer from all ranks, and so does its backward. Ranks that make different numbers of
 them would wait for each other for ever: one whose completions ended early, one with fewer micro-batches, rank 0 alone as it
-checks the saved adapter. Before each forward, therefore, the ranks say what they are about to do, in one number each:
+checks the saved adapter. Before each forward, therefore, the ranks all-reduce (MAX) a code of what each is about to do:
 
     nothing, a forward with gradients (of which role), or one without.
 
 A rank that has nothing to do, or something else, joins in with a forward of one token until all want the same. `catch_up`
 is for the points where ranks meet in another collective: it returns when no rank has a forward left to make.
+
+Who joins in a forward with gradients runs its backward at once. So where ranks have unequal work, each runs the backward of a
+forward before its next forward, as ppo does; TRL's trainers need not, for their ranks have equal batches.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -41,8 +45,9 @@ class Lockstep:
     def __init__(self, body: nn.Module) -> None:
         self.body = body
         self.shared: Roles | None = None  # None: one adapter, which is always in use
-        # Numbers of the CPU, whatever the shards' device: to agree must not wait for a GPU.
-        self.group = dist.new_group(backend="gloo")
+        # On the CPU, whatever the shards' device: to agree must not wait for a GPU. A rank may wait for one that waits for
+        # rollout workers, for as long as that takes; what starts the ranks notices when one dies.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.joining = False
         body.register_forward_pre_hook(self._before, prepend=True)  # before FSDP gathers anything
 
@@ -50,7 +55,7 @@ class Lockstep:
         if not self.joining:
             mine = self._mine()
             while (wanted := self._agree(mine)) != mine:
-                self._join(wanted, mine)
+                self._join(wanted)
 
     def _mine(self) -> int:
         if not torch.is_grad_enabled():
@@ -62,22 +67,27 @@ class Lockstep:
         return [None, *(self.shared.roles if self.shared else ())]
 
     def _agree(self, mine: int) -> int:
-        """The largest of what the ranks want: forwards without gradients come first."""
-        number = torch.tensor(mine)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
-        return int(number)
+        """The largest code of any rank: forwards without gradients come first.
+
+        Raises:
+            RuntimeError: on every rank, when two are about to train different roles.
+        """
+        learns = NOTHING < mine < WITHOUT_GRADIENTS
+        codes = torch.tensor([mine, -mine if learns else -WITHOUT_GRADIENTS])
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=self.group)
+        largest, smallest_learning = codes[0].item(), -codes[1].item()
+        if smallest_learning < largest < WITHOUT_GRADIENTS:
+            names = [self._roles[code - 1] for code in (smallest_learning, largest)]
+            raise RuntimeError(f"ranks train different roles at the same time: {names[0]} and {names[1]}")
+        return int(largest)
 
     def catch_up(self) -> None:
         """Joins in the other ranks' forwards until none is left. Every rank calls it."""
         while wanted := self._agree(NOTHING):
-            self._join(wanted, NOTHING)
+            self._join(wanted)
 
-    def _join(self, wanted: int, mine: int) -> None:
+    def _join(self, wanted: int) -> None:
         """A forward of one token; with gradients, its backward as well, which adds zeros to them."""
-        if wanted != WITHOUT_GRADIENTS and mine != NOTHING:
-            raise RuntimeError(
-                f"ranks train different roles at the same time: {self._roles[mine - 1]} and {self._roles[wanted - 1]}"
-            )
         learns = wanted != WITHOUT_GRADIENTS
         role = self.shared.use(self._roles[wanted - 1]) if self.shared and learns else nullcontext()
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.body.parameters()).device)

@@ -53,6 +53,11 @@ def load_shards(
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     config, auto = configured(model, scorer_tokenizer)
+    if getattr(config, "quantization_config", None):
+        raise InputError(
+            f"{model.name_or_path!r} has quantised weights, which FSDP cannot gather; type model.fsdp=false",
+            key="model.fsdp",
+        )
     options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
@@ -81,7 +86,8 @@ def _shard(base: PreTrainedModel, mesh: DeviceMesh) -> None:
         )
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    # The body and not the ForCausalLM: SharedBase.body calls the body, and only hooks of what is called run.
+    # The body and not the ForCausalLM: SharedBase.body calls the body, and only hooks of what is called run. Resharded after
+    # each forward, which FSDP2 by itself does not do with the outermost module: its backward may be long in coming.
     fully_shard(body, mesh=mesh, reshard_after_forward=True)
 
 
@@ -104,54 +110,84 @@ def _allocate(base: nn.Module, device: torch.device) -> None:
 
 
 def _weight_files(model: Model) -> list[Path]:
-    """The base's safetensors files, fetched from the hub unless it is a folder."""
+    """The base's safetensors files in the order in which transformers reads them, fetched from the hub unless it is a folder."""
     name, revision = model.name_or_path, model.revision
+    single = base_file(name, SINGLE, revision)
+    if single is not None:  # it comes before an index
+        return [single]
     index = base_json(name, INDEX, revision)
-    names = sorted(set(index["weight_map"].values())) if index else [SINGLE]
-    files = [base_file(name, each, revision) for each in names]
-    if any(file is None for file in files):
+    if index is None:
         raise InputError(
-            f"{str(local(name))!r} has no {names[files.index(None)]}; a base in shards is read from safetensors alone",
-            key="model.name_or_path",
+            f"{str(local(name))!r} has no safetensors, which alone can be read in shards; type model.fsdp=false",
+            key="model.fsdp",
         )
-    return [file for file in files if file is not None]
+    files = []
+    for each in sorted(set(index["weight_map"].values())):
+        file = base_file(name, each, revision)
+        if file is None:
+            raise InputError(
+                f"{str(local(name))!r} has no {each}, which its {INDEX} names; fetch the model again",
+                key="model.name_or_path",
+            )
+        files.append(file)
+    return files
 
 
 @torch.no_grad()
 def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     """Read this rank's rows of each parameter: safetensors maps the file, so the rest is not copied."""
-    missing = dict(base.named_parameters())
-    # An lm head that is the embedding has no tensor of its own in the files; here the two are apart, for both are frozen.
-    also = {}
-    if (
-        base.config.get_text_config().tie_word_embeddings
-        and (head := base.get_output_embeddings()) is not None
-    ):
-        names = {parameter: name for name, parameter in missing.items()}
-        embedding = base.get_input_embeddings()
-        also[names[embedding.weight]] = missing.pop(names[head.weight])
+    parameters = dict(base.named_parameters())
+    missing = dict(parameters)
     for file in files:
         stored = stored_in(file)
         with safe_open(file, framework="pt") as tensors:
-            for name in stored.keys() & missing.keys():
-                for parameter in (missing.pop(name), *([also[name]] if name in also else [])):
-                    if stored[name].shape != tuple(parameter.shape):
-                        raise InputError(
-                            f"{file}: {name} has shape {stored[name].shape} and config.json promises "
-                            f"{tuple(parameter.shape)}; fetch or save the model again",
-                            key="model.name_or_path",
-                        )
-                    mine, begin = _rows(parameter)
-                    if mine.numel():
-                        mine.copy_(tensors.get_slice(name)[begin : begin + len(mine)])
-    for name in [name for name in missing if name.startswith(HEAD_NAMES)]:
-        missing.pop(name)
-        base._init_weights(score_head(base))  # with the random numbers that transformers' loading takes
+            for name in (
+                stored.keys() & parameters.keys()
+            ):  # what a later file has as well is read again, as in transformers
+                _read(tensors, name, parameters[name], stored[name].shape, file)
+                missing.pop(name, None)
+    _fill_tied(base, files, missing)
+    if heads := [name for name in missing if name.startswith(HEAD_NAMES)]:
+        # A scorer's new head: random, and alike on all ranks, since each stage seeds them alike before it loads its base.
+        base._init_weights(score_head(base))
+        for name in heads:
+            del missing[name]
     if missing:
         raise InputError(
-            f"the weight files of {where!r} lack {len(missing)} of its tensors: {min(missing)!r}; fetch or save the model again",
+            f"the weight files of {where!r} have no tensors called {min(missing)!r} and so on, {len(missing)} in all. Fetch the "
+            "model again; if they have other names there, which are translated as a whole base is loaded, type model.fsdp=false",
             key="model.name_or_path",
         )
+
+
+def _fill_tied(base: PreTrainedModel, files: list[Path], missing: dict[str, nn.Parameter]) -> None:
+    """Embedding and lm head that are one weight have one tensor in the files. Here they are two, for both are frozen."""
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if head is None or not base.config.get_text_config().tie_word_embeddings:
+        return
+    names = {id(parameter): name for name, parameter in base.named_parameters()}
+    pair = [names[id(embedding.weight)], names[id(head.weight)]]
+    lacking = [name for name in pair if name in missing]
+    if len(lacking) != 1:
+        return
+    there = next(name for name in pair if name not in lacking)
+    for file in files:
+        stored = stored_in(file)
+        if there in stored:
+            with safe_open(file, framework="pt") as tensors:
+                _read(tensors, there, missing.pop(lacking[0]), stored[there].shape, file)
+            return
+
+
+def _read(tensors: Any, name: str, parameter: nn.Parameter, shape: tuple[int, ...], file: Path) -> None:
+    if shape != tuple(parameter.shape):
+        raise InputError(
+            f"{file}: {name} has shape {shape} and config.json promises {tuple(parameter.shape)}; fetch or save the model again",
+            key="model.name_or_path",
+        )
+    mine, begin = _rows(parameter)
+    if mine.numel():
+        mine.copy_(tensors.get_slice(name)[begin : begin + len(mine)])
 
 
 def _rows(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:

@@ -66,7 +66,7 @@ RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA'
 # size, and comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 returns each block and costs a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a base in shards that are whole at the same time: the one that computes, the next one, and that one's gathered pieces
-# before they are put together.
+# before they are put together. Not measured on a GPU.
 GATHERED = 3
 # For each entry of (tokens, vocabulary), at the peak of TRL's losses of sft, dpo and kto; measured.
 LOGIT_BYTES = 32
@@ -253,7 +253,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         lengths,
         shape.context,
         moved,
-        shape.weights if _in_shards(job) and learns else 0.0,
+        shape.body if _in_shards(job) and learns else 0.0,
         shape.unread,
     )
 
@@ -432,7 +432,8 @@ def _changes(job: Job) -> list[tuple[str, Any]]:
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
     if job.scaling.get("use_gpu"):
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
-    changes.append(("model.load_in_4bit", True))
+    if not job.model.fsdp:  # of shards there are no 4-bit ones
+        changes.append(("model.load_in_4bit", True))
     return [(key, value) for key, value in changes if _value(job, key) != value]
 
 
@@ -497,9 +498,10 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
             * (2 if args.gradient_checkpointing is False else 3)
         )
         tokens = episodes * (prompt + completion)
+        mean = min(prompt + completion, asked.width)
         scored = _seconds(plan, gpu, tokens, asked.scored)  # a forward without gradients of all episodes
         gathers = 2 * args.num_ppo_epochs * (1 + args.has_critic_adapter)
-        learning = _seconds(plan, gpu, tokens, asked.rows * asked.width, learn, gathers)
+        learning = _seconds(plan, gpu, tokens, asked.rows * mean, learn, gathers)
         batches = math.ceil(episodes / args.decoded(workers))
         launch = (
             0.0 if plan.job.rollout_config.engine == "vllm" else plan.layers * LAUNCH
@@ -519,7 +521,8 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
             tokens = steps * batch * (plan.tokens[0] if given.get("packing") else prompt)
         else:
             tokens = rows.count * prompt * given.get("num_train_epochs", 3.0)
-        at_once = asked.rows * asked.sequences * asked.width
+        row = plan.tokens[0] if given.get("packing") else prompt  # a forward of short rows is short
+        at_once = asked.rows * asked.sequences * row
         gathers = 2 + facts.keeps_reference + facts.further_forwards
         seconds = _seconds(plan, gpu, tokens * facts.sequences, at_once, learn * models, gathers)
     hours = seconds / workers / 3600
@@ -529,7 +532,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
 
 
 def _seconds(
-    plan: Plan, gpu: Gpu, tokens: float, at_once: int, passes: float = 1.0, gathers: float = 1.0
+    plan: Plan, gpu: Gpu, tokens: float, at_once: float, passes: float = 1.0, gathers: float = 1.0
 ) -> float:
     """GPU seconds of so many passes over tokens: to multiply, or to gather the shards of the base, whichever takes longer.
 

@@ -50,10 +50,13 @@ class Shape:
 
     def sharded(self, workers: int) -> float:
         """Bytes of the base on each of so many workers with `model.fsdp`: its part of the body, and a whole lm head."""
-        scorer = STAGE[self.job.stage].learns == "reward"
+        return self.body / workers + self.embedding * (STAGE[self.job.stage].learns != "reward")
+
+    @property
+    def body(self) -> float:
+        """Bytes of all but the lm head."""
         tied = self.config.get_text_config().tie_word_embeddings
-        body = self.weights - self.embedding * (not tied)
-        return body / workers + self.embedding * (not scorer)
+        return self.weights - self.embedding * (not tied)
 
     def _count(self, layers: int) -> dict[str, int]:
         """Parameters of a model of `layers` layers: all, and those of linear layers without the lm head."""

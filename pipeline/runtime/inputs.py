@@ -174,6 +174,23 @@ def check_split(job: Job, config: dict[str, Any]) -> None:
         )
 
 
+def check_shards(job: Job, files: Any) -> None:
+    """Refuses model.fsdp for a base whose files cannot be read in shards.
+
+    Args:
+        files: of the base, models.fit.Base.
+    """
+    if not job.model.fsdp:
+        return
+    if files.config.get("quantization_config"):
+        what = "has quantised weights, which FSDP cannot gather"
+    elif job.model.allow_pickle and not files.tensors:
+        what = "has no safetensors, which alone can be read in shards"
+    else:
+        return
+    raise InputError(f"{job.model.name_or_path!r} {what}; type model.fsdp=false", key="model.fsdp")
+
+
 def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files: Any) -> dict[str, str]:
     """{input: local folder} of those inputs that are adapters; each must have been trained on the job's base.
 
@@ -230,13 +247,17 @@ def _check_lm_head(job: Job, folder: str) -> None:
 
 
 def _check_mixable(job: Job, folder: str) -> None:
-    """Refuses an adapter that cannot share a batch with others, where batches are shared."""
+    """Refuses an adapter that cannot share a batch with others, where batches are shared, or is of weights in shards."""
     from pipeline.models import adapter_files
 
     if STAGE[job.stage].runs_in == "serve" and adapter_files.settings(folder).get("use_dora"):
         raise InputError(
             "it is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
             "model.name_or_path, and serve `base`"
+        )
+    if job.model.fsdp and adapter_files.settings(folder).get("use_dora"):
+        raise InputError(
+            "it is a DoRA adapter, which takes norms of whole weights, and model.fsdp puts them in shards; type model.fsdp=false"
         )
 
 

@@ -26,6 +26,7 @@ from pipeline.runtime.inputs import (
     check_labels,
     check_paths,
     check_sampler,
+    check_shards,
     check_split,
     check_updates,
     digests_of_functions,
@@ -172,6 +173,7 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
     files = check_base(model, gpu=bool(job.scaling.get("use_gpu")))
     if job.stage == "ppo":
         check_split(job, files.config)
+    check_shards(job, files)
     base = base_identity(model.name_or_path, model.revision)
     model = replace(model, revision=base["revision"])  # the commit, for all workers
     job = replace(job, model=model)

@@ -204,13 +204,12 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
 
 
 def leave_shards_alone(model: Any) -> None:
-    """DDP, which averages the adapters' gradients, does not send rank 0's shards of the base to the others."""
+    """DDP sends rank 0's parameters to the others as it begins, frozen ones too; shards of the base differ on purpose."""
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
     shards = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    # Private in torch 2.13, and what its own documentation of DDP beside sharded parameters names. Remove when DDP leaves out
-    # what needs no gradient.
+    # Private in torch 2.13 (https://github.com/pytorch/pytorch/issues/43690). Remove when DDP takes such a list publicly.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, shards)
 
 

@@ -1,6 +1,8 @@
 """A base in shards over two gloo processes computes what the whole one does, and no rank holds it whole."""
 
 import gc
+import json
+import shutil
 import socket
 import threading
 
@@ -8,12 +10,15 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import toy_ppo as toy
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import Model
+from pipeline.errors import InputError
 from pipeline.models import lockstep
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
+from pipeline.models.lockstep import Lockstep
 from pipeline.models.shards import load_shards
 from pipeline.ppo.rewards import AdapterReward
 
@@ -127,6 +132,104 @@ def test_shards_compute_what_the_whole_computes(tmp_path):
             assert torch.equal(a, b) and history == expected_history
         assert torch.equal(head, parts[0][-1]) and head.std() > 0
     assert sum(held for _, held, *_ in parts) == size + lm_head
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    lockstep._current = None
+    torch.distributed.destroy_process_group()
+
+
+def stored(base, folder, **options):
+    base.save_pretrained(folder, **options)
+    return load_file(folder / "model.safetensors") if (folder / "model.safetensors").exists() else {}
+
+
+def both_and_an_index_of_another(folder):
+    stored(toy.base(seed=1), folder, max_shard_size="20KB")
+    stored(toy.base(), folder / "other")
+    shutil.copy(folder / "other/model.safetensors", folder)
+
+
+def a_tensor_twice(folder):
+    stored(toy.base(), folder, max_shard_size="20KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    name, other = "model.norm.weight", next(file for name, file in index.items() if "norm" not in name)
+    assert index[name] != other
+    tensors = load_file(folder / other)
+    save_file(tensors | {name: torch.full((32,), 7.0)}, folder / other, {"format": "pt"})
+
+
+def tied(folder):
+    stored(toy.base(tie_word_embeddings=True), folder)
+
+
+def tied_with_a_head_of_its_own(folder):
+    tensors = stored(toy.base(tie_word_embeddings=True), folder)
+    tensors["lm_head.weight"] = torch.randn(toy.VOCAB, 32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def tied_with_the_head_alone(folder):
+    tensors = stored(toy.base(tie_word_embeddings=True), folder)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        both_and_an_index_of_another,
+        a_tensor_twice,
+        tied,
+        tied_with_a_head_of_its_own,
+        tied_with_the_head_alone,
+    ],
+    ids=lambda write: write.__name__,
+)
+def test_the_files_are_read_as_transformers_reads_them(write, tmp_path, one_rank):
+    write(tmp_path)
+    ids = torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        whole, shards = (load(job_model(tmp_path))(input_ids=ids).logits for load in (load_base, load_shards))
+    assert torch.equal(whole, shards)
+
+
+def test_what_cannot_be_sharded_is_refused(tmp_path, one_rank):
+    tensors = stored(toy.base(), tmp_path)
+    save_file(
+        {name.removeprefix("model."): t for name, t in tensors.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(InputError, match=r"no tensors called 'model.*other names.*model\.fsdp=false"):
+        load_shards(job_model(tmp_path))
+    toy.base("gemma").save_pretrained(tmp_path / "gemma")
+    with pytest.raises(InputError, match=r"has buffers that no file holds.*model\.fsdp=false"):
+        load_shards(job_model(tmp_path / "gemma"))
+    toy.base("gpt2").save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(InputError, match=r"has no `layers`.*model\.fsdp=false"):
+        load_shards(job_model(tmp_path / "gpt2"))
+
+
+def test_ranks_that_train_different_roles_all_say_so(monkeypatch, one_rank):
+    """Either of two ranks: the codes of the other are what the all-reduce brings."""
+    monkeypatch.setattr(lockstep.dist, "new_group", lambda **_: None)
+    steps = Lockstep(toy.base().base_model)
+    steps.shared = with_roles(toy.base())
+    for mine, other in ((2, 4), (4, 2)):
+        theirs = torch.tensor([other, -other])
+        monkeypatch.setattr(
+            lockstep.dist, "all_reduce", lambda codes, theirs=theirs, **_: codes.copy_(codes.maximum(theirs))
+        )
+        with pytest.raises(RuntimeError, match="different roles at the same time: policy and critic"):
+            steps._agree(mine)
+        assert steps._agree(other) == other
+        assert steps._agree(lockstep.NOTHING) == other
+        assert steps._agree(lockstep.WITHOUT_GRADIENTS) == lockstep.WITHOUT_GRADIENTS
 
 
 def private_bytes():

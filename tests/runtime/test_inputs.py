@@ -20,7 +20,7 @@ from pipeline.errors import InputError
 from pipeline.models.base import base_identity
 from pipeline.registry import lineage
 from pipeline.runtime import inputs
-from pipeline.runtime.inputs import check_reward_model, pin_inputs
+from pipeline.runtime.inputs import check_reward_model, check_shards, pin_inputs
 from pipeline.runtime.preparation import check_models
 
 SINGLE = "model.safetensors"
@@ -127,6 +127,25 @@ def test_an_adapter_on_the_lm_head_is_refused_where_it_would_be_lost(stage, give
     job = load_job(f"jobs/demo/{stage}.yaml", [text.format(tmp_path) for text in given], stage)
     with pytest.raises(InputError, match=says) if says else nullcontext():
         check_models(job, {"policy": str(tmp_path)})
+
+
+def test_shards_and_what_needs_whole_weights_are_refused_together(tmp_path, in_root):
+    shared = toy_models.shared_base()
+    shared.add("policy", lora={"r": 2, "use_dora": True})
+    shared.save("policy", str(tmp_path / "dora"))
+    base = base_identity(str(toy_models.DEMO))
+    lineage.write(str(tmp_path / "dora"), lineage.describe("sft", base, toy_models.tokenizer(), {}, {}))
+    job = load_job("jobs/demo/dpo.yaml", [f"policy={tmp_path / 'dora'}", "model.fsdp=true"], "dpo")
+    with pytest.raises(InputError, match=r"policy: it is a DoRA adapter.*model\.fsdp=false"):
+        check_models(job, {"policy": str(tmp_path / "dora")})
+    job = load_job("jobs/demo/sft.yaml", ["model.fsdp=true", "model.allow_pickle=true"], "sft")
+    check_shards(job, SimpleNamespace(config={}, tensors={"a": None}))
+    for config, says in (
+        ({"quantization_config": {}}, None),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    ):
+        with pytest.raises(InputError, match=says or "has no safetensors"):
+            check_shards(job, SimpleNamespace(config=config, tensors={}))
 
 
 def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in_root):
