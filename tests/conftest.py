@@ -53,9 +53,9 @@ def migrated(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_credentials_of_another_test():
-    """`registry.client` puts a tracking URI's user and password into the environment: they end with the test."""
+    """`registry.client` puts a user and password into the environment, `serve`'s build Ray's address: they end with the test."""
     yield
-    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "RAY_ADDRESS"):
         os.environ.pop(name, None)
 
 
