@@ -8,11 +8,11 @@ against its dataclass. Relative paths are relative to the working directory of t
 
 import difflib
 import importlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.config.fields import Field, fields_of, show
+from pipeline.config.fields import NULL, Field, fields_of, show
 from pipeline.config.gates import OPERATORS as OPERATORS
 from pipeline.config.gates import parse_gate as parse_gate
 from pipeline.config.jobfile import Tree, read_tree
@@ -343,7 +343,11 @@ def _library_section(tree: Tree, section: str) -> dict[str, Any]:
     for key in tree.section(section):
         if key in refused:
             raise tree.error(f"{section}.{key}", f"not to be set here: {refused[key]}")
-    return _checked(tree, section, fields_of(dotted))
+    fields = fields_of(dotted)
+    if section == "trainer" and STAGE[tree.data["stage"]].trl:  # null: planning/recompute.py chooses
+        own = fields["gradient_checkpointing"]
+        fields = {**fields, own.name: replace(own, checks=(*own.checks, NULL))}
+    return _checked(tree, section, fields)
 
 
 def _checked(tree: Tree, section: str, fields: dict[str, Field]) -> dict[str, Any]:

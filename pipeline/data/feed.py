@@ -178,10 +178,12 @@ class ExactBatches(Trainer):
                 seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
             ),
         )
-        # Prepared as if for one process: placement on the device and look-ahead, but no second sharding of batches.
+        # Prepared as if for one process: placement on the device and look-ahead, but no second sharding of batches. From pinned
+        # memory the copy goes on while the step before it computes.
         prepared = prepare_data_loader(
-            loader, device=self.accelerator.device, num_processes=1, process_index=0, put_on_device=True
-        )
+            loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
+            non_blocking=args.dataloader_pin_memory,
+        )  # fmt: skip
         # No remainder: gather_for_metrics must not cut the last batch. Private (accelerate 1.15), as its argument is.
         prepared._drop_last = True
         return prepared

@@ -141,9 +141,8 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     for file in files:
         stored = stored_in(file)
         with safe_open(file, framework="pt") as tensors:
-            for name in (
-                stored.keys() & parameters.keys()
-            ):  # what a later file has as well is read again, as in transformers
+            # What a later file has as well is read again, as in transformers.
+            for name in stored.keys() & parameters.keys():
                 _read(tensors, name, parameters[name], stored[name].shape, file)
                 missing.pop(name, None)
     _fill_tied(base, files, missing)

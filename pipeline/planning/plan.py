@@ -92,9 +92,7 @@ class Plan:
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
     context: int  # of the base, in tokens
     moved: float  # bytes between a GPU and its memory in a decoding step: the weights, and nf4 unpacked
-    gathered: float = (
-        0.0  # bytes that a forward gathers from the other workers: the base, where it is in shards
-    )
+    gathered: float = 0.0  # bytes that a forward gathers from other workers: the base, where it is in shards
     unread: str | None = None  # why the base's config.json could not be read; its shape is then from known.py
 
     @property
@@ -172,7 +170,7 @@ def settings(job: Job, context: int) -> Settings:
         given.get("per_device_train_batch_size", 8),
         min(job.data.max_length or context, context),
         job.bf16,
-        given.get("gradient_checkpointing", True),
+        given.get("gradient_checkpointing") is not False,  # TRL's default is true
         facts.sequences,
     )
 
@@ -503,9 +501,8 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         gathers = 2 * args.num_ppo_epochs * (1 + args.has_critic_adapter)
         learning = _seconds(plan, gpu, tokens, asked.rows * mean, learn, gathers)
         batches = math.ceil(episodes / args.decoded(workers))
-        launch = (
-            0.0 if plan.job.rollout_config.engine == "vllm" else plan.layers * LAUNCH
-        )  # vLLM replays CUDA graphs
+        replayed = plan.job.rollout_config.engine == "vllm"  # it replays CUDA graphs
+        launch = 0.0 if replayed else plan.layers * LAUNCH
         gathered = 0.0 if plan.job.rollout_config.workers[1] else plan.gathered / (gpu.link * 1e9)
         step = max(plan.moved / (gpu.bandwidth * 1e9), launch, gathered)
         sampling = batches * completion * step + 2 * scored  # the reward's and the reference's forwards
@@ -513,7 +510,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         sampling /= seconds
     else:
         given, facts = plan.job.trainer, STAGE[plan.job.stage]
-        learn = 3 if given.get("gradient_checkpointing", True) else 2
+        learn = 3 if asked.checkpointing else 2
         # the reference costs a forward, one of `learn` passes
         models = 1 + (facts.keeps_reference + facts.further_forwards) / learn
         steps, batch = given.get("max_steps", 0), plan.job.data.batch_size or 8 * workers

@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
 from pipeline.planning.plan import GIB, Loras, make
 from pipeline.registry import lineage
 
-SHARE = (
-    0.9  # of the memory: a plan is within 15 % of measured peaks on a CPU, and no GPU has been measured yet
-)
+if TYPE_CHECKING:
+    from pipeline.ppo.config import PPOConfig
+
+# Of the memory: a plan is within 15 % of measured peaks on a CPU, and no GPU has been measured yet.
+SHARE = 0.9
 
 
 def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
-    """(whether to recompute, why) for a worker of a ppo job with so many free bytes, before anything is loaded."""
+    """(whether to recompute, why) for a worker of a job with so many free bytes, before anything is loaded."""
     plain = replace(job, trainer={**job.trainer, "gradient_checkpointing": False})
     peak = make(plain, loras).peak
     needed = peak > SHARE * memory
@@ -29,8 +31,8 @@ def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool
     )
 
 
-def settled(worker: Any) -> Any:
-    """The PPOConfig of a worker's job with `gradient_checkpointing` true or false, the same on all ranks; rank 0 says it.
+def chosen(worker: Any) -> bool:
+    """Whether the workers of a job recompute, where it says null: the same on all ranks; rank 0 says why.
 
     To be called before the base is loaded.
     """
@@ -38,9 +40,6 @@ def settled(worker: Any) -> Any:
 
     from pipeline.ppo.decode_memory import free_bytes
 
-    args = worker.job.args
-    if args.gradient_checkpointing is not None:
-        return args
     models = [name for name, at in worker.work.inputs.items() if not at.startswith("python:")]
     folders = {name.split(".")[0]: worker.input(name) for name in models}
     loras = {name: lineage.adapter_config(at) for name, at in folders.items() if lineage.is_adapter(at)}
@@ -48,4 +47,14 @@ def settled(worker: Any) -> Any:
     needed, why = max(found)  # of the worker with the least room
     if worker.rank == 0:
         print(why, flush=True)
-    return replace(args, gradient_checkpointing=needed)
+    return needed
+
+
+def settled(worker: Any) -> PPOConfig:
+    """The PPOConfig of a worker's job with `gradient_checkpointing` true or false."""
+    args = worker.job.args
+    return (
+        args
+        if args.gradient_checkpointing is not None
+        else replace(args, gradient_checkpointing=chosen(worker))
+    )

@@ -58,9 +58,9 @@ class Notice:
         import ray.train.torch
         import torch
 
-        from pipeline.models import lockstep
+        from pipeline.models.lockstep import catch_up
 
         numbers = torch.tensor(mine, device=ray.train.torch.get_device())
-        lockstep.catch_up()
+        catch_up()
         torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
         return numbers.tolist()

@@ -175,20 +175,15 @@ class Worker(Host):
 
         return load_shards(self.model, scorer_tokenizer, self.device)
 
-    def catch_up(self) -> None:
-        """No forward of a sharded base is left to make; every rank calls it before it waits for the others."""
-        if self.job.model.fsdp and self.world > 1:
-            from pipeline.models import lockstep
-
-            lockstep.catch_up()
-
     def gather(self, mine: Any) -> list[Any]:
         """[what each rank has], on every rank."""
         import torch
 
+        from pipeline.models.lockstep import catch_up
+
         if self.world == 1:
             return [mine]
-        self.catch_up()
+        catch_up()
         parts: list[Any] = [None] * self.world
         torch.distributed.all_gather_object(parts, mine)
         return parts
@@ -247,7 +242,9 @@ class Worker(Host):
         import ray.train
         from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 
-        self.catch_up()
+        from pipeline.models.lockstep import catch_up
+
+        catch_up()
         self._seal(folder)
         if self.rank == 0:  # its name holds for all
             name = checkpoints.unused(self.work.job.folder, name)

@@ -33,6 +33,7 @@ def train(worker: Worker) -> dict[str, Any]:
             return dataset
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
+    args = training.arguments(worker, DPOConfig, max_length=None)
     base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
         # TRL copies the adapter that it finds here to one called `ref` and freezes that: the reference.
@@ -41,7 +42,7 @@ def train(worker: Worker) -> dict[str, Any]:
         adapter = LoraConfig(task_type="CAUSAL_LM", **worker.job.lora)
     trainer = Trainer(
         model=base,
-        args=training.arguments(worker, DPOConfig, max_length=None),
+        args=args,
         peft_config=adapter,
         train_dataset=rows,
         eval_dataset=held_out,

@@ -32,16 +32,17 @@ def train(worker: Worker) -> dict[str, Any]:
             return dataset
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
+    order = sampling(worker.job.trainer.get("loss_type"))
+    args = training.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order)
     base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
         # TRL copies the adapter that it finds here to one called `ref` and freezes that: the reference.
         base = PeftModel.from_pretrained(base, worker.input("policy"), is_trainable=True)
     else:
         adapter = LoraConfig(task_type="CAUSAL_LM", **worker.job.lora)
-    order = sampling(worker.job.trainer.get("loss_type"))
     trainer = Trainer(
         model=base,
-        args=training.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order),
+        args=args,
         peft_config=adapter,
         train_dataset=rows,
         eval_dataset=held_out,

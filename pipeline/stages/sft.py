@@ -27,12 +27,12 @@ def train(worker: Worker) -> dict[str, Any]:
         """TRL's trainer, each row exactly once an epoch over all workers."""
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
+    # Rows come tokenised, labelled, truncated and packed: TRL has nothing left to prepare.
+    prepared = {"skip_prepare_dataset": True}
+    args = training.arguments(worker, SFTConfig, dataset_kwargs=prepared, max_length=None)
     trainer = Trainer(
         model=worker.load_base(),
-        # Rows come tokenised, labelled, truncated and packed: TRL has nothing left to prepare.
-        args=training.arguments(
-            worker, SFTConfig, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None
-        ),
+        args=args,
         peft_config=LoraConfig(task_type="CAUSAL_LM", **worker.job.lora),
         train_dataset=rows,
         eval_dataset=held_out,
