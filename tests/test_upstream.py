@@ -712,11 +712,11 @@ def test_rows_that_share_a_packed_row_still_do_not_see_each_other(tmp_path):
 
 
 def test_a_cache_with_room_is_still_transformers_own():
-    """pipeline/ppo/rollout.py, Room(DynamicLayer) and DynamicCache.layers. If this fails, sampling is wrong or slow."""
+    """pipeline/ppo/engine.py, Room(DynamicLayer) and DynamicCache.layers. If this fails, sampling is wrong or slow."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    from pipeline.ppo.rollout import Room, room_for
+    from pipeline.ppo.engine import Room, room_for
 
     model, ids = tiny().eval(), torch.tensor([[5, 6, 7], [8, 9, 10]])
     own, roomy = DynamicCache(config=model.config), room_for(SimpleNamespace(base=model), 2, 8)

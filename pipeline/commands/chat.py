@@ -23,7 +23,7 @@ from pipeline.system import signals
 
 if TYPE_CHECKING:
     from pipeline.models.adapters import SharedBase
-    from pipeline.ppo.rollout import Sampling
+    from pipeline.ppo.engine import Sampling
 
 HELP = "/reset forgets the conversation, /system TEXT sets the instructions (nothing: none), /quit ends"
 
@@ -58,7 +58,7 @@ class Chat:
         from pipeline.data.encode import Encoder
         from pipeline.data.kinds import kind_of
         from pipeline.models.tokenizer import eos_ids
-        from pipeline.ppo.rollout import Sampling
+        from pipeline.ppo.engine import Sampling
         from pipeline.runtime import roles
 
         self.host = host
@@ -164,7 +164,7 @@ def stream(
     """The tokens of one completion as they are sampled: those that TransformersEngine gives for the same episode."""
     import torch
 
-    from pipeline.ppo.rollout import room_for, sample, uniforms
+    from pipeline.ppo.engine import room_for, sample, uniforms
 
     noise = torch.from_numpy(uniforms(sampling.seed, [episode], sampling.max_new_tokens)).to(shared.device)
     ids = torch.tensor([prompt], device=shared.device)

@@ -43,8 +43,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
+    from pipeline.ppo.engine import Sampling
     from pipeline.ppo.rewards import Samples, weighted
-    from pipeline.ppo.rollout import Sampling
     from pipeline.runtime import roles
 
     args: Collect = host.job.args

@@ -210,7 +210,7 @@ def expectations(host: Host, name: str) -> list[Any]:
     import torch
 
     from pipeline.models.tokenizer import eos_ids
-    from pipeline.ppo.rollout import Sampling, TransformersEngine
+    from pipeline.ppo.engine import Sampling, TransformersEngine
     from pipeline.runtime import roles
 
     work = replace(host.work, job=replace(host.job, model=replace(host.job.model, load_in_4bit=False)))

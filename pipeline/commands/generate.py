@@ -20,8 +20,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
+    from pipeline.ppo.engine import Sampling
     from pipeline.ppo.rewards import Samples, weighted
-    from pipeline.ppo.rollout import Sampling
     from pipeline.runtime import roles
 
     shared = roles.shared_base(host)

@@ -15,9 +15,9 @@ from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.batch import micro_batches
 from pipeline.ppo.config import PLANNED_ROWS
+from pipeline.ppo.engine import Completion, Engine, Sampling, TransformersEngine
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Samples, weighted
-from pipeline.ppo.rollout import Completion, Engine, Sampling, TransformersEngine
 from pipeline.runtime.worker import Worker
 from pipeline.system import console
 

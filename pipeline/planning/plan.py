@@ -288,7 +288,7 @@ def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[
 
 def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool) -> list[Item]:
     """What sampling holds beside the base: a second base and its cache (vLLM), or the cache and its decoding steps."""
-    from pipeline.ppo.rollout import PREFILL_TOKENS
+    from pipeline.ppo.engine import PREFILL_TOKENS
 
     rows, width = asked.rollout_rows, asked.width
     tokens = rows * asked.prompt

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.models.lockstep import catch_up
 
 if TYPE_CHECKING:
-    from pipeline.ppo.rollout import Completion
+    from pipeline.ppo.engine import Completion
 
 # A forward of so many tokens keeps the hardware busy: beyond, padding costs more than another forward. On a CPU measured; on a
 # GPU, a layer's launches take about 1 ms, in which one of 8B multiplies some 1,000 tokens, and smaller ones more.

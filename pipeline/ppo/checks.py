@@ -22,7 +22,7 @@ from pipeline.ppo.functional import kl_estimate
 
 if TYPE_CHECKING:
     from pipeline.ppo.chunks import Chunk, Sampled
-    from pipeline.ppo.rollouts import Rollout
+    from pipeline.ppo.schedule import Rollout
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.ppo.versions import Versions
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeline.ppo.rollout import Completion
+from pipeline.ppo.engine import Completion
 
 Key = tuple[
     int, int, int

@@ -35,8 +35,8 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.special import ControlTokens, chat_ids, text_ids
 from pipeline.ppo import forward
 from pipeline.ppo.batch import collate, micro_batches
+from pipeline.ppo.engine import Completion
 from pipeline.ppo.forward import FORWARD_TOKENS
-from pipeline.ppo.rollout import Completion
 
 
 @dataclass

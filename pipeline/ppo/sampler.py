@@ -21,9 +21,9 @@ from pipeline.ppo import forward
 from pipeline.ppo.batch import Episodes, collate
 from pipeline.ppo.chunks import Chunk, Greedy, Sampled
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.engine import Completion, Engine, Sampling, TransformersEngine
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Reward, Samples, raw_scores
-from pipeline.ppo.rollout import Completion, Engine, Sampling, TransformersEngine
 from pipeline.ppo.state import kept_rng_state
 
 

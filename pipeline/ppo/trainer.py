@@ -49,6 +49,7 @@ from pipeline.ppo.checks import (
 from pipeline.ppo.chunks import Chunk, cut
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.decode_memory import GIB, decoding_rows
+from pipeline.ppo.engine import Engine, Sampling
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.functional import (
     AdaptiveKLController,
@@ -64,10 +65,9 @@ from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at
 from pipeline.ppo.optimizer import adamw
 from pipeline.ppo.phases import Phases
 from pipeline.ppo.rewards import AdapterReward, Reward, combined
-from pipeline.ppo.rollout import Engine, Sampling
 from pipeline.ppo.rollout_config import RolloutConfig
-from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, assembled, rows_of
 from pipeline.ppo.sampler import Sampler
+from pipeline.ppo.schedule import Rollout, Rollouts, RolloutWorkers, assembled, rows_of
 from pipeline.ppo.state import kept_rng_state, restore_state, save_state
 from pipeline.ppo.timeline import Timeline
 from pipeline.ppo.versions import Versions

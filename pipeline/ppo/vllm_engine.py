@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.rollout import Completion, Sampling
+from pipeline.ppo.engine import Completion, Sampling
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class VllmEngine:
-    """An `Engine` (rollout.py) that decodes in vLLM, in a process of its own.
+    """An `Engine` (engine.py) that decodes in vLLM, in a process of its own.
 
     Args:
         shared: has the role that samples.

@@ -5,5 +5,5 @@
     client.py  the trainer's side: publishes versions, asks for chunks, collects them
 
 What travels: a version of the policy, an adapter, once through Ray's object store to each worker that needs it; prompts; and
-back tokens, log-probs and scores. Everything is decided by pipeline/ppo (chunks.py, rollouts.py); here is only who and where.
+back tokens, log-probs and scores. Everything is decided by pipeline/ppo (chunks.py, schedule.py); here is only who and where.
 """

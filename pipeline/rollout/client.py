@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """A `RolloutWorkers` (ppo/rollouts.py): one in each of the trainers' workers."""
+    """A `RolloutWorkers` (ppo/schedule.py): one in each of the trainers' workers."""
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank

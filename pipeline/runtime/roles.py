@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pipeline.config import Job
     from pipeline.models.adapters import SharedBase
     from pipeline.ppo.config import PPOConfig
+    from pipeline.ppo.engine import Engine
     from pipeline.ppo.rewards import Reward
-    from pipeline.ppo.rollout import Engine
     from pipeline.ppo.vllm_engine import VllmEngine
 
 
@@ -170,7 +170,7 @@ def engines(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Cal
     """What decodes for each of some frozen roles (None: the bare base), by the role: `rollout.engine` of a job that does not
     train. vLLM ends with this process.
     """
-    from pipeline.ppo.rollout import TransformersEngine
+    from pipeline.ppo.engine import TransformersEngine
 
     rows = host.job.args.local_rollout_forward_batch_size
     if host.job.rollout_config.engine != "vllm":

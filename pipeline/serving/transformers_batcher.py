@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.errors import InputError
 from pipeline.models.adapters import SharedBase
 from pipeline.models.logprobs import bar
-from pipeline.ppo.rollout import PREFILL_TOKENS, uniforms
+from pipeline.ppo.engine import PREFILL_TOKENS, uniforms
 from pipeline.serving.batching import Batcher, Row, Token
 from pipeline.serving.slots import SlotCache
 
@@ -220,7 +220,7 @@ class TransformersBatcher(Batcher):
 
 
 def draw(logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
-    """Token ids (B,) from logits (B, V), by inverse transform sampling; the same as ppo.rollout.sample where top_p is 1.
+    """Token ids (B,) from logits (B, V), by inverse transform sampling; the same as ppo.engine.sample where top_p is 1.
 
     Args:
         noise: (B,) uniform numbers in [0, 1).

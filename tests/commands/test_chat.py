@@ -12,7 +12,7 @@ from pipeline.__main__ import main
 from pipeline.commands.chat import Chat, Writer, stream
 from pipeline.config import load_job
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.ppo.engine import Sampling, TransformersEngine
 from pipeline.runtime.preparation import load_host
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]

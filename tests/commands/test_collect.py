@@ -169,8 +169,8 @@ def collected(storage: Path, name: str, rows: list[dict], *overrides: str, statu
 def by_the_engine(models, rows: list[dict], several: int) -> list[list[dict]]:
     """Completions and scores of all rows, sampled in one batch."""
     from pipeline.models.tokenizer import eos_ids
+    from pipeline.ppo.engine import Sampling, TransformersEngine
     from pipeline.ppo.rewards import AdapterReward, Samples
-    from pipeline.ppo.rollout import Sampling, TransformersEngine
 
     shared = shared_base()
     shared.add("policy", folder=models["toy-policy"])

@@ -13,7 +13,7 @@ from pipeline.__main__ import main
 from pipeline.commands import export as exporting
 from pipeline.config import load_job
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.ppo.engine import Sampling, TransformersEngine
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
 TEXTS = [

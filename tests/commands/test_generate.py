@@ -45,8 +45,8 @@ def generate(storage: Path, name: str, *overrides: str, status: int = 0) -> tupl
 def by_the_engine(models, rows: list[dict], temperature: float) -> tuple[list, list[float]]:
     """The completions that the policy's engine gives to all rows in one batch, and their rewards."""
     from pipeline.models.tokenizer import eos_ids
+    from pipeline.ppo.engine import Sampling, TransformersEngine
     from pipeline.ppo.rewards import AdapterReward, Samples
-    from pipeline.ppo.rollout import Sampling, TransformersEngine
 
     shared = shared_base()
     shared.add("policy", folder=models["toy-policy"])

@@ -19,7 +19,7 @@ from pipeline.commands import card
 from pipeline.config import load_job
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.ppo.engine import Sampling, TransformersEngine
 from pipeline.registry import lineage
 from pipeline.runtime import roles
 from pipeline.runtime.preparation import load_host

@@ -14,7 +14,7 @@ from toy_models import BASE, registered, tokenizer
 from pipeline import evaluation, figures
 from pipeline.__main__ import main
 from pipeline.evaluation import pairs
-from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.ppo.engine import Sampling, TransformersEngine
 from pipeline.runtime.summary import pairs_table
 
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]

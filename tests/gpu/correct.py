@@ -19,7 +19,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import linear_fp32, mm_fp32
 from pipeline.ppo import doctor
 from pipeline.ppo.batch import Totals, collate
-from pipeline.ppo.rollout import Completion, Sampling, TransformersEngine
+from pipeline.ppo.engine import Completion, Sampling, TransformersEngine
 from tests.gpu import models
 from tests.gpu.models import DEVICE, SMALL, small
 from tests.gpu.record import Record

@@ -9,7 +9,7 @@ from peft.tuners.lora.layer import Linear
 
 from pipeline.models import lora
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.ppo.engine import Sampling, TransformersEngine
 from tests.gpu import models
 from tests.gpu.correct import distance, sampler_drift
 from tests.gpu.models import CUDA, DEVICE, small

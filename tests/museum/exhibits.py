@@ -22,7 +22,7 @@ from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import advantages, forward, rewards, rollout, rollouts, sampler
 from pipeline.ppo import trainer as ppo
-from pipeline.ppo.rollout import Completion
+from pipeline.ppo.engine import Completion
 from pipeline.runtime import roles, training
 
 Patch = Any  # pytest's MonkeyPatch

@@ -19,7 +19,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.planning import known, plan
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import Shape
-from pipeline.ppo.rollout import room_for
+from pipeline.ppo.engine import room_for
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

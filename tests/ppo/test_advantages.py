@@ -7,8 +7,8 @@ import torch
 import toy_ppo as toy
 
 from pipeline.ppo import advantages as advantages_module
+from pipeline.ppo.engine import Completion, TransformersEngine
 from pipeline.ppo.functional import gae, whiten
-from pipeline.ppo.rollout import Completion, TransformersEngine
 from pipeline.ppo.rollout_config import RolloutConfig
 
 

@@ -6,7 +6,7 @@ import torch
 import toy_ppo as toy
 
 from pipeline.ppo.batch import collate, deal, micro_batches, minibatches, prompt_order
-from pipeline.ppo.rollout import Completion
+from pipeline.ppo.engine import Completion
 
 
 def test_prompts_come_once_a_pass_in_another_order_each():

@@ -8,7 +8,7 @@ import torch
 import toy_ppo as toy
 
 from pipeline.ppo import decode_memory
-from pipeline.ppo.rollout import room_for
+from pipeline.ppo.engine import room_for
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ from pipeline.findings import Finding
 from pipeline.models import probes
 from pipeline.ppo import checks, doctor
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.rollout import TransformersEngine
+from pipeline.ppo.engine import TransformersEngine
 
 
 def rolled(**settings):

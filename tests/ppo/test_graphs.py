@@ -5,7 +5,7 @@ import torch
 import toy_ppo as toy
 
 from pipeline.ppo import graphs, rollout
-from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.ppo.engine import Sampling, TransformersEngine
 
 ENDS = Sampling(12, (2, 3, 4, 5, 6, 7), seed=7)
 

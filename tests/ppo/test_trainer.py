@@ -11,8 +11,8 @@ import toy_ppo as toy
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import checks, decode_memory
+from pipeline.ppo.engine import Completion, Sampling
 from pipeline.ppo.rewards import FunctionReward
-from pipeline.ppo.rollout import Completion, Sampling
 
 GROUP = dict(num_generations=4)
 

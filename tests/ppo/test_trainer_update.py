@@ -8,8 +8,8 @@ import toy_ppo as toy
 
 from pipeline.errors import SelfCheckFailed
 from pipeline.ppo.batch import Totals, collate
+from pipeline.ppo.engine import Completion, Sampling
 from pipeline.ppo.rewards import AdapterReward
-from pipeline.ppo.rollout import Completion, Sampling
 
 GSPO = dict(
     advantage_estimator="grpo", num_generations=2, importance_sampling_level="sequence", cliprange=0.01, cliprange_high=0.02,

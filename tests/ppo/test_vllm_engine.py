@@ -12,8 +12,8 @@ from running import curve, stage
 from toy_models import BASE, shared_base, tokenizer
 
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.engine import Sampling, TransformersEngine
 from pipeline.ppo.rewards import FunctionReward
-from pipeline.ppo.rollout import Sampling, TransformersEngine
 from pipeline.ppo.trainer import PPOTrainer
 from tests.chaos.runs import until
 

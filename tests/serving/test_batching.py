@@ -10,7 +10,7 @@ import torch
 from toy_models import shared_base
 
 from pipeline.errors import InputError
-from pipeline.ppo.rollout import Sampling, TransformersEngine, sample
+from pipeline.ppo.engine import Sampling, TransformersEngine, sample
 from pipeline.serving import transformers_batcher
 from pipeline.serving.batching import QueueFull, Row, Token
 from pipeline.serving.transformers_batcher import TransformersBatcher, draw

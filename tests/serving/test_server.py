@@ -26,7 +26,7 @@ from pipeline.commands.serve import TOKENS, token_digests
 from pipeline.config import load_job
 from pipeline.errors import InputError
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.rollout import Sampling, TransformersEngine
+from pipeline.ppo.engine import Sampling, TransformersEngine
 from tests.chaos.runs import until
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")

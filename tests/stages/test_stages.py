@@ -164,7 +164,7 @@ def test_registered_adapters_load_in_plain_peft_with_the_same_score_and_text(run
     from pipeline.models.adapters import SharedBase
     from pipeline.models.base import load_base
     from pipeline.models.tokenizer import eos_ids, load_tokenizer
-    from pipeline.ppo.rollout import Sampling, TransformersEngine
+    from pipeline.ppo.engine import Sampling, TransformersEngine
 
     uri = runs["rm"]["tracking_uri"]
     rm, policy = (

@@ -7,8 +7,8 @@ import transformers
 from transformers.cache_utils import DynamicLayer
 
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import rollout
-from pipeline.ppo.rollout import Room, Sampling, TransformersEngine, live_first
+from pipeline.ppo import engine
+from pipeline.ppo.engine import Room, Sampling, TransformersEngine, live_first
 
 
 def some_prompts():
@@ -51,7 +51,7 @@ def test_a_completion_hangs_on_seed_episode_and_prompt_alone(kind, monkeypatch):
         "no completion ended early: no row left the batch"
     )
     for look in (3, 100):  # steps after which rows that ended leave
-        monkeypatch.setitem(rollout.STEPS_PER_LOOK, "cpu", look)
+        monkeypatch.setitem(engine.STEPS_PER_LOOK, "cpu", look)
         later = TransformersEngine(shared).generate(prompts, range(12), sampling)
         assert [completion.tokens for completion in later] == [completion.tokens for completion in together]
     other = TransformersEngine(shared).generate(prompts, range(12), Sampling(12, (2, 3, 4, 5, 6, 7), seed=8))
@@ -171,7 +171,7 @@ def test_prompts_go_through_the_model_in_parts_of_their_own_width(kind, monkeypa
     shared, sampling = toy.shared_base(kind, critic=False, spread=0.1), Sampling(8, (2, 3), seed=7)
     prompts = some_prompts()
     at_once = TransformersEngine(shared).generate(prompts, range(12), sampling)
-    monkeypatch.setitem(rollout.PREFILL_TOKENS, "cpu", 15)
+    monkeypatch.setitem(engine.PREFILL_TOKENS, "cpu", 15)
     seen = seen_by(shared, monkeypatch)
     in_parts = TransformersEngine(shared).generate(prompts, range(12), sampling)
     assert [completion.tokens for completion in in_parts] == [completion.tokens for completion in at_once]
