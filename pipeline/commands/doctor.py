@@ -60,7 +60,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.runtime import roles
 
-    asked = recompute.settled(worker)
+    asked = replace(worker.job.args, gradient_checkpointing=recompute.settled(worker))
     completions = min(asked.batch_size, max(COMPLETIONS, asked.per_device_train_batch_size))
     completions = max(1, completions // asked.num_generations) * asked.num_generations
     args = replace(

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.config import Job
+from pipeline.config.fields import fields_of
+from pipeline.config.stages import STAGE
 from pipeline.planning.plan import GIB, Loras, make
 from pipeline.registry import lineage
-
-if TYPE_CHECKING:
-    from pipeline.ppo.config import PPOConfig
 
 # Of the memory: a plan is within 15 % of measured peaks on a CPU, and no GPU has been measured yet.
 SHARE = 0.9
@@ -31,15 +30,19 @@ def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool
     )
 
 
-def chosen(worker: Any) -> bool:
-    """Whether the workers of a job recompute, where it says null: the same on all ranks; rank 0 says why.
+def settled(worker: Any) -> bool:
+    """Whether the workers of a job recompute: as it says, or as the plan says where it says null.
 
-    To be called before the base is loaded.
+    The same on all ranks; rank 0 says why. To be called before the base is loaded.
     """
     import torch
 
     from pipeline.ppo.decode_memory import free_bytes
 
+    said = fields_of(STAGE[worker.job.stage].trainer)["gradient_checkpointing"].default
+    said = worker.job.trainer.get("gradient_checkpointing", said)
+    if said is not None:
+        return bool(said)
     models = [name for name, at in worker.work.inputs.items() if not at.startswith("python:")]
     folders = {name.split(".")[0]: worker.input(name) for name in models}
     loras = {name: lineage.adapter_config(at) for name, at in folders.items() if lineage.is_adapter(at)}
@@ -48,13 +51,3 @@ def chosen(worker: Any) -> bool:
     if worker.rank == 0:
         print(why, flush=True)
     return needed
-
-
-def settled(worker: Any) -> PPOConfig:
-    """The PPOConfig of a worker's job with `gradient_checkpointing` true or false."""
-    args = worker.job.args
-    return (
-        args
-        if args.gradient_checkpointing is not None
-        else replace(args, gradient_checkpointing=chosen(worker))
-    )

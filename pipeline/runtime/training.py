@@ -13,7 +13,6 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from pipeline.findings import require
 from pipeline.models import adapter_files, probes
-from pipeline.planning import recompute
 from pipeline.runtime import best, checks
 from pipeline.runtime.best import Best
 from pipeline.runtime.speed import Speed
@@ -23,16 +22,16 @@ from pipeline.system.progress import Counter
 REFERENCE = "ref"  # TRL's name of the frozen adapter that a DPOTrainer compares with
 
 
-def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
+def arguments(worker: Worker, config: Any, recompute: bool, **fixed: Any) -> Any:
     """The job's `trainer` section as TRL's own configuration class, plus what the pipeline decides.
 
     `data.batch_size` is the number of rows of one optimizer step over all workers; gradient accumulation follows
-    from it, so that the same job means the same steps on any number of workers. To be called before the base is loaded:
-    recompute.py compares its size with the memory that is free.
+    from it, so that the same job means the same steps on any number of workers.
+
+    Args:
+        recompute: activations, in backward.
     """
-    values = dict(worker.job.trainer)
-    if values.get("gradient_checkpointing", True) is None:
-        values["gradient_checkpointing"] = recompute.chosen(worker)
+    values = worker.job.trainer | {"gradient_checkpointing": recompute}
     if worker.job.data.batch_size:
         rows = values.get("per_device_train_batch_size", 8) * worker.world
         values["gradient_accumulation_steps"] = max(1, worker.job.data.batch_size // rows)

@@ -22,6 +22,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer
 
     from pipeline.data.feed import ExactBatches
+    from pipeline.planning import recompute
     from pipeline.runtime import training
 
     class Trainer(ExactBatches, DPOTrainer):
@@ -33,7 +34,7 @@ def train(worker: Worker) -> dict[str, Any]:
             return dataset
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
-    args = training.arguments(worker, DPOConfig, max_length=None)
+    args = training.arguments(worker, DPOConfig, recompute.settled(worker), max_length=None)
     base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
         # TRL copies the adapter that it finds here to one called `ref` and freezes that: the reference.

@@ -21,6 +21,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import KTOConfig, KTOTrainer
 
     from pipeline.data.kl_pairs import PairedBatches
+    from pipeline.planning import recompute
     from pipeline.runtime import training
 
     class Trainer(PairedBatches, KTOTrainer):
@@ -33,7 +34,9 @@ def train(worker: Worker) -> dict[str, Any]:
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
     order = sampling(worker.job.trainer.get("loss_type"))
-    args = training.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order)
+    args = training.arguments(
+        worker, KTOConfig, recompute.settled(worker), max_length=None, train_sampling_strategy=order
+    )
     base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
         # TRL copies the adapter that it finds here to one called `ref` and freezes that: the reference.

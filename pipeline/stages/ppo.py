@@ -9,6 +9,7 @@ the gate; every trainer.eval_steps updates, too, for a curve and for run.keep=be
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Job
@@ -32,7 +33,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.rollout.client import Client
     from pipeline.runtime import best, roles
 
-    args = recompute.settled(worker)
+    args = replace(worker.job.args, gradient_checkpointing=recompute.settled(worker))
     rollout_workers = Client(worker, worker.beside) if worker.beside else None
     set_seed(args.seed)  # new adapters are made of random numbers: the same ones on every rank
     shared = roles.shared_base(worker)

@@ -27,6 +27,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import RewardConfig, RewardTrainer
 
     from pipeline.data.feed import ExactBatches
+    from pipeline.planning import recompute
     from pipeline.runtime import training
 
     class Trainer(ExactBatches, RewardTrainer):
@@ -34,7 +35,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
     # No max_length: too long pairs are gone, and TRL would drop them.
-    args = training.arguments(worker, RewardConfig, max_length=None)
+    args = training.arguments(worker, RewardConfig, recompute.settled(worker), max_length=None)
     set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
     trainer = Trainer(
         model=worker.load_base(worker.tokenizer),

@@ -21,6 +21,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
     from pipeline.data.feed import ExactBatches
+    from pipeline.planning import recompute
     from pipeline.runtime import training
 
     class Trainer(ExactBatches, SFTTrainer):
@@ -29,7 +30,9 @@ def train(worker: Worker) -> dict[str, Any]:
     rows, held_out = worker.rows("train"), worker.rows("eval")
     # Rows come tokenised, labelled, truncated and packed: TRL has nothing left to prepare.
     prepared = {"skip_prepare_dataset": True}
-    args = training.arguments(worker, SFTConfig, dataset_kwargs=prepared, max_length=None)
+    args = training.arguments(
+        worker, SFTConfig, recompute.settled(worker), dataset_kwargs=prepared, max_length=None
+    )
     trainer = Trainer(
         model=worker.load_base(),
         args=args,

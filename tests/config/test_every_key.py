@@ -140,7 +140,7 @@ def test_every_key_of_trl_reaches_its_class(stage, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["data.batch_size=null"], stage)
     section = {key: object() for key in fields_of(STAGE[stage].trainer) if key not in REFUSED["trainer"]}
     worker = SimpleNamespace(job=replace(job, trainer=section), scratch="scratch")
-    arguments = training.arguments(worker, dict)
+    arguments = training.arguments(worker, dict, section["gradient_checkpointing"])
     assert section.items() <= arguments.items()
     decided = arguments.keys() - section.keys()
     assert decided <= REFUSED["trainer"].keys(), "a key that a job may give is overruled"

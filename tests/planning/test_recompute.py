@@ -1,17 +1,14 @@
 """`trainer.gradient_checkpointing: null`: a worker recomputes activations only where the plan says that they do not fit."""
 
 import dataclasses
-import importlib
 from types import SimpleNamespace
 
 import pytest
 from running import ROOT
 
 from pipeline.config import load_job
-from pipeline.config.stages import STAGE
 from pipeline.planning import plan, recompute
 from pipeline.ppo import decode_memory
-from pipeline.runtime import training
 
 
 @pytest.fixture(params=["ppo", "sft", "rm", "dpo", "kto"])
@@ -37,20 +34,12 @@ def test_all_workers_do_what_the_smallest_needs(job, free, elsewhere, monkeypatc
     monkeypatch.setattr(decode_memory, "free_bytes", lambda device: free)
     others = [(True, "another has no room")] if elsewhere else []
     worker = SimpleNamespace(
-        job=job, rank=0, device="cpu", world=1, scratch="scratch", gather=lambda mine: [mine, *others],
+        job=job, rank=0, device="cpu", gather=lambda mine: [mine, *others],
         work=SimpleNamespace(inputs={}),
     )  # fmt: skip
-    assert _arguments(worker).gradient_checkpointing is (elsewhere or free == 1 << 20)
+    assert recompute.settled(worker) is (elsewhere or free == 1 << 20)
     assert "gradient_checkpointing: null" in capsys.readouterr().out or elsewhere
     for given in (True, False):  # nobody is asked
         worker.job = dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": given})
         worker.gather = None
-        assert _arguments(worker).gradient_checkpointing is given
-
-
-def _arguments(worker):
-    """What the stage hands to its trainer."""
-    if worker.job.stage == "ppo":
-        return recompute.settled(worker)
-    library, name = STAGE[worker.job.stage].trainer.rsplit(".", 1)
-    return training.arguments(worker, getattr(importlib.import_module(library), name))
+        assert recompute.settled(worker) is given
