@@ -1,9 +1,10 @@
-"""How a CPU multiplies fp32 matrices: by torch's default, or by oneDNN where that is as exact and clearly faster.
+"""How a CPU multiplies fp32 matrices: by oneDNN where that is exact, else by torch's default.
 
 torch.set_float32_matmul_precision("medium") lets torch take oneDNN with products rounded to bf16 where the processor has
-units for that. Where it has none, oneDNN's products stay in fp32, and on AMD they take half the time of torch's default. So
-it is measured: `measure` on the processor at hand, `decide` from what was measured. `bf16_speedup` tells a processor that
-multiplies bfloat16 from one where torch imitates it.
+units for that. Where it has none, oneDNN's products stay in fp32: on AMD they take half the time of torch's default, on
+Intel about the same. So their error is looked at. Their speed is not: it varies with what else the machine does, and the
+same seed would not give the same bits. `bf16_speedup` tells a processor that multiplies bfloat16 from one where torch
+imitates it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,31 +23,18 @@ if TYPE_CHECKING:
 
 DEFAULT, MEDIUM = "highest", "medium"  # torch's names
 LARGEST_ERROR = 1e-5  # fp32 stays below 2e-6, TF32 and bf16 lie above 1e-4
-SPEEDUP = 1.3
-SECONDS = 0.2  # of CPU time for measuring both; at least ROUNDS of each
 ROUNDS = 3
 
 
-class Measured(NamedTuple):
-    """What "medium" is on one processor."""
-
-    error: float  # the largest difference from fp64, relative to the largest entry of the product
-    speedup: float  # seconds of torch's default over those of "medium"
-
-
-def decide(measured: Sequence[Measured], begun_with: str | None = None) -> tuple[str, str]:
+def decide(errors: Sequence[float], begun_with: str | None = None) -> tuple[str, str]:
     """The setting of a run, and a line that says why.
 
-    It must not differ between two runs on one processor, or their bits would. It does not: the error is the processor's
-    own, two orders of magnitude from the limit on either side, and a speedup near 1 (Intel) or 2 (AMD), the best of several
-    rounds in one thread's CPU time each, does not reach the limit between them by noise, other processes' load included.
-
     Args:
-        measured: of each worker, rank 0 first: "medium" must be exact on all of them, and faster on the first.
+        errors: of "medium" on each worker: it must be exact on all of them.
         begun_with: the setting that the run has had until now; it stays, unless it is inexact where the run continues.
     """
-    error, speedup = max(one.error for one in measured), measured[0].speedup
-    exact = all(one.error < LARGEST_ERROR for one in measured)  # False for NaN
+    error = max(errors)
+    exact = all(one < LARGEST_ERROR for one in errors)  # False for NaN
     if begun_with == MEDIUM and not exact:
         return DEFAULT, (
             f'warning: until now this run multiplied fp32 matrices at precision "{MEDIUM}", which has an error of {error:.1e} '
@@ -56,28 +44,25 @@ def decide(measured: Sequence[Measured], begun_with: str | None = None) -> tuple
     if begun_with is not None:
         return begun_with, f'fp32 products at precision "{begun_with}", as this run began'
     if not exact:
-        why = f'"{MEDIUM}" has an error of {error:.1e} here, above {LARGEST_ERROR:.0e}'
-    elif not speedup >= SPEEDUP:
-        why = f'"{MEDIUM}" has {speedup:.2f}x its speed here, below {SPEEDUP}x'
-    else:
-        why = f'{speedup:.2f}x the speed of "{DEFAULT}", error {error:.1e}'
-        return MEDIUM, f'fp32 products at precision "{MEDIUM}" ({why})'
-    return DEFAULT, f'fp32 products at precision "{DEFAULT}", torch\'s default ({why})'
+        return DEFAULT, (
+            f'fp32 products at precision "{DEFAULT}", torch\'s default ("{MEDIUM}" has an error of {error:.1e} here, above '
+            f"{LARGEST_ERROR:.0e})"
+        )
+    return MEDIUM, f'fp32 products at precision "{MEDIUM}", by oneDNN (error {error:.1e} here)'
 
 
-def measure() -> Measured:
-    """Error and speed of "medium" on this processor, in 0.3 s; it leaves torch's settings as they were.
+def medium_error() -> float:
+    """The largest difference of "medium" from fp64 on this processor, relative to the largest entry of the product.
 
     Of fixed shapes, whatever the model: those of a layer's forward, of the gradients of its input and of an adapter, and of
-    a decoding step.
+    a decoding step. It leaves torch's settings as they were.
     """
     draw = torch.Generator().manual_seed(0)
     x, W, grad = (torch.randn(shape, generator=draw) for shape in ((256, 768), (2048, 768), (256, 2048)))
     operands = [(x, W.t()), (grad, W), (grad[:, :16].t(), x), (x[:16], W.t())]
     with _one_thread(), _restored():
         torch.set_float32_matmul_precision(MEDIUM)
-        error = max(_error(a, b) for a, b in operands)
-        return Measured(error, _speedup(lambda: [a @ b for a, b in operands]))
+        return max(_error(a, b) for a, b in operands)
 
 
 def bf16_speedup() -> float:
@@ -103,20 +88,6 @@ def _best(work: Callable[[], object]) -> float:
 def _error(a: Tensor, b: Tensor) -> float:
     exact = a.double() @ b.double()
     return float(((a @ b) - exact).abs().max() / exact.abs().max())
-
-
-def _speedup(work: Callable[[], object]) -> float:
-    """CPU seconds of the default over those of "medium", each the best of alternating rounds."""
-    best = {DEFAULT: float("inf"), MEDIUM: float("inf")}
-    began, rounds = time.thread_time(), 0
-    while rounds < ROUNDS or time.thread_time() - began < SECONDS:
-        for setting in best:
-            torch.set_float32_matmul_precision(setting)
-            start = time.thread_time()
-            work()
-            best[setting] = min(best[setting], time.thread_time() - start)
-        rounds += 1
-    return best[DEFAULT] / best[MEDIUM]
 
 
 @contextmanager

@@ -257,23 +257,24 @@ class PPOTrainer:
         if self.evaluate is not None and args.evaluates(self.update, self.total):
             with self.phases("evaluate"), kept_rng_state():
                 metrics |= self.evaluate()
-        spans = self.phases.spans
-        cost = self.phases.metrics()
+        return metrics | {"episode": float(self.update * args.batch_size)} | self._costs(episodes, metrics)
+
+    def _costs(self, episodes: Episodes, metrics: dict[str, float]) -> dict[str, float]:
+        """Seconds and memory of the update's phases, and its speed; keeps its timeline."""
+        spans, costs = self.phases.spans, self.phases.metrics()
         if self.rollouts.workers:
-            cost |= self.rollouts.workers.metrics()
+            costs |= self.rollouts.workers.metrics()
             spans = [*spans, *self.rollouts.workers.spans()]
         self.timelines.append(Timeline(self.update, spans))
-        seconds = sum(cost.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "values", "update"))
-        if "rollout/waited" in cost:
-            cost["rollout/waiting"] = cost["rollout/waited"] / seconds
-        tokens = metrics["completions/mean_length"] * args.batch_size
-        speed = {
-            "train_samples_per_second": args.batch_size / seconds,
-            "train_tokens_per_second": tokens / seconds,
-        }
+        seconds = sum(costs.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "values", "update"))
+        if "rollout/waited" in costs:
+            costs["rollout/waiting"] = costs["rollout/waited"] / seconds
+        count = self.args.batch_size
+        costs["train_samples_per_second"] = count / seconds
+        costs["train_tokens_per_second"] = metrics["completions/mean_length"] * count / seconds
         if peak := peak_flops(self.device):
-            speed["mfu"] = self._seconds_at_peak(episodes, peak) / seconds
-        return metrics | {"episode": float(self.update * args.batch_size)} | cost | speed
+            costs["mfu"] = self._seconds_at_peak(episodes, peak) / seconds
+        return costs
 
     def _seconds_at_peak(self, episodes: Episodes, peak: float) -> float:
         """Seconds that this worker's share of an update takes at `peak` FLOP/s."""

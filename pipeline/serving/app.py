@@ -47,6 +47,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
 BODY_S = 30  # a client that is slower with its body would hold a place for nothing
 FLUSH_S = 0.2  # answers are known to the recorder, and so open to feedback, at the latest after so long
+MOST_UNSENT = 10_000  # answers and pairs that wait for a recorder that is being started again
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -225,7 +226,7 @@ class Server:
             await asyncio.sleep(FLUSH_S)
             with contextlib.suppress(
                 Exception
-            ):  # while the recorder is being started again, what is to be sent stays
+            ):  # what is to be sent stays while the recorder is being started again
                 await self._flush()
 
     async def _flush(self) -> None:
@@ -238,7 +239,9 @@ class Server:
                 kept = await self.recorder.take.remote(self.name, self._measured(), answers, rows)
             except Exception as error:
                 self.answers, self.pairs = answers + self.answers, pairs + self.pairs
-                del self.answers[:-10_000], self.pairs[:-10_000]
+                for which, _ in self.pairs[:-MOST_UNSENT]:
+                    self._count(which, "dropped")
+                del self.answers[:-MOST_UNSENT], self.pairs[:-MOST_UNSENT]
                 raise Refused(
                     503, "the recorder is being started again; try again", code="unavailable"
                 ) from error

@@ -26,7 +26,7 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
     vLLM has a base of its own; the replica then holds another one only if there are reward models.
     """
     job = host.job
-    fastest_products(job)
+    exact_products(job)
     limits: dict[str, Any] = {
         "rows": job.args.local_rollout_forward_batch_size,
         "queue": job.serve.max_queue,
@@ -85,14 +85,14 @@ def _vllm(host: Host, limits: dict[str, Any]) -> Batcher:
     return VllmBatcher(llm, rank, eos=ends(host), **limits)
 
 
-def fastest_products(job: Job) -> None:
+def exact_products(job: Job) -> None:
     """Sets the precision of fp32 products on a CPU, as a run of `generate` does (runtime/matmul.py)."""
     import torch
 
     from pipeline.models import matmul
 
     if not job.scaling.get("use_gpu"):
-        torch.set_float32_matmul_precision(matmul.decide([matmul.measure()], None)[0])
+        torch.set_float32_matmul_precision(matmul.decide([matmul.medium_error()])[0])
 
 
 def cache_tokens(shared: SharedBase) -> int:

@@ -113,7 +113,7 @@ class FeedbackStore:
         self.known.execute("CREATE INDEX IF NOT EXISTS by_time ON answers (time)")
         self.known.commit()
         [self.conversation_bytes] = self.known.execute(
-            "SELECT COALESCE(SUM(LENGTH(answer)), 0) FROM answers"
+            "SELECT COALESCE(SUM(LENGTH(CAST(answer AS BLOB))), 0) FROM answers"
         ).fetchone()
 
     def _read(self, file: Path) -> None:
@@ -123,7 +123,7 @@ class FeedbackStore:
             for number, line in enumerate(rows, 1):
                 whole = line.endswith(b"\n")
                 try:
-                    self._remember(file.stem, line)
+                    self._said_before(file.stem, line)
                 except (ValueError, RecursionError) as error:
                     # What is written begins so, and its sender was never told that it was.
                     if whole or not line.startswith(b"{") or not isinstance(error, UNFINISHED):
@@ -138,7 +138,7 @@ class FeedbackStore:
             with file.open("ab") as rows:
                 rows.write(b"\n")
 
-    def _remember(self, stem: str, line: bytes) -> None:
+    def _said_before(self, stem: str, line: bytes) -> None:
         """Raises ValueError where the line is no row of ours."""
         if not line.strip():
             return
@@ -159,7 +159,7 @@ class FeedbackStore:
         with self.known:  # a transaction
             for row in rows:  # a replica that was not told of the first time sends them again
                 if self.known.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
-                    held += len(row[2])
+                    held += len(row[2].encode())
             held -= self._forget("time < ?", time.time() - KEPT_S)
             while held > self.most_bytes // 2:
                 held -= self._forget("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
@@ -167,7 +167,9 @@ class FeedbackStore:
 
     def _forget(self, which: str, value: float) -> int:
         """How much it was."""
-        gone = self.known.execute(f"DELETE FROM answers WHERE {which} RETURNING LENGTH(answer)", (value,))
+        gone = self.known.execute(
+            f"DELETE FROM answers WHERE {which} RETURNING LENGTH(CAST(answer AS BLOB))", (value,)
+        )
         return sum(length for (length,) in gone)
 
     def pair(self, file: str, row: dict[str, Any]) -> bool:

@@ -27,7 +27,8 @@ class Metrics:
         self.second_answers = Counter(
             "rlhf_second_answers",
             "Unseen second answers (kind: pair, shadow) by what became of them: written as a row to compare; equal to the first; "
-            "no_text is kept (serve.log_prompts); full feedback folder; no_room in the batch; unfinished, one of the two",
+            "no_text is kept (serve.log_prompts); full feedback folder; no_room in the batch; unfinished, one of the two; "
+            "dropped, as too many waited for the recorder",
             ["model", "kind", "outcome"],
             registry=registry,
         )

@@ -1,25 +1,22 @@
 """How a CPU multiplies fp32 matrices: what is measured, and what is decided from it."""
 
-import time
-
 import pytest
 import torch
 
 from pipeline.models import matmul
-from pipeline.models.matmul import DEFAULT, MEDIUM, Measured
+from pipeline.models.matmul import DEFAULT, MEDIUM
 
-AMD, INTEL, AMX = Measured(9e-7, 2.1), Measured(4e-7, 1.0), Measured(2.7e-3, 4.0)
+AMD, INTEL, AMX = 9e-7, 4e-7, 2.7e-3  # errors of "medium"; AMX rounds to bf16
 
 
 @pytest.mark.parametrize(
     ("measured", "begun_with", "expected", "says"),
     [
-        ([AMD], None, MEDIUM, '"medium" (2.10x the speed of "highest", error 9.0e-07)'),
-        ([INTEL], None, DEFAULT, "1.00x its speed here, below 1.3x"),
+        ([AMD], None, MEDIUM, 'precision "medium", by oneDNN (error 9.0e-07 here)'),
         ([AMX], None, DEFAULT, "error of 2.7e-03 here, above 1e-05"),
-        ([Measured(float("nan"), 4.0)], None, DEFAULT, "error of nan"),
+        ([float("nan")], None, DEFAULT, "error of nan"),
         ([AMD, AMX], None, DEFAULT, "error of 2.7e-03"),  # exact where rank 0 is, and not everywhere
-        ([AMD, INTEL], None, MEDIUM, "2.10x"),
+        ([INTEL, AMD], None, MEDIUM, "error 9.0e-07"),
         ([INTEL], MEDIUM, MEDIUM, 'precision "medium", as this run began'),  # exact, and so the bits stay
         ([AMD], DEFAULT, DEFAULT, 'precision "highest", as this run began'),
         ([AMX], MEDIUM, DEFAULT, "up to rounding, no longer to the bit"),
@@ -39,21 +36,14 @@ def test_products_rounded_to_bf16_are_far_above_the_limit_and_fp32_far_below():
         assert matmul._error(a, b) > matmul.LARGEST_ERROR * 10
 
 
-def test_what_other_processes_take_does_not_count():
+def test_nothing_that_is_timed_decides(monkeypatch):
     """A run on a busy machine would have other bits than the same run on an idle one."""
-
-    def work():
-        sum(range(100_000))
-        if torch.get_float32_matmul_precision() == DEFAULT:
-            time.sleep(0.01)
-
-    with matmul._restored():
-        assert matmul._speedup(work) < matmul.SPEEDUP
+    monkeypatch.setattr(matmul, "time", None)
+    assert matmul.medium_error() == matmul.medium_error()
 
 
 def test_measuring_changes_no_setting():
     before = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    measured = matmul.measure()
-    assert measured.error > 0 and measured.speedup > 0
+    assert matmul.medium_error() > 0
     assert matmul.bf16_speedup() > 0
     assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == before

@@ -10,10 +10,9 @@ from running import ROOT
 
 from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.models.matmul import Measured
 from pipeline.runtime import matmul
 
-EXACT, SLOW, ROUNDED = Measured(9e-7, 2.1), Measured(9e-7, 1.0), Measured(2.7e-3, 4.0)
+EXACT, ROUNDED = 9e-7, 2.7e-3  # errors of "medium"
 
 
 @pytest.fixture
@@ -24,14 +23,14 @@ def job(tmp_path, monkeypatch):
     torch.set_float32_matmul_precision(before)
 
 
-def settled(job, measured, *others, rank=0, bf16_speedup=0.4):
-    """The precision after an attempt in which this worker of `rank` measures so, and the `others` gave what they gathered."""
+def settled(job, error, *others, rank=0, bf16_speedup=0.4):
+    """The precision after an attempt in which this worker of `rank` has that error, and the `others` gave what they gathered."""
     torch.set_float32_matmul_precision("highest")
 
     def gather(mine):
         return [mine, *others] if rank == 0 else [*others, mine]
 
-    matmul.settle(job, rank, gather, lambda: measured, lambda: bf16_speedup)
+    matmul.settle(job, rank, gather, lambda: error, lambda: bf16_speedup)
     return torch.get_float32_matmul_precision()
 
 
@@ -42,12 +41,12 @@ def recorded(job):
 
 def test_a_later_attempt_keeps_what_the_first_one_chose(job, capsys):
     assert settled(job, EXACT) == recorded(job) == "medium"
-    assert settled(job, SLOW) == recorded(job) == "medium"
+    assert settled(job, EXACT) == recorded(job) == "medium"
     assert capsys.readouterr().out.splitlines()[1] == 'fp32 products at precision "medium", as this run began'
 
 
 def test_what_was_not_taken_at_first_is_not_taken_later(job):
-    assert settled(job, SLOW) == recorded(job) == "highest"
+    assert settled(job, ROUNDED) == recorded(job) == "highest"
     assert settled(job, EXACT) == recorded(job) == "highest"
 
 
@@ -62,18 +61,18 @@ def test_a_run_that_moves_to_a_processor_that_rounds_says_so_once_and_stays_at_t
 def test_all_workers_take_the_same_and_one_that_rounds_has_a_veto(job, capsys):
     assert settled(job, EXACT, (None, ROUNDED, math.inf)) == "highest"
     assert settled(job, ROUNDED, (None, EXACT, math.inf), rank=1) == "highest"
-    assert settled(job, SLOW, (None, EXACT, math.inf), rank=1) == "medium"
+    assert settled(job, EXACT, (None, EXACT, math.inf), rank=1) == "medium"
     # Rank 0 alone reads what the run began with.
     assert settled(job, EXACT, ("medium", EXACT, math.inf), rank=1) == "medium"
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_a_job_for_gpus_is_left_alone_and_says_so(job, capsys):
-    def measure():
+    def error():
         raise AssertionError("measured")
 
     job.scaling["use_gpu"] = True
-    matmul.settle(job, measure=measure)
+    matmul.settle(job, error=error)
     assert torch.get_float32_matmul_precision() == "highest"
     assert 'precision "highest", on a GPU without TF32' in capsys.readouterr().out
 
@@ -91,9 +90,9 @@ def test_bf16_is_refused_where_the_processor_only_imitates_it(job, capsys):
     with pytest.raises(
         InputError, match=r"imitates them in 2\.5x the time of float32; type trainer\.bf16=false"
     ):
-        settled(bf16, SLOW)
+        settled(bf16, EXACT)
     with pytest.raises(InputError, match="imitates"):  # all workers end, though rank 0 alone is slow
-        settled(bf16, SLOW, (None, SLOW, 0.4), rank=1, bf16_speedup=3.0)
-    assert settled(bf16, SLOW, bf16_speedup=3.0) == "highest"
-    assert settled(bf16, SLOW) == "highest"  # it has begun elsewhere, and its settings cannot change
+        settled(bf16, EXACT, (None, EXACT, 0.4), rank=1, bf16_speedup=3.0)
+    assert settled(bf16, ROUNDED, bf16_speedup=3.0) == "highest"
+    assert settled(bf16, ROUNDED) == "highest"  # it has begun elsewhere, and its settings cannot change
     assert "warning: this processor has no products in bfloat16" in capsys.readouterr().out
