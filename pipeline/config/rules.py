@@ -341,10 +341,24 @@ def warnings(job: Job) -> Iterator[str]:
         yield f"model.fsdp: one worker holds the base whole{left}; with 2 or more each has its part"
     if job.stage == "ppo":
         yield from _idle_rollout_workers(job)
+        yield from _crowded_rollout_workers(job)
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
             f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: the run "
             "is evaluated on those rows. To hold out a tenth of your own, type data.eval=null data.eval_fraction=0.1"
+        )
+
+
+def _crowded_rollout_workers(job: Job) -> Iterator[str]:
+    """Rollout workers with fewer CPUs than threads: they compute with as many threads as a trainer, for the same bits."""
+    rollout = job.rollout_config
+    cpus = (job.scaling.get("resources_per_worker") or {}).get("CPU", 1)
+    asked = (rollout.resources_per_worker or {}).get("CPU", 1)
+    on_gpus = job.scaling.get("use_gpu") if rollout.use_gpu is None else rollout.use_gpu
+    if rollout.workers[1] and not on_gpus and asked < cpus:
+        yield (
+            f"rollout: each rollout worker computes with {cpus:g} threads, as a trainer does, and asks Ray for {asked:g} CPUs; type "
+            f"'rollout.resources_per_worker={{CPU: {cpus:g}}}'"
         )
 
 

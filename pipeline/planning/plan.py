@@ -397,6 +397,8 @@ def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[
     """(overrides, plan) of the mildest changes after which a worker fits into `memory` bytes; None if none are enough."""
     made: dict[str, Any] = {}
     for key, value in _changes(job):
+        if key == "model.load_in_4bit":  # of shards there are no 4-bit ones
+            made.pop("model.fsdp", None)
         made[key] = value
         if make(_with(job, made), loras).peak <= memory:
             break
@@ -430,7 +432,10 @@ def _changes(job: Job) -> list[tuple[str, Any]]:
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
     if job.scaling.get("use_gpu"):
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
-    if not job.model.fsdp:  # of shards there are no 4-bit ones
+    whole = job.model.load_in_4bit or job.lora.get("use_dora") or job.rollout.get("engine") == "vllm"
+    if job.workers[0] > 1 and not whole and "model.fsdp" not in STAGE[job.stage].unused:
+        changes.append(("model.fsdp", True))
+    if not job.model.fsdp:
         changes.append(("model.load_in_4bit", True))
     return [(key, value) for key, value in changes if _value(job, key) != value]
 

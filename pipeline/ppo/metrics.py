@@ -58,32 +58,38 @@ def episode_metrics(
 
 
 @torch.no_grad()
-def off_policy_metrics(episodes: Episodes, weights: Tensor, config: RolloutConfig) -> dict[str, float]:
+def off_policy_metrics(
+    episodes: Episodes, weights: Tensor, config: RolloutConfig, mask: Tensor
+) -> dict[str, float]:
     """How far the sampler was from the trainer's policy, and what the correction made of it.
 
-    `rollout/ratio_mean` and `_max` are of the weights, per action; `rollout/ratio_cut` the share of actions whose weight is not
-    their ratio; `rollout/effective_samples` the effective sample size as a share of the actions, (sum w)^2 / (n sum w^2)
-    (Kong 1992); `rollout/sampler_kl` the mean of sampler's - trainer's log-prob, nats per action.
+    `rollout/ratio_mean`, `ratio_max` and `effective_samples` are of the probability ratios r before any correction: of each
+    action, or of each completion where the correction takes those. The effective sample size is a share of their number n,
+    (sum r)^2 / (n sum r^2) (Kong 1992). `rollout/ratio_cut` is the share whose weight is not the ratio, and
+    `rollout/sampler_kl` the mean of sampler's - trainer's log-prob, nats per action.
 
     Args:
         weights: (B, R), as `functional.off_policy_weights` returns them.
+        mask: (B, R), the actions that count.
     """
-    mask = episodes.mask
+    level = config.corrects or "token"
     plain = off_policy_weights(
-        episodes.old_logprobs, episodes.sampler_logprobs, mask, config.corrects or "token", "truncate", 1e6
+        episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask, level, "truncate", 1e6
     )
-    w = weights.where(mask, 0.0).double()
+    each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # a completion's are all the same
+    r = plain.where(each, 0.0).double()
+    cut = ((plain != weights) & each).sum().double()
     drift = (episodes.sampler_logprobs - episodes.old_logprobs).where(mask, 0.0).double()
-    sums = [mask.sum().double(), w.sum(), (w**2).sum(), (plain != weights).sum().double(), drift.sum()]
-    count, total, squares, cut, apart = all_reduce(torch.stack(sums)).tolist()
-    largest = all_reduce(w.max(), dist.ReduceOp.MAX)
-    count = max(count, 1)
+    sums = [each.sum().double(), r.sum(), (r**2).sum(), cut, drift.sum(), mask.sum().double()]
+    count, total, squares, cut_off, apart, actions = all_reduce(torch.stack(sums)).tolist()
+    largest = all_reduce(r.max(), dist.ReduceOp.MAX)
+    count, actions = max(count, 1), max(actions, 1)
     return {
         "rollout/ratio_mean": total / count,
         "rollout/ratio_max": float(largest),
-        "rollout/ratio_cut": cut / count,
+        "rollout/ratio_cut": cut_off / count,
         "rollout/effective_samples": total**2 / (count * squares) if squares else 0.0,
-        "rollout/sampler_kl": apart / count,
+        "rollout/sampler_kl": apart / actions,
     }
 
 

@@ -51,7 +51,7 @@ class RolloutConfig(Settings):
     heartbeat_timeout_s: float = 60.0
     """Seconds without a sign of life after which a rollout worker is replaced and its chunk given to another."""
     chunk_timeout_s: float = 3600.0
-    """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading has no limit."""
+    """Seconds that a chunk may take, its rewards included, and the loading of the models, before a rollout worker is replaced."""
     tensor_parallel_size: int = 1
     """GPUs over which vLLM splits the base in each rollout worker."""
     gpu_memory_utilization: float | None = None
@@ -64,7 +64,7 @@ class RolloutConfig(Settings):
     and the demo's learning rate, weights made runs worse, not better (docs/rollouts.md)."""
     correction_mode: Literal["truncate", "mask"] = "truncate"
     """truncate: ratios above `correction_cap` count as that (truncated importance sampling). mask: what has a ratio outside
-    [1 / correction_cap, correction_cap] is left out of the policy's loss."""
+    [1 / correction_cap, correction_cap] is left out of the losses."""
     correction_cap: float = 3.0
     """Largest ratio, above 1."""
 

@@ -234,7 +234,7 @@ class PPOTrainer:
         if self.update == 0:
             compared = recomputed.check(self, episodes, rewards, greedy_scores)
             require([*check_rollout(self, episodes, rewards), *compared])
-        off_policy = self.off_policy_metrics(episodes)
+        self.leave_out_masked(episodes)
         weights = weights_of(self) if self.update == 0 else None
         with self.phases("update"):
             learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)
@@ -242,7 +242,7 @@ class PPOTrainer:
             require([learned_alike(self, weights, learning_metrics)])
         metrics = episode_metrics(args, episodes, rewards, raw, kl_coef) | learning_metrics
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
-        metrics |= off_policy
+        metrics |= self.off_policy_metrics(episodes)
 
         self.scheduler.step()
         # While the critic alone learns, the KL stays 0, and the coefficient would fall for nothing.
@@ -450,12 +450,19 @@ class PPOTrainer:
             *logprobs, config.corrects or "token", config.correction_mode, config.correction_cap
         )
 
+    def leave_out_masked(self, episodes: Episodes) -> None:
+        """What the correction masks is not learned from, nor counted: neither by its advantage nor by KL term or entropy."""
+        if self.rollout_config.corrects and self.rollout_config.correction_mode == "mask":
+            episodes.learn = episodes.learn & (self._ratios(episodes) > 0)
+
     def off_policy_metrics(self, episodes: Episodes) -> dict[str, float]:
-        """What the weights are like, or would be; {} where sampler and trainer are the same, or old log-probs come later."""
+        """What the ratios are like, after `learn`, from which old log-probs may come; {} where the trainer samples for itself."""
         config = self.rollout_config
-        if self.old_from_training or not (config.corrects or config.staleness):
+        if not (config.corrects or config.staleness):
             return {}
-        return off_policy_metrics(episodes, self._ratios(episodes), config)
+        # Of completions that nobody learned from there are then no old log-probs.
+        mask = episodes.learn if self.old_from_training else episodes.mask
+        return off_policy_metrics(episodes, self._ratios(episodes), config, mask)
 
     # ----------------------------------------------------------------------------------------- learning
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,12 +32,12 @@ LONGEST_PAUSE = 60.0  # seconds before a worker that could not load is started a
 GRACE = 10.0  # seconds for which trainers wait before a rollout worker makes room, and then before the next one does
 LONGEST_SILENCE = 1800.0  # seconds between two lines about what is waited for
 MAKES_ROOM = "makes room for a trainer"
+OTHER_TERMS = "computes as earlier trainers did"
 # They speak for themselves, and would come again from every worker.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
-Key = tuple[
-    int, int, int
-]  # of a chunk: update, rank, number (ppo/chunks.py, which imports torch: this process needs none)
+# Of a chunk: update, rank, number (ppo/chunks.py, which imports torch: this process needs none).
+Key = tuple[int, int, int]
 
 
 class Lost(Exception):
@@ -67,7 +66,7 @@ class Slot:
     present: bool = False  # ready, or loading for the first time: patience begins when no slot is
     worker: Any = None  # the actor
     leaving: str | None = None  # why its worker gets no further chunk
-    asked: float | None = None  # since when its worker has been waiting for a place
+    waits_since: float | None = None  # its worker, for a place
     has: set[tuple[str, int]] = field(default_factory=set)  # versions that its worker has fetched
 
 
@@ -104,39 +103,43 @@ class Pool:
         self.waiting: list[Task] = []
         self.versions: dict[int, tuple[list[Any], int]] = {}  # version -> ([reference], bytes)
         self.slots = [Slot(number) for number in range(self.config.workers[1])]
-        self.alone: float | None = time.monotonic()  # since when there is no worker
-        self.displaced: float | None = None  # since when the trainers have been waiting for their places
+        self.alone_since: float | None = time.monotonic()  # when the last worker was lost
+        self.displaced_since: float | None = None  # the trainers wait for their places
         self.silence = Silence(time.monotonic())
         self.broken: BaseException | None = None
-        self.asked, self.bytes, self.lost = time.monotonic(), 0, 0
-        self.turns: list[Turn] = []  # those that did not end before `asked`
+        self.measured, self.bytes, self.lost = time.monotonic(), 0, 0
+        self.turns: list[Turn] = []  # those that did not end before `measured`
         self.running: list[asyncio.Future] = []
+        self.keeping: dict[int, asyncio.Future] = {}  # of each slot
+        self.said: set[str] = set()  # tracebacks
 
     async def start(self) -> None:
         """Starts the workers, once."""
         if not self.running:
             print(":actor_name:rollout", flush=True)  # Ray's marker: log lines start with `(rollout pid=...)`
-            self.alone = time.monotonic()
+            self.alone_since = time.monotonic()
             print(f"starting {len(self.slots)} rollout worker{'s' * (len(self.slots) > 1)}", flush=True)
             self.changed = asyncio.Condition()
             self.terms: asyncio.Future[Terms] = asyncio.get_running_loop().create_future()
-            self.running = [asyncio.ensure_future(self._keep(slot)) for slot in self.slots]
+            self._keep_all()
             looks = {
                 self._look_at_nodes: "which nodes go away",
                 self._look_at_places: "which places there are",
             }
-            self.running += [asyncio.ensure_future(self._repeat(look, what)) for look, what in looks.items()]
+            self.running = [asyncio.ensure_future(self._repeat(look, what)) for look, what in looks.items()]
 
     async def trainers_wait(self) -> None:
         """The trainers have no places, or not yet: they are started, or started again."""
-        if self.displaced is None:
-            self.displaced = time.monotonic()
+        if self.displaced_since is None:
+            self.displaced_since = time.monotonic()
             if self.running:
                 await self._notify()
 
     async def trainers_placed(self) -> None:
         """The trainers have their places."""
-        self.displaced = None
+        self.displaced_since = None
+        if self.alone_since is not None:  # none could be started meanwhile
+            self.alone_since = time.monotonic()
         if self.running:
             await self._notify()
 
@@ -149,6 +152,16 @@ class Pool:
             task.result.cancel()
         self.session, self.tasks, self.versions = session, {}, {}
         self.waiting.clear()
+        if self.alone_since is not None:  # trainers that were away waited for nobody
+            self.alone_since = time.monotonic()
+        if self.broken:  # this attempt may find other nodes
+            self.broken = None
+            self._keep_all()
+        if self.terms.done() and self.terms.result() != terms:
+            self.terms = asyncio.get_running_loop().create_future()
+            for slot in self.slots:
+                slot.leaving = slot.leaving or (OTHER_TERMS if slot.ready else None)
+            await self._notify()
         if not self.terms.done():
             self.terms.set_result(terms)
 
@@ -185,8 +198,8 @@ class Pool:
                 raise self.broken
             if (
                 patience >= 0
-                and self.alone is not None
-                and time.monotonic() - self.alone >= patience
+                and self.alone_since is not None
+                and time.monotonic() - self.alone_since >= patience
                 and task in self.waiting
             ):
                 self.waiting.remove(task)
@@ -205,8 +218,8 @@ class Pool:
             Them, the turns that were not over before the last call, and what this process's clock shows.
         """
         now, ready = time.monotonic(), [slot for slot in self.slots if slot.ready]
-        busy = sum((turn.end or now) - max(turn.begin, self.asked) for turn in self.turns)
-        there = max((now - self.asked) * max(1, len(ready)), 1e-9)
+        busy = sum((turn.end or now) - max(turn.begin, self.measured) for turn in self.turns)
+        there = max((now - self.measured) * max(1, len(ready)), 1e-9)
         figures = {
             "rollout/workers": float(len(ready)),
             "rollout/idle": max(0.0, 1 - busy / there),
@@ -215,10 +228,15 @@ class Pool:
             "rollout/lost_workers": float(self.lost),
         }
         turns, self.turns = self.turns, [turn for turn in self.turns if turn.end is None]
-        self.asked, self.bytes = now, 0
+        self.measured, self.bytes = now, 0
         return figures, turns, now
 
     # ------------------------------------------------------------------------------------------- workers
+
+    def _keep_all(self) -> None:
+        for slot in self.slots:
+            if slot.number not in self.keeping or self.keeping[slot.number].done():
+                self.keeping[slot.number] = asyncio.ensure_future(self._keep(slot))
 
     async def _keep(self, slot: Slot) -> None:
         """Keeps a worker in the slot until the pool ends."""
@@ -226,7 +244,7 @@ class Pool:
         while not self.broken:
             there = False
             async with self.changed:
-                await self.changed.wait_for(lambda: self.displaced is None)
+                await self.changed.wait_for(lambda: self.displaced_since is None)
             try:
                 slot.worker = worker = self._start()
                 slot.node = await self._placed(slot, worker)
@@ -234,9 +252,11 @@ class Pool:
                     not failures
                 )  # a first load may take long; one after a failed load stops no clock
                 self._count()
-                await self._answer(worker, worker.load.remote(), math.inf)
+                await self._answer(worker, worker.load.remote(), self.config.chunk_timeout_s)
                 terms = await asyncio.shield(self.terms)
-                await self._answer(worker, worker.settle.remote(terms), math.inf)
+                await self._answer(worker, worker.settle.remote(terms), self.config.chunk_timeout_s)
+                if self.terms.result() != terms:
+                    raise Lost(OTHER_TERMS)
                 there, slot.ready, slot.present, pause, failures = True, True, True, 1.0, 0
                 self._count()
                 while True:
@@ -244,23 +264,37 @@ class Pool:
             except Lost as error:
                 self.lost += there
                 failures += not there and not slot.leaving
-                if failures == MOST_FAILURES and isinstance(error.__cause__, RayTaskError):
+                raised = isinstance(error.__cause__, RayTaskError)
+                if raised and (trace := str(error.__cause__)) not in self.said:
+                    self.said.add(trace)
+                    print(trace, flush=True)
+                if raised and failures >= MOST_FAILURES and not self._others(slot):
                     self.broken = Failure(f"rollout workers cannot load their models: one {error}")
                 else:
                     why = slot.leaving or error
                     print(f"rollout worker {slot.number} {why}; another one takes its place", flush=True)
-            except Exception as error:  # of FINAL, or a mistake here: it would come again
+            except FINAL as error:  # as it loaded
+                failures += 1
+                if not self._others(slot):
+                    self.broken = error
+                else:  # this node alone may have too little memory, or lack a file
+                    print(f"rollout worker {slot.number} cannot load its models: {error}", flush=True)
+            except Exception as error:  # a mistake here, which would come again
                 self.broken = error
             finally:
                 if slot.worker:
                     with contextlib.suppress(RayError):
                         ray.kill(slot.worker)
                 slot.worker, slot.node, slot.ready, slot.present = None, None, False, False
-                slot.leaving, slot.asked, slot.has = None, None, set()
+                slot.leaving, slot.waits_since, slot.has = None, None, set()
                 self._count()
             if not there:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _others(self, slot: Slot) -> bool:
+        """Whether another slot's worker works, or loads for the first time."""
+        return any(other.present for other in self.slots if other is not slot)
 
     def _start(self) -> Any:
         options = placement.rollout_bundle(self.work.job).options()
@@ -269,15 +303,15 @@ class Pool:
 
     async def _placed(self, slot: Slot, worker: Any) -> str:
         """The node that Ray has found for a worker. Raises Lost when it is to wait behind the trainers."""
-        slot.asked = time.monotonic()
+        slot.waits_since = time.monotonic()
         placed = asyncio.wrap_future(worker.node.remote().future())
         with _ended(placed):
             while not placed.done():
-                if self.displaced is not None:  # else it takes the place that a trainer has just left
+                if self.displaced_since is not None:  # else it takes the place that a trainer has just left
                     slot.leaving = MAKES_ROOM
                     raise Lost(slot.leaving)
                 await asyncio.wait({placed}, timeout=0.2)
-            slot.asked = None
+            slot.waits_since = None
             return await _of(placed)
 
     async def _next(self, slot: Slot) -> Task:
@@ -316,6 +350,8 @@ class Pool:
             return
         except Lost as error:
             turn.lost = True
+            if slot.leaving or getattr(error.__cause__, "preempted", False):
+                task.attempts -= 1  # its node's doing, not the chunk's
             await self._give_back(task, error)
             raise
         finally:
@@ -361,7 +397,10 @@ class Pool:
         with _ended(sign):
             await asyncio.wait({sign}, timeout=limit)
             if not sign.done():
-                raise Lost(f"has given no sign of life for {limit:g} s (rollout.heartbeat_timeout_s)")
+                raise Lost(
+                    f"has given no sign of life for {limit:g} s (rollout.heartbeat_timeout_s): its process is stopped, or code in "
+                    "it, a Python reward for one, does not let go of the interpreter"
+                )
             await _of(sign)
 
     async def _repeat(self, look: Callable[[], Awaitable[None]], what: str) -> None:
@@ -386,22 +425,23 @@ class Pool:
     async def _look_at_places(self) -> None:
         """Workers make room for trainers that find no place, one after another; what workers wait for is printed."""
         now = time.monotonic()
-        if self.displaced is not None and now - self.displaced >= GRACE:
-            self.displaced = now
-            if slot := await self._in_the_way():
+        if self.displaced_since is not None and now - self.displaced_since >= GRACE:
+            self.displaced_since = now
+            slot = await self._in_the_way()
+            if slot and self.displaced_since is not None:
                 slot.leaving = MAKES_ROOM
                 ray.kill(slot.worker)
                 await self._notify()
-        asked = [now - slot.asked for slot in self.slots if slot.asked is not None]
-        if not asked:
+        waits = [now - slot.waits_since for slot in self.slots if slot.waits_since is not None]
+        if not waits:
             self.silence = Silence(now)
         elif now - self.silence.since >= self.silence.lasts:
             self.silence = Silence(now, min(2 * self.silence.lasts, LONGEST_SILENCE))
             need = placement.described(placement.rollout_bundle(self.work.job))
             there = await asyncio.to_thread(placement.there)
             print(
-                f"waiting for places for {len(asked)} of {len(self.slots)} rollout workers, {need} each, "
-                f"{max(asked):.0f} s so far; {there}",
+                f"waiting for places for {len(waits)} of {len(self.slots)} rollout workers, {need} each, "
+                f"{max(waits):.0f} s so far; {there}",
                 flush=True,
             )
 
@@ -428,9 +468,9 @@ class Pool:
     def _count(self) -> None:
         """Notes since when there is no worker."""
         if any(slot.present for slot in self.slots):
-            self.alone = None
-        elif self.alone is None:
-            self.alone = time.monotonic()
+            self.alone_since = None
+        elif self.alone_since is None:
+            self.alone_since = time.monotonic()
 
 
 async def _of(waited: Awaitable[Any]) -> Any:

@@ -111,7 +111,7 @@ class RolloutWorker:
             if self.holds != (session, one.version):
                 try:
                     adapter = ray.get(tensors[0])
-                except ray.exceptions.RayError:
+                except ray.exceptions.OwnerDiedError:
                     return None
                 self.sampler.shared.fill("policy", adapter)
                 self.sampler.engine.sync()

@@ -36,7 +36,7 @@ def check_scaling(job: Job) -> None:
         return
     _check_kinds(job)
     _check_amounts(job)
-    if job.rollout_config.workers[0]:
+    if job.rollout_config.workers[1]:
         _check_rollout(job)
 
 
@@ -215,7 +215,7 @@ def _check_amounts(job: Job) -> None:
 
 
 def _check_rollout(job: Job) -> None:
-    """The rollout workers, the fewest with which the run starts, beside the trainer's workers on this machine."""
+    """What a rollout worker asks for, and how many there are at least, beside the trainer's workers on this machine."""
     fewest, one = job.rollout_config.workers[0], rollout_bundle(job)
     if strange := sorted(set(one.resources) - {"CPU", "GPU", "memory"}):
         raise InputError(

@@ -168,6 +168,21 @@ def test_what_plan_advises_fits(llama_8b):
     assert plan.fit_into(asked, 4 * plan.GIB) is None
 
 
+def test_plan_advises_shards_before_it_advises_to_quantise(llama_8b):
+    workers = ["scaling.num_workers=4", "data.batch_size=32"]
+    asked = job(llama_8b, "llama3-8b/sft", *workers)
+    for gib, key, other in (
+        (22, "model.fsdp", "model.load_in_4bit"),
+        (17, "model.load_in_4bit", "model.fsdp"),
+    ):
+        changes, smaller = plan.fit_into(asked, gib * plan.GIB)
+        assert f"{key}=true" in changes and not any(other in change for change in changes)
+        again = plan.make(job(llama_8b, "llama3-8b/sft", *workers, *changes))
+        assert again.peak == smaller.peak <= gib * plan.GIB
+    alone = job(llama_8b, "llama3-8b/sft", "scaling.num_workers=1", "data.batch_size=32")
+    assert "model.load_in_4bit=true" in plan.fit_into(alone, 22 * plan.GIB)[0]
+
+
 def test_time_is_matrix_products_over_speed(llama_8b):
     asked = job(
         llama_8b, "llama3-8b/sft", "trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"

@@ -7,16 +7,18 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from pipeline.errors import Failure
+from pipeline.errors import Failure, OutOfMemory
 from pipeline.ppo.rollout_config import RolloutConfig
+from pipeline.rollout import pool as pools
 from pipeline.rollout.pool import MOST_ATTEMPTS, Lost, Pool
 
 KEY = (3, 0, 1)  # update, rank, number
 
 
-def pool(**config):
+def pool(num_workers=1, **config):
     """A pool that starts no worker."""
-    one = Pool(SimpleNamespace(job=SimpleNamespace(rollout_config=RolloutConfig(num_workers=1, **config))))
+    settings = RolloutConfig(num_workers=num_workers, **config)
+    one = Pool(SimpleNamespace(job=SimpleNamespace(rollout_config=settings)))
     one.changed, one.terms = asyncio.Condition(), asyncio.get_running_loop().create_future()
     one.running = [one.terms]  # as if started
     return one
@@ -67,7 +69,7 @@ def test_patience_ends_only_where_no_worker_is_there():
         assert await waiting is None and one.waiting == [] and one.tasks == {}
         one.slots[0].node = "node"  # where a worker tries to load again
         one._count()
-        assert one.alone is not None
+        assert one.alone_since is not None
         one.slots[0].present = True  # one that loads for the first time
         one._count()
         _, waiting = await asked(one, "b")
@@ -108,10 +110,136 @@ def test_no_worker_is_started_and_none_waits_for_a_place_while_the_trainers_wait
         assert not started
         await one.trainers_placed()
         await asyncio.sleep(0.05)
-        assert started == [True] and one.slots[0].asked is not None
+        assert started == [True] and one.slots[0].waits_since is not None
         await one.trainers_wait()
         await asyncio.sleep(0.5)
-        assert started == [True] and killed == [handle] and one.slots[0].asked is None
+        assert started == [True] and killed == [handle] and one.slots[0].waits_since is None
         keeping.cancel()
+
+    run(test)
+
+
+def answers(result=None):
+    """A method of an actor that answers so: None: never; an error: raises it."""
+
+    def remote(*_):
+        answer = concurrent.futures.Future()
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        elif result is not None:
+            answer.set_result(result)
+        return SimpleNamespace(future=lambda: answer)
+
+    return SimpleNamespace(remote=remote)
+
+
+def worker(load=True, settle=True, alive=True):
+    return SimpleNamespace(
+        node=answers("node"), load=answers(load), settle=answers(settle), alive=answers(alive)
+    )
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Nothing is waited for long."""
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(pools, "SIGN_EVERY", 0.05)
+    monkeypatch.setattr(pools, "LONGEST_PAUSE", 0.01)
+    real = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: real(min(seconds, 0.01)))
+
+
+CANNOT_LOAD = [
+    ray.exceptions.RayTaskError("load", "KeyError: 'weights'", KeyError("weights")),
+    ray.exceptions.RayTaskError("load", "too large", OutOfMemory("loading the base", "too large", "")),
+]
+
+
+@pytest.mark.parametrize("error", CANNOT_LOAD)
+def test_a_node_on_which_nothing_loads_ends_no_run_that_others_work_for(error, quick, capsys):
+    async def test():
+        one = pool(num_workers=2)
+        one.slots[1].present = True
+        one._start = lambda: worker(load=error)
+        keeping = asyncio.ensure_future(one._keep(one.slots[0]))
+        await asyncio.wait({keeping}, timeout=0.5)
+        assert one.broken is None and not keeping.done()
+        assert capsys.readouterr().out.count("Traceback") <= 1
+        one.slots[1].present = False  # now there is nobody
+        await keeping
+        with pytest.raises((Failure, OutOfMemory), match=r"weights|too large"):
+            raise one.broken
+        started = []
+        one._start = lambda: started.append(True) or worker()
+        await one.begin("another attempt", "terms")
+        await asyncio.wait({one.keeping[0]}, timeout=0.2)
+        assert one.broken is None and one.slots[0].ready and started
+        one.keeping[0].cancel()
+        one.keeping[1].cancel()
+
+    run(test)
+
+
+def test_a_worker_that_loads_for_longer_than_a_chunk_may_take_is_lost(quick, capsys):
+    async def test():
+        one = pool(chunk_timeout_s=1.0)
+        one._start = lambda: worker(load=None)
+        keeping = asyncio.ensure_future(one._keep(one.slots[0]))
+        await asyncio.wait({keeping}, timeout=3)
+        assert "has worked for more than 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
+        assert one.alone_since is not None  # patience ends though one is loading again
+        keeping.cancel()
+
+    run(test)
+
+
+def test_workers_that_settled_otherwise_leave_when_a_new_group_of_trainers_begins(quick):
+    async def test():
+        one = pool()
+        settled = []
+        one._start = lambda: SimpleNamespace(
+            **{
+                **vars(worker()),
+                "settle": SimpleNamespace(remote=lambda t: settled.append(t) or answers(True).remote()),
+            }
+        )
+        keeping = asyncio.ensure_future(one._keep(one.slots[0]))
+        for session, terms in (("a", "1 thread"), ("b", "1 thread"), ("c", "2 threads")):
+            await one.begin(session, terms)
+            await asyncio.wait({keeping}, timeout=0.3)
+            assert one.slots[0].ready
+        assert settled == ["1 thread", "2 threads"]
+        keeping.cancel()
+
+    run(test)
+
+
+def test_trainers_that_were_away_begin_to_wait_anew():
+    async def test():
+        one = pool(patience_s=100)
+        one.alone_since -= 1000
+        await one.trainers_wait()
+        await one.trainers_placed()
+        _, waiting = await asked(one, "a")
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        waiting.cancel()
+
+    run(test)
+
+
+@pytest.mark.parametrize("leaving", [None, "leaves a node that is being reclaimed"])
+def test_a_chunk_is_not_to_blame_for_a_node_that_goes(leaving, quick):
+    async def test():
+        one = pool()
+        task, waiting = await asked(one, "a")
+        one.waiting.clear()
+        one.versions[3] = ([None], 8)
+        one.slots[0].leaving = leaving
+        gone = SimpleNamespace(**vars(worker()), sample=answers(ray.exceptions.RayActorError()))
+        with pytest.raises(Lost, match="is gone"):
+            await one._do(one.slots[0], gone, task)
+        assert task.attempts == (0 if leaving else 1) and one.waiting == [task]
+        waiting.cancel()
 
     run(test)
