@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
+from pipeline.ppo.batch import gather
 
 FILE = "versions.safetensors"
 Tensors = Mapping[str, Tensor]  # an adapter, by its names in peft's files
@@ -38,7 +39,8 @@ class Versions:
             del self.held[old], self.digests[old]
 
     def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
-        self.held[version], self.digests[version] = tensors, digest(tensors)
+        # Rank 0's adapter is the one that is published; one that another kind of processor made may differ in a last bit.
+        self.held[version], self.digests[version] = tensors, gather(digest(tensors))[0]
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch
 import toy_ppo as toy
 
 from pipeline.errors import SelfCheckFailed
+from pipeline.ppo import versions
 from pipeline.ppo.chunks import cut
 from pipeline.ppo.functional import off_policy_weights
 from pipeline.ppo.metrics import off_policy_metrics
@@ -136,6 +137,15 @@ def test_the_episodes_of_an_update_are_of_the_version_that_staleness_says():
     trainer.train()
     versions = {chunk.update: chunk.version for chunk, _ in workers.done}
     assert versions == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2}
+
+
+def test_chunks_are_compared_with_what_rank_0_published(monkeypatch):
+    """Trainers on processors of two kinds may hold adapters that differ in a last bit."""
+    trainer = toy.trainer(rollout=AHEAD[1], workers=(workers := Elsewhere()))
+    workers.of(trainer)
+    monkeypatch.setattr(versions, "gather", lambda mine: ["rank 0's", mine])
+    trainer.versions.add(0)
+    assert trainer.versions.digests == {0: "rank 0's"}
 
 
 def test_what_is_off_policy_is_weighed_and_reported():
