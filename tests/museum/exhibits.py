@@ -20,7 +20,7 @@ from pipeline.data import demonstrations, encode, kl_pairs, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import advantages, forward, rewards, rollout, rollouts, sampler
+from pipeline.ppo import advantages, engine, forward, rewards, sampler, schedule
 from pipeline.ppo import trainer as ppo
 from pipeline.ppo.engine import Completion
 from pipeline.runtime import roles, training
@@ -227,7 +227,7 @@ def _(patch):
         episodes.mask.scatter_(1, last, episodes.mask.gather(1, last) & ~episodes.ended.unsqueeze(-1))
         return episodes
 
-    for owner in (rollouts, sampler):
+    for owner in (schedule, sampler):
         wrapped(patch, owner, "collate", collate)
 
 
@@ -241,14 +241,14 @@ def _(patch):
         sampling = original(args, tokenizer, shared, eos)
         return replace(sampling, eos=(tokenizer.convert_tokens_to_ids("<|end_of_text|>"),))
 
-    original = rollout.Sampling.of
-    patch.setattr(rollout.Sampling, "of", staticmethod(lambda *args: of(original, *args)))
+    original = engine.Sampling.of
+    patch.setattr(engine.Sampling, "of", staticmethod(lambda *args: of(original, *args)))
 
 
 @exhibit("no token ends a completion", "ppo", "sampling goes on after")
 def _(patch):
-    original = rollout.Sampling.of
-    patch.setattr(rollout.Sampling, "of", staticmethod(lambda *args: replace(original(*args), eos=())))
+    original = engine.Sampling.of
+    patch.setattr(engine.Sampling, "of", staticmethod(lambda *args: replace(original(*args), eos=())))
 
 
 # -------------------------------------------------------------------------------------------------- the sampler
@@ -258,7 +258,7 @@ def _(patch):
 def _(patch):
     wrapped(
         patch,
-        rollout,
+        engine,
         "sample",
         lambda original, logits, noise, t, barred=(): original(logits, noise, 1.0, barred),
     )
@@ -279,14 +279,14 @@ def _(patch):
         token, _ = original(nucleus(logits, 0.8), noise, temperature, barred)
         return token, (logits / temperature).log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
-    wrapped(patch, rollout, "sample", sample)
+    wrapped(patch, engine, "sample", sample)
 
 
 @exhibit("top-p is on, log-probs are of what it leaves", "ppo", "sampler and trainer agree")
 def _(patch):
     wrapped(
         patch,
-        rollout,
+        engine,
         "sample",
         lambda original, logits, noise, t, barred=(): original(nucleus(logits, 0.8), noise, t, barred),
     )
@@ -298,7 +298,7 @@ def _(patch):
         token = logits.argmax(-1)
         return token, (logits / temperature).log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
-    wrapped(patch, rollout, "sample", sample)
+    wrapped(patch, engine, "sample", sample)
 
 
 @exhibit(
@@ -310,7 +310,7 @@ def _(patch):
 def _(patch):
     wrapped(
         patch,
-        rollout,
+        engine,
         "uniforms",
         lambda original, seed, episodes, count: original(seed, [e // 2 for e in episodes], count),
     )
@@ -331,8 +331,8 @@ def _(patch):
         ids, mask = original(rows, pad, device)
         return ids, torch.ones_like(mask)
 
-    wrapped(patch, rollout, "pad_left", pad_left)
-    patch.setattr(rollout.TransformersEngine, "_mask", lambda *_: None)
+    wrapped(patch, engine, "pad_left", pad_left)
+    patch.setattr(engine.TransformersEngine, "_mask", lambda *_: None)
 
 
 @exhibit(
@@ -543,7 +543,7 @@ def _(patch):
     def collate(original, prompts, completions, indices, pad, device):
         return original(prompts, completions, [*indices[::2], *indices[1::2]], pad, device)
 
-    wrapped(patch, rollouts, "collate", collate)
+    wrapped(patch, schedule, "collate", collate)
 
 
 # ------------------------------------------------------------------------------------------------------- losses

@@ -4,7 +4,7 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.ppo import graphs, rollout
+from pipeline.ppo import graphs
 from pipeline.ppo.engine import Sampling, TransformersEngine
 
 ENDS = Sampling(12, (2, 3, 4, 5, 6, 7), seed=7)
@@ -12,7 +12,7 @@ ENDS = Sampling(12, (2, 3, 4, 5, 6, 7), seed=7)
 
 def engine(kind="llama", steps=4, windows=True, record=None, monkeypatch=None):
     if monkeypatch:
-        monkeypatch.setattr(rollout, "STEPS_PER_GRAPH", steps)
+        monkeypatch.setattr("pipeline.ppo.engine.STEPS_PER_GRAPH", steps)
     made = TransformersEngine(toy.shared_base(kind, critic=False, spread=0.1))
     made.windows, made.recorder = windows, record
     return made
