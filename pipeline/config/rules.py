@@ -357,8 +357,8 @@ def _crowded_rollout_workers(job: Job) -> Iterator[str]:
     on_gpus = job.scaling.get("use_gpu") if rollout.use_gpu is None else rollout.use_gpu
     if rollout.workers[1] and not on_gpus and asked < cpus:
         yield (
-            f"rollout: each rollout worker computes with {cpus:g} threads, as a trainer does, and asks Ray for {asked:g} CPUs; type "
-            f"'rollout.resources_per_worker={{CPU: {cpus:g}}}'"
+            f"rollout: each rollout worker computes with {cpus:g} threads, as a trainer does, and asks Ray for {asked:g} CPUs; give "
+            f"rollout.resources_per_worker CPU: {cpus:g}"
         )
 
 

@@ -33,8 +33,8 @@ def decide(errors: Sequence[float], begun_with: str | None = None) -> tuple[str,
         errors: of "medium" on each worker: it must be exact on all of them.
         begun_with: the setting that the run has had until now; it stays, unless it is inexact where the run continues.
     """
-    error = max(errors)
-    exact = all(one < LARGEST_ERROR for one in errors)  # False for NaN
+    inexact = [error for error in errors if not error < LARGEST_ERROR]  # NaN, too
+    error, exact = (inexact or [max(errors)])[0], not inexact
     if begun_with == MEDIUM and not exact:
         return DEFAULT, (
             f'warning: until now this run multiplied fp32 matrices at precision "{MEDIUM}", which has an error of {error:.1e} '

@@ -396,7 +396,7 @@ def fitting(plan: Plan) -> list[str]:
 def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan] | None:
     """(overrides, plan) of the mildest changes after which a worker fits into `memory` bytes; None if none are enough."""
     made: dict[str, Any] = {}
-    for key, value in _changes(job):
+    for key, value in _changes(job, loras):
         if key == "model.load_in_4bit":  # of shards there are no 4-bit ones
             made.pop("model.fsdp", None)
         made[key] = value
@@ -411,7 +411,7 @@ def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[
     return [f"{key}={str(value).lower()}" for key, value in made.items()], make(_with(job, made), loras)
 
 
-def _changes(job: Job) -> list[tuple[str, Any]]:
+def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
     """Overrides that make a job smaller, mildest first. Only nf4, the last, changes what is learned."""
     rows = settings(job, 1 << 20).rows
     fewest = STAGE[job.stage].fewest_rows
@@ -432,8 +432,13 @@ def _changes(job: Job) -> list[tuple[str, Any]]:
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
     if job.scaling.get("use_gpu"):
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
-    whole = job.model.load_in_4bit or job.lora.get("use_dora") or job.rollout.get("engine") == "vllm"
-    if job.workers[0] > 1 and not whole and "model.fsdp" not in STAGE[job.stage].unused:
+    dora = any(one.get("use_dora") for one in (job.lora, *(loras or {}).values()))
+    # vLLM in the trainers' own processes holds the base whole.
+    beside = job.rollout.get("engine") == "vllm" and not (
+        job.stage == "ppo" and job.rollout_config.workers[1]
+    )
+    can_shard = "model.fsdp" not in STAGE[job.stage].unused and job.workers[0] > 1
+    if can_shard and not (job.model.load_in_4bit or dora or beside):
         changes.append(("model.fsdp", True))
     if not job.model.fsdp:
         changes.append(("model.load_in_4bit", True))

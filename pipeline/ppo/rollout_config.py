@@ -51,7 +51,8 @@ class RolloutConfig(Settings):
     heartbeat_timeout_s: float = 60.0
     """Seconds without a sign of life after which a rollout worker is replaced and its chunk given to another."""
     chunk_timeout_s: float = 3600.0
-    """Seconds that a chunk may take, its rewards included, and the loading of the models, before a rollout worker is replaced."""
+    """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. To load the models it has an
+    hour, or as long where this is more."""
     tensor_parallel_size: int = 1
     """GPUs over which vLLM splits the base in each rollout worker."""
     gpu_memory_utilization: float | None = None
@@ -60,7 +61,7 @@ class RolloutConfig(Settings):
     """Further arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
     correction: Literal["none", "token", "sequence", "geometric"] | None = None
     """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler of its token, of the
-    whole completion, or by the geometric mean over the completion's tokens. None: token for vllm, else none: with `staleness`
+    whole completion, or by the geometric mean over the completion's tokens. None: token for vllm, else none: with `staleness: 2`
     and the demo's learning rate, weights made runs worse, not better (docs/rollouts.md)."""
     correction_mode: Literal["truncate", "mask"] = "truncate"
     """truncate: ratios above `correction_cap` count as that (truncated importance sampling). mask: what has a ratio outside

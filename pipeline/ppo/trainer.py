@@ -451,12 +451,12 @@ class PPOTrainer:
         )
 
     def leave_out_masked(self, episodes: Episodes) -> None:
-        """What the correction masks is not learned from, nor counted: neither by its advantage nor by KL term or entropy."""
+        """What the correction masks is not learned from: not by advantage, value, KL term or entropy. Whitening has seen it."""
         if self.rollout_config.corrects and self.rollout_config.correction_mode == "mask":
             episodes.learn = episodes.learn & (self._ratios(episodes) > 0)
 
     def off_policy_metrics(self, episodes: Episodes) -> dict[str, float]:
-        """What the ratios are like, after `learn`, from which old log-probs may come; {} where the trainer samples for itself."""
+        """What the ratios are like, after `learn`, from which old log-probs may come; {} without staleness and correction."""
         config = self.rollout_config
         if not (config.corrects or config.staleness):
             return {}

@@ -28,11 +28,12 @@ from pipeline.runtime.host import Work
 SIGN_EVERY = 2.0  # seconds between two signs of life of a worker that is at work
 MOST_ATTEMPTS = 5  # a chunk that loses so many workers will lose the next one, too
 MOST_FAILURES = 3  # of one slot's workers to load, one after the other
+LONGEST_LOAD = 3600.0  # seconds to load the models, or rollout.chunk_timeout_s where that is more
 LONGEST_PAUSE = 60.0  # seconds before a worker that could not load is started again
 GRACE = 10.0  # seconds for which trainers wait before a rollout worker makes room, and then before the next one does
 LONGEST_SILENCE = 1800.0  # seconds between two lines about what is waited for
 MAKES_ROOM = "makes room for a trainer"
-OTHER_TERMS = "computes as earlier trainers did"
+OTHER_TERMS = "was set up for earlier trainers, on other machines"
 # They speak for themselves, and would come again from every worker.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
@@ -63,6 +64,7 @@ class Slot:
     number: int
     node: str | None = None  # of its worker; None: it has none
     ready: bool = False  # its worker has loaded
+    failures: int = 0  # of its workers to load, one after the other
     present: bool = False  # ready, or loading for the first time: patience begins when no slot is
     worker: Any = None  # the actor
     leaving: str | None = None  # why its worker gets no further chunk
@@ -150,20 +152,23 @@ class Pool:
         await self.start()  # this actor may be a new one, too
         for task in self.tasks.values():  # whoever still waits for it is gone
             task.result.cancel()
-        self.session, self.tasks, self.versions = session, {}, {}
+        again, self.session, self.tasks, self.versions = bool(self.session), session, {}, {}
         self.waiting.clear()
         if self.alone_since is not None:  # trainers that were away waited for nobody
             self.alone_since = time.monotonic()
-        if self.broken:  # this attempt may find other nodes
+        if self.broken and again:  # this attempt may find other nodes
             self.broken = None
+            for slot in self.slots:
+                slot.failures = 0
             self._keep_all()
-        if self.terms.done() and self.terms.result() != terms:
+        if not self.terms.done():
+            self.terms.set_result(terms)
+        elif self.terms.result() != terms:
             self.terms = asyncio.get_running_loop().create_future()
+            self.terms.set_result(terms)
             for slot in self.slots:
                 slot.leaving = slot.leaving or (OTHER_TERMS if slot.ready else None)
             await self._notify()
-        if not self.terms.done():
-            self.terms.set_result(terms)
 
     async def publish(self, session: str, version: int, tensors: list[Any], size: int) -> None:
         """A version of the policy, as a reference in a list, and its bytes."""
@@ -240,7 +245,7 @@ class Pool:
 
     async def _keep(self, slot: Slot) -> None:
         """Keeps a worker in the slot until the pool ends."""
-        pause, failures = 1.0, 0
+        pause, longest = 1.0, max(LONGEST_LOAD, self.config.chunk_timeout_s)
         while not self.broken:
             there = False
             async with self.changed:
@@ -248,37 +253,42 @@ class Pool:
             try:
                 slot.worker = worker = self._start()
                 slot.node = await self._placed(slot, worker)
-                slot.present = (
-                    not failures
-                )  # a first load may take long; one after a failed load stops no clock
+                # Patience does not run out while a first load takes long, but while one fails again and again.
+                slot.present = not slot.failures
                 self._count()
-                await self._answer(worker, worker.load.remote(), self.config.chunk_timeout_s)
+                await self._answer(worker, worker.load.remote(), longest, "been loading for")
                 terms = await asyncio.shield(self.terms)
-                await self._answer(worker, worker.settle.remote(terms), self.config.chunk_timeout_s)
+                await self._answer(worker, worker.settle.remote(terms), longest, "been loading for")
                 if self.terms.result() != terms:
+                    slot.leaving = OTHER_TERMS
                     raise Lost(OTHER_TERMS)
-                there, slot.ready, slot.present, pause, failures = True, True, True, 1.0, 0
+                there, slot.ready, slot.present, pause, slot.failures = True, True, True, 1.0, 0
                 self._count()
                 while True:
                     await self._do(slot, worker, await self._next(slot))
             except Lost as error:
                 self.lost += there
-                failures += not there and not slot.leaving
+                slot.failures += not there and not slot.leaving
                 raised = isinstance(error.__cause__, RayTaskError)
-                if raised and (trace := str(error.__cause__)) not in self.said:
-                    self.said.add(trace)
-                    print(trace, flush=True)
-                if raised and failures >= MOST_FAILURES and not self._others(slot):
+                if (
+                    raised and str(error) not in self.said
+                ):  # once: a traceback names another process each time
+                    self.said.add(str(error))
+                    print(error.__cause__, flush=True)
+                if raised and slot.failures >= MOST_FAILURES and self._nothing_loads():
                     self.broken = Failure(f"rollout workers cannot load their models: one {error}")
                 else:
                     why = slot.leaving or error
                     print(f"rollout worker {slot.number} {why}; another one takes its place", flush=True)
             except FINAL as error:  # as it loaded
-                failures += 1
-                if not self._others(slot):
+                slot.failures += 1
+                if self._nothing_loads():
                     self.broken = error
-                else:  # this node alone may have too little memory, or lack a file
-                    print(f"rollout worker {slot.number} cannot load its models: {error}", flush=True)
+                elif slot.failures == 1:  # this node alone may have too little memory, or lack a file
+                    print(
+                        f"rollout worker {slot.number} cannot load its models, and tries again: {error}",
+                        flush=True,
+                    )
             except Exception as error:  # a mistake here, which would come again
                 self.broken = error
             finally:
@@ -292,9 +302,9 @@ class Pool:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _others(self, slot: Slot) -> bool:
-        """Whether another slot's worker works, or loads for the first time."""
-        return any(other.present for other in self.slots if other is not slot)
+    def _nothing_loads(self) -> bool:
+        """Whether no slot's worker has loaded since one of its own failed to; one that has no place yet may be well."""
+        return all(slot.failures for slot in self.slots)
 
     def _start(self) -> Any:
         options = placement.rollout_bundle(self.work.job).options()
@@ -379,7 +389,7 @@ class Pool:
             )
         )
 
-    async def _answer(self, worker: Any, answer: Any, limit: float) -> Any:
+    async def _answer(self, worker: Any, answer: Any, limit: float, doing: str = "worked for") -> Any:
         """What a call returns. Raises Lost when its worker is gone, gives no sign of life, or takes more than `limit` seconds."""
         waited = asyncio.wrap_future(answer.future())
         begun = time.monotonic()
@@ -388,7 +398,7 @@ class Pool:
                 await asyncio.wait({waited}, timeout=SIGN_EVERY)
                 if not waited.done():
                     if time.monotonic() - begun > limit:
-                        raise Lost(f"has worked for more than {limit:g} s (rollout.chunk_timeout_s)")
+                        raise Lost(f"has {doing} more than {limit:g} s (rollout.chunk_timeout_s)")
                     await self._sign(worker)
             return await _of(waited)
 

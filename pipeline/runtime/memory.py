@@ -34,9 +34,13 @@ def remedy(job: Job, phase: str) -> str:
     """The settings to change, mildest first, each with its current value."""
     lighter = [change for key in _sizes(job, phase) if (change := _halved(job, key))]
     if phase not in (*ROLLOUT, "loading the base") and STAGE[job.stage].learns:
+        if job.trainer.get("gradient_checkpointing", False) is None:  # the plan chose
+            lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(job, "trainer.gradient_checkpointing", True)
     anew = _switched(job, "trainer.bf16", True) if phase != "loading the base" else []
-    anew += _switched(job, "model.dtype", "bfloat16") + _switched(job, "model.load_in_4bit", True)
+    anew += _switched(job, "model.dtype", "bfloat16")
+    if not job.model.fsdp:  # of shards there are no 4-bit ones
+        anew += _switched(job, "model.load_in_4bit", True)
     said = [f"type, in this order, {', '.join(lighter)}"] if lighter else []
     said += [f"if that is not enough, in a new run, {', '.join(anew)}"] if anew else []
     said += [f"`make plan JOB={job.source}` computes what fits"] if STAGE[job.stage].learns else []

@@ -15,6 +15,7 @@ AMD, INTEL, AMX = 9e-7, 4e-7, 2.7e-3  # errors of "medium"; AMX rounds to bf16
         ([AMD], None, MEDIUM, 'precision "medium", by oneDNN (error 9.0e-07 here)'),
         ([AMX], None, DEFAULT, "error of 2.7e-03 here, above 1e-05"),
         ([float("nan")], None, DEFAULT, "error of nan"),
+        ([AMD, float("nan")], None, DEFAULT, "error of nan"),
         ([AMD, AMX], None, DEFAULT, "error of 2.7e-03"),  # exact where rank 0 is, and not everywhere
         ([INTEL, AMD], None, MEDIUM, "error 9.0e-07"),
         ([INTEL], MEDIUM, MEDIUM, 'precision "medium", as this run began'),  # exact, and so the bits stay

@@ -197,20 +197,33 @@ def test_ratios_are_those_before_the_correction_one_for_each_completion_where_it
         assert found["rollout/sampler_kl"] == pytest.approx(-0.5)
 
 
-def test_what_is_masked_is_left_out_of_all_losses_and_counts():
+def masked_run(spoils):
+    """(weights, (learn, ratios, mask) of each update) of a run that leaves out tokens; `spoils` changes what it leaves out."""
     masked = RolloutConfig(
         num_workers=1, staleness=2, correction="token", correction_mode="mask", correction_cap=1.05
     )
-    trainer = toy.trainer(rollout=masked, workers=(workers := Elsewhere()), total_episodes=80)
+    settings = dict(total_episodes=80, kl_in="loss", kl_estimator="k2")
+    trainer = toy.trainer(rollout=masked, workers=(workers := Elsewhere()), **settings)
     workers.of(trainer)
     learn, seen = trainer.learn, []
 
     def noted(episodes, policy=True):
         seen.append((episodes.learn, trainer._ratios(episodes), episodes.mask))
+        if spoils:  # what is masked must have no part in any loss
+            masked = ~episodes.learn
+            episodes.returns[masked] += 5
+            episodes.ref_logprobs[masked] -= 5
+            episodes.advantages[masked] += 5
         return learn(episodes, policy)
 
     trainer.learn = noted
     trainer.train()
+    return toy.weights(trainer), seen
+
+
+def test_what_is_masked_is_left_out_of_all_losses_and_counts():
+    weights, seen = masked_run(spoils=False)
+    assert torch.equal(weights, masked_run(spoils=True)[0])
     assert all(torch.equal(learned, mask & (ratios > 0)) for learned, ratios, mask in seen)
     assert torch.equal(seen[0][0], seen[0][2]) and not torch.equal(seen[4][0], seen[4][2])
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from pipeline.errors import Failure, OutOfMemory
 from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.rollout import pool as pools
 from pipeline.rollout.pool import MOST_ATTEMPTS, Lost, Pool
+from pipeline.rollout.worker import RolloutWorker
 
 KEY = (3, 0, 1)  # update, rank, number
 
@@ -149,44 +151,65 @@ def quick(monkeypatch):
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: real(min(seconds, 0.01)))
 
 
-CANNOT_LOAD = [
-    ray.exceptions.RayTaskError("load", "KeyError: 'weights'", KeyError("weights")),
-    ray.exceptions.RayTaskError("load", "too large", OutOfMemory("loading the base", "too large", "")),
-]
+def cannot_load(cause):
+    """What Ray raises of a worker's load: the text names its process, another one each time."""
+    text = f"Traceback (most recent call last):\n  File x\n{type(cause).__name__}: {cause}"
+    pids = iter(range(1, 10_000))
+    return lambda: ray.exceptions.RayTaskError("load", text, cause, pid=next(pids))
 
 
-@pytest.mark.parametrize("error", CANNOT_LOAD)
-def test_a_node_on_which_nothing_loads_ends_no_run_that_others_work_for(error, quick, capsys):
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (KeyError("weights"), "KeyError: 'weights'\n"),
+        (OutOfMemory("loading the base", "too large", ""), "cannot load its models, and tries again"),
+    ],
+)
+def test_a_node_on_which_nothing_loads_ends_no_run_that_another_may_work_for(cause, said, quick, capsys):
     async def test():
-        one = pool(num_workers=2)
-        one.slots[1].present = True
-        one._start = lambda: worker(load=error)
-        keeping = asyncio.ensure_future(one._keep(one.slots[0]))
+        one = pool(num_workers=2)  # the other one has no place yet, or lost it with its node
+        error = cannot_load(cause)
+        one._start = lambda: worker(load=error())
+        await one.begin("an attempt", "terms")
+        keeping = one.keeping[0] = asyncio.ensure_future(one._keep(one.slots[0]))
         await asyncio.wait({keeping}, timeout=0.5)
-        assert one.broken is None and not keeping.done()
-        assert capsys.readouterr().out.count("Traceback") <= 1
-        one.slots[1].present = False  # now there is nobody
+        assert one.broken is None and not keeping.done() and one.slots[0].failures > 3
+        assert capsys.readouterr().out.count(said) == 1
+        one.slots[1].failures = 1  # nor is it any better
         await keeping
         with pytest.raises((Failure, OutOfMemory), match=r"weights|too large"):
             raise one.broken
-        started = []
-        one._start = lambda: started.append(True) or worker()
+        one._start = lambda: worker()
         await one.begin("another attempt", "terms")
         await asyncio.wait({one.keeping[0]}, timeout=0.2)
-        assert one.broken is None and one.slots[0].ready and started
+        assert one.broken is None and one.slots[0].ready
         one.keeping[0].cancel()
         one.keeping[1].cancel()
 
     run(test)
 
 
-def test_a_worker_that_loads_for_longer_than_a_chunk_may_take_is_lost(quick, capsys):
+def test_what_breaks_before_the_first_trainers_come_is_said_to_them(quick):
+    async def test():
+        one = pool()
+        one.broken = Failure("no such module")
+        await one.begin("the first", "terms")
+        await one.request("the first", [(KEY, 3, b"chunk")])
+        with pytest.raises(Failure, match="no such module"):
+            await one.collect("the first", KEY)
+
+    run(test)
+
+
+def test_a_worker_that_loads_for_too_long_is_lost(quick, capsys, monkeypatch):
+    monkeypatch.setattr(pools, "LONGEST_LOAD", 0.1)
+
     async def test():
         one = pool(chunk_timeout_s=1.0)
         one._start = lambda: worker(load=None)
         keeping = asyncio.ensure_future(one._keep(one.slots[0]))
         await asyncio.wait({keeping}, timeout=3)
-        assert "has worked for more than 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
+        assert "has been loading for more than 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
         assert one.alone_since is not None  # patience ends though one is loading again
         keeping.cancel()
 
@@ -209,6 +232,7 @@ def test_workers_that_settled_otherwise_leave_when_a_new_group_of_trainers_begin
             await asyncio.wait({keeping}, timeout=0.3)
             assert one.slots[0].ready
         assert settled == ["1 thread", "2 threads"]
+        assert one.slots[0].failures == 0
         keeping.cancel()
 
     run(test)
@@ -228,18 +252,39 @@ def test_trainers_that_were_away_begin_to_wait_anew():
     run(test)
 
 
+@pytest.mark.parametrize("preempted", [False, True])
 @pytest.mark.parametrize("leaving", [None, "leaves a node that is being reclaimed"])
-def test_a_chunk_is_not_to_blame_for_a_node_that_goes(leaving, quick):
+def test_a_chunk_is_not_to_blame_for_a_node_that_goes(leaving, preempted, quick):
     async def test():
         one = pool()
         task, waiting = await asked(one, "a")
         one.waiting.clear()
         one.versions[3] = ([None], 8)
         one.slots[0].leaving = leaving
-        gone = SimpleNamespace(**vars(worker()), sample=answers(ray.exceptions.RayActorError()))
+        gone = SimpleNamespace(
+            **vars(worker()), sample=answers(ray.exceptions.RayActorError(preempted=preempted))
+        )
         with pytest.raises(Lost, match="is gone"):
             await one._do(one.slots[0], gone, task)
-        assert task.attempts == (0 if leaving else 1) and one.waiting == [task]
+        assert task.attempts == (0 if leaving or preempted else 1) and one.waiting == [task]
         waiting.cancel()
 
     run(test)
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.OwnerDiedError, ray.exceptions.ObjectLostError])
+def test_only_a_version_whose_trainer_died_is_waited_for(error, monkeypatch):
+    """Any other reason for which it cannot be fetched would keep the chunk going round for ever."""
+    made = RolloutWorker.__new__(RolloutWorker)
+    made.holds, made.sampler, made.work = None, object(), SimpleNamespace(job=None)
+
+    def get(reference):
+        raise error("00" * 28, None, "")
+
+    monkeypatch.setattr(ray, "get", get)
+    chunk = pickle.dumps(SimpleNamespace(version=3))
+    if error is ray.exceptions.OwnerDiedError:
+        assert made.sample("a", chunk, [None]) is None
+    else:
+        with pytest.raises(error):
+            made.sample("a", chunk, [None])
