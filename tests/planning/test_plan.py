@@ -179,8 +179,22 @@ def test_plan_advises_shards_before_it_advises_to_quantise(llama_8b):
         assert f"{key}=true" in changes and not any(other in change for change in changes)
         again = plan.make(job(llama_8b, "llama3-8b/sft", *workers, *changes))
         assert again.peak == smaller.peak <= gib * plan.GIB
+    dora = {"policy": {**asked.lora, "use_dora": True}}
+    assert "model.load_in_4bit=true" in plan.fit_into(asked, 22 * plan.GIB, dora)[0]  # model.fsdp refuses it
     alone = job(llama_8b, "llama3-8b/sft", "scaling.num_workers=1", "data.batch_size=32")
     assert "model.load_in_4bit=true" in plan.fit_into(alone, 22 * plan.GIB)[0]
+
+
+@pytest.mark.parametrize(("workers", "advised"), [(0, False), (2, True)])
+def test_shards_go_with_vllm_in_rollout_workers_alone(llama_8b, workers, advised):
+    asked = job(
+        llama_8b,
+        "llama3-8b/ppo",
+        "scaling.num_workers=4",
+        "rollout.engine=vllm",
+        f"rollout.num_workers={workers}",
+    )
+    assert (("model.fsdp", True) in plan._changes(asked)) == advised
 
 
 def test_time_is_matrix_products_over_speed(llama_8b):

@@ -72,3 +72,22 @@ def test_rollout_workers_that_would_idle_are_warned_of(overrides, idle, in_root)
         if idle is None
         else idle in said[0] and "local_rollout_forward_batch_size=21 cuts" in said[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "crowded"),
+    [
+        (["scaling.resources_per_worker={CPU: 4}"], True),
+        (["scaling.resources_per_worker={CPU: 4}", "rollout.resources_per_worker={CPU: 4}"], False),
+        (["scaling.resources_per_worker={CPU: 4}", "rollout.use_gpu=true"], False),
+        ([], False),
+    ],
+)
+def test_rollout_workers_with_more_threads_than_cpus_are_warned_of(overrides, crowded, in_root):
+    job = load_job("jobs/demo/ppo.yaml", ["rollout.num_workers=1", *overrides], "ppo")
+    said = [
+        line
+        for line in warnings(job)
+        if "computes with 4 threads, as a trainer does, and asks Ray for 1 CPUs" in line
+    ]
+    assert len(said) == crowded
