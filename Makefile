@@ -120,7 +120,7 @@ doctor: setup ## one rollout and one minibatch of a ppo job, examined from all s
 	@$(PY) -m pipeline $@ $(if $(filter jobs/$(PROFILE)/$@.yaml,$(JOB)),jobs/$(PROFILE)/ppo.yaml,$(JOB)) $(ARGS)
 
 test: $(VENV)/.dev ## the tests that take seconds each
-	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile --durations=15 $(ARGS)
 
 test-all: $(VENV)/.dev .bench/trl ## every test
 	@$(PY) -m pytest $(ARGS)
