@@ -52,7 +52,6 @@ RANGES: dict[str, dict[str, str]] = {
             "[1024, 1073741824]": "max_body_bytes",
             "(0, 86400]": "timeout_s poll_s",
             "[16, 1000000000000]": "cache_tokens",
-            "[0, 1]": "canary_share shadow_share pair_share",
             "[4096, 1000000000000]": "feedback_bytes",
         }
     ),
@@ -116,7 +115,7 @@ LOSSES = {"dpo": DPO_LOSSES, "kto": "kto apo_zero_unpaired"}
 NAMES = {
     "run.name": 128, "run.storage_path": 1024, "data.cache_dir": 1024,
     "mlflow.experiment": 200, "mlflow.registered_model": 200, "mlflow.alias": 200,
-    "serve.host": 255, "serve.canary_alias": 200, "serve.shadow_alias": 200,
+    "serve.host": 255,
 }  # fmt: skip
 PATHS = """model.name_or_path model.chat_template data.train data.eval data.pairs data.train.path data.eval.path
     data.pairs.path data.cache_dir run.storage_path serve.feedback_path policy reward baseline judge""".split()

@@ -32,15 +32,6 @@ class Serve:
         None  # of the KV cache; None: what half of a GPU's free memory holds, on a CPU a quarter
     )
     poll_s: float = 5.0  # seconds between two looks at the registry for aliases that have moved
-    # A share of the requests for a policy goes to the version that this alias of its registered model names, while there is one.
-    canary_alias: str = "canary"
-    canary_share: float = 0.0
-    # A share is also answered by the version with this alias; nobody sees that answer but the feedback folder and the metrics.
-    shadow_alias: str = "shadow"
-    shadow_share: float = 0.0
-    pair_share: float = (
-        0.0  # of the requests, written a second time by the same version, unseen: pairs for people to compare
-    )
     log_prompts: bool = False  # keep conversations, so that feedback on them becomes rows to learn from; else only its figures
     feedback_path: str | None = None  # a folder; None: <run.storage_path>/feedback
     feedback_bytes: int = (
@@ -74,12 +65,6 @@ def check(tree: Tree, job: Job) -> None:
             f"found {show(serve.cache_tokens)}; expected null with rollout.engine=vllm, whose KV cache fills what "
             "rollout.gpu_memory_utilization leaves it",
         )
-    for key in ("canary", "shadow"):
-        if getattr(serve, f"{key}_share") and not any(alias_of(one) for one in serve.policies.values()):
-            raise tree.error(
-                f"serve.{key}_share",
-                "no policy is named by an alias, models:/NAME@ALIAS; take it out, or name one so",
-            )
 
 
 def alias_of(reference: str) -> tuple[str, str] | None:

@@ -10,9 +10,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from pipeline.errors import in_brief
 from pipeline.serving import protocol
 from pipeline.serving.batching import QueueFull, Row, Token
+from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, Refused
 from pipeline.serving.text import Text
 
@@ -50,52 +54,29 @@ class Mailbox:
 
 
 class Answer:
-    """The choices of one request, while they are written.
+    """The choices of one request, while they are written."""
 
-    Args:
-        unseen: None; "shadow" or "pair" of an answer that nobody is shown.
-        first: the number of its first completion, of which, with the seed, its random numbers are made.
-    """
-
-    def __init__(
-        self,
-        server: Any,
-        asked: ChatRequest,
-        prompt: list[int],
-        version: str,
-        unseen: str | None = None,
-        first: int = 0,
-    ) -> None:
-        self.server, self.asked, self.prompt, self.version, self.unseen = (
-            server,
-            asked,
-            prompt,
-            version,
-            unseen,
-        )
-        self.id, self.created, self.began = (
-            f"chatcmpl-{secrets.token_hex(16)}",
-            int(time.time()),
-            time.monotonic(),
-        )
+    def __init__(self, server: Any, asked: ChatRequest, prompt: list[int], served: Served) -> None:
+        self.server, self.asked, self.prompt, self.version = server, asked, prompt, served.version
+        self.id, self.created = f"chatcmpl-{secrets.token_hex(16)}", int(time.time())
+        self.began = time.monotonic()
         self.seed = secrets.randbits(32) if asked.seed is None else asked.seed
         self.texts = [Text(server.tokenizer, asked.stops) for _ in range(asked.n)]
         self.tokens: list[list[Token]] = [[] for _ in range(asked.n)]
         self.reasons: list[str | None] = [None] * asked.n
         self.arrived: asyncio.Queue[tuple[int, Token | BaseException]] = asyncio.Queue()
-        self.done = asyncio.Event()
         args = server.args
         top = (asked.top_logprobs or 0) if asked.logprobs else None
         self.rows = [
             Row(
                 prompt,
-                server.models.roles[version],
+                served.role,
                 self._deliver(choice),
                 min(asked.most_tokens or args.response_length, args.response_length),
                 temperature=args.temperature if asked.temperature is None else asked.temperature,
                 top_p=1.0 if asked.top_p is None else asked.top_p,
                 seed=self.seed,
-                number=first + choice,
+                number=choice,
                 top=top,
             )
             for choice in range(asked.n)
@@ -116,31 +97,31 @@ class Answer:
                 code="rate_limit_exceeded",
             ) from error
 
+    def cancel(self) -> None:
+        """The rows leave the batch. Those that have ended are out of it."""
+        for row in self.rows:
+            row.cancelled = True
+
     async def written(self) -> AsyncIterator[tuple[int, str, list[Token]]]:
-        """(choice, more text, its tokens) as they come; where nobody listens any longer, the rows leave the batch."""
+        """Yields (choice, more text, its tokens) as they come."""
         unshown: list[list[Token]] = [[] for _ in self.rows]
-        try:
-            async with limit(self.server.serve.timeout_s):
-                while not all(self.reasons):
-                    choice, token = await self.arrived.get()
-                    if isinstance(token, BaseException):
-                        raise Refused(
-                            503, f"the answer was lost ({in_brief(token)}); try again", code="lost"
-                        ) from token
-                    if self.reasons[choice]:
-                        continue  # behind a stop text
-                    if not any(self.tokens) and not self.unseen:
-                        self.server.metrics.first_token.observe(time.monotonic() - self.began)
-                    more = self._take(choice, token)
-                    unshown[choice].append(token)
-                    if more or self.reasons[choice]:
-                        yield choice, more, unshown[choice]
-                        unshown[choice] = []
-            self._finish()
-        finally:
-            for row in self.rows:
-                row.cancelled = True
-            self.done.set()
+        async with limit(self.server.serve.timeout_s):
+            while not all(self.reasons):
+                choice, token = await self.arrived.get()
+                if isinstance(token, BaseException):
+                    raise Refused(
+                        503, f"the answer was lost ({in_brief(token)}); try again", code="lost"
+                    ) from token
+                if self.reasons[choice]:
+                    continue  # behind a stop text
+                if not any(self.tokens):
+                    self.server.metrics.first_token.observe(time.monotonic() - self.began)
+                more = self._take(choice, token)
+                unshown[choice].append(token)
+                if more or self.reasons[choice]:
+                    yield choice, more, unshown[choice]
+                    unshown[choice] = []
+        self._finish()
 
     def _take(self, choice: int, token: Token) -> str:
         text, row = self.texts[choice], self.rows[choice]
@@ -155,13 +136,12 @@ class Answer:
         return more
 
     def _finish(self) -> None:
-        metrics, server = self.server.metrics, self.server
-        metrics.answers.labels(self.asked.model, self.version, self.unseen or "seen").inc()
+        metrics = self.server.metrics
+        metrics.answers.labels(self.asked.model, self.version).inc()
         metrics.prompt_tokens.labels(self.version).inc(len(self.prompt))
         metrics.completion_tokens.labels(self.version).inc(self.counted)
-        if not self.unseen:
-            metrics.seconds.observe(time.monotonic() - self.began)
-            server.remember(self)
+        metrics.seconds.observe(time.monotonic() - self.began)
+        self.server.remember(self)
 
     @property
     def counted(self) -> int:
@@ -178,8 +158,11 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
-        async for _ in self.written():
-            pass
+        try:
+            async for _ in self.written():
+                pass
+        finally:
+            self.cancel()
         choices = [
             {
                 "index": choice,
@@ -223,3 +206,17 @@ class Answer:
             yield protocol.event(error.body())
             return
         yield protocol.event("[DONE]")
+
+
+class Stream(StreamingResponse):
+    """The response of a streamed answer, whose rows it cancels if the client goes away, even before the first chunk."""
+
+    def __init__(self, answer: Answer, headers: dict[str, str]) -> None:
+        super().__init__(answer.streamed(), headers=headers, media_type="text/event-stream")
+        self.answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answer.cancel()

@@ -26,7 +26,7 @@ from ray import serve
 from ray.exceptions import RayError, TaskCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse
 
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
@@ -34,7 +34,7 @@ from pipeline.runtime import memory, placement
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.serving import engine, protocol
-from pipeline.serving.answer import Answer, Mailbox, limit
+from pipeline.serving.answer import Answer, Mailbox, Stream, limit
 from pipeline.serving.feedback import FeedbackStore, folder_of
 from pipeline.serving.metrics import Metrics, Page
 from pipeline.serving.models import BASE, Models
@@ -47,7 +47,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
 BODY_S = 30  # a client that is slower with its body would hold a place for nothing
 FLUSH_S = 0.2  # answers are known to the recorder, and so open to feedback, at the latest after so long
-MOST_UNSENT = 10_000  # answers and pairs that wait for a recorder that is being started again
+MAX_UNSENT_ANSWERS = 10_000  # that wait while the recorder restarts
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -88,7 +88,7 @@ def application(work: Work, digests: list[str]) -> Any:
     return server.bind(work, digests, kept)
 
 
-def listen_at_home() -> None:
+def bind_to_node_address() -> None:
     """Ray Serve's own server in this replica binds to the address by which Ray knows this node: 127.0.0.1 of an embedded Ray.
 
     It unpickles what anybody sends to it, and Ray Serve (2.60, private) binds it to all interfaces. Remove when the replica takes
@@ -106,22 +106,14 @@ class Recorder:
     """The only writer of the feedback folder, and the newest metrics of each replica."""
 
     def __init__(self, folder: str, log_prompts: bool, most_bytes: int) -> None:
-        listen_at_home()
+        bind_to_node_address()
         self.store, self.page = FeedbackStore(folder, log_prompts, most_bytes), Page()
         self.lock = threading.Lock()  # Ray Serve may call from several threads
 
-    def take(
-        self,
-        replica: str,
-        metrics: Any,
-        answers: list[dict[str, Any]],
-        pairs: list[tuple[str, dict[str, Any]]],
-    ) -> list[bool]:
-        """Of each of the pairs, (file, row), whether it is written now."""
+    def take(self, replica: str, metrics: Any, answers: list[dict[str, Any]]) -> None:
         self.page.take(replica, metrics)
         with self.lock:
             self.store.remember(answers)
-            return [self.store.pair(file, row) for file, row in pairs]
 
     def give(self, feedback: dict[str, Any]) -> tuple[dict[str, Any] | None, tuple[Any, ...] | None]:
         """(what was written, None), or (None, why it was refused)."""
@@ -169,7 +161,7 @@ class Server:
     """One replica: the base, the versions on it, and the batch that all requests share."""
 
     def __init__(self, work: Work, digests: list[str], recorder: DeploymentHandle) -> None:
-        listen_at_home()
+        bind_to_node_address()
         console.silence_libraries()
         self.work, self.job, self.serve, self.args = work, work.job, work.job.serve, work.job.args
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
@@ -187,12 +179,10 @@ class Server:
         self.metrics = Metrics()
         self.mailbox = Mailbox()
         self.answers: list[dict[str, Any]] = []  # not yet sent to the recorder
-        self.pairs: list[tuple[tuple[str, str], dict[str, Any]]] = []  # ((model id, pair or shadow), row)
         self.flushing = asyncio.Lock()
         self.tasks = [
             asyncio.get_running_loop().create_task(one) for one in (self._follow(), self._flush_often())
         ]
-        self.unseen: set[asyncio.Task[None]] = set()
 
     def _encoder(self) -> Any:
         from pipeline.data.encode import Encoder
@@ -232,30 +222,19 @@ class Server:
     async def _flush(self) -> None:
         """Sends what the recorder is to know."""
         async with self.flushing:  # who returns from here knows that all answers have arrived
-            answers, pairs = self.answers, self.pairs
-            self.answers, self.pairs = [], []
+            answers, self.answers = self.answers, []
             try:
-                rows = [(f"{kind}s", row) for (_, kind), row in pairs]
-                kept = await self.recorder.take.remote(self.name, self._measured(), answers, rows)
+                await self.recorder.take.remote(self.name, self._measured(), answers)
             except Exception as error:
-                self.answers, self.pairs = answers + self.answers, pairs + self.pairs
-                for which, _ in self.pairs[:-MOST_UNSENT]:
-                    self._count(which, "dropped")
-                del self.answers[:-MOST_UNSENT], self.pairs[:-MOST_UNSENT]
-                raise Refused(
-                    503, "the recorder is being started again; try again", code="unavailable"
-                ) from error
-            for (which, _), written in zip(pairs, kept, strict=True):
-                self._count(which, "written" if written else "full")
+                self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
+                raise Refused(503, "the recorder restarts; try again", code="unavailable") from error
 
     def _measured(self) -> Any:
         self.metrics.running.set(len(self.batcher.rows))
         self.metrics.waiting.set(len(self.batcher.waiting))
         self.metrics.versions.clear()
-        for name, route in self.models.traffic.routes.items():
-            for role in ("version", "canary", "shadow"):
-                if version := getattr(route, role):
-                    self.metrics.versions.labels(name, version, role).set(1)
+        for name, version in self.models.versions.items():
+            self.metrics.versions.labels(name, version).set(1)
         return self.metrics.snapshot()
 
     def check_health(self) -> None:
@@ -323,41 +302,36 @@ class Server:
     @app.get("/v1/models")
     @answered
     async def list_models(self, request: Request) -> Response:
-        routes = {name: route.version for name, route in self.models.traffic.routes.items()}
-        listed = [protocol.listed(name, version, "policy") for name, version in routes.items()]
-        listed += [
-            protocol.listed(name, version, "reward") for name, version in self.models.reward_versions.items()
-        ]
-        return JSONResponse({"object": "list", "data": listed})
+        return JSONResponse({"object": "list", "data": [self._listed(name) for name in self.models.versions]})
 
     @app.get("/v1/models/{name}")
     @answered
-    async def one_model(self, request: Request, name: str) -> Response:
-        if route := self.models.traffic.routes.get(name):
-            return JSONResponse(protocol.listed(name, route.version, "policy"))
-        if version := self.models.reward_versions.get(name):
-            return JSONResponse(protocol.listed(name, version, "reward"))
-        raise protocol.unknown("model", name, (*self.models.traffic.routes, *self.models.rewards))
+    async def get_model(self, request: Request, name: str) -> Response:
+        if name not in self.models.versions:
+            raise protocol.unknown("model", name, self.models.versions)
+        return JSONResponse(self._listed(name))
+
+    def _listed(self, name: str) -> dict[str, Any]:
+        kind = "policy" if name in self.models.policies else "reward"
+        return protocol.listed(name, self.models.versions[name], kind)
 
     @app.post("/v1/chat/completions")
     @answered
     async def chat(self, request: Request) -> Response:
         asked = protocol.read(ChatRequest, await self._body(request))
-        if asked.model not in self.models.traffic.routes:
-            raise protocol.unknown("policy", asked.model, self.models.traffic.routes)
+        if asked.model not in self.models.policies:
+            raise protocol.unknown("policy", asked.model, self.models.policies)
         if asked.n > self.serve.max_choices:
             raise Refused(
                 400, f"n: found {asked.n}; expected at most {self.serve.max_choices}", "n", "invalid_value"
             )
         loop = asyncio.get_running_loop()
         prompt = await loop.run_in_executor(self.reader, self._prompt, asked)
-        version = self.models.traffic.choose(asked.model, asked.user)
-        answer = Answer(self, asked, prompt, version)
+        answer = Answer(self, asked, prompt, self.models.policies[asked.model])
         answer.submit()
-        self._answer_again(answer)
-        headers = {"x-model-version": version}
+        headers = {"x-model-version": answer.version}
         if asked.stream:
-            return StreamingResponse(answer.streamed(), headers=headers, media_type="text/event-stream")
+            return Stream(answer, headers)
         return JSONResponse(await answer.whole(), headers=headers)
 
     def _prompt(self, asked: ChatRequest) -> list[int]:
@@ -383,61 +357,6 @@ class Server:
             400, f"{field}: found {outcome.found}; expected {outcome.expected}", "messages", "invalid_value"
         )
 
-    def _answer_again(self, answer: Answer) -> None:
-        """Has the request answered once more, unseen, by the shadow or by the version that spoke, if it is its turn."""
-        asked, prompt = answer.asked, answer.prompt
-        if asked.n > 1:
-            return
-        if version := self.models.traffic.shadow(asked.model):
-            self._beside(answer, Answer(self, asked, prompt, version, "shadow"))
-        # Two greedy completions would be one and the same.
-        if answer.rows[0].temperature > 0 and self.models.traffic.pair(asked.model):
-            self._beside(answer, Answer(self, asked, prompt, answer.version, "pair", first=1))
-
-    def _beside(self, answer: Answer, second: Answer) -> None:
-        """Where there is no room for a second answer, it is left out."""
-        which = (second.asked.model, second.unseen or "")
-        try:
-            if len(self.batcher.waiting) > self.serve.max_queue // 2:
-                raise Refused(429, "no room")
-            second.submit()
-        except Refused:
-            self._count(which, "no_room")
-            return
-        task = asyncio.get_running_loop().create_task(self._compare(answer, second, which))
-        self.unseen.add(task)
-        task.add_done_callback(self.unseen.discard)
-
-    async def _compare(self, answer: Answer, second: Answer, which: tuple[str, str]) -> None:
-        try:
-            await second.whole()
-        except Exception:
-            self._count(which, "unfinished")
-            return
-        await answer.done.wait()
-        row = {
-            "prompt": answer.asked.messages,
-            "first": answer.texts[0].text,
-            "second": second.texts[0].text,
-            "label": None,  # to be filled in; rows without a label are left out
-            "id": answer.id,
-            "version": answer.version,
-            "second_version": second.version,
-            "seed": answer.seed,
-            "time": time.time(),
-        }
-        if not all(answer.reasons):
-            self._count(which, "unfinished")
-        elif row["first"] == row["second"]:  # nothing to choose between
-            self._count(which, "equal")
-        elif not self.serve.log_prompts:
-            self._count(which, "no_text")
-        else:
-            self.pairs.append((which, row))
-
-    def _count(self, which: tuple[str, str], outcome: str) -> None:
-        self.metrics.second_answers.labels(*which, outcome).inc()
-
     @app.post("/score")
     @answered
     async def score(self, request: Request) -> Response:
@@ -448,13 +367,13 @@ class Server:
             raise protocol.unknown("reward model", name, self.models.rewards)
         if len(rows) > ROWS:
             raise Refused(413, f"found {len(rows)} rows; expected at most {ROWS} a request", code="too_large")
-        reward, version = self.models.rewards[name], self.models.reward_versions[name]
+        served = self.models.rewards[name]
         loop = asyncio.get_running_loop()
-        future, counts = await loop.run_in_executor(self.reader, self.scores.ask, reward, version, rows)
+        future, counts = await loop.run_in_executor(self.reader, self.scores.ask, served, rows)
         async with limit(self.serve.timeout_s):
             scored = results(await asyncio.wrap_future(future), counts)
         return JSONResponse(
-            scored if isinstance(sent, list) else scored[0], headers={"x-model-version": version}
+            scored if isinstance(sent, list) else scored[0], headers={"x-model-version": served.version}
         )
 
     @app.post("/v1/feedback")
@@ -474,7 +393,7 @@ class Server:
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
     @answered
-    async def nowhere(self, request: Request, path: str) -> Response:
+    async def not_found(self, request: Request, path: str) -> Response:
         known = request.url.path in PATHS
         expected = ", ".join(f"{method} {path}" for path, method in PATHS.items())
         raise Refused(

@@ -70,10 +70,9 @@ def _vllm(host: Host, limits: dict[str, Any]) -> Batcher:
         free, total = torch.cuda.mem_get_info()
         share = job.rollout_config.gpu_memory_utilization or round(free / total - LEFT_FREE, 2)
         options["gpu_memory_utilization"] = share
-    versions = len(serve.policies) * (1 + bool(serve.canary_share) + bool(serve.shadow_share))
     # With room for one that an alias moves to while rows of the one before are written.
     options = {
-        "max_loras": min(versions + 1, MOST_ADAPTERS),
+        "max_loras": min(len(serve.policies) + 1, MOST_ADAPTERS),
         "max_num_seqs": limits["rows"],
         "max_logprobs": TOP_LOGPROBS,
         **options,

@@ -3,7 +3,6 @@
     thumbs.jsonl         {prompt, completion, label}     kto
     comparisons.jsonl    {prompt, chosen, rejected}      rm, dpo
     edits.jsonl          {prompt, completion}            sft
-    pairs.jsonl, shadows.jsonl    {prompt, first, second}    of one version, of two: for people to compare (data.columns)
 
 Each row names the version that spoke, the seed and the time. Without serve.log_prompts no text is kept: `votes.jsonl` then
 has the figures alone. One process at a time has the folder: a line is whole and on the disk before its sender is answered.
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 # {file: (a stage that reads it, the key of the request that asks for its rows)}
 READ_BY = {"thumbs": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
-OWN = (*READ_BY, "votes", "pairs", "shadows")
+OWN = (*READ_BY, "votes")
 KEY = "serve.feedback_path"
 UNFINISHED = (json.JSONDecodeError, UnicodeDecodeError)
 LOCK = ".lock"
@@ -171,22 +170,6 @@ class FeedbackStore:
             f"DELETE FROM answers WHERE {which} RETURNING LENGTH(CAST(answer AS BLOB))", (value,)
         )
         return sum(length for (length,) in gone)
-
-    def pair(self, file: str, row: dict[str, Any]) -> bool:
-        """Two answers to one request, of which one was shown, for a person to compare. The same again changes nothing.
-
-        Returns:
-            Whether it is written; not where the folder is full or no text is kept.
-        """
-        if not self.log_prompts:
-            return False
-        if (row["id"], file) not in self.given:
-            try:
-                self._append(file, row)
-            except Refused:  # users' feedback is told why
-                return False
-            self.given[row["id"], file] = None
-        return True
 
     # ------------------------------------------------------------------------------------------- feedback
 

@@ -20,16 +20,8 @@ class Metrics:
         self.requests = Counter("rlhf_requests", "Answered requests", ["path", "status"], registry=registry)
         self.answers = Counter(
             "rlhf_answers",
-            "Chat completions, by the version that spoke",
-            ["model", "version", "kind"],
-            registry=registry,
-        )
-        self.second_answers = Counter(
-            "rlhf_second_answers",
-            "Unseen second answers (kind: pair, shadow) by what became of them: written as a row to compare; equal to the first; "
-            "no_text is kept (serve.log_prompts); full feedback folder; no_room in the batch; unfinished, one of the two; "
-            "dropped, as too many waited for the recorder",
-            ["model", "kind", "outcome"],
+            "Chat completions, by model id and version",
+            ["model", "version"],
             registry=registry,
         )
         self.prompt_tokens = Counter(
@@ -49,15 +41,7 @@ class Metrics:
             "rlhf_waiting_rows", "Completions that wait for a place in the batch", registry=registry
         )
         self.versions = Gauge(
-            "rlhf_versions",
-            "1 for each version behind a model id",
-            ["model", "version", "role"],
-            registry=registry,
-        )
-        self.refused_versions = Counter(
-            "rlhf_refused_versions",
-            "Versions that an alias moved to and that cannot be served",
-            registry=registry,
+            "rlhf_versions", "1 for the version behind each model id", ["model", "version"], registry=registry
         )
 
     def snapshot(self) -> list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]:

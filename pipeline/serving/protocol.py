@@ -71,8 +71,8 @@ class ChatRequest(BaseModel):
     seed: int | None = Field(None, ge=0, lt=1 << 64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
-    user: Text | None = None  # requests of one user all go to the canary, or all not
-    # Taken where they ask for nothing else than what happens anyway.
+    # Accepted if they change nothing.
+    user: Text | None = None
     frequency_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=0)

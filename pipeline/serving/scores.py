@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from pipeline.data.encode import Dropped, Encoder
 from pipeline.data.kinds import kind_of
@@ -14,12 +15,14 @@ from pipeline.data.values import RowError
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import unfilled
 from pipeline.serving.batching import Batcher
+from pipeline.serving.models import Served
 
 if TYPE_CHECKING:
     from pipeline.ppo.rewards import Reward
 
 ROWS = 4096  # of a request
 Sample = tuple[list[int], list[int], dict[str, Any]]  # prompt ids, completion ids, row
+Waiting = deque[tuple[list[Sample], Future[list[float]]]]
 
 
 class Scores:
@@ -36,13 +39,11 @@ class Scores:
             host.tokenizer, kind_of("score"), context, data.too_long, apply, self.ends, data.special_tokens
         )
         self.batcher, self.rows = batcher, host.job.args.local_rollout_forward_batch_size
-        self.waiting: dict[Reward, deque[tuple[list[Sample], Future[list[float]]]]] = {}
+        # Weak, because an alias that moves replaces a reward.
+        self.waiting: WeakKeyDictionary[Reward, Waiting] = WeakKeyDictionary()
 
-    def ask(self, reward: Reward, source: str, rows: list[Any]) -> tuple[Future[list[float]], list[int]]:
+    def ask(self, served: Served, rows: list[Any]) -> tuple[Future[list[float]], list[int]]:
         """Scores of the completions of some rows, and how many each row has: one, or two of a pair.
-
-        Args:
-            source: where the reward comes from; a Python function asks for columns.
 
         Raises:
             RowError: for the first row that is wrong, with its number as the line.
@@ -50,7 +51,7 @@ class Scores:
         samples: list[Sample] = []
         counts = []
         for number, row in enumerate(rows, 1):
-            columns = self._columns(source, row, number)
+            columns = self._columns(served.version, row, number)
             sides = [side for side in ("chosen_ids", "rejected_ids") if columns[side] is not None]
             samples += [(columns["prompt_ids"], columns[side], row) for side in sides]
             counts.append(len(sides))
@@ -58,6 +59,8 @@ class Scores:
         if not samples:
             future.set_result([])
             return future, counts
+        assert served.reward is not None
+        reward = served.reward
         self.waiting.setdefault(reward, deque()).append((samples, future))
         self.batcher.run(lambda: self._answer(reward))
         return future, counts
@@ -78,6 +81,9 @@ class Scores:
             outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
         if isinstance(outcome, RowError):
             outcome.file, outcome.line, outcome.unit = "request", number, "element"
+            outcome.expected = outcome.expected.partition("; data.columns=")[
+                0
+            ]  # a key of jobs, not of requests
             raise outcome
         return outcome.columns
 

@@ -12,10 +12,6 @@ import pytest
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.data.columns import check, renamed
-from pipeline.data.kinds import kind_of
-from pipeline.data.parse import parse
-from pipeline.data.sides import derived, ordered
 from pipeline.errors import InputError
 from pipeline.serving import feedback
 from pipeline.serving.feedback import FeedbackStore
@@ -160,28 +156,11 @@ def test_the_folder_has_a_size_and_old_conversations_make_room(stores, tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 1 << 15
 
 
-PAIR = {"prompt": MESSAGES, "first": "Lima.", "second": "Peru.", "id": "chatcmpl-9"}
-
-
-def test_pairs_are_written_once_and_read_by_rm_when_somebody_has_labelled_them(stores, tmp_path):
-    stores(tmp_path).pair("pairs", PAIR)
-    stores(tmp_path).pair(
-        "pairs", PAIR
-    )  # a replica that was not told of the first time, and a recorder started again
-    [row] = rows(tmp_path, "pairs")
-    columns = {field: field for field in ("first", "second", "label")}
-    kind = kind_of("rm")
-    check(columns, kind)
-    read = ordered(renamed({**row, "label": "second"}, columns, columns), derived(["second", None], "label"))
-    assert parse(read, kind).pairs[0][0][0]["content"] == "Peru."
-
-
 def test_without_log_prompts_no_text_is_on_the_disk(stores, tmp_path):
     kept = stores(tmp_path, log_prompts=False)
     kept.remember([answer(log_prompts=False)])
     kept.give({"id": "chatcmpl-1", "label": True})
     kept.give({"id": "chatcmpl-1", "chosen": 1, "rejected": 0})
-    kept.pair("pairs", PAIR)
     with pytest.raises(Refused, match="texts are not kept"):
         kept.give({"id": "chatcmpl-1", "edit": "It is Lima."})
     assert [row["said"]["kind"] for row in rows(tmp_path, "votes")] == ["thumbs", "comparisons"]
@@ -251,19 +230,6 @@ def test_serve_ends_with_status_2_where_another_server_has_the_folder(tmp_path, 
         == 2
     )
     assert f"another server writes into {tmp_path}/given" in capsys.readouterr().err
-
-
-def test_a_last_line_that_an_editor_left_without_its_end_is_kept(tmp_path, stores):
-    """As docs/serving.md has people label pairs.jsonl by hand."""
-    kept = stores(tmp_path)
-    kept.pair("pairs", PAIR)
-    labelled = json.dumps({**PAIR, "label": "second"}).encode()
-    (tmp_path / "pairs.jsonl").write_bytes(b"\xef\xbb\xbf" + labelled)
-    kept = stores(tmp_path)
-    kept.pair("pairs", PAIR)
-    kept.pair("pairs", {**PAIR, "id": "chatcmpl-10"})
-    lines = (tmp_path / "pairs.jsonl").read_text(encoding="utf-8-sig").splitlines()
-    assert [json.loads(line).get("label") for line in lines] == ["second", None]
 
 
 @pytest.mark.parametrize(
@@ -342,12 +308,3 @@ def test_of_two_good_or_bad_choices_one_may_be_better(given, tmp_path, stores):
     for said in given:
         kept.give({"id": "chatcmpl-1", **said})
     assert kept.give({"id": "chatcmpl-1", **WORSE_PREFERRED})["kind"] == "comparisons"
-
-
-def test_a_pair_that_is_not_written_is_told_so(tmp_path, stores):
-    kept = stores(tmp_path, most=600)
-    assert [kept.pair("pairs", {**PAIR, "id": f"chatcmpl-{i}"}) for i in (1, 1, 2, 3, 4, 1)] == [True] * 3 + [
-        False
-    ] * 2 + [True]
-    assert len(rows(tmp_path, "pairs")) == 2
-    assert not stores(tmp_path, log_prompts=False).pair("pairs", PAIR)
