@@ -1,6 +1,7 @@
 """A decoded JSON row -> a Record, or a RowError that says what is wrong with it. Pure Python: no tokenizer, no Ray."""
 
 import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipeline.data import versions
@@ -71,10 +72,10 @@ def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
     """No shape fits: names the field that is missing from the nearest shape, and a field that looks like it."""
     shapes, keys = kind.shapes.values(), some(row)
     known = {name for needs in shapes for name in needs}
-    nearest_shape = max(shapes, key=lambda needs: sum(_likeness(need, keys) for need in needs) / len(needs))
-    missing = [need for need in nearest_shape if need not in row]
     unknown = [key for key in keys if key not in known | OPTIONAL]
-    meant = {name: key for name in missing if (key := _meant(name, unknown))}
+    nearest_shape = max(shapes, key=lambda needs: _likeness(needs, keys, unknown))
+    missing = [need for need in nearest_shape if need not in row]
+    meant = _meant(missing, unknown)
     hint = (
         f" (is {', '.join(f'`{visible(key, lines=False)}` meant to be `{name}`' for name, key in meant.items())}?)"
         if meant
@@ -91,17 +92,24 @@ def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
     return RowError("missing_field", missing[0], fields_of(keys) + hint, expected)
 
 
-def _meant(name: str, keys: list[str]) -> str | None:
-    """The key that a field is likely to be called, by its spelling or as other data sets do."""
-    close = difflib.get_close_matches(name, keys, 1)
-    words = [key for key in keys if name in key.split("_")]  # response_chosen
-    aliases = [alias for alias in ALIASES.get(name, ()) if alias in keys]
-    return next(iter([*close, *words, *aliases]), None)
+def _meant(names: Iterable[str], keys: list[str]) -> dict[str, str]:
+    """Returns {field: the key that it is likely to be called}, by spelling or as other datasets do; each key stands for one."""
+    meant: dict[str, str] = {}
+    for name in names:
+        left = [key for key in keys if key not in meant.values()]
+        close = difflib.get_close_matches(name, left, 1)
+        words = [key for key in left if name in key.split("_")]  # response_chosen
+        aliases = [alias for alias in ALIASES.get(name, ()) if alias in left]
+        if found := [*close, *words, *aliases]:
+            meant[name] = found[0]
+    return meant
 
 
-def _likeness(name: str, keys: list[str]) -> float:
-    return 1.0 if name in keys else 0.5 if _meant(name, keys) else 0.0
+def _likeness(needs: Sequence[str], keys: list[str], unknown: list[str]) -> float:
+    missing = [need for need in needs if need not in keys]
+    return (len(needs) - len(missing) + 0.5 * len(_meant(missing, unknown))) / len(needs)
 
 
 def example(kind: Kind) -> str:
-    return "{" + ", ".join(f'"{name}": ...' for name in next(iter(kind.shapes.values()))) + "}"
+    shape = min((needs for needs in kind.shapes.values() if "prompt" in needs), key=len)
+    return "{" + ", ".join(f'"{name}": ...' for name in shape) + "}"
