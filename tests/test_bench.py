@@ -61,7 +61,7 @@ def test_prompts_repeated_give_the_episodes_of_prompts_shared():
 
 
 def test_variants_without_a_meaning_are_left_out():
-    amd, intel = ({"precision": p, "bf16_speedup": s} for p, s in (("medium", 0.5), ("highest", 3.0)))
+    amd, intel = ({"precision": p, "bf16": b} for p, b in (("medium", False), ("highest", True)))
     assert chosen(None, "large", "own", amd).keys() == {"head", "adapter", "matmul-head", "matmul-adapter"}
     assert chosen(None, "large", "own", intel).keys() == {"head", "adapter", "bf16-head"}
     assert chosen(["shared", "shared-long"], "large", "own", intel).keys() == {"shared", "shared-long"}

@@ -1,88 +1,83 @@
-"""How a CPU multiplies fp32 matrices: by oneDNN where that is exact, else by torch's default.
+"""How a process on a CPU multiplies fp32 matrices: a rule by the base's hidden size and the processor's exactness, by no clock.
 
-torch.set_float32_matmul_precision("medium") lets torch take oneDNN with products rounded to bf16 where the processor has
-units for that. Where it has none, oneDNN's products stay in fp32: on AMD they take half the time of torch's default, on
-Intel about the same. So their error is looked at. Their speed is not: it varies with what else the machine does, and the
-same seed would not give the same bits. `bf16_speedup` tells a processor that multiplies bfloat16 from one where torch
-imitates it.
+torch.set_float32_matmul_precision("medium") lets oneDNN multiply. It rounds to bf16 if the processor has units for that.
+If not, its products are exact in fp32 and take half the time of torch's default on AMD, about the same on Intel. Each
+oneDNN product costs about 15 microseconds to set up, so small bases are multiplied by torch's default, "highest". So is
+attention always: torch's flash attention multiplies block by block, and at "medium" each block is a oneDNN product (9 times
+as slow for rows of 26 tokens, equal from 512 tokens on).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
-DEFAULT, MEDIUM = "highest", "medium"  # torch's names
-LARGEST_ERROR = 1e-5  # fp32 stays below 2e-6, TF32 and bf16 lie above 1e-4
-ROUNDS = 3
+HIGHEST, MEDIUM = "highest", "medium"  # torch's names
+MAX_ERROR = 1e-5  # fp32 stays below 2e-6, TF32 and bf16 lie above 1e-4
+MIN_HIDDEN_SIZE = 512  # of bases that oneDNN multiplies faster than torch's default
+
+_plain_attention = F.scaled_dot_product_attention
 
 
-def decide(errors: Sequence[float], begun_with: str | None = None) -> tuple[str, str]:
-    """The setting of a run, and a line that says why.
+def configure(hidden_size: int, device: str) -> str:
+    """Sets the precision of this process's fp32 products with a base of that hidden size. Returns a line that says why.
 
-    Args:
-        errors: of "medium" on each worker: it must be exact on all of them.
-        begun_with: the setting that the run has had until now; it stays, unless it is inexact where the run continues.
+    On a GPU it changes nothing: "medium" is TF32 or less there.
     """
-    inexact = [error for error in errors if not error < LARGEST_ERROR]  # NaN, too
-    error, exact = (inexact or [max(errors)])[0], not inexact
-    if begun_with == MEDIUM and not exact:
-        return DEFAULT, (
-            f'warning: until now this run multiplied fp32 matrices at precision "{MEDIUM}", which has an error of {error:.1e} '
-            f'on this processor (limit {LARGEST_ERROR:.0e}); it continues at "{DEFAULT}": its figures equal those of an '
-            "uninterrupted run up to rounding, no longer to the bit"
-        )
-    if begun_with is not None:
-        return begun_with, f'fp32 products at precision "{begun_with}", as this run began'
-    if not exact:
-        return DEFAULT, (
-            f'fp32 products at precision "{DEFAULT}", torch\'s default ("{MEDIUM}" has an error of {error:.1e} here, above '
-            f"{LARGEST_ERROR:.0e})"
-        )
+    if device != "cpu":
+        precision = torch.get_float32_matmul_precision()
+        tf32 = "without TF32" if precision == HIGHEST else "with TF32 or less"
+        return f'fp32 products at precision "{precision}", on a GPU {tf32}'
+    precision, why = choose(hidden_size)
+    torch.set_float32_matmul_precision(precision)
+    F.scaled_dot_product_attention = attention
+    return why
+
+
+def choose(hidden_size: int) -> tuple[str, str]:
+    """Returns the precision for a base of that hidden size on this processor, and a line that says why."""
+    line = f'fp32 products at precision "{HIGHEST}", torch\'s default'
+    if hidden_size < MIN_HIDDEN_SIZE:
+        return HIGHEST, f"{line} (hidden size {hidden_size}, below {MIN_HIDDEN_SIZE})"
+    if not (error := medium_error()) < MAX_ERROR:  # NaN, too
+        return HIGHEST, f'{line} ("{MEDIUM}" has an error of {error:.1e} here, above {MAX_ERROR:.0e})'
     return MEDIUM, f'fp32 products at precision "{MEDIUM}", by oneDNN (error {error:.1e} here)'
 
 
 def medium_error() -> float:
-    """The largest difference of "medium" from fp64 on this processor, relative to the largest entry of the product.
+    """Returns the largest difference of "medium" from fp64 on this processor, relative to the product's largest entry.
 
-    Of fixed shapes, whatever the model: those of a layer's forward, of the gradients of its input and of an adapter, and of
-    a decoding step. It leaves torch's settings as they were.
+    It multiplies fixed shapes: a layer's forward, the gradients of its input and of an adapter, a decoding step.
     """
     draw = torch.Generator().manual_seed(0)
     x, W, grad = (torch.randn(shape, generator=draw) for shape in ((256, 768), (2048, 768), (256, 2048)))
     operands = [(x, W.t()), (grad, W), (grad[:, :16].t(), x), (x[:16], W.t())]
-    with _one_thread(), _restored():
-        torch.set_float32_matmul_precision(MEDIUM)
+    with _precision(MEDIUM):
         return max(_error(a, b) for a, b in operands)
 
 
-def bf16_speedup() -> float:
-    """Seconds of a product in fp32 by torch's default over those in bfloat16: 2 or more in hardware, below 1 without."""
-    draw = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(shape, generator=draw) for shape in ((64, 768), (768, 2048)))
-    low_a, low_b = a.bfloat16(), b.bfloat16()
-    with _one_thread(), _restored():
-        torch.set_float32_matmul_precision(DEFAULT)
-        return _best(lambda: a @ b) / _best(lambda: low_a @ low_b)
+def attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Computes torch's scaled_dot_product_attention and its gradients at "highest" (see above).
 
-
-def _best(work: Callable[[], object]) -> float:
-    """CPU seconds of the fastest of ROUNDS rounds, after one that is not counted."""
-    seconds = []
-    for _ in range(1 + ROUNDS):
-        start = time.thread_time()
-        work()
-        seconds.append(time.thread_time() - start)
-    return min(seconds[1:])
+    Remove when torch's flash attention on a CPU leaves small products to MKL at "medium" (torch 2.13:
+    at::native::cpublas::gemm takes oneDNN).
+    """
+    if torch.get_float32_matmul_precision() == HIGHEST:
+        return _plain_attention(*args, **kwargs)
+    with _precision(HIGHEST):
+        out = _plain_attention(*args, **kwargs)
+    if out.grad_fn is not None:
+        out.grad_fn.register_prehook(lambda _: torch.set_float32_matmul_precision(HIGHEST))
+        out.grad_fn.register_hook(lambda *_: torch.set_float32_matmul_precision(MEDIUM))
+    return out
 
 
 def _error(a: Tensor, b: Tensor) -> float:
@@ -91,19 +86,9 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Several threads wait for each other, so that a neighbour's load on one core would count."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _restored() -> Iterator[None]:
+def _precision(precision: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:

@@ -42,8 +42,7 @@ class Client:
             longest = 0  # only vLLM has to know
             if trainer.rollout_config.engine == "vllm":
                 longest = max(map(len, self.worker.rows("train")["input_ids"])) + trainer.args.response_length
-            precision = torch.get_float32_matmul_precision()
-            terms = Terms(precision, trainer.shared.can_pack, torch.get_num_threads(), longest)
+            terms = Terms(trainer.shared.can_pack, torch.get_num_threads(), longest)
             ray.get(self.pool.begin.remote(self.session, terms))
         self.worker.gather(None)  # no rank asks before the session has begun
 

@@ -23,7 +23,6 @@ SIGNS = "signs"  # the concurrency group that answers while the other one comput
 class Terms:
     """What the trainer has settled for all that compute in its run."""
 
-    matmul: str  # torch.set_float32_matmul_precision
     can_pack: bool  # SharedBase.can_pack
     threads: int  # torch.get_num_threads: sums of other numbers of threads have other bits
     longest: int  # tokens of the longest prompt and its completion, for vLLM
@@ -82,7 +81,6 @@ class RolloutWorker:
         from pipeline.runtime import memory, roles
 
         assert self.sampler
-        torch.set_float32_matmul_precision(terms.matmul)
         torch.set_num_threads(terms.threads)
         self.sampler.shared.can_pack = terms.can_pack
         job = self.work.job

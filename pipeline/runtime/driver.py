@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
     # A GPU's memory grows in place: sequences of ever new lengths leave holes between blocks of fixed sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # oneDNN keeps 1024 compiled products, one for each shape: in PPO, where lengths vary, 0.4 GiB of them.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; where git is not installed, a page of advice is printed
     **console.QUIET,
 }

@@ -43,6 +43,8 @@ class Work:
 class Host:
     """A process that holds the models of a job: a worker of a stage, an actor of Ray Data, or the driver itself."""
 
+    rank = 0
+
     def __init__(self, work: Work):
         self.work, self.job, self.tokenizer = work, work.job, work.tokenizer
 
@@ -52,7 +54,23 @@ class Host:
         return "cuda" if self.job.scaling.get("use_gpu") else "cpu"
 
     def load_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
-        """The job's frozen base, on this process's device from the start; see models.base.load_base."""
+        """Loads the job's frozen base, and sets how this process multiplies fp32 matrices with it; rank 0 says how."""
+        import torch
+
+        from pipeline.models import matmul
+
+        base = self.frozen_base(scorer_tokenizer)
+        why = matmul.configure(base.config.get_text_config().hidden_size, base.device.type)
+        if self.rank == 0:
+            print(why, flush=True)
+            if self.job.bf16 and base.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+                print(
+                    "warning: this processor imitates bfloat16; trainer.bf16=false may be faster", flush=True
+                )
+        return base
+
+    def frozen_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+        """Loads the job's frozen base, on this process's device from the start; see models.base.load_base."""
         from pipeline.models.base import load_base
 
         return load_base(self.model, scorer_tokenizer, self.device)

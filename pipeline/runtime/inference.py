@@ -19,7 +19,7 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.data.feed import to_hf
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.runtime import earlier, matmul, memory, placement
+from pipeline.runtime import earlier, memory, placement
 from pipeline.runtime.claim import announce_worker
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preparation import Run
@@ -167,7 +167,6 @@ class Parts:
         try:
             with memory.explained(self.work.job):
                 if self.answer is None:
-                    matmul.settle(self.work.job)
                     self.answer = self.load(Host(self.work))
                 return {"rows": [self._write(part) for part in parts], "problem": [b""] * len(parts)}
         except (InputError, Failure) as error:

@@ -23,7 +23,7 @@ from pipeline import registry
 from pipeline.errors import Failure, InputError
 from pipeline.models import base_files
 from pipeline.registry import lineage
-from pipeline.runtime import checkpoints, matmul, memory
+from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.claim import announce_worker
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preemption import Notice, listen
@@ -55,7 +55,6 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             print(base_files.announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
         try:
             with memory.explained(work.job):
-                matmul.settle(work.job, worker.rank, worker.gather)
                 outcome = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
@@ -167,10 +166,10 @@ class Worker(Host):
         fingerprint = self.work.fingerprints.get(name)
         return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None
 
-    def load_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
-        """The job's frozen base on this worker's device; in shards over all workers with `model.fsdp`."""
+    def frozen_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+        """Loads the job's frozen base on this worker's device; in shards over all workers with `model.fsdp`."""
         if not (self.job.model.fsdp and self.world > 1):
-            return super().load_base(scorer_tokenizer)
+            return super().frozen_base(scorer_tokenizer)
         from pipeline.models.shards import load_shards
 
         return load_shards(self.model, scorer_tokenizer, self.device)

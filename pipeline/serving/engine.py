@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import Job
 from pipeline.models import adapter_files
 from pipeline.models.base_files import base_config, base_json
 from pipeline.models.tokenizer import eos_ids
@@ -26,7 +25,6 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
     vLLM has a base of its own; the replica then holds another one only if there are reward models.
     """
     job = host.job
-    exact_products(job)
     limits: dict[str, Any] = {
         "rows": job.args.local_rollout_forward_batch_size,
         "queue": job.serve.max_queue,
@@ -82,16 +80,6 @@ def _vllm(host: Host, limits: dict[str, Any]) -> Batcher:
     longest = min(context, (job.data.max_length or context) + job.args.response_length)
     llm = start_llm(job.model.name_or_path, host.device, longest, rank, **options)
     return VllmBatcher(llm, rank, eos=ends(host), **limits)
-
-
-def exact_products(job: Job) -> None:
-    """Sets the precision of fp32 products on a CPU, as a run of `generate` does (runtime/matmul.py)."""
-    import torch
-
-    from pipeline.models import matmul
-
-    if not job.scaling.get("use_gpu"):
-        torch.set_float32_matmul_precision(matmul.decide([matmul.medium_error()])[0])
 
 
 def cache_tokens(shared: SharedBase) -> int:

@@ -91,7 +91,7 @@ class Bench:
 
     def ppo(self, size: str, names: list[str] | None, cases: list[str]) -> None:
         """All variants in each round, at each length. What several of them have in common is measured once a round."""
-        matmul = self.run("matmul", ["matmul.py"], {})
+        matmul = self.run("matmul", ["matmul.py", size], {})
         variants = {case: chosen(names, size, case, matmul) for case in cases}
         runs: dict[str, Runs] = {case: {} for case in cases if variants[case]}
         load = [os.getloadavg()[0]]

@@ -4,7 +4,6 @@ OURS: the fields of `variants.Ours` as JSON.
 """
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -25,17 +24,17 @@ from variants import OPTIMIZER_OF_TRL, PHASES, Ours
 
 
 def main(name: str, case: str, fields: str) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
 
+    from pipeline.models import matmul
     from pipeline.models.adapters import SharedBase
     from pipeline.ppo.config import PPOConfig
     from pipeline.ppo.rewards import AdapterReward
     from pipeline.ppo.trainer import PPOTrainer
 
     size, ours, clock, tokens = SIZES[name], Ours(**json.loads(fields)), Clock(), tokenizer(name)
-    torch.set_float32_matmul_precision(os.environ["BENCH_MATMUL"])
     base = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=ours.dtype)
+    matmul.configure(base.config.hidden_size, "cpu")
     shared = SharedBase(with_ends(base, name, case))
     shared.add("policy", lora=LORA, trainable=True)  # the bare base is the reference, as in TRL's with LoRA
     shared.add("reward", lora=LORA, head=True)

@@ -103,7 +103,7 @@ def ppo_section(size: str, results: list[dict[str, Any]]) -> list[str]:
     lines = ["", f"## PPO, `{size}`", "", f"{about[0].upper()}{about[1:]}.", ""]
     lines += LEGEND.format(together=here.together, minibatch=here.prompts // 2).splitlines()
     matmul = results[-1]["machine"]["matmul"]
-    lines += ["", f"On this processor the pipeline takes {matmul['why']}."]
+    lines += ["", f"On this processor the pipeline computes {matmul['why']}."]
     lines += [
         "So TRL multiplies alike in all rows, and there are no `matmul` rows."
         if matmul["precision"] == "highest"

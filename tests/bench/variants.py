@@ -90,7 +90,7 @@ def chosen(names: list[str] | None, size: str, case: str, matmul: dict[str, Any]
         asked = name in names if names else case in variant.cases
         too_long = ours.long_prompts and not SIZES[size].long_prompt_tokens
         as_before = isinstance(beside, Theirs) and beside.matmul and matmul["precision"] == "highest"
-        imitated = ours.dtype == "bfloat16" and matmul["bf16_speedup"] < 1
+        imitated = ours.dtype == "bfloat16" and not matmul["bf16"]
         if asked and not (too_long or as_before or imitated):
             found[name] = variant
     return found
