@@ -135,7 +135,11 @@ class SharedBase(nn.Module):
                 self._stored[role] = self._folders[key]
                 return
             self._inject(role, _read_config(Path(folder)), trainable)
-            self.load(role, folder)
+            try:
+                self.load(role, folder)
+            except InputError:
+                self.remove(role)
+                raise
             if not trainable:
                 self._folders[key] = role
         elif copy_of is not None:

@@ -42,9 +42,9 @@ ENVIRONMENT = {
     "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; where git is not installed, a page of advice is printed
     **console.QUIET,
 }
-PATIENT = (
-    365 * 24 * 3600
-)  # seconds that a collective of torch.distributed may take; its default is half an hour
+# Seconds that a collective of torch.distributed may take; its default is half an hour. Ranks load, score and wait for
+# rollout workers on their own, for as long as that may take; Ray Train notices by itself when a rank dies.
+COLLECTIVE_TIMEOUT_S = 365 * 24 * 3600
 RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
 
 
@@ -229,9 +229,6 @@ def _torch_trainer(
     from pipeline.runtime.rendezvous import FileRendezvous
 
     folder = embedded.session_folder()
-    # A rank whose completions are there waits in a collective for one that waits for rollout workers, for as long as that may
-    # take; Ray Train notices by itself when a rank dies.
-    wait: dict[str, int] = {"timeout_s": PATIENT} if work.job.rollout_config.workers[1] else {}
 
     class Trainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
@@ -249,7 +246,9 @@ def _torch_trainer(
     return Trainer(
         main,
         train_loop_config={"train": train, "work": work, "beside": beside},
-        torch_config=FileRendezvous(folder=folder, **wait) if folder else TorchConfig(**wait),
+        torch_config=FileRendezvous(folder=folder, timeout_s=COLLECTIVE_TIMEOUT_S)
+        if folder
+        else TorchConfig(timeout_s=COLLECTIVE_TIMEOUT_S),
         datasets=rows,
         # Every worker sees the whole set: a split shard would be split a second time by accelerate.
         dataset_config=DataConfig(datasets_to_split=[]),

@@ -286,6 +286,9 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(InputError, match="one side only"):
         toy.shared_base(num_hidden_layers=3).save("critic", tmp_path / "deeper")
         shared.add("x", folder=tmp_path / "deeper")
+    assert "x" not in shared.roles
+    shared.save("policy", tmp_path / "policy")
+    shared.add("x", folder=tmp_path / "policy")
     with pytest.raises(InputError, match="adapter_config"):
         shared.add("y", folder=tmp_path)
     tensors = load_file(tmp_path / "critic" / "adapter_model.safetensors")

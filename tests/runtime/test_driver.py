@@ -10,15 +10,10 @@ from pipeline.runtime import driver
 
 
 @pytest.mark.parametrize("embedded", [True, False])
-def test_a_rank_waits_in_a_collective_for_one_that_waits_for_rollout_workers(embedded, monkeypatch, tmp_path):
+def test_a_rank_waits_in_a_collective_for_one_that_loads_or_scores_for_longer_than_half_an_hour(
+    embedded, monkeypatch, tmp_path
+):
     monkeypatch.setattr(driver.embedded, "session_folder", lambda: str(tmp_path) if embedded else None)
-
-    def timeout(*overrides):
-        job = driver.name_run(
-            load_job(ROOT / "jobs/demo/ppo.yaml", [f"run.storage_path={tmp_path}", *overrides])
-        )
-        trainer = driver._torch_trainer(SimpleNamespace(job=job), {}, print, None)
-        return trainer.backend_config.timeout_s
-
-    assert timeout() == 1800  # torch's own
-    assert timeout("rollout.num_workers=1") > 10_000_000
+    job = driver.name_run(load_job(ROOT / "jobs/demo/ppo.yaml", [f"run.storage_path={tmp_path}"]))
+    trainer = driver._torch_trainer(SimpleNamespace(job=job), {}, print, None)
+    assert trainer.backend_config.timeout_s > 10_000_000
