@@ -1,8 +1,11 @@
-"""IMDB's rows, {review, sentiment}, as demonstrations: the first words of a positive review, and how it goes on."""
+"""IMDB as demonstrations: the first words of a positive review, and how it goes on.
+
+Rows are {review, sentiment} (the CSV file) or {text, label} (stanfordnlp/imdb).
+"""
 
 
 def continued(row):
-    if row["sentiment"] != "positive":
+    if row.get("sentiment", row.get("label")) not in ("positive", 1, "1"):
         return None
-    words = row["review"].replace("<br />", " ").split()
+    words = row.get("review", row.get("text")).replace("<br />", " ").split()
     return {"prompt": " ".join(words[:8]), "completion": " " + " ".join(words[8:])}

@@ -35,7 +35,7 @@ extends: ../{profile}/{stage}.yaml
 BY_PROMPT = "  eval: null\n  eval_fraction: 0.1                # held out by prompt\n"
 BY_SPLIT = "  eval: {split}\n  eval_fraction: 0\n"
 SPLITS = ("test", "validation", "eval", "dev")  # that a set may have beside `train`, the likeliest first
-# Examples whose rows take a transform -> columns that tell them.
+# Examples with a transform or with thresholds -> columns that identify their rows.
 EXAMPLES = {
     "rm/oasst": "message_tree_id prompt tree_state",
     "rm/oasst_flat": "message_tree_id parent_id role text",
@@ -47,7 +47,7 @@ EXAMPLES = {
     "sft/xlam": "query answers tools",
     "sft/imdb": "review sentiment",
 }
-UNCLEAR = "  label: null                       # say what its values mean:"
+UNCLEAR = "  label: null                       # set what its values mean:"
 
 
 def run(path: str, profile: str) -> list[Path]:
@@ -93,7 +93,7 @@ def write(sources: "Sources", profile: str, found: dict[str, dict[str, Any]]) ->
             f"  python -m pipeline validate {file_of_job}    python -m pipeline {file_of_job.stem} {file_of_job}"
         )
     if unclear := [str(one) for one in written if UNCLEAR in one.read_text(encoding="utf-8")]:
-        print(f"what the values of the label mean is to be said first, as data.label in {', '.join(unclear)}")
+        print(f"before that, set data.label (what the values of the label mean) in {', '.join(unclear)}")
     return written
 
 
@@ -114,6 +114,8 @@ class Sources:
 
 def look(path: str) -> Sources:
     """The files of a path, and their first rows; raises InputError for one without rows."""
+    if (Path(path) / "config.json").exists():
+        raise InputError(f"{path} is the folder of a model; expected files of rows")
     train, held_out = split(path)
     heads = {}
     for file in find([*train, *held_out], "data.train")[: lookahead.FILES]:
@@ -164,7 +166,7 @@ def job(stage: str, sources: Sources, profile: str, found: dict[str, dict[str, A
     if columns:
         text += f"  columns: {guess.mapping(columns)}\n"
     if not guess.is_clear(columns, rows):
-        text += f"{UNCLEAR} {{first: VALUE, second: VALUE, tie: VALUE}}\n"
+        text += f"{UNCLEAR} {guess.meaning(columns)}\n"
     text += f"mlflow:\n  registered_model: {name}-{stage}\n"
     return text
 

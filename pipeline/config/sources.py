@@ -155,10 +155,11 @@ def check_preprocessing(tree: Tree, key: str, said: Data | Source) -> None:
     if said.label is None:
         return
     values = {name: value if isinstance(value, list) else [value] for name, value in said.label.items()}
-    if not {"first", "second"} <= values.keys() <= {"first", "second", "tie"}:
+    if values.keys() not in ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"}):
         raise tree.error(
             f"{key}.label",
-            f"found {show(said.label)}, expected {{first: VALUE, second: VALUE}} and perhaps tie: VALUE",
+            f"found {show(said.label)}, expected {{first: VALUE, second: VALUE}} and perhaps tie: VALUE, or {{good: VALUE, bad: VALUE}} for "
+            "ratings",
         )
     several = [_compared(one) for some in values.values() for one in some]
     if len(set(several)) < len(several) or any(
@@ -166,7 +167,7 @@ def check_preprocessing(tree: Tree, key: str, said: Data | Source) -> None:
     ):
         raise tree.error(
             f"{key}.label",
-            f"found {show(said.label)}, expected different texts or numbers for first, second and tie",
+            f"found {show(said.label)}, expected different texts or numbers for each of its keys",
         )
 
 

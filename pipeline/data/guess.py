@@ -3,6 +3,7 @@
 A guess is only ever shown, as the data.columns to type; and only if rows can be read with it.
 """
 
+import contextlib
 import difflib
 import itertools
 import json
@@ -15,7 +16,8 @@ import yaml
 
 from pipeline.config.stages import STAGE
 from pipeline.data import sides
-from pipeline.data.columns import named
+from pipeline.data.columns import named, value_at
+from pipeline.data.demonstrations import LABELS as VERDICTS
 from pipeline.data.demonstrations import is_good
 from pipeline.data.formats.cells import as_json
 from pipeline.data.kinds import kind_of
@@ -83,8 +85,34 @@ class Column:
         return all(isinstance(sides.comparable(value), float) for value in self.values) and bool(self.values)
 
     @property
+    def is_verdict(self) -> bool:
+        """Whether its name and values say which completions are good."""
+        words = {self.name, *re.split(r"[^a-z]+", self.name.lower())}
+        return bool(words & {*VERDICTS, *ALIASES["label"]}) and all(
+            is_good(value) is not None for value in self.values
+        )
+
+    @property
+    def is_rating(self) -> bool:
+        """Whether it holds numbers, by name of ratings, that do not say which completions are good."""
+        words = {*re.split(r"[^a-z]+", self.name.lower())}
+        return self.is_number and not self.is_verdict and bool(words & {"label", *ALIASES["label"]})
+
+    @property
+    def is_element(self) -> bool:
+        """Whether it is a part of one of two objects in a list (`summaries.0.text`)."""
+        return bool(re.search(r"\.[01]\.", self.name))
+
+    @property
     def is_label(self) -> bool:
-        """Few different values, each a number or a word or two; one alone is no label where there are several rows."""
+        """Few different values, each a number or a word or two; one alone is no label where there are several rows.
+
+        Or numbers from 1 to 2, as AlpacaEval's.
+        """
+        if self.is_number:
+            numbers = [sides.comparable(value) for value in self.values]
+            if 1 <= min(numbers) < 1.5 < max(numbers) <= 2:
+                return True
         different = {
             str(sides.comparable(value)) for value in self.values if not isinstance(value, list | dict)
         }
@@ -147,7 +175,7 @@ def typed(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "dat
     """The guess as it is typed behind a command, or written where `key` is that of a source."""
     shown = setting(f"{key}.columns", mapping(guess))
     if not is_clear(guess, rows):
-        label = setting(f"{key}.label", "{first: VALUE, second: VALUE}")
+        label = setting(f"{key}.label", meaning(guess))
         return f"{shown} and {label} for what its values mean"
     return shown
 
@@ -160,6 +188,11 @@ def mapping(guess: dict[str, Any]) -> str:
 def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     """Whether it follows from the values what the labels mean, if the guess has any."""
     return _rule(guess, rows) is not None
+
+
+def meaning(guess: dict[str, Any]) -> str:
+    """Returns the data.label to fill in."""
+    return "{first: VALUE, second: VALUE}" if "first" in guess else "{good: VALUE, bad: VALUE}"
 
 
 def _yaml(column: str | list[str]) -> str:
@@ -176,6 +209,11 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     rows = rows[:LOOKED]
     columns = _columns(rows)
     guess = next((guess for guess in _candidates(columns, stage) if reads(rows, guess, stage)), None)
+    if guess is not None and stage == "sft":
+        verdict = next(
+            (one.name for one in columns if one.is_verdict and one.name not in _used(guess)), "label"
+        )
+        guess |= {} if verdict in VERDICTS else {"label": verdict}
     tools = next((one.name for one in columns if one.is_tools), "tools")
     if guess is None or "tools" in rows[0] or tools == "tools" or tools in _used(guess):
         return guess
@@ -202,19 +240,31 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
 
 def _rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> sides.Rule | None:
     """What the labels mean; an empty rule where the guess needs none, None where it does not follow from them."""
+    labels = _labels(guess, rows)
+    if "first" not in guess and "label" in guess:
+        return None if any(is_good(value) is None for value in labels) else sides.Rule()
     if "first" not in guess or "first_score" in guess:
         return sides.Rule()
-    names = named(guess.get("label", "label"))
     try:
-        return sides.derived([[row.get(name) for name in names] for row in rows], "label")
+        return sides.derived(labels, guess)
     except InputError:
         return None
 
 
 def _any_rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> sides.Rule:
     """A rule that knows all values of a label, to see whether the rest of the rows can be read."""
-    values = [sides.comparable(row.get(name)) for row in rows for name in named(guess.get("label", "label"))]
-    return sides.Rule(tuple(value for value in values if not isinstance(value, list | dict)))
+    values = tuple(map(sides.comparable, _labels(guess, rows)))
+    return sides.Rule(values) if "first" in guess else sides.Rule(good=values)
+
+
+def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """The labels of rows, without nulls, lists and objects."""
+    found = []
+    for row in rows:
+        for name in named(guess.get("label", "label")):
+            with contextlib.suppress(KeyError):
+                found.append(value_at(row, name))
+    return [value for value in found if value is not None and not isinstance(value, list | dict)]
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------
@@ -269,7 +319,7 @@ def _thumbs(columns: list[Column]) -> Iterator[dict[str, Any]]:
         for one in columns
         if all(is_good(value) is not None for value in one.values)
         and len({is_good(value) for value in one.values}) == 2
-    ]
+    ] + [one for one in columns if one.is_rating]
     for one in sorted(verdicts, key=lambda one: one.name not in ("label", *ALIASES["label"])):
         for guess in ({}, *_demonstrations([other for other in columns if other is not one])):
             yield _unlike({**guess, "label": one.name})
@@ -280,7 +330,10 @@ def _prompts(columns: list[Column]) -> list[Column]:
     texts = [
         one
         for one in columns
-        if (one.is_text or one.is_chat) and not one.is_tools and one.name not in ("system", "system_prompt")
+        if (one.is_text or one.is_chat)
+        and not one.is_tools
+        and not one.is_element
+        and one.name not in ("system", "system_prompt")
     ]
     words = ("prompt", *ALIASES["prompt"], *PROMPTS)
 
@@ -306,6 +359,9 @@ def _pairs(columns: list[Column]) -> Iterator[dict[str, Any]]:
         ]
         scores = [(one, two) for one, two, _ in _siblings(numbers, ends)]
         labels = [one for one in columns if one.is_label and any(word in one.name.lower() for word in LABELS)]
+        for one, two, _ in _siblings(labels, ends):
+            if one_hot := _one_hot(one, two, columns):
+                yield {**both, **one_hot}
         labels = labels or [one for one in columns if one.is_label and one.picks(ends)]
         if scores:
             score = next((pair for pair in scores if "score" in pair[0].lower()), scores[0])
@@ -316,6 +372,16 @@ def _pairs(columns: list[Column]) -> Iterator[dict[str, Any]]:
         if len(voters) > 1:
             yield {**both, "label": voters}
         yield from ({**both, "label": one.name} for one in labels)
+
+
+def _one_hot(first: str, second: str, columns: list[Column]) -> dict[str, str]:
+    """Returns the scores of both sides if each of two columns says whether its side wins; a tie has 0 in both."""
+    flags = [one.values for one in columns if one.name in (first, second)]
+    if all({*map(sides.comparable, values)} <= {0.0, 1.0} for values in flags) and not any(
+        all(map(sides.comparable, both)) for both in zip(*flags, strict=False)
+    ):
+        return {"first_score": first, "second_score": second}
+    return {}
 
 
 def _siblings(
@@ -344,7 +410,13 @@ def _called(field: str, columns: list[Column]) -> str | None:
     words = {name: re.split(r"[^a-z0-9]+", name.lower()) for name in names}
     aliases = next((alias for alias in ALIASES.get(field, ()) if alias in names), None)
     within = next(
-        (name for word in (field, *ALIASES.get(field, ())) for name in names if word in words[name]), None
+        (
+            name
+            for word in (field, *ALIASES.get(field, ()))
+            for name in names
+            if word in words[name] and "non" not in words[name]
+        ),
+        None,
     )
     return aliases or within or next(iter(difflib.get_close_matches(field, names, 1)), None)
 
@@ -359,12 +431,15 @@ def _used(guess: dict[str, Any]) -> set[str]:
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    """The columns of rows, and the fields of those that hold objects (`question.full_text`)."""
+    """The columns of rows, and the fields of those that hold objects (`question.full_text`) or two (`summaries.0.text`)."""
     values: dict[str, list[Any]] = {}
     for row in rows:
         for name in some(row):
             value = row[name]
-            inner = {f"{name}.{key}": value[key] for key in some(value)} if isinstance(value, dict) else {}
+            objects = {name: value} if isinstance(value, dict) else {}
+            if isinstance(value, list) and len(value) == 2 and all(isinstance(one, dict) for one in value):
+                objects = {f"{name}.{at}": one for at, one in enumerate(value)}
+            inner = {f"{path}.{key}": one[key] for path, one in objects.items() for key in some(one)}
             for path, one in {name: value, **inner}.items():
                 values.setdefault(path, [])
                 values[path] += [one] if one is not None else []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config.sources import Source, completed, sources_of
-from pipeline.data import chunks, columns, guess, sides, thumbs
+from pipeline.data import chunks, columns, guess, sides
 from pipeline.data.files import File, find
 from pipeline.data.kinds import kind_of
 from pipeline.data.parse import shape_of
@@ -51,7 +51,12 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
         }
     if stage == "evaluate" and pairs:
         mapped = {field: column for field, column in mapped.items() if field not in ("chosen", "rejected")}
-    columns.check(mapped, kind_of(stage), f"{key}.columns")
+    kind = kind_of(stage)
+    columns.check(mapped, kind, f"{key}.columns")
+    if source.label and "good" in source.label and "label" not in kind.further.union(*kind.shapes.values()):
+        raise InputError(
+            f"`{stage}` reads no ratings; expected {{first: VALUE, second: VALUE}}", key=f"{key}.label"
+        )
     return Preprocess(
         mapped,
         sides.Rule.of(source.label) if source.label else None,
@@ -92,8 +97,6 @@ def settled(
         mapping, file = head.preprocess.columns, head.file.path
         columns.check_there(mapping, head.rows, file, f"{head.source}.columns")
         mapped = [row for row in (_renamed(row, mapping) for row in head.rows) if row is not None]
-        if stage == "kto":
-            thumbs.check_labels([row for row in mapped if "first" not in row], file, head.key)
         labels.setdefault(repr(head.preprocess), []).extend(
             row["label"]
             for row in mapped
@@ -104,8 +107,7 @@ def settled(
         if not kind_of(stage, one).has_pairs or one.rule is not None or not labels.get(repr(one)):
             return one
         head = next(head for head in heads if head.preprocess == one)
-        column = ", ".join(columns.named(one.columns.get("label", "label")))
-        return replace(one, rule=sides.derived(labels[repr(one)], column, f"{head.source}.label"))
+        return replace(one, rule=sides.derived(labels[repr(one)], one.columns, f"{head.source}.label"))
 
     made = {name: tuple(map(with_rule, some)) for name, some in preprocess.items()}
     for head in heads:

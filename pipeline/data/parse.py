@@ -16,8 +16,26 @@ from pipeline.errors import visible
 ALIASES = {
     "prompt": ("question", "query", "instruction", "input", "problem", "user"),
     "completion": ("response", "output", "answer", "solution", "target", "reply", "assistant"),
-    "chosen": ("preferred", "accepted", "winner", "better", "positive", "chosen_response", "response_j"),
-    "rejected": ("dispreferred", "refused", "loser", "worse", "negative", "rejected_response", "response_k"),
+    "chosen": (
+        "preferred",
+        "accepted",
+        "winner",
+        "better",
+        "positive",
+        "chosen_response",
+        "response_j",
+        "preferred_output",
+    ),
+    "rejected": (
+        "dispreferred",
+        "refused",
+        "loser",
+        "worse",
+        "negative",
+        "rejected_response",
+        "response_k",
+        "non_preferred_output",
+    ),
     "label": ("thumb", "thumbs", "feedback", "rating", "liked", "desirable"),
     "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.data.columns import Columns, renamed
 from pipeline.data.encode import Dropped
-from pipeline.data.sides import Rule, ordered
+from pipeline.data.sides import Rule, graded, ordered
 from pipeline.data.transform import transformed
 from pipeline.data.values import RowError, check_keys
 
@@ -51,6 +51,8 @@ class Preprocess:
         check_keys(row)
         if self.columns:
             row = renamed(row, self.columns, kind.needed)
+        if self.rule and self.rule.good and "label" in row:
+            return graded(row, self.rule) or Dropped("tie")
         if kind.has_pairs and "first" in row and "second" in row:
             return ordered(row, self.rule) or Dropped("tie")
         return row

@@ -1,11 +1,13 @@
-"""Which of two completions is the better one: a label says it, or the scores of both.
+"""Labels: which of two completions is better, or whether one is good.
 
     first + second + label                        the label picks the side: chosen and rejected
     first + second + first_score + second_score   the higher score does
+    label                                         a rating becomes true or false
 
-What the values of a label mean is said by data.label ({first: 1, second: 2, tie: 0}), or follows from them where they can
-mean one thing only: 1 and 2, numbers between (1.5 is a tie), words such as a and b, model_a and model_b, and tie. Values 0
-and 1 can mean two: the number of the better completion, or whether the first one is better.
+data.label sets the meaning of a label's values: {first: 1, second: 2, tie: 0} for pairs, {good: 4, bad: 2} for ratings.
+For pairs it is derived if the values can mean only one thing: 1 and 2, numbers between them (1.5 is a tie), words such as a
+and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous: the number of the better completion, or whether the first
+one is better. Columns such as response_0, response_1 and better_response_id settle that by their names.
 """
 
 import math
@@ -26,30 +28,44 @@ WORDS = {
     "tie": re.compile(r"(?:tie|tied|draw|equal|same|both|neither|none).*"),
 }
 SEVERAL = 12  # different values, more of which are no label
+# Names of labels that hold the number of a completion, such as better_response_id; not `label`, which may mean anything.
+NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What the values of a label mean: the values of each side, and of a tie, as `comparable` makes them."""
+    """What the values of a label mean, as `comparable` makes them: those of each side and of a tie, or the good and bad ones."""
 
     first: tuple[Any, ...] = ()
     second: tuple[Any, ...] = ()
     tie: tuple[Any, ...] = ()
+    good: tuple[Any, ...] = ()
+    bad: tuple[Any, ...] = ()
     derived: bool = False  # from the first rows; words mean what WORDS says, too
 
     @classmethod
     def of(cls, label: Mapping[str, Any]) -> "Rule":
-        first, second, tie = (
-            tuple(map(comparable, listed(label.get(name)))) for name in ("first", "second", "tie")
-        )
-        return cls(first, second, tie)
+        values: dict[str, Any] = {name: tuple(map(comparable, listed(some))) for name, some in label.items()}
+        return cls(**values)
 
     def __str__(self) -> str:
-        ends = [(name, end) for name in ("first", "second", "tie") for end in getattr(self, name)]
+        names = ("first", "second", "tie", "good", "bad")
+        ends = [(name, end) for name in names for end in getattr(self, name)]
         words = ", ".join(
             f"{end:g} ({name})" if isinstance(end, float) else f"{end} ({name})" for name, end in ends
         )
         return words or "a or b, or tie"
+
+    def is_good(self, value: Any) -> bool | None:
+        """Returns whether a rating is good, or None if it lies between bad and good; raises KeyError for unknown values."""
+        value = comparable(value)
+        if value in self.good or value in self.bad:
+            return value in self.good
+        ends = [*self.good, *self.bad]
+        if len(ends) > 2 or not all(isinstance(one, float) for one in (value, *ends)):
+            raise KeyError(value)
+        good, bad = ends
+        return None if min(ends) < value < max(ends) else (value > bad) == (good > bad)
 
     def side(self, value: Any) -> Side:
         """The side that a value names; raises KeyError for a value that names none and is no tie."""
@@ -114,6 +130,22 @@ def ordered(row: dict[str, Any], rule: Rule | None) -> dict[str, Any] | None:
     return {**rest, "chosen": row[side], "rejected": row[other]}
 
 
+def graded(row: dict[str, Any], rule: Rule) -> dict[str, Any] | None:
+    """Returns the row with true or false as its label, or None if its rating is neither good nor bad.
+
+    Raises:
+        RowError: for a rating that data.label does not cover.
+    """
+    value = row["label"]
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    try:
+        good = rule.is_good(value)
+    except (KeyError, TypeError):
+        raise RowError("unknown_label", "label", show(value), f"{rule}, as in data.label") from None
+    return None if good is None else {**row, "label": good}
+
+
 def vote(label: Any, rule: Rule) -> Side:
     """The side with more votes than the other and than the ties; a label that is no list is the only vote."""
     votes: Counter[Side] = Counter()
@@ -135,7 +167,7 @@ def _score(value: Any, name: str) -> float | None:
     if value is None or (isinstance(value, str) and not value.strip()):  # in CSV nothing is empty text
         return None
     number = comparable(value)
-    if isinstance(value, bool) or not isinstance(number, float):
+    if not isinstance(number, float):
         raise RowError("wrong_type", name, show(value), "a number")
     if not math.isfinite(number):
         raise RowError("not_finite", name, show(value), "a finite number")
@@ -145,12 +177,13 @@ def _score(value: Any, name: str) -> float | None:
 # ---- values -> rule --------------------------------------------------------------------------------------------
 
 
-def derived(labels: Sequence[Any], column: str, key: str = "data.label") -> Rule:
-    """The rule that labels follow, which are those of the first rows of a set.
+def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.label") -> Rule:
+    """Returns the rule that the labels of the first rows follow; `columns` is their data.columns.
 
     Raises:
         InputError: with the data.label to type, where they can mean more than one thing.
     """
+    column = ", ".join(listed(columns.get("label", "label")))
     flat = (one for label in labels for one in listed(label) if not isinstance(one, list | dict))
     values = {comparable(one): one for one in flat if one is not None and one != ""}
     numbers = sorted(value for value in values if isinstance(value, float))
@@ -159,9 +192,21 @@ def derived(labels: Sequence[Any], column: str, key: str = "data.label") -> Rule
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
     if numbers and 1 <= numbers[0] < 1.5 < numbers[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
+    if numbers and {*numbers} <= {0.0, 1.0} and words <= {"tie"} and are_numbered(columns):
+        return Rule((0.0,), (1.0,), derived=True)
     if not numbers and words and None not in words and ({"first", "second"} <= words or not doubtful):
         return Rule(derived=True)
     raise InputError(_unclear([*values.values()], column, key), key=key)
+
+
+def are_numbered(columns: Mapping[str, Any]) -> bool:
+    """Returns whether a label holds the number of one of two completions, judged by the names: response_0 and response_1."""
+    first, second = columns.get("first", ""), columns.get("second", "")
+    numbered = any(
+        first[: at.start()] + "1" + first[at.end() :] == second
+        for at in re.finditer(r"(?<!\d)0(?!\d)", first)
+    )
+    return numbered and all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))
 
 
 def _unclear(values: list[Any], column: str, key: str) -> str:

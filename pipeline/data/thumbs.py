@@ -9,10 +9,8 @@ from typing import Any
 from pipeline.data import demonstrations, preferences
 from pipeline.data.encode import Dropped, Encoder, Example, Outcome, Rendered
 from pipeline.data.record import Record
-from pipeline.data.sides import comparable
 from pipeline.data.template import no_prompt
 from pipeline.data.values import RowError, show
-from pipeline.errors import InputError
 
 SHAPES = {
     f"{shape}+{label}": (*fields, label)
@@ -21,24 +19,6 @@ SHAPES = {
 } | preferences.SHAPES
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------
-
-
-def check_labels(rows: Sequence[dict[str, Any]], file: str, key: str = "data.train") -> None:
-    """Refuses labels that are numbers of another scale, of which 1 would pass for desirable.
-
-    Raises:
-        InputError: for ratings from 1 to 5, say.
-    """
-    for name in sorted(demonstrations.LABELS):
-        numbers = {comparable(row[name]) for row in rows if isinstance(row.get(name), str | int | float)}
-        numbers = {number for number in numbers if isinstance(number, float)}
-        if not (numbers <= {0.0, 1.0} or numbers <= {-1.0, 1.0}):
-            shown = ", ".join(f"{number:g}" for number in sorted(numbers)[:8])
-            raise InputError(
-                f"{file}: `{name}` has the numbers {shown}; expected 1 or 0, or 1 or -1: say which of these are desirable with "
-                "data.transform=python:MODULE:FUNCTION",
-                key=key,
-            )
 
 
 def parse(row: dict[str, Any], shape: str) -> Record:
@@ -53,7 +33,10 @@ def parse(row: dict[str, Any], shape: str) -> Record:
     label = demonstrations.is_good(row[name])
     if label is None:
         raise RowError(
-            "label", name, show(row[name]), "true or false, 1 or 0, 1 or -1, or a word such as up or down"
+            "unclear_label",
+            name,
+            show(row[name]),
+            "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}",
         )
     record = demonstrations.demonstration(row, inner)
     if record.untrained:

@@ -1,5 +1,6 @@
 """The jobs of jobs/examples on small files of the shapes that public sets have (tests/data/shapes)."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ KEPT = {
     "tool_calls": (4, {}),
     "llmbar": (8, {}),
     "pandalm": (5, {"tie": 3}),
-    "alpaca_eval": (6, {"tie": 2}),
+    "alpaca_eval": (6, {"tie": 3}),
     "shp": (6, {}),
     "stack_exchange": (6, {}),
     "ultrafeedback": (6, {}),
@@ -30,7 +31,7 @@ KEPT = {
     "nectar": (8, {}),
     "helpsteer": (6, {"left_out": 1}),
     "helpsteer_preferences": (5, {"tie": 1}),
-    "red_team": (5, {"left_out": 1}),
+    "red_team": (5, {"tie": 1}),
     "capybara": (4, {}),
     "glaive": (4, {}),
     "xlam": (4, {}),
@@ -74,6 +75,16 @@ def test_every_example_reads_its_shape(name, tmp_path, embedded_ray, capsys, mon
         samples = capsys.readouterr().out
         assert samples.count("chosen   ⟦") == 3
         assert all(" is " in line for line in samples.splitlines() if line.startswith("  chosen "))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [({"review": "It is<br />good.", "sentiment": "positive"}, {"review": "It is bad.", "sentiment": "negative"}),
+     ({"text": "It is<br />good.", "label": 1}, {"text": "It is bad.", "label": 0})],
+)  # fmt: skip
+def test_imdb_has_two_public_forms(good, bad):
+    continued = importlib.import_module("jobs.examples.imdb").continued
+    assert continued(good) == {"prompt": "It is good.", "completion": " "} and continued(bad) is None
 
 
 def test_the_transforms_are_short():

@@ -162,11 +162,32 @@ def test_the_example_that_reads_such_rows_is_named(name, here, capsys):
         f"python -m pipeline {stage} jobs/examples/{example}.yaml data.train={path}"
         in capsys.readouterr().out
     )
-    assert load_job(f"jobs/examples/{example}.yaml", [], stage).data.transform
+    data = load_job(f"jobs/examples/{example}.yaml", [], stage).data
+    assert data.transform or data.label
     assert not (here / f"jobs/{name_of(str(path))}/{stage}.yaml").exists()
 
 
 def test_every_example_with_a_transform_is_known_by_its_columns():
     files = (ROOT / "jobs/examples").glob("*.yaml")
-    with_transform = [file for file in files if "transform: " in file.read_text()]
-    assert {name.partition("/")[2] for name in EXAMPLES} == {file.stem for file in with_transform}
+    told = [file for file in files if "transform: " in file.read_text() or "good: " in file.read_text()]
+    assert {name.partition("/")[2] for name in EXAMPLES} == {file.stem for file in told}
+
+
+def test_answers_labelled_as_bad_are_not_imitated(here):
+    made = [{"question": f"Say {n}.", "answer": f"It is {n}.", "feedback": ("up", "down")[n % 2]} for n in range(8)]  # fmt: skip
+    assert main(["init", rows(here / "support.jsonl", made)]) == 0
+    data = load_job("jobs/support/sft.yaml", [], "sft").data
+    assert data.columns == {"prompt": "question", "completion": "answer", "label": "feedback"}
+    assert data.on_error == "skip"  # so the answers labelled as bad are left out
+
+
+def test_ratings_need_thresholds(here, capsys):
+    made = [{"prompt": f"Say {n}.", "completion": f"It is {n}.", "rating": 1 + n % 5} for n in range(10)]
+    assert main(["init", rows(here / "r.jsonl", made)]) == 0
+    assert "label: null" in (text := (here / "jobs/r/kto.yaml").read_text()) and "{good: VALUE, bad: VALUE}" in text  # fmt: skip
+
+
+def test_the_folder_of_a_model_holds_no_rows(capsys):
+    assert main(["init", str(ROOT / "jobs/demo/model")]) == 2
+    error = capsys.readouterr().err
+    assert "is the folder of a model" in error and ":0:" not in error

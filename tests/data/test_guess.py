@@ -41,6 +41,11 @@ SETS = {
     "capybara": rows(source="x", conversation=[{"input": "hi", "output": "yo"}]),
     "red_team": rows(transcript="\n\nHuman: hi {}\n\nAssistant: Yes.", rating=(0.0, 3.0), task_description="I tried {} times."),
     "numbers": rows(x=1, y=(2, 3)),
+    "lmsys": rows(id=1, model_a="gpt", model_b="pi", prompt="Do {} now.", response_a="Done it.", response_b="Not done.", winner_model_a=(1, 0, 0), winner_model_b=(0, 1, 0), winner_tie=(0, 0, 1)),
+    "weighted": [row | {"preference": 1.02 + i / 21} for i, row in enumerate(3 * rows(instruction="Do {} now.", output_1="Done it.", output_2="Not done."))][:20],
+    "openai": rows(input={"messages": CHAT[:1], "tools": [], "parallel_tool_calls": True}, non_preferred_output=[OTHER[1]], preferred_output=[CHAT[1]]),
+    "summarize": rows(info={"id": "t3", "post": "A long post here.", "title": "A title"}, summaries=[{"text": "One of them.", "policy": "sup1"}, {"text": "Another one.", "policy": "ref"}], choice=(0, 1), worker="w"),
+    "ratings": rows(prompt="Say {} now.", response="As you wish.", rating=(1, 2, 3, 4, 5)),
 }  # fmt: skip
 FITS = {
     "alpaca": "sft and ppo as they are",
@@ -56,18 +61,26 @@ FITS = {
     "second_score: score_B}'; ppo with data.columns='{prompt: history}'",
     "webgpt": "rm, dpo and kto with data.columns='{prompt: question.full_text, first: answer_0, second: answer_1, first_score: score_0, "
     "second_score: score_1}'; ppo with data.columns='{prompt: question.full_text}'",
-    "safe": "rm, dpo and kto with data.columns='{first: response_0, second: response_1, label: better_response_id}' and "
-    "data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo as they are",
+    "safe": "rm, dpo and kto with data.columns='{first: response_0, second: response_1, label: better_response_id}'; ppo as they are",
     "arena": "rm, dpo and kto with data.columns='{first: conversation_a, second: conversation_b, label: winner}'",
     "hh": "rm, dpo, kto and ppo as they are",
     "ultrafeedback": "sft, rm, dpo, kto and ppo as they are",
     "imdb": "ppo with data.columns='{prompt: review}'",
     "thumbs": "sft, kto and ppo as they are",
-    "feedback": "sft with data.columns='{prompt: question, completion: answer}'; kto with data.columns='{prompt: question, "
-    "completion: answer, label: thumb}'; ppo with data.columns='{prompt: question}'",
+    "feedback": "sft and kto with data.columns='{prompt: question, completion: answer, label: thumb}'; ppo with data.columns='{prompt: question}'",
     "capybara": "sft with data.columns='{messages: conversation}'",
-    "red_team": "sft with data.columns='{messages: transcript}'; ppo with data.columns='{prompt: task_description}'",
+    "red_team": "sft with data.columns='{messages: transcript}'; kto with data.columns='{messages: transcript, label: rating}' "
+    "and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo with data.columns='{prompt: task_description}'",
     "numbers": "",
+    "lmsys": "rm, dpo and kto with data.columns='{first: response_a, second: response_b, first_score: winner_model_a, "
+    "second_score: winner_model_b}'; ppo as they are",
+    "weighted": "rm, dpo and kto with data.columns='{first: output_1, second: output_2, label: preference}'; ppo as they are",
+    "openai": "rm, dpo and kto with data.columns='{prompt: input.messages, chosen: preferred_output, rejected: non_preferred_output}'; "
+    "ppo with data.columns='{prompt: input.messages}'",
+    "summarize": "rm, dpo and kto with data.columns='{prompt: info.post, first: summaries.0.text, second: summaries.1.text, "
+    "label: choice}'; ppo with data.columns='{prompt: info.post}'",
+    "ratings": "sft with data.columns='{completion: response}'; kto with data.columns='{completion: response, label: rating}' and "
+    "data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
 }
 
 

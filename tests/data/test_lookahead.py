@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from toy_data import make, write
 
 from pipeline.config import Data
 from pipeline.data.files import find
@@ -69,14 +70,15 @@ THUMB = {"prompt": "Why is it so?", "completion": "Because of this."}
 
 
 def test_ratings_are_no_thumbs(tmp_path):
-    """Of 1 to 5 the worst would pass for desirable."""
-    look(tmp_path, [{**THUMB, "label": i % 2} for i in range(4)], stage="kto")
+    """Of 1 to 5 the worst would pass for desirable; on_error=skip does not help."""
+    rows = [{**THUMB, "label": i % 5 + 1} for i in range(10)]
     with pytest.raises(
-        InputError, match="`label` has the numbers 1, 2, 3, 4, 5; expected 1 or 0, or 1 or -1"
+        InputError, match=r"`label`: found 2; expected true or false, .* set data\.label=\{good: 4, bad: 2\}"
     ):
-        look(tmp_path, [{**THUMB, "label": i % 5 + 1} for i in range(10)], stage="kto")
-    pairs = [{**PAIR, "better": i % 2 + 1} for i in range(4)]  # which side, not how good
-    look(tmp_path, pairs, stage="kto", columns=COLUMNS)
+        make(tmp_path, "kto", train=write(tmp_path / "a.jsonl", rows), on_error="skip")
+    look(tmp_path, rows, stage="kto", label={"good": 4, "bad": 2})
+    with pytest.raises(InputError, match="`rm` reads no ratings"):
+        look(tmp_path, [PAIR], stage="rm", label={"good": 4, "bad": 2})
 
 
 def test_a_label_that_is_an_object_is_left_to_its_row(tmp_path):

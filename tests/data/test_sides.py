@@ -34,7 +34,7 @@ def made(row, rule=None):
     ],
 )
 def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values, first, second, tie):
-    rule = derived(values, "label")
+    rule = derived(values, {})
     assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", None)
 
 
@@ -58,7 +58,7 @@ def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values
 )  # fmt: skip
 def test_what_can_mean_several_things_is_asked_for(values, typed):
     with pytest.raises(InputError) as caught:
-        derived(values, "verdict")
+        derived(values, {"label": "verdict"})
     assert (
         typed in str(caught.value) and "'verdict'" in str(caught.value) and caught.value.key == "data.label"
     )
@@ -97,7 +97,7 @@ def test_a_value_that_the_first_rows_do_not_explain_is_no_tie():
     with pytest.raises(
         RowError, match=r"found 0; expected 1 \(first\), 2 \(second\); data\.label says"
     ) as caught:
-        vote(0, derived([1, 2], "label"))
+        vote(0, derived([1, 2], {}))
     assert caught.value.kind == "unclear_label"
     assert made({"label": 3}, Rule.of({"first": 1, "second": 2})).kind == "unknown_label"
 
@@ -142,3 +142,51 @@ def test_nothing_is_no_score_and_no_label(blank):
     assert made({"first_score": blank, "second_score": 1}) == Dropped("tie")
     assert made({"label": [1, blank, blank]}, Rule((1.0,), (2.0,)))["chosen"] == "A"
     assert made({"label": blank}, Rule((1.0,), (2.0,))) == Dropped("tie")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "label", "known"),
+    [
+        ("response_0", "response_1", "better_response_id", True),
+        ("response_0", "response_1", "safer_response_id", True),
+        ("summaries.0.text", "summaries.1.text", "choice", True),
+        ("response_0", "response_1", "label", False),  # 1: is response_0 better?
+        ("human_ref_A", "human_ref_B", "choice", False),
+        ("answer_1", "answer_2", "choice", False),
+    ],
+)
+def test_the_names_of_columns_say_what_0_and_1_mean(first, second, label, known):
+    columns = {"first": first, "second": second, "label": label}
+    if known:
+        rule = derived([0, 1], columns)
+        assert (rule.side(0), rule.side("1")) == ("first", "second")
+    else:
+        with pytest.raises(InputError, match="which can mean more than one thing"):
+            derived([0, 1], columns)
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "made"),
+    [
+        ({"good": 4, "bad": 2}, 5, True),
+        ({"good": 4, "bad": 2}, "4", True),
+        ({"good": 4, "bad": 2}, 2, False),
+        ({"good": 4, "bad": 2}, -1.5, False),
+        ({"good": 4, "bad": 2}, 3, None),
+        ({"good": 4, "bad": 2}, "", None),
+        ({"good": 1, "bad": 3}, 0, True),  # the fewer the better
+        ({"good": 1, "bad": 3}, 4, False),
+        ({"good": ["helpful", "great"], "bad": "harmful"}, "Great", True),
+        ({"good": "helpful", "bad": "harmful"}, "harmful", False),
+    ],
+)
+def test_thresholds_make_labels_of_ratings(label, value, made):
+    row = {"prompt": "q", "completion": "a", "label": value}
+    (found,) = kind_of("kto", Preprocess(rule=Rule.of(label))).rows(row)
+    assert found == (Dropped("tie") if made is None else row | {"label": made})
+
+
+def test_a_rating_that_data_label_does_not_name():
+    row = {"prompt": "q", "completion": "a", "label": "so so"}
+    (found,) = kind_of("kto", Preprocess(rule=Rule.of({"good": "helpful", "bad": 2}))).rows(row)
+    assert found.kind == "unknown_label"
