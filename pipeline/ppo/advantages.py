@@ -24,7 +24,8 @@ def estimate_advantages(
     Whitening, if any, comes last and covers the whole batch on all workers; returns are never whitened.
 
     Args:
-        rewards: (B, R) per token; the `num_generations` completions of one prompt are adjacent rows.
+        rewards: (B, R) per token, in float64 for rloo and grpo, whose scores may differ by little; the `num_generations`
+            completions of one prompt are adjacent rows.
         values: (B, R) of the critic, for gae.
         mask: (B, R), on at actions.
         bootstrap: (B,) value after the last action, 0 for completions that ended; for gae.
@@ -41,19 +42,17 @@ def estimate_advantages(
         returns = rewards_to_go(rewards, mask, args.gamma)
         advantages = returns - greedy_scores.unsqueeze(-1)
     else:  # rloo and grpo: the completion as a whole is one action
-        total = rewards.where(mask, 0.0).sum(-1)
-        group = total.view(-1, args.num_generations)
+        total = rewards.double().where(mask, 0.0).sum(-1)
+        group, n = total.view(-1, args.num_generations), args.num_generations
+        tied = group.amax(-1, keepdim=True) == group.amin(-1, keepdim=True)
+        relative = (group - group.mean(-1, keepdim=True)).where(~tied, 0.0)
         if args.advantage_estimator == "rloo":
-            # A = R - mean of the others = n / (n - 1) * (R - mean of all)
-            n = args.num_generations
-            relative = (group - group.mean(-1, keepdim=True)) * n / (n - 1)
-        else:
-            relative = group - group.mean(-1, keepdim=True)
-            if args.scale_rewards:
-                relative = relative / (group.std(-1, keepdim=True) + 1e-4)
+            relative = relative * n / (n - 1)  # R - mean of the others = n / (n - 1) * (R - mean of all)
+        elif args.scale_rewards:
+            relative = relative / (group.std(-1, keepdim=True) + 1e-4)
         advantages = relative.reshape(-1, 1).expand_as(rewards)
         returns = total.unsqueeze(-1).expand_as(rewards)
-    advantages, returns = advantages.where(mask, 0.0), returns.where(mask, 0.0)
+    advantages, returns = advantages.float().where(mask, 0.0), returns.float().where(mask, 0.0)
     if args.whitens_advantages:
         advantages = whiten(advantages, mask if learn is None else learn, all_reduce=all_reduce)
     return advantages, returns

@@ -18,7 +18,6 @@ from pipeline.errors import SelfCheckFailed
 from pipeline.findings import Finding
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.batch import Episodes, all_reduce, gather
-from pipeline.ppo.functional import kl_estimate
 
 if TYPE_CHECKING:
     from pipeline.ppo.chunks import Chunk, Sampled
@@ -62,8 +61,6 @@ def check_rollout(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> l
         reference_is_policy,
         sampler_agrees,
         ends_inside,
-        score_on_last_action,
-        nothing_after_the_end,
         frozen,
     ]
     return [check(trainer, episodes, rewards) for check in checks]
@@ -151,34 +148,6 @@ def ends_inside(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Fin
     found = f"in {int(holds.sum())} of {len(episodes)} completions"
     found += f"; {int(episodes.ended.sum())} end by themselves"
     return Finding("the end token is inside the mask, as the last action", found, bool(holds.all()))
-
-
-def score_on_last_action(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """Token rewards without their KL part are the score, once, on the last action."""
-    name, args = "the score is paid once, on the last action", trainer.args
-    if args.whiten_rewards:
-        return Finding(name, "not checked: whiten_rewards scales what is paid", None)
-    kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
-    kl = kl.where(episodes.mask, 0.0)
-    paid = rewards + (trainer.kl_coef if args.kl_in == "reward" else 0.0) * kl
-    expected = torch.zeros_like(paid)
-    scores = episodes.scores.where(episodes.ended, 0.0) if args.bootstrap_truncated else episodes.scores
-    expected.scatter_(1, (episodes.counts - 1).clamp(min=0).unsqueeze(-1), scores.unsqueeze(-1))
-    holds = torch.isclose(paid, expected, rtol=1e-4, atol=1e-5).all(-1)
-    return Finding(name, f"in {int(holds.sum())} of {len(episodes)} completions", bool(holds.all()))
-
-
-def nothing_after_the_end(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:
-    """The last action's return is its reward, plus gamma * bootstrap of a truncated completion with `bootstrap_truncated`."""
-    name, args = "the value after the end is 0", trainer.args
-    if not args.uses_critic:
-        return Finding(name, f"no critic ({args.advantage_estimator})", None)
-    next_value = episodes.bootstrap if args.bootstrap_truncated else torch.zeros_like(episodes.bootstrap)
-    last = (episodes.counts - 1).clamp(min=0).unsqueeze(-1)
-    expected = rewards.gather(1, last).squeeze(-1) + args.gamma * next_value
-    holds = torch.isclose(episodes.returns.gather(1, last).squeeze(-1), expected, rtol=1e-4, atol=1e-4)
-    holds &= ~episodes.ended | (episodes.bootstrap == 0)
-    return Finding(name, f"in {int(holds.sum())} of {len(episodes)} completions", bool(holds.all()))
 
 
 def frozen(trainer: PPOTrainer, episodes: Episodes, rewards: Tensor) -> Finding:

@@ -310,6 +310,11 @@ class PPOConfig(Settings):
         return self.loss_aggregation or ("sequence" if self.advantage_estimator == "grpo" else "token")
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether an advantage compares the completions to one prompt."""
+        return self.advantage_estimator in ("rloo", "grpo")
+
+    @property
     def uses_critic(self) -> bool:
         return self.advantage_estimator == "gae"
 

@@ -53,7 +53,8 @@ def whiten(
     """`x` scaled to unit variance (unbiased, over the mask) and mean 0, or its own mean with `shift_mean=False`.
 
     Mean and variance are summed in fp64 and in two passes, so the result depends on the whole batch and not on how it is
-    split over workers. With fewer than two values the variance is taken as 1.
+    split over workers. With fewer than two values the variance is taken as 1. The fp64 mean of equal fp32 values is
+    exact, so they deviate by exactly 0.
 
     Args:
         eps: added to the variance.
@@ -101,10 +102,13 @@ def last_action(mask: Tensor) -> Tensor:
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Reward of every action: -kl_coef * kl on each, plus the row's score (batch,) once, on the last one."""
+    """Reward of every action: -kl_coef * kl on each, plus the row's score (batch,) once, on the last one.
+
+    The rewards have the dtype of the scores.
+    """
     mask = mask.bool()
-    rewards = (-kl_coef * kl.float()).where(mask, 0.0)
-    paid = scores.float().unsqueeze(-1).expand_as(rewards).where(last_action(mask), 0.0)
+    rewards = (-kl_coef * kl.float()).where(mask, 0.0).to(scores.dtype)
+    paid = scores.unsqueeze(-1).expand_as(rewards).where(last_action(mask), 0.0)
     return rewards + paid
 
 

@@ -34,7 +34,7 @@ def episode_metrics(
         "objective/entropy": -episodes.old_logprobs.where(mask, 0.0).sum(-1),
         "objective/non_score_reward": -kl_coef * kl,
         "objective/rlhf_reward": rewards.where(mask, 0.0).sum(-1),
-        "objective/scores": episodes.scores,
+        "objective/scores": episodes.scores.float(),
         "val/num_eos_tokens": episodes.ended.float() * args.batch_size,
         "completions/mean_length": episodes.counts.float(),
         "completions/clipped_ratio": 1.0 - episodes.ended.float(),

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.findings import Finding
 from pipeline.models.template import user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.batch import Episodes, all_reduce, prompt_order
+from pipeline.ppo.batch import Episodes, all_reduce
 from pipeline.ppo.checks import tolerance
 from pipeline.ppo.definitions import advantages_by_definition
 from pipeline.ppo.gradients import losses_pull_the_right_way
@@ -64,7 +65,7 @@ def each_episode_once(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     args = trainer.args
     seen = torch.zeros(args.batch_size, device=episodes.mask.device)
     seen.index_add_(0, episodes.indices, torch.ones(len(episodes), device=seen.device))
-    order = prompt_order(0, trainer.prompts_per_update, trainer.prompts_per_epoch, args.seed, trainer.draws)
+    order = _prompts_by_definition(trainer)
     wrong_prompts = 0
     for index, ids, start in zip(
         episodes.indices.tolist(), episodes.input_ids.tolist(), episodes.starts.tolist(), strict=True
@@ -78,6 +79,15 @@ def each_episode_once(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     if missing or twice or wrong_prompts:
         found += f": {missing} are on none, {twice} on several, {wrong_prompts} have another prompt than the seed gives them"
     return Finding("each episode is on one worker", found, not (missing or twice or wrong_prompts))
+
+
+def _prompts_by_definition(trainer: PPOTrainer) -> list[int]:
+    """Returns the indices of the first update's prompts: one seeded permutation of each epoch's prompts after another."""
+    seed, size, order = trainer.args.seed, trainer.prompts_per_epoch, []
+    for epoch in range(-(-trainer.prompts_per_update // size)):
+        drawn = range(size) if trainer.draws is None else trainer.draws(epoch)
+        order += [int(drawn[i]) for i in np.random.default_rng([seed, epoch]).permutation(size)]
+    return order[: trainer.prompts_per_update]
 
 
 def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes) -> Finding:

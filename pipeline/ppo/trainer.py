@@ -103,6 +103,7 @@ class PPOTrainer:
         on_update: called after each update with its metrics, its number (from 1) and the total number of updates; True ends
             the training there.
         draws: the indices of the prompts of an epoch, by its number; as many in each. None: every prompt once.
+        critic_reward: the reward that the critic was copied from. None: the critic starts from 0.
 
     Raises:
         ValueError: when a role, a reward or a prompt is missing, or there are more workers than prompts in an update.
@@ -122,6 +123,7 @@ class PPOTrainer:
         draws: Callable[[int], Any] | None = None,
         rollout: RolloutConfig | None = None,
         rollout_workers: RolloutWorkers | None = None,
+        critic_reward: Reward | None = None,
     ) -> None:
         self.shared, self.tokenizer, self.args = shared, tokenizer, args
         self.prompts, self.rewards, self.evaluate = prompts, rewards, evaluate
@@ -144,9 +146,10 @@ class PPOTrainer:
             shared.enable_gradient_checkpointing()
         for role in self.roles:
             shared.set_trainable(role, True)
+        # New adapters are random: every rank starts from rank 0's, the reference too, which may be a copy of such a policy.
+        for role in [*self.roles, *([reference] if reference else [])] if self.workers > 1 else []:
             for parameter in shared.parameters_of(role):
-                if self.workers > 1:  # new adapters are random: every rank starts from rank 0's
-                    dist.broadcast(parameter.data, src=0)
+                dist.broadcast(parameter.data, src=0)
         learning_rates = {"policy": args.learning_rate, "critic": args.learning_rate}
         if args.critic_learning_rate is not None:  # it may be 0
             learning_rates["critic"] = args.critic_learning_rate
@@ -161,6 +164,8 @@ class PPOTrainer:
         self.update = 0  # updates done; with the seed, this is also the position in the data
         self.kl_coef = args.kl_coef
         self.moments = RunningMoments()
+        if critic_reward is not None:
+            self._predict_paid_score(critic_reward)
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []
         self.phases = Phases(self.device)
@@ -202,6 +207,13 @@ class PPOTrainer:
             raise ValueError(
                 "sync_ref_model: there is no reference adapter to move; add one as a copy of the policy"
             )
+
+    def _predict_paid_score(self, reward: Reward) -> None:
+        """Changes a critic that predicts the raw score of `reward` to what an episode is paid for it."""
+        mean, std = (reward.mean, reward.std) if self.args.normalize_rewards else (0.0, 1.0)
+        slope = reward.weight / std
+        self.shared.heads["critic"].weight.data *= slope
+        self.moments.mean = -slope * mean  # a head has no bias
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -336,7 +348,7 @@ class PPOTrainer:
                     raw[name][row] = score
         total = combined(self.rewards, raw, self.args.normalize_rewards)
         scores = self._clip_and_penalise(total, episodes.ended.tolist())
-        episodes.scores = torch.tensor(scores, device=self.device)
+        episodes.scores = torch.tensor(scores, device=self.device, dtype=torch.float64)
         if self.args.mask_truncated_completions:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
         return raw
@@ -420,7 +432,9 @@ class PPOTrainer:
     def rewards_and_advantages(self, episodes: Episodes, greedy_scores: Tensor | None) -> Tensor:
         """Fill `advantages` and `returns` of the episodes. Returns the token rewards (B, R)."""
         args = self.args
-        scores, bootstrap = episodes.scores, torch.zeros_like(episodes.bootstrap)
+        # Groups compare scores with each other: in fp32 the mean of equal scores may be another number than they are.
+        scores = episodes.scores if args.compares_groups else episodes.scores.float()
+        bootstrap = torch.zeros_like(episodes.bootstrap)
         if args.bootstrap_truncated:
             # The value replaces the score: with both, the completion would be rewarded twice.
             scores, bootstrap = scores.where(episodes.ended, 0.0), episodes.bootstrap

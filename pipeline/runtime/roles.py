@@ -132,14 +132,20 @@ def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None
     return add_frozen(worker, shared, "policy", "start")
 
 
-def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> None:
-    """The role `critic`, trainable: a head on the policy; or an adapter, a copy of the first reward's with its head if any."""
+def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
+    """Adds the role `critic`, trainable: a head on the policy; or an adapter, a copy of the first reward's with its head if any.
+
+    Returns:
+        The role of the reward that was copied, or None.
+    """
     if args.critic == "head":
         shared.add("critic", head_on="policy", trainable=True)
-    elif rewards := _reward_adapters(worker, shared):
-        shared.add("critic", copy_of=next(iter(rewards)), head=True, trainable=True)
+    elif copied := next(iter(_reward_adapters(worker, shared)), None):
+        shared.add("critic", copy_of=copied, head=True, trainable=True)
+        return copied
     else:
         shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
+    return None
 
 
 def _reward_adapters(worker: Host, shared: SharedBase) -> dict[str, str]:

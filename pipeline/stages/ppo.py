@@ -39,8 +39,7 @@ def train(worker: Worker) -> dict[str, Any]:
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
     rewards = roles.add_rewards(worker, shared)
-    if args.uses_critic:
-        roles.add_critic(worker, shared, args)
+    copied = roles.add_critic(worker, shared, args) if args.uses_critic else None
 
     held_out, mixture = worker.rows("eval"), worker.work.mixture
     comparison = held_out is not None and evaluation.Comparison(
@@ -81,6 +80,7 @@ def train(worker: Worker) -> dict[str, Any]:
             draws=(lambda epoch: mixture.rows(epoch, args.seed)) if mixture else None,
             rollout=worker.job.rollout_config,
             rollout_workers=rollout_workers,
+            critic_reward=next((reward for reward in rewards if reward.name == copied), None),
         )
         if rollout_workers:
             rollout_workers.begin(trainer)

@@ -9,6 +9,7 @@ import toy_ppo as toy
 from pipeline.ppo import advantages as advantages_module
 from pipeline.ppo.engine import Completion, TransformersEngine
 from pipeline.ppo.functional import gae, whiten
+from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.rollout_config import RolloutConfig
 
 
@@ -19,7 +20,7 @@ def test_score_once_at_the_last_action_and_kl_on_every_action():
     kl = episodes.old_logprobs - episodes.ref_logprobs
     paid = rewards + 0.1 * kl
     at = torch.zeros_like(paid)
-    at[torch.arange(16), episodes.counts - 1] = episodes.scores
+    at[torch.arange(16), episodes.counts - 1] = episodes.scores.float()
     toy.in_some_rows(episodes.counts == episodes.mask.shape[1])
     torch.testing.assert_close(paid * episodes.mask, at, atol=1e-6, rtol=0)
     assert (rewards[~episodes.mask] == 0).all() and (kl[episodes.mask] != 0).all()
@@ -36,7 +37,7 @@ def first_and_last_advantage(**changes):
 
 def test_no_value_after_eos():
     episodes, target = first_and_last_advantage()
-    torch.testing.assert_close(target, episodes.scores)
+    torch.testing.assert_close(target, episodes.scores.float())
     assert (episodes.bootstrap[episodes.ended] == 0).all() and (
         episodes.bootstrap[~episodes.ended] != 0
     ).all()
@@ -44,12 +45,12 @@ def test_no_value_after_eos():
 
 def test_cut_off_completions_by_one_explicit_flag():
     episodes, target = first_and_last_advantage(bootstrap_truncated=True, gamma=0.5)
-    expected = torch.where(episodes.ended, episodes.scores, 0.5 * episodes.bootstrap)
+    expected = torch.where(episodes.ended, episodes.scores.float(), 0.5 * episodes.bootstrap)
     torch.testing.assert_close(target, expected)
     plain, _ = first_and_last_advantage()
     fined, target = first_and_last_advantage(missing_eos_penalty=2.0, reward_clip=0.3)
     torch.testing.assert_close(fined.scores, plain.scores.clamp(-0.3, 0.3) - 2.0 * ~plain.ended)
-    torch.testing.assert_close(target, fined.scores)
+    torch.testing.assert_close(target, fined.scores.float())
 
 
 def test_gae_skips_padding_and_returns_are_made_before_whitening():
@@ -72,6 +73,7 @@ def test_advantages_are_whitened_over_the_batch_of_all_workers(monkeypatch):
     chosen = episodes.advantages[episodes.mask]
     assert chosen.mean().abs() < 1e-6 and chosen.std() == pytest.approx(1, rel=1e-5)
     doubled = []
+
     # a twin with the same share
     monkeypatch.setattr(advantages_module, "all_reduce", lambda x: doubled.append(x) or 2 * x)
     args = (trainer.args, rewards, episodes.values, episodes.mask, torch.zeros(16))
@@ -112,3 +114,45 @@ def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
     plain, weighed = advantages(), advantages(rollout=RolloutConfig(correction="token", correction_cap=limit))
     assert torch.allclose(weighed.advantages, plain.advantages * weight, rtol=1e-4)
     assert torch.equal(weighed.returns, plain.returns)
+
+
+@pytest.mark.parametrize("score", [10.1, 1000.1, 2718.2817])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"advantage_estimator": "grpo", "num_generations": 8},
+        {"advantage_estimator": "rloo", "num_generations": 8},
+        {"advantage_estimator": "reinforce_plus_plus"},
+    ],
+    ids=str,
+)
+def test_equal_scores_have_no_advantage(settings, score):
+    trainer = toy.trainer(reward=lambda completions: [score] * len(completions), kl_coef=0.0, **settings)
+    trainer.run_update()  # the self-check agrees
+    episodes = toy.first_episodes(trainer)
+    trainer.rewards_and_advantages(episodes, None)
+    assert (episodes.advantages == 0).all()
+
+
+def test_scores_that_fp32_does_not_tell_apart_are_compared():
+    trainer = toy.trainer(
+        reward=lambda completions: [1e8 + i % 2 for i in range(len(completions))],
+        kl_coef=0.0,
+        advantage_estimator="grpo",
+        num_generations=8,
+        local_rollout_forward_batch_size=16,
+    )
+    episodes = toy.first_episodes(trainer)
+    trainer.rewards_and_advantages(episodes, None)
+    expected = 0.5 / (math.sqrt(8 * 0.25 / 7) + 1e-4)
+    assert episodes.advantages[:, 0].abs().tolist() == pytest.approx([expected] * 16)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_copied_critic_predicts_what_is_paid(normalize):
+    shared = toy.shared_base()
+    reward = AdapterReward(shared, mean=5.0, std=3.0, weight=0.5)
+    trainer = toy.trainer(shared, reward=reward, normalize_rewards=normalize, critic_reward=reward)
+    episodes = toy.first_episodes(trainer)
+    cut_off = toy.in_some_rows(~episodes.ended)
+    torch.testing.assert_close(episodes.bootstrap[cut_off], episodes.scores[cut_off].float())

@@ -1,5 +1,6 @@
 """The doctor: on a sound job every check holds, and each check fails when the thing that it is about is broken."""
 
+import numpy as np
 import pytest
 import torch
 import toy_ppo as toy
@@ -8,8 +9,10 @@ from running import stage
 from pipeline.errors import SelfCheckFailed
 from pipeline.findings import Finding
 from pipeline.models import probes
-from pipeline.ppo import checks, doctor
+from pipeline.ppo import checks, doctor, recomputed
+from pipeline.ppo import trainer as ppo_trainer
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.definitions import advantages_by_definition
 from pipeline.ppo.engine import TransformersEngine
 
 
@@ -70,8 +73,6 @@ BREAKS = {
     "reference_is_policy": lambda t, e, r: e.ref_logprobs.sub_(0.1),
     "sampler_agrees": lambda t, e, r: e.sampler_logprobs.mul_(1.2),
     "ends_inside": lambda t, e, r: e.ended.logical_not_(),
-    "score_on_last_action": lambda t, e, r: r.copy_(r.roll(1, -1)),
-    "nothing_after_the_end": lambda t, e, r: e.returns.add_(0.5),
     "frozen": lambda t, e, r: t.shared.parameters_of("reference")[0].requires_grad_(True),
 }
 
@@ -92,10 +93,26 @@ def test_an_end_that_the_mask_leaves_out_is_seen():
     assert checks.ends_inside(trainer, episodes, rewards).holds is False
 
 
-def test_a_score_paid_twice_is_seen():
+def test_a_score_paid_elsewhere_is_seen():
     trainer, episodes, rewards = rolled()
-    rewards[:, 0] += episodes.scores
-    assert checks.score_on_last_action(trainer, episodes, rewards).holds is False
+    assert advantages_by_definition(trainer, episodes, rewards, None).holds is True
+    twice = rewards.clone()
+    twice[:, 0] += episodes.scores
+    for paid in (twice, rewards.roll(1, -1)):
+        assert advantages_by_definition(trainer, episodes, paid, None).holds is False
+
+
+@pytest.mark.parametrize(
+    "draws", [None, lambda epoch: np.arange(8)[::-1]], ids=["every prompt", "drawn prompts"]
+)
+def test_another_order_of_prompts_is_seen(draws, monkeypatch):
+    trainer = toy.trainer()
+    trainer.draws, trainer.prompts_per_epoch = draws, 8 if draws else 32
+    assert recomputed.each_episode_once(trainer, trainer.rollout().episodes).holds is True
+    order = ppo_trainer.prompt_order
+    for module in (ppo_trainer, recomputed):
+        monkeypatch.setattr(module, "prompt_order", lambda *args: order(*args)[::-1], raising=False)
+    assert recomputed.each_episode_once(trainer, trainer.rollout().episodes).holds is False
 
 
 def test_dropout_and_half_precision_are_seen():

@@ -198,7 +198,8 @@ SHARED_RUNS = [
 def shared_run(number, spread=0.0):
     changes = {"total_episodes": 14 * 3, "batch_size": 14, "num_mini_batches": 4, **SHARED_RUNS[number]}
     shared = toy.shared_base(critic="advantage_estimator" not in changes and changes.get("critic", "adapter"))
-    for parameter in [p for r in ("policy", "critic") if r in shared.roles for p in shared.parameters_of(r)]:
+    roles = [role for role in ("policy", "critic", "reference") if role in shared.roles]
+    for parameter in [parameter for role in roles for parameter in shared.parameters_of(role)]:
         parameter.data += spread
     trainer, path, loads = toy.trainer(shared, **changes), [toy.weights(shared)], []
     trainer.on_update = lambda *_: path.append(toy.weights(shared))

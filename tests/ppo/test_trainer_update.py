@@ -225,7 +225,6 @@ def test_log_ratio_loss_heads_and_adapters_are_fp32_over_a_bf16_base():
         *stats,
         episodes.old_logprobs,
         episodes.values,
-        episodes.scores,
         episodes.advantages,
     )
     assert {x.dtype for x in floats} == {torch.float32}

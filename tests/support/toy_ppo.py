@@ -112,6 +112,7 @@ def trainer(
     on_update=None,
     rollout=None,
     workers=None,
+    critic_reward=None,
     **changes,
 ):
     settings = dict(
@@ -124,7 +125,7 @@ def trainer(
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
     return PPOTrainer(
         shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_update,
-        rollout=rollout, rollout_workers=workers,
+        rollout=rollout, rollout_workers=workers, critic_reward=critic_reward,
     )  # fmt: skip
 
 
