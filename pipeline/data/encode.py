@@ -1,31 +1,29 @@
-"""Records -> token ids: what all kinds of rows share. Chat template, begin and end tokens, special tokens, lengths.
+"""Records -> token ids: chat template, begin and end tokens, special tokens, lengths. No torch import.
 
-Which tokens are trained is found in the rendered *text* (template.py) and carried over to tokens by their character
-offsets, so that each text is tokenised once, whole, as the model sees it. Special tokens in the text of a row stay
-text (models/special.py). Completions are compared as tokens: an empty one or a pair of equal ones is refused.
-No torch import.
+Each text is tokenised once, with its prompt, as the model sees it. The border of prompt and completion is the last token
+that the prompt alone has in common with both; a token that spans it belongs to the completion, as in TRL. Demonstrations
+have several completions: their trained tokens are found in the rendered *text* (template.py) and carried over to tokens
+by character offsets. Special tokens in the text of a row stay text (models/special.py). Completions are compared as
+tokens: an empty one or a pair of equal ones is rejected.
 """
 
 import json
 import operator
-import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline.data.messages import shared_length
 from pipeline.data.record import Record, Text
-from pipeline.data.template import ChatTemplate, no_completion
+from pipeline.data.template import ChatTemplate, Span, holds, no_completion, no_prompt
 from pipeline.data.values import RowError, show
-from pipeline.errors import InputError, in_brief
 from pipeline.models.special import ControlTokens, Escaping
 
 if TYPE_CHECKING:
     from pipeline.data.kinds import Kind
 
-# A text of more than CHARACTERS for each token of max_length, and SLACK more, is too long without being tokenised whole.
-CHARACTERS, SLACK = 64, 1 << 20
 FEW = 8  # different tokens: a text of more is not white space
-WORD = re.compile(r"\w")
 CONTENT = operator.itemgetter("content")
 
 Rendered = tuple[str, Escaping | None]  # a text, and the escaping of the row's special tokens in it
@@ -75,7 +73,6 @@ class Encoder:
     ):
         self.tokenizer, self.kind = tokenizer, kind
         self.max_length, self.too_long, self.apply_template = max_length, too_long, apply_template
-        self.room = CHARACTERS * max_length + SLACK  # characters
         self.control = ControlTokens(tokenizer, as_text=special_tokens == "text")
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
         # A completion of these ids alone is empty. Control tokens count as content only where rows may contain them.
@@ -89,11 +86,9 @@ class Encoder:
         self.backend.no_padding()
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        """For each record its examples (one for each pair of completions), or what is wrong with it."""
-        refused = [self._huge(record) for record in records]
-        fitting = [record for record, outcome in zip(records, refused, strict=True) if outcome is None]
-        encoded = iter(self.kind.encode(self, fitting))
-        return [next(encoded) if outcome is None else [outcome] for outcome in refused]
+        """Returns for each record its examples (one for each pair of completions), or what is wrong with it."""
+        encode = self._demonstrations if self.kind.project is None else self._completions
+        return encode(records)
 
     def special_in(self, record: Record) -> list[str]:
         """The special tokens in the text of a row."""
@@ -123,58 +118,19 @@ class Encoder:
         )
         return whole[whole.rfind(completion["content"]) + len(completion["content"]) :], stops
 
-    def _huge(self, record: Record) -> Outcome | None:
-        """The outcome of a row that is certainly too long; None: it may fit. Tokenising takes a second for a megabyte."""
-        pairs = [sum(map(size_of, pair)) for pair in record.pairs]
-        size = size_of(record.prompt) + max(pairs, default=0)
-        if size <= self.room or self.too_long == "truncate":
-            return None
-        return self.over_length(f"{size:,} characters")
-
     # ---- text -> ids -------------------------------------------------------------------------------------------
 
     def encodings(self, texts: list[Rendered], batch: Any) -> list[Any]:
         """Encodings of all texts by `batch`, a method of the backend; escaped ones are encoded one by one."""
-        unescaped = [text[: self.room] for text, escaping in texts if escaping is None]
-        try:
-            encodings = iter(batch(unescaped, add_special_tokens=False))
-        except BaseException as error:  # a panic in tokenizers is no Exception
-            if type(error).__name__ != "PanicException":
-                raise
-            raise InputError(
-                f"its tokenizer fails on {show(self._culprit(unescaped, batch))} ({in_brief(error)}); fetch the model again, or take "
-                "that row out",
-                key="model.name_or_path",
-            ) from None
-        return [
-            next(encodings) if escaping is None else escaping.encode(text[: self.room])
-            for text, escaping in texts
-        ]
-
-    def _culprit(self, texts: list[str], batch: Any) -> str:
-        """The first text that the tokenizer cannot encode by itself."""
-        for text in texts:
-            try:
-                batch([text], add_special_tokens=False)
-            except BaseException:
-                return text
-        return texts[0]
+        encodings = iter(
+            batch([text for text, escaping in texts if escaping is None], add_special_tokens=False)
+        )
+        return [next(encodings) if escaping is None else escaping.encode(text) for text, escaping in texts]
 
     def ids(self, texts: list[Rendered]) -> list[list[int]]:
         """Token ids of whole texts, begin token included."""
         encodings = self.encodings(texts, self.backend.encode_batch_fast)
         return [self.one_bos(encoding.ids) for encoding in encodings]
-
-    def alone(self, rendered: Rendered) -> list[int]:
-        """Token ids of a completion tokenised by itself, without a begin token."""
-        return self.encodings([rendered], self.backend.encode_batch_fast)[0].ids
-
-    def behind(self, prompt: list[int], whole: list[int], head: Rendered, text: Rendered) -> list[int]:
-        """The ids of a completion, from those of its prompt and of both, and the texts of these two."""
-        if whole[: len(prompt)] == prompt:
-            return whole[len(prompt) :]
-        # A token that spans the border would be lost in a cut: then the completion is tokenised by itself.
-        return self.alone(completion_of(head, text))
 
     def one_bos(self, ids: list[int]) -> list[int]:
         """The begin token once where the tokenizer begins texts with it, never twice."""
@@ -200,6 +156,178 @@ class Encoder:
         """Whether these tokens have no content: they are control tokens and white space."""
         rest = set(ids) - self.silent
         return len(rest) <= FEW and not self.tokenizer.decode(sorted(rest)).strip()
+
+    # ---- prompts, completions and pairs of them -----------------------------------------------------------------
+
+    def _completions(self, records: Sequence[Record]) -> list[list[Outcome]]:
+        rendered = [self._render(record) for record in records]
+        ids = iter(
+            self.ids(
+                [
+                    text
+                    for item in rendered
+                    if not isinstance(item, RowError)
+                    for pair in item
+                    for text in pair
+                ]
+            )
+        )
+        return [
+            [item]
+            if isinstance(item, RowError)
+            else self._distinct(
+                [self._fit(record, at, [next(ids) for _ in pair]) for at, pair in enumerate(item)]
+            )
+            for record, item in zip(records, rendered, strict=True)
+        ]
+
+    def _render(self, record: Record) -> list[list[Rendered]] | RowError:
+        """Returns for each pair of completions the text of the prompt, and of the prompt with each completion."""
+        texts = []
+        try:
+            for completions in record.pairs or [()]:
+                prompt, completions, escaping = self.turns(record, completions)
+                if isinstance(prompt, str):
+                    wholes = [prompt, *(prompt + str(completion) for completion in completions)]
+                else:
+                    chat = self.chat.offering(record.tools)
+                    both = [chat.whole(prompt, list(completion)) for completion in completions]  # type: ignore[arg-type]
+                    wholes = [both[0][0] if both else chat.asking(prompt), *(whole for _, whole in both)]
+                texts.append([(whole, escaping) for whole in wholes])
+        except RowError as error:
+            return error
+        return texts
+
+    def _fit(self, record: Record, at: int, ids: list[list[int]]) -> Outcome:
+        """Returns the example of pair `at` of a record, from the ids of the prompt and of the prompt with each completion."""
+        prompt, *sides = ids[0], *map(self.ended, ids[1:])
+        border = min([len(prompt), *(min(shared_length(prompt, side), len(side) - 1) for side in sides)])
+        prompt, sides = prompt[:border], [side[border:] for side in sides]
+        if error := self.faulty(sides):
+            return error
+        if not prompt or (not sides and self.control.as_text and self.blank(prompt)):
+            return no_prompt()
+        length = len(prompt) + max(map(len, sides), default=0)
+        if length > self.max_length:
+            if self.too_long != "truncate":
+                return self.over_length(f"{length} tokens")
+            if not sides:
+                begin = (
+                    prompt[:1] if prompt[0] == self.bos else []
+                )  # a prompt keeps its end: the question stands there
+                prompt = begin + prompt[length - self.max_length + len(begin) :]
+            elif self.kind.keeps_columns and len(prompt) >= self.max_length:  # scores every row
+                kept = self.max_length - 1
+                prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
+            if sides and len(prompt) >= self.max_length:
+                return Dropped("prompt_too_long")
+            sides = [side[: self.max_length - len(prompt)] for side in sides]
+            if len(sides) > 1 and sides[0] == sides[1]:
+                return Dropped("equal_after_truncation")
+        assert self.kind.project is not None
+        completion = sides[0] if sides else []
+        return Example(
+            self.kind.project(record, at, prompt, *sides),
+            len(prompt),
+            len(completion),
+            length > self.max_length,
+            self.kind.completions != "learned" or completion[-1] in self.ends,
+        )
+
+    def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """Drops two examples in a row that differ in their label alone: a pair that is equal after truncation."""
+        kept: list[Outcome] = []
+        for one in outcomes:
+            before = kept[-1] if kept else None
+            if (
+                isinstance(one, Example)
+                and isinstance(before, Example)
+                and _contrary(one.columns, before.columns)
+            ):
+                kept[-1] = Dropped("equal_after_truncation")
+            else:
+                kept.append(one)
+        return kept
+
+    # ---- demonstrations ----------------------------------------------------------------------------------------
+
+    def _demonstrations(self, records: Sequence[Record]) -> list[list[Outcome]]:
+        """One example for each record; `labels` are the ids of the trained tokens and -100 elsewhere."""
+        rendered = [self._render_spans(record) for record in records]
+        texts = [item[0] for item in rendered if not isinstance(item, RowError)]
+        encodings = iter(self.encodings(texts, self.backend.encode_batch))
+        return [
+            [item if isinstance(item, RowError) else self._labelled(next(encodings), item[0][0], *item[1:])]
+            for item in rendered
+        ]
+
+    def _render_spans(self, record: Record) -> tuple[Rendered, list[Span], bool] | RowError:
+        """The text, the spans in it that are trained, and whether its last turn is one of them."""
+        try:
+            prompt, (completion,), escaping = self.turns(record, record.pairs[0])
+            if isinstance(prompt, str):
+                whole = prompt + str(completion)
+                return (whole, escaping), [(len(prompt), len(whole))], True
+            turns = [*prompt, *completion]
+            first = 0 if record.all_turns else len(prompt)
+            chat = self.chat.offering(record.tools)
+            whole, spans = chat.spans(turns, first, record.untrained)  # type: ignore[arg-type]
+            if not holds(whole, prompt[-1]["content"].strip()):
+                # raises where the template leaves out or changes the last turn of the prompt
+                chat.asking(prompt)
+            return (whole, escaping), spans, len(turns) - 1 not in record.untrained
+        except RowError as error:
+            return error
+
+    def _labelled(self, encoding: Any, whole: str, spans: list[Span], trains_end: bool) -> Outcome:
+        ids, offsets = encoding.ids, encoding.offsets
+        starts, trained = [start for start, _ in offsets], [False] * len(ids)
+        for begin, stop in spans:  # a token that spans the border of prompt and completion is not trained
+            first, last = bisect_left(starts, begin), bisect_left(starts, stop)
+            trained[first:last] = [True] * (last - first)
+        self._train_ends(ids, trained, whole, offsets)
+        kept = len(self.ended(ids)) if ids and ids[-1] not in self.ends else len(ids)
+        if kept > len(ids):
+            ids, trained = [*ids, self.eos], [*trained, trains_end]
+        else:
+            ids, trained = ids[:kept], trained[:kept]
+        with_bos = self.one_bos(ids)
+        trained = [False] * (len(with_bos) - len(ids)) + trained[max(len(ids) - len(with_bos), 0) :]
+        return self._fit_labels(with_bos, trained)
+
+    def _train_ends(self, ids: list[int], trained: list[bool], whole: str, offsets: list[Span]) -> None:
+        """The end token of each completion is trained; the white space that the template writes behind it is not."""
+        at = 0
+        while True in trained[at:]:
+            at = trained.index(True, at)
+            stop = trained.index(False, at) if False in trained[at:] else len(ids)
+            if ids[stop - 1] not in self.ends and stop < len(ids) and ids[stop] in self.ends:
+                # the span (a generation block, or the completion's words) ends before the end token
+                trained[stop] = True
+                stop += 1
+            last = stop - 1
+            while last > at and ids[last] not in self.ends and not whole[slice(*offsets[last])].strip():
+                last -= 1
+            if ids[last] in self.ends:
+                trained[last + 1 : stop] = [False] * (stop - last - 1)
+            at = stop
+
+    def _fit_labels(self, ids: list[int], trained: list[bool]) -> Outcome:
+        length = len(ids)
+        if length > self.max_length:
+            if self.too_long != "truncate":
+                return self.over_length(f"{length} tokens")
+            ids, trained = ids[: self.max_length], trained[: self.max_length]
+        # The first token is never predicted.
+        if self.blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
+            return Dropped("prompt_too_long") if length > self.max_length else no_completion()
+        labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
+        completion_tokens = sum(trained)
+        ended = not self.ends.isdisjoint(labels)
+        columns = {"input_ids": ids, "labels": labels}
+        return Example(
+            columns, len(ids) - completion_tokens, completion_tokens, length > self.max_length, ended
+        )
 
     # ---- templates ---------------------------------------------------------------------------------------------
 
@@ -236,12 +364,6 @@ class Encoder:
             escaping,
         )
 
-    def whole(self, record: Record, prompt: Text, completion: Text) -> tuple[str, str]:
-        """(text of the record's prompt, text of prompt and completion); the second begins with the first."""
-        if isinstance(prompt, str):
-            return prompt, prompt + str(completion)
-        return self.chat.offering(record.tools).whole(prompt, list(completion))  # type: ignore[arg-type]
-
     def faulty(self, completions: Sequence[list[int]]) -> RowError | None:
         """What is wrong with the token ids of a prompt's completions: one is empty, or both are equal."""
         for name, completion in zip(("chosen", "rejected"), completions, strict=False):
@@ -266,19 +388,14 @@ def contents(*parts: Text) -> list[str]:
     return [text for part in parts for text in ([part] if isinstance(part, str) else map(CONTENT, part))]
 
 
-def size_of(part: Text) -> int:
-    return sum(map(len, contents(part)))
-
-
 def escaped(part: Text, escaping: Escaping) -> Text:
     if isinstance(part, str):
         return escaping.escape(part)
     return [{**turn, "content": escaping.escape(turn["content"])} for turn in part]
 
 
-def completion_of(head: Rendered, whole: Rendered) -> Rendered:
-    """The completion of a rendered text that begins with the rendered prompt."""
-    return whole[0][len(head[0]) :], whole[1]
+def _contrary(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left | {"label": None} == right | {"label": None} and left.get("label") != right.get("label")
 
 
 # ---- what is wrong with a row ----------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
-"""The one table of what rows may be: by kind, the accepted shapes, the parser, the encoder, the columns of token ids.
+"""The one table of what rows may be: by kind, the accepted shapes, the parser, the columns of token ids.
 
 config.stages.STAGE says which kind a stage reads. A new kind is a file of its own, like prompts.py, and an entry here.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGE
 from pipeline.data import demonstrations, preferences, prompts, scored, thumbs
 from pipeline.data.columns import UNORDERED, shapes_with
-from pipeline.data.encode import Encoder, Outcome
 from pipeline.data.preprocess import NOTHING, Preprocess
 from pipeline.data.record import Record
 
@@ -22,7 +22,8 @@ class Kind:
     # name of a shape -> the fields that it needs; a row has the first shape whose fields are all there
     shapes: Mapping[str, tuple[str, ...]]
     parse: Callable[[dict[str, Any], str], Record]  # (row, name of its shape) -> Record; raises RowError
-    encode: Callable[[Encoder, Sequence[Record]], list[list[Outcome]]]
+    # (record, number of the pair, ids of the prompt and of each completion) -> columns; None: encode.py labels the tokens
+    project: Callable[..., dict[str, Any]] | None
     columns: Mapping[str, type]  # of the token table: list (of token ids), float, bool or str (JSON)
     # What becomes of the completions: the policy learns to write those of the rows, or a reward model scores those of the
     # rows, or the policy writes them and the rows have prompts only.
@@ -52,43 +53,58 @@ class Kind:
         return self.preprocess.rows(row, self)
 
 
+Ids = list[int]
+
+
+def _preference(record: Record, at: int, prompt: Ids, chosen: Ids, rejected: Ids) -> dict[str, Any]:
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+
+
+def _whole_preference(record: Record, at: int, prompt: Ids, chosen: Ids, rejected: Ids) -> dict[str, Any]:
+    return {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected, "margin": record.margin}
+
+
+def _rated(record: Record, at: int, prompt: Ids, completion: Ids) -> dict[str, Any]:
+    return {"prompt_ids": prompt, "completion_ids": completion, "label": record.labels[at]}
+
+
+def _prompt(record: Record, at: int, prompt: Ids) -> dict[str, Any]:
+    return {"input_ids": prompt, "row": record.row}
+
+
+def _scored(record: Record, at: int, prompt: Ids, chosen: Ids, rejected: Ids | None = None) -> dict[str, Any]:
+    row = record.row
+    if len(record.pairs) > 1:  # one row of several answers is several pairs
+        row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, "row": row}
+
+
 _PAIR = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids"), list)
+_WHOLE_PAIR = {"chosen_ids": list, "rejected_ids": list, "margin": float}
+_RATED = {"prompt_ids": list, "completion_ids": list, "label": bool}
+_PROMPT = {"input_ids": list, "row": str}
+_SCORED = {**_PAIR, "row": str}
 _MARGIN = frozenset({"margin"})
-_PROMPT: dict[str, type] = {"input_ids": list, "row": str}
 
 KIND = {
     "demonstrations": Kind(
         demonstrations.SHAPES,
         demonstrations.parse,
-        demonstrations.encode,
+        None,
         {"input_ids": list, "labels": list},
         "learned",
         frozenset(demonstrations.LABELS),
         packs=True,
     ),
-    "preferences": Kind(
-        preferences.SHAPES, preferences.parse, preferences.encode_apart, _PAIR, "learned", _MARGIN
-    ),
+    "preferences": Kind(preferences.SHAPES, preferences.parse, _preference, _PAIR, "learned", _MARGIN),
     "whole_preferences": Kind(
-        preferences.SHAPES,
-        preferences.parse,
-        preferences.encode_whole,
-        {"chosen_ids": list, "rejected_ids": list, "margin": float},
-        "scored",
-        _MARGIN,
+        preferences.SHAPES, preferences.parse, _whole_preference, _WHOLE_PAIR, "scored", _MARGIN
     ),
-    "thumbs": Kind(
-        thumbs.SHAPES,
-        thumbs.parse,
-        thumbs.encode,
-        {"prompt_ids": list, "completion_ids": list, "label": bool},
-        "learned",
-        _MARGIN,
-    ),
-    "prompts": Kind(prompts.SHAPES, prompts.parse, prompts.encode, _PROMPT, "written"),
-    "answered_prompts": Kind(prompts.SHAPES, prompts.parse_answered, prompts.encode, _PROMPT, "written"),
-    "completions": Kind(scored.SHAPES, scored.parse, scored.encode, {**_PAIR, "row": str}, "scored"),
-    "pairs": Kind(preferences.SHAPES, scored.parse, scored.encode, {**_PAIR, "row": str}, "scored"),
+    "thumbs": Kind(thumbs.SHAPES, thumbs.parse, _rated, _RATED, "learned", _MARGIN),
+    "prompts": Kind(prompts.SHAPES, prompts.parse, _prompt, _PROMPT, "written"),
+    "answered_prompts": Kind(prompts.SHAPES, prompts.parse_answered, _prompt, _PROMPT, "written"),
+    "completions": Kind(scored.SHAPES, scored.parse, _scored, _SCORED, "scored"),
+    "pairs": Kind(preferences.SHAPES, scored.parse, _scored, _SCORED, "scored"),
 }
 
 

@@ -1,30 +1,17 @@
-"""Preferences: a prompt, a chosen and a rejected completion. Rows -> Records -> token ids of both sides."""
+"""Preferences: a prompt, a chosen and a rejected completion. Rows -> Records."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from pipeline.data.encode import (
-    WORD,
-    Dropped,
-    Encoder,
-    Example,
-    Outcome,
-    Rendered,
-    completion_of,
-    equal_pair,
-)
 from pipeline.data.messages import (
     as_turns,
     completion_text,
     instruction,
     prompt_text,
     repeats_prompt,
-    shared_length,
     split_transcripts,
     with_system,
 )
 from pipeline.data.record import Record, Text, Turns, plain
-from pipeline.data.template import no_completion, no_prompt
 from pipeline.data.tools import decoded
 from pipeline.data.values import RowError, show
 
@@ -149,98 +136,3 @@ def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
             "as many neg_answers as pos_answers: one pair for each index",
         )
     return prompt, list(zip(*sides, strict=True))
-
-
-# ---- Record -> token ids ---------------------------------------------------------------------------------------
-
-Triple = tuple[Rendered, Rendered, Rendered]  # prompt, prompt + chosen, prompt + rejected
-
-
-def encode_whole(encoder: Encoder, records: Sequence[Record]) -> list[list[Outcome]]:
-    """For a reward model: each side is the prompt and its completion in one sequence."""
-    rendered = [_render(encoder, record) for record in records]
-    ids = iter(
-        encoder.ids([text for triples in _good(rendered) for triple in triples for text in triple[1:]])
-    )
-    return [
-        [triples]
-        if isinstance(triples, RowError)
-        else [_whole(encoder, triple, next(ids), next(ids), record.margin) for triple in triples]
-        for record, triples in zip(records, rendered, strict=True)
-    ]
-
-
-def encode_apart(encoder: Encoder, records: Sequence[Record]) -> list[list[Outcome]]:
-    """For a policy: the prompt and the two completions in columns of their own."""
-    rendered = [_render(encoder, record) for record in records]
-    ids = iter(encoder.ids([text for triples in _good(rendered) for triple in triples for text in triple]))
-    return [
-        [triples]
-        if isinstance(triples, RowError)
-        else [_apart(encoder, triple, next(ids), next(ids), next(ids)) for triple in triples]
-        for triples in rendered
-    ]
-
-
-def _render(encoder: Encoder, record: Record) -> list[Triple] | RowError:
-    triples = []
-    try:
-        for pair in record.pairs:
-            prompt, (chosen, rejected), escaping = encoder.turns(record, pair)
-            head, with_chosen = encoder.whole(record, prompt, chosen)
-            _, with_rejected = encoder.whole(record, prompt, rejected)
-            triples.append(((head, escaping), (with_chosen, escaping), (with_rejected, escaping)))
-    except RowError as error:
-        return error
-    return triples
-
-
-def _good(rendered: list[list[Triple] | RowError]) -> list[list[Triple]]:
-    return [triples for triples in rendered if not isinstance(triples, RowError)]
-
-
-def _whole(
-    encoder: Encoder, texts: Triple, chosen: list[int], rejected: list[int], margin: float | None
-) -> Outcome:
-    chosen, rejected = encoder.ended(chosen), encoder.ended(rejected)
-    if chosen == rejected:
-        return equal_pair()
-    for name, text in zip(SIDES, texts[1:], strict=True):
-        completion = completion_of(texts[0], text)
-        # Most completions have a word, and are not tokenised a second time.
-        has_word = WORD.search(encoder.control.pattern.sub("", completion[0]))
-        if not has_word and encoder.blank(encoder.alone(completion)):
-            return no_completion(name)
-    length, prompt = max(len(chosen), len(rejected)), shared_length(chosen, rejected)
-    if length > encoder.max_length:
-        if encoder.too_long != "truncate":
-            return encoder.over_length(f"{length} tokens")
-        chosen, rejected = chosen[: encoder.max_length], rejected[: encoder.max_length]
-        if chosen == rejected:
-            return Dropped("equal_after_truncation")
-    columns = {"chosen_ids": chosen, "rejected_ids": rejected, "margin": margin}
-    return Example(columns, prompt, len(chosen) - prompt, length > encoder.max_length)
-
-
-def _apart(encoder: Encoder, texts: Triple, prompt: list[int], *sides: list[int]) -> Outcome:
-    completions = [
-        encoder.ended(encoder.behind(prompt, side, texts[0], whole))
-        for side, whole in zip(sides, texts[1:], strict=True)
-    ]
-    if error := encoder.faulty(completions):
-        return error
-    if not prompt:
-        return no_prompt()
-    room = encoder.max_length - len(prompt)
-    length = max(map(len, completions))
-    if length > room:
-        if encoder.too_long != "truncate":
-            return encoder.over_length(f"{len(prompt) + length} tokens")
-        if room < 1:
-            return Dropped("prompt_too_long")
-        completions = [completion[:room] for completion in completions]
-        if completions[0] == completions[1]:
-            return Dropped("equal_after_truncation")
-    columns = {"prompt_ids": prompt, "chosen_ids": completions[0], "rejected_ids": completions[1]}
-    ended = completions[0][-1] in encoder.ends
-    return Example(columns, len(prompt), len(completions[0]), length > room, ended)

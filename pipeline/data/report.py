@@ -7,7 +7,6 @@ from typing import Any
 
 from pipeline.data import versions
 from pipeline.data.kinds import kind_of
-from pipeline.data.messages import shared_length
 from pipeline.data.values import show
 from pipeline.errors import visible
 
@@ -309,25 +308,26 @@ def percentiles(histogram: Counter[int]) -> dict[str, int]:
     return lengths
 
 
-def sample(tokenizer: Any, columns: dict[str, Any], limit: int = 1200) -> str:
-    """A token row as text, its trained tokens (of a pair: the two completions) between ⟦ and ⟧."""
+def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
+    """A token row as text, its trained tokens (of a pair: the two completions) between ⟦ and ⟧.
+
+    `prompt_tokens` is the length of the prompt that both sides of a pair begin with.
+    """
     if "labels" in columns:
         return clip(
             marked(tokenizer, columns["input_ids"], [label != -100 for label in columns["labels"]]), limit
         )
-    sides: tuple[Any, ...]
-    if "completion_ids" in columns:
-        prompt, sides = columns["prompt_ids"], (columns["completion_ids"], None)
-    elif "prompt_ids" in columns:
-        prompt, sides = columns["prompt_ids"], (columns["chosen_ids"], columns["rejected_ids"])
-        if cut := len(prompt) - whole_characters(tokenizer, prompt, len(prompt)):
-            prompt, sides = prompt[:-cut], tuple(ids and prompt[-cut:] + ids for ids in sides)
-    elif "chosen_ids" in columns:
-        whole = columns["chosen_ids"], columns["rejected_ids"]
-        shared = whole_characters(tokenizer, whole[0], shared_length(*whole))
-        prompt, sides = whole[0][:shared], (whole[0][shared:], whole[1][shared:])
-    else:
+    if "input_ids" in columns:
         return clip(tokenizer.decode(columns["input_ids"]), limit)
+    sides: tuple[Any, ...] = (
+        columns.get("completion_ids", columns.get("chosen_ids")),
+        columns.get("rejected_ids"),
+    )
+    prompt = columns.get("prompt_ids", sides[0][:prompt_tokens])
+    if "prompt_ids" not in columns:
+        sides = sides[0][prompt_tokens:], sides[1][prompt_tokens:]
+    if cut := len(prompt) - whole_characters(tokenizer, prompt, len(prompt)):
+        prompt, sides = prompt[:-cut], tuple(ids and prompt[-cut:] + ids for ids in sides)
     if sides[1] is None:
         return clip(tokenizer.decode(prompt) + f"⟦{tokenizer.decode(sides[0])}⟧", limit)
     texts = [clip(tokenizer.decode(ids), limit // 3) for ids in (prompt, *sides)]

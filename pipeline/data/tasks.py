@@ -303,7 +303,7 @@ def note_example(stats: Stats, name: str, example: Example, tokenizer: Any) -> N
     prompts[example.prompt_tokens] += 1
     completions[example.completion_tokens] += 1
     if name == "train" and len(stats.samples) < reports.SAMPLES:
-        stats.samples.append(reports.sample(tokenizer, example.columns))
+        stats.samples.append(reports.sample(tokenizer, example.columns, example.prompt_tokens))
 
 
 def locate_named(stats: Stats, chunk: Chunk) -> None:

@@ -1,10 +1,11 @@
 """What all kinds of rows share on the way to tokens: lengths, and completions without content."""
 
 import pytest
-from toy_data import encoded, encoder, parsed, tokenizer
+from toy_data import encoded, parsed, tokenizer
 
 from pipeline.data.encode import Dropped, Encoder
 from pipeline.data.kinds import kind_of
+from pipeline.data.report import sample
 from pipeline.data.values import RowError
 
 
@@ -39,14 +40,18 @@ def test_words_that_the_tokenizer_does_not_see_are_none(stage):
     assert outcome.kind == ("empty_prompt" if stage == "ppo" else "empty_completion")
 
 
-def test_a_huge_text_is_not_tokenised(monkeypatch):
-    row = {"prompt": "abc", "completion": "d" * (2 << 20)}
-    for too_long, outcome in (("error", RowError), ("drop", Dropped)):
-        made = encoder("sft", too_long=too_long)
-        monkeypatch.setattr(made, "encodings", lambda texts, _: texts and pytest.fail("tokenised"))
-        results = made.encode([parsed(row, "sft"), parsed(row, "sft")])
-        assert [isinstance(one, outcome) for (one,) in results] == [True, True]
-    _, (outcome,) = encoded("sft", row)
-    assert outcome.found == "2,097,155 characters"
-    tok, (example,) = encoded("sft", row, too_long="truncate", max_length=9)
-    assert tok.decode(example.columns["input_ids"]) == "<s>abcddddd"
+def test_a_token_that_spans_the_border_belongs_to_the_completion():
+    """As in TRL; and what the report shows of a pair of rm begins where the completions do, not inside a word."""
+    tok = tokenizer()
+    tok.backend_tokenizer.add_tokens(["ab"])
+    pair = {"prompt": "xa", "chosen": "b is north", "rejected": "b is not"}
+    for stage, name in (("rm", "chosen_ids"), ("dpo", "chosen_ids"), ("kto", "completion_ids")):
+        outcomes = Encoder(tok, kind_of(stage), 99, "error", False, [tok.eos_token_id]).encode(
+            [parsed(pair, stage)]
+        )
+        example = outcomes[0][0]
+        assert tok.decode(example.columns[name]).endswith("ab is north</s>") and example.prompt_tokens == 2
+    _, (example,) = encoded("rm", {"prompt": "q", "chosen": " the north", "rejected": " the nose"})
+    assert sample(tok, example.columns, example.prompt_tokens) == (
+        "<s>q\n  chosen   ⟦ the north</s>⟧\n  rejected ⟦ the nose</s>⟧"
+    )

@@ -102,7 +102,7 @@ def test_a_shared_prefix_that_cuts_a_character_is_shown_whole():
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tok = PreTrainedTokenizerFast(tokenizer_object=backend)
     prompt, chosen, rejected = (list(text.encode()) for text in ("Farbe? ", "übel", "ölig"))
-    text = sample(tok, {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected})
+    text = sample(tok, {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}, len(prompt) + 1)
     assert text == "Farbe? \n  chosen   ⟦übel⟧\n  rejected ⟦ölig⟧"
     apart = {"prompt_ids": prompt + chosen[:1], "chosen_ids": chosen[1:], "rejected_ids": rejected[1:]}
     assert sample(tok, apart) == text

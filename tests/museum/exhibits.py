@@ -16,7 +16,7 @@ import peft
 import torch
 from torch import nn
 
-from pipeline.data import demonstrations, encode, kl_pairs, tasks
+from pipeline.data import encode, kl_pairs, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
@@ -638,8 +638,8 @@ def _(patch):
 def _(patch):
     wrapped(
         patch,
-        demonstrations,
-        "_fit",
+        encode.Encoder,
+        "_fit_labels",
         lambda original, encoder, ids, trained: original(encoder, ids, [True] * len(ids)),
     )
 
@@ -648,8 +648,8 @@ def _(patch):
 def _(patch):
     wrapped(
         patch,
-        demonstrations,
-        "_fit",
+        encode.Encoder,
+        "_fit_labels",
         lambda original, encoder, ids, trained: original(encoder, ids, [*trained[:-1], False]),
     )
 
@@ -679,7 +679,7 @@ def _(patch):
     import alone
 
     wrapped(patch, alone, "load_tokenizer", load)
-    wrapped(patch, demonstrations, "_fit", fit)
+    wrapped(patch, encode.Encoder, "_fit_labels", fit)
 
 
 def of_collator(patch: Patch, change: Callable[[dict[str, Any]], None]) -> None:
