@@ -11,12 +11,15 @@ import json
 from typing import Any
 
 from pipeline.config import Job
+from pipeline.models.tokenizer import warn_of_endless
 from pipeline.runtime.host import Host
 from pipeline.runtime.inference import Answer, Record, Verb, launch
 
 
 def run(job: Job) -> dict[str, Any]:
-    return launch(job, Verb("completions.jsonl", load, measure))
+    result = launch(job, Verb("completions.jsonl", load, measure))
+    warn_of_endless(result["metrics"].get("ended", 1.0), "the completions")
+    return result
 
 
 def load(host: Host) -> Answer:

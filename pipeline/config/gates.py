@@ -47,7 +47,7 @@ OFF_POLICY = """rollout/ratio_mean rollout/ratio_max rollout/ratio_cut rollout/e
 _PAIRS = """accuracy accuracy_low accuracy_high margin loss ece accuracy_chosen_shorter accuracy_chosen_longer
     length_correlation"""
 HELD_OUT = {
-    "sft": f"{_TRL} {_TOKENS}",
+    "sft": f"{_TRL} {_TOKENS} eos_accuracy",
     "rm": f"{_TRL} accuracy margin min_reward mean_reward max_reward",
     "dpo": f"""{_TRL} {_TOKENS} logits/chosen logits/rejected logps/chosen logps/rejected rewards/chosen rewards/rejected
         rewards/accuracies rewards/margins""",

@@ -117,6 +117,7 @@ STAGE: dict[str, Stage] = {
         headline=(
             Figure("held-out loss", "before_loss", "eval_loss"),
             Figure("token accuracy", "before_mean_token_accuracy", "eval_mean_token_accuracy", "%"),
+            Figure("end token accuracy", "before_eos_accuracy", "eval_eos_accuracy", "%"),
         ),
     ),
     "rm": Stage(

@@ -30,6 +30,9 @@ WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger ones, the header and 64 pieces of 64 KiB
 # Keys of config.json that are left out of the digest.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+MIN_DISTANCE = (
+    0.01  # of two rows of an lm head, relative to their norm; tokens that were trained are 1 apart, or so
+)
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantised
 
 
@@ -305,6 +308,33 @@ def check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
             "fetch or save the model again",
             key="model.name_or_path",
         )
+
+
+def check_ends(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:
+    """Raises InputError if the lm head, which stays frozen, gives an end token the row of other tokens.
+
+    Their logits are then equal, whatever an adapter learns: pre-training moved all tokens that it never saw alike.
+
+    Args:
+        ends: ids of the tokens that end training rows.
+    """
+    import torch
+
+    head = model.get_output_embeddings()
+    weight = head.weight if head.bias is None else torch.cat([head.weight, head.bias[:, None]], dim=1)
+    for end in sorted(ends):
+        row = weight[end].float()
+        apart = torch.cat([(part.float() - row).norm(dim=1) for part in weight.split(4096)])
+        others = set((apart <= MIN_DISTANCE * row.norm()).nonzero().flatten().tolist()) - ends
+        if others:
+            token = tokenizer.convert_ids_to_tokens(end)
+            raise InputError(
+                f"the lm head has the same row for {token!r}, the end of the training rows, as for {len(others)} other tokens: "
+                "it was never trained, it stays frozen, and no completion would end. Use a base whose end token was trained "
+                "(an instruct version), or name such a token as eos_token in tokenizer_config.json (model.chat_template: the "
+                "token after an answer)",
+                key="model.name_or_path",
+            )
 
 
 def score_head(model: torch.nn.Module) -> torch.nn.Module:

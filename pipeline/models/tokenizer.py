@@ -30,6 +30,7 @@ END_OF_TURN = (
     "<|eot|>",
     "<|return|>",
 )
+MIN_ENDED = 0.1  # share of completions that end by themselves, below which a policy probably cannot end
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
@@ -229,6 +230,16 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     added = tokenizer.get_added_vocab()
     ids |= {added[token] for token in END_OF_TURN if token in added and token in template}
     return sorted(ids)
+
+
+def warn_of_endless(ended: float, completions: str) -> None:
+    """Prints a warning if less than MIN_ENDED of the completions ended by themselves."""
+    if ended < MIN_ENDED:
+        print(
+            f"warning: {ended:.0%} of {completions} ended by themselves, the others were cut off at trainer.response_length; "
+            "raise it, or train sft on rows that end, and look at its eos_accuracy",
+            flush=True,
+        )
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:

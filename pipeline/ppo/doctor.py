@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.findings import Finding, same_tensors
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
+from pipeline.models.tokenizer import warn_of_endless
 from pipeline.ppo import recomputed
 from pipeline.ppo.batch import Episodes, Totals, collate
 from pipeline.ppo.checks import check_rollout, tolerance
@@ -35,6 +36,7 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
     with trainer.phases("rollout"):
         rollout = trainer.rollout()
     episodes = rollout.episodes
+    warn_of_endless(float(episodes.ended.float().mean()), "the completions")
     with trainer.phases("score"):
         trainer.score(rollout)
         greedy_scores = trainer.greedy_scores(rollout)

@@ -41,6 +41,7 @@ def promote(run: Run, outcome: Outcome) -> registry.Version | None:
 def train(worker: Worker) -> dict[str, Any]:
     from pipeline import evaluation
     from pipeline.evaluation import pairs
+    from pipeline.models.tokenizer import warn_of_endless
     from pipeline.runtime import roles
 
     shared = roles.shared_base(worker)
@@ -55,6 +56,8 @@ def train(worker: Worker) -> dict[str, Any]:
         engines = roles.engines(worker, shared, [policy, baseline])
         comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline, engines)
         metrics, samples = comparison.of(policy)
+        if worker.rank == 0:
+            warn_of_endless(metrics["eval_eos"], "the policy's completions")
     if preferences is not None:
         figures, tables = pairs.measure(worker, rewards, judge, preferences)
         metrics |= figures

@@ -27,6 +27,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
     from pipeline import evaluation
+    from pipeline.models.tokenizer import warn_of_endless
     from pipeline.planning import recompute
     from pipeline.ppo import timeline
     from pipeline.ppo.trainer import PPOTrainer
@@ -50,6 +51,8 @@ def train(worker: Worker) -> dict[str, Any]:
     tracked = best.Best.of(worker.job, learning, worker.report)
 
     def on_update(metrics: dict[str, float], update: int, total: int) -> bool:
+        if update == 1 and worker.rank == 0:
+            warn_of_endless(1.0 - metrics["completions/clipped_ratio"], "the first completions")
         if args.logs(update, total):
             worker.log(metrics, update, total)
         if tracked and args.evaluates(update, total):

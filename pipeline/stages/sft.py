@@ -16,25 +16,58 @@ def run(job: Job) -> dict[str, Any]:
     return launch(job, train)
 
 
+def _at_ends(inputs: Any, ends: list[int]) -> Any:
+    """Returns a mask over a batch's labels, from the second on: the end tokens."""
+    import torch
+
+    labels = inputs["labels"][:, 1:]
+    return torch.isin(labels, torch.tensor(ends, device=labels.device))
+
+
 def train(worker: Worker) -> dict[str, Any]:
+    import torch
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     from pipeline.data.feed import ExactBatches
+    from pipeline.models.base import check_ends
+    from pipeline.models.tokenizer import eos_ids
     from pipeline.planning import recompute
     from pipeline.runtime import training
 
     class Trainer(ExactBatches, SFTTrainer):
-        """TRL's trainer, each row exactly once an epoch over all workers."""
+        """TRL's trainer, each row exactly once an epoch over all workers; `eos_accuracy` is among its metrics."""
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            outputs: list[Any] = []
+            hook = model.register_forward_hook(lambda *call: outputs.append(call[-1]))
+            try:
+                result = super().compute_loss(model, inputs, *args, **options)
+            finally:
+                hook.remove()
+            at = _at_ends(inputs, ends)
+            found = torch.stack([(outputs[-1].is_top1 * at).sum(), at.sum()])
+            predicted, count = self.accelerator.gather_for_metrics(found).view(-1, 2).sum(0).tolist()
+            if count:
+                mode = "train" if self.model.training else "eval"
+                self._metrics[mode]["eos_accuracy"].append(predicted / count)
+            return result
+
+        def _weight(self, figure: str, inputs: Any, weight: int) -> int:
+            return int(_at_ends(inputs, ends).sum()) if figure == "eos_accuracy" else weight
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
+    base = worker.load_base()
+    ends = eos_ids(worker.tokenizer, base.generation_config)
+    learned = {token for row in rows.select(range(min(64, len(rows))))["labels"] for token in row}
+    check_ends(base, worker.tokenizer, learned.intersection(ends))
     # Rows come tokenised, labelled, truncated and packed: TRL has nothing left to prepare.
     prepared = {"skip_prepare_dataset": True}
     args = training.arguments(
         worker, SFTConfig, recompute.settled(worker), dataset_kwargs=prepared, max_length=None
     )
     trainer = Trainer(
-        model=worker.load_base(),
+        model=base,
         args=args,
         peft_config=LoraConfig(task_type="CAUSAL_LM", **worker.job.lora),
         train_dataset=rows,

@@ -36,8 +36,8 @@ def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, monkeypatch):
         InputError, match=r"gate\.eval_loss: needs held-out rows .*type data\.eval_fraction=0\.1"
     ):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])
-    (tmp_path / "sft.yaml").write_text(
-        f"extends: {ROOT}/jobs/own/sft.yaml\ndata: {{eval_fraction: 0}}\ngate: {{eval_loss: '<= 1'}}\n"
+    (tmp_path / "rm.yaml").write_text(
+        f"extends: {ROOT}/jobs/own/rm.yaml\ndata: {{eval_fraction: 0}}\ngate: {{eval_loss: '<= 1'}}\n"
     )
-    with pytest.raises(InputError, match=r"sft\.yaml:3: gate\.eval_loss: needs held-out rows"):
-        load_job(tmp_path / "sft.yaml")
+    with pytest.raises(InputError, match=r"rm\.yaml:3: gate\.eval_loss: needs held-out rows"):
+        load_job(tmp_path / "rm.yaml")

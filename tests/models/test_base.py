@@ -222,3 +222,16 @@ def test_hub_id_is_its_commit(monkeypatch, folders, tmp_path):
     monkeypatch.setattr(base_files, "_hub_answers", lambda: True)
     identity = base_identity("owner/model", "main")
     assert identity["digest"] == f"commit:{commit}" and identity["revision"] == commit
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_a_base_whose_end_token_was_never_trained_is_refused(family, folders):
+    model, tokenizer = load_base(settings(folders[family])), load_tokenizer(str(folders[family]))
+    base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id})
+    weight = model.get_output_embeddings().weight
+    weight[7] = weight[tokenizer.eos_token_id].clone()
+    weight[9] = weight[7] * 1.001
+    with pytest.raises(InputError, match=r"same row for '<\|endoftext\|>', .* as for 2 other tokens"):
+        base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id})
+    base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id, 7, 9})  # each ends a completion
+    base_module.check_ends(model, tokenizer, {8})
