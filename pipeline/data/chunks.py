@@ -19,9 +19,8 @@ from pipeline.data.formats import lines, tables
 from pipeline.data.formats.array import elements
 from pipeline.data.formats.delimited import DELIMITERS, delimited_rows
 from pipeline.data.formats.gunzip import Gunzip, peek_array
-from pipeline.data.formats.lines import BLOCK, Row, decode
+from pipeline.data.formats.lines import BLOCK, Row
 from pipeline.data.kinds import Kind
-from pipeline.data.parse import shape_of
 from pipeline.data.values import RowError, fields_of, show, some
 from pipeline.errors import InputError
 from pipeline.system import storage
@@ -50,8 +49,6 @@ class Chunk:
     size: int = 0  # in the file, in bytes, about
     source: int = 0  # of the job's sources for this split, the number of that which the file belongs to
     group_by: str | None = None  # the column whose value rows of a group share; such a file is one chunk
-    shape: str | None = None  # of the file's first row, where the driver has seen it
-    shape_line: int = 1
 
 
 def plan(files: list[File], split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
@@ -83,9 +80,8 @@ def chunks_of(file: File, split: str, kind: Kind, chunk_bytes: int) -> list[Chun
         ]
     if zipped or format != "lines":
         return [Chunk(path, split, format=format, zipped=zipped, size=file.size, source=file.source)]
-    line, shape = first_shape(head, kind)
     return [
-        Chunk(path, split, start, stop, size=stop - start, source=file.source, shape=shape, shape_line=line)
+        Chunk(path, split, start, stop, size=stop - start, source=file.source)
         for start in range(0, max(file.size, 1), chunk_bytes)
         for stop in [min(start + chunk_bytes, file.size)]
     ]
@@ -117,16 +113,6 @@ def read_head(file: File) -> bytes:
             f"{os.path.splitext(file.path)[1]} (Excel saves it as CSV UTF-8)"
         )
     return head
-
-
-def first_shape(head: bytes, kind: Kind) -> tuple[int, str | None]:
-    """(line, shape) of the first line of a file that is a row of a known shape."""
-    for number, line in enumerate(head.split(b"\n"), 1):
-        row = decode(line.removeprefix(codecs.BOM_UTF8))  # what is not a row is reported by its own chunk
-        for made in kind.rows(row):
-            if isinstance(made, dict) and (shape := shape_of(made, kind)):
-                return number, shape
-    return 1, None
 
 
 # ---- rows of a chunk -------------------------------------------------------------------------------------------
@@ -183,17 +169,10 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
 
 def zipped_rows(raw: Any, chunk: Chunk) -> Iterator[Row]:
-    unpacked = Gunzip(raw)
-    stream: Any = io.BufferedReader(unpacked, lines.BLOCK)
+    stream: Any = io.BufferedReader(Gunzip(raw), lines.BLOCK)
     if chunk.format in DELIMITERS:
-        numbered = delimited_rows(stream, chunk.format)
-    elif peek_array(stream):
-        numbered = elements(stream)
-    else:
-        numbered = lines.rows_of(lines.stream_lines(stream))
-    for row in numbered:
-        unpacked.barren = 0
-        yield row
+        return delimited_rows(stream, chunk.format)
+    return elements(stream) if peek_array(stream) else lines.rows_of(lines.stream_lines(stream))
 
 
 def unit(chunk: Chunk) -> Literal["line", "element", "row"]:

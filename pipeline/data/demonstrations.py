@@ -88,26 +88,17 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
     """The assistant turns that a row takes out of training: `weight: 0` (OpenAI's format) or `train: false`.
 
     Raises:
-        RowError: for a weight other than 0 and 1, for a weight of 1 on a turn of another role, and where no assistant
-            turn is left to train.
+        RowError: for a weight other than 0 and 1, and if no assistant turn is left to train.
     """
     added = len(turns) - len(items)  # 1 where the system prompt comes from a field of its own
     excluded = set()
     for index, item in enumerate(items):
-        role = turns[index + added]["role"]
         for name in WEIGHTS & item.keys():
             if item[name] is None:
                 continue
             if item[name] not in (0, 1):
                 raise RowError(
                     "weight", f"{key}[{index}].{name}", show(item[name]), "1 (train this turn) or 0 (do not)"
-                )
-            if item[name] and role != "assistant":
-                raise RowError(
-                    "weight",
-                    f"{key}[{index}].{name}",
-                    f"{show(item[name])} on a turn by `{role}`",
-                    "it on `assistant` turns only: no others are trained",
                 )
             if not item[name]:
                 excluded.add(index + added)

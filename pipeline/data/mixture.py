@@ -7,7 +7,7 @@ datasets.interleave_datasets, it ends
 - `all_exhausted`: when every source is. No row is left out; rows of the smaller sources come several times, as often as
   the others of their source or once more.
 
-What is left out, or comes once more, moves on from epoch to epoch: over several epochs all rows of a source are drawn
+The rows left out or repeated change from epoch to epoch: over several epochs all rows of a source are drawn
 equally often. All of it is a function of seed and epoch, so any number of workers draws the same, and so does a resumed run.
 """
 
@@ -18,8 +18,6 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from pipeline.errors import InputError
-
-MOST = 1000  # times that a row is repeated in an epoch
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def mix(
     """The mixture of sources with so many rows.
 
     Raises:
-        InputError: where the weights leave a source without a row in an epoch, or repeat its rows more than MOST times.
+        InputError: where the weights leave a source without a row in an epoch.
     """
     shares = [Fraction(str(weight)) for weight in weights]
     shares = [share / sum(shares) for share in shares]
@@ -65,17 +63,11 @@ def mix(
     lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
     total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
     draws = _apportioned(total, shares)
-    for name, size, draw, share in zip(names, sizes, draws, shares, strict=True):
+    for name, draw, share in zip(names, draws, shares, strict=True):
         if not draw:
             raise InputError(
                 f"the weight of {name}, {float(share):.2g} of all, is less than a row in an epoch of {total:,} rows; expected a "
                 "larger one, or more rows of the other sources",
-                key="data.train",
-            )
-        if draw > MOST * size:
-            raise InputError(
-                f"the weights repeat the {size:,} rows of {name} {draw / size:,.0f} times an epoch; expected at most {MOST:,} "
-                "times: a smaller weight, or data.stopping_strategy=first_exhausted",
                 key="data.train",
             )
     return Mixture(tuple(sizes), tuple(draws))

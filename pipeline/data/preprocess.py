@@ -11,7 +11,7 @@ from pipeline.data.columns import Columns, renamed
 from pipeline.data.encode import Dropped
 from pipeline.data.sides import Rule, graded, ordered
 from pipeline.data.transform import transformed
-from pipeline.data.values import RowError, check_keys
+from pipeline.data.values import RowError
 
 if TYPE_CHECKING:
     from pipeline.data.kinds import Kind
@@ -48,7 +48,6 @@ class Preprocess:
             yield error
 
     def _fields(self, row: dict[str, Any], kind: "Kind") -> Any:
-        check_keys(row)
         if self.columns:
             row = renamed(row, self.columns, kind.needed)
         if self.rule and self.rule.good and "label" in row:

@@ -39,7 +39,6 @@ KINDS = {
     "unequal_answers": "pos_answers and neg_answers of unequal length",
     "prompts_differ": "prompts differ inside the row",
     "wrong_role": "wrong role",
-    "mixed_shapes": "another shape than the rest of the file",
     "template": "refused by the chat template",
     "transform": "failed in data.transform",
     "left_out": "left out by data.transform",

@@ -18,7 +18,7 @@ from pipeline.data.digest import RowsDigest
 from pipeline.data.encode import Dropped, Encoder, Example
 from pipeline.data.formats.cells import as_json
 from pipeline.data.kinds import Kind, kind_of
-from pipeline.data.parse import parse, shape_of
+from pipeline.data.parse import parse
 from pipeline.data.parts import PartWriter
 from pipeline.data.preprocess import NOTHING, Preprocess
 from pipeline.data.record import Record
@@ -120,7 +120,6 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
     """Makes the parts of chunk number `index` in `folder`, one for each split."""
     task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
     stats, kind, hashes = task.stats, task.encoder.kind, bytearray()
-    shape, line = chunk.shape, chunk.shape_line
     batch: list[tuple[int, Read]] = []
     size = 0
     stats.split(chunk.split)
@@ -129,10 +128,8 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
         if len(hashes) <= 8 * HASHES:
             hashes += hashlib.blake2b(raw, digest_size=8).digest()
         for made in kind.rows(row):
-            if isinstance(made, dict) and shape is None:
-                shape, line = shape_of(made, kind), number
             left_out = isinstance(made, RowError | Dropped)
-            batch.append((number, made if left_out else checked(made, kind, shape, line, chunk.format)))
+            batch.append((number, made if left_out else checked(made, kind, chunk.format)))
         size += len(raw)
         if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
@@ -157,21 +154,12 @@ def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> 
     )
 
 
-def checked(row: Any, kind: Kind, shape: str | None, line: int, format: str) -> Record | RowError:
-    """The row as a Record, or what is wrong with it; `shape` is that of the first row in `line` of a file of this format."""
+def checked(row: Any, kind: Kind, format: str) -> Record | RowError:
+    """Returns the row of a file of this format as a Record, or what is wrong with it."""
     try:
-        record = parse(as_json(row, kind, format), kind)
+        return parse(as_json(row, kind, format), kind)
     except RowError as error:
         return error
-    other = shape_of(row, kind)
-    if shape is not None and other != shape:
-        return RowError(
-            "mixed_shapes",
-            "",
-            f"a row of shape {other}",
-            f"shape {shape}, as in row {line}; one shape in a file",
-        )
-    return record
 
 
 class Task:

@@ -19,9 +19,8 @@ from functools import cache
 from typing import Any
 
 from pipeline.data.encode import Dropped
-from pipeline.data.values import RowError, check_keys, show, type_name
+from pipeline.data.values import RowError, show, type_name
 from pipeline.errors import in_brief
-from pipeline.system import signals
 from pipeline.system.functions import parts
 
 EXPECTED = "a row (dict), a list of rows, or None to leave it out"
@@ -40,16 +39,10 @@ def transformed(row: Any, source: str) -> Iterator[Any]:
     Raises:
         RowError: when it raises, or returns what is no row.
     """
-    for one in row if isinstance(row, list) else [row]:
-        check_keys(one)
     try:
         made = function(source)(row)
         made = list(made) if isinstance(made, list | tuple | types.GeneratorType) else [made]
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too, unless it is this process that is asked to end
-        if signals.received:
-            raise
+    except Exception as error:
         found = f"{in_brief(error)}{_place(error)}"
         raise RowError("transform", "", found, f"{EXPECTED}, from {source}") from None
     if not made or (len(made) == 1 and made[0] is None):

@@ -1,6 +1,6 @@
 """The values of a row, whatever its kind: how JSON is decoded, what no row may hold, and how an error shows a value.
 
-Numbers are finite, text is Unicode, no key is repeated, and nothing is nested deeper than later readers can recurse.
+Numbers are finite, text is Unicode, and nothing is nested deeper than later readers can recurse.
 """
 
 import difflib
@@ -62,29 +62,8 @@ class RowError(Exception):
         return RowError, values
 
 
-class Repeated(dict[str, Any]):
-    """An object with `key` twice. It holds the last value, as JSON parsers do; which one was meant is unknown."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]):
-        super().__init__(pairs)
-        seen: set[str] = set()
-        self.key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-
-
-def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` that rows are decoded with."""
-    item = dict(pairs)
-    return item if len(item) == len(pairs) else Repeated(pairs)
-
-
-def check_keys(value: Any, name: str = "") -> None:
-    """Raises RowError for an object with a key twice, before what is made of it forgets that."""
-    if isinstance(value, Repeated):
-        raise RowError("repeated_key", name, f"the key {show(value.key)} twice", "each key once")
-
-
 def check_values(value: Any, name: str = "", depth: int = 0) -> None:
-    """Raises RowError for a number that is not finite, text that is not Unicode, a repeated key, deep nesting, or a date.
+    """Raises RowError for a number that is not finite, text that is not Unicode, deep nesting, or a date.
 
     Tables hold dates, bytes and decimals, too (formats/cells.py).
     """
@@ -101,7 +80,6 @@ def check_values(value: Any, name: str = "", depth: int = 0) -> None:
                 f"more than {DEEPEST} lists and objects inside each other",
                 "a flatter row",
             )
-        check_keys(value, name)
         if isinstance(value, list):
             for index, item in enumerate(value):
                 check_values(item, f"{name}[{index}]", depth + 1)
@@ -122,7 +100,7 @@ def check_text(value: str, name: str) -> None:
 
 
 # A number of thousands of digits is read as an infinite one, and refused under the name of its field.
-DECODER, WIDE = (json.JSONDecoder(object_pairs_hook=mapping, parse_int=kind) for kind in (None, float))
+DECODER, WIDE = (json.JSONDecoder(parse_int=kind) for kind in (None, float))
 
 
 def read_value(text: str, at: int = 0) -> tuple[Any, int]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 PINNED = re.compile(r"models:/[^/@:\s][^/@:\n]{0,199}/[0-9]{1,9}")
-MOST = 1000  # versions that are counted one by one
 OTHERS = "others"  # in place of the rest
 
 
@@ -21,8 +20,7 @@ def of_row(row: Mapping[str, Any]) -> str | None:
 def add(counts: dict[str, int], more: Mapping[str, int]) -> None:
     """Adds {version: rows} to other counts."""
     for version, rows in more.items():
-        key = version if version in counts or len(counts) < MOST else OTHERS
-        counts[key] = counts.get(key, 0) + rows
+        counts[version] = counts.get(version, 0) + rows
 
 
 def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pipeline.data.values import mapping
 from pipeline.serving.batching import Token
 
 Text = Annotated[str, Field(max_length=1 << 16)]
@@ -127,7 +126,7 @@ class Feedback(BaseModel):
 def decoded(body: bytes) -> Any:
     """The JSON value of a body. Raises Refused."""
     try:
-        value = json.loads(body, parse_constant=_constant, object_pairs_hook=mapping)
+        value = json.loads(body, parse_constant=_constant)
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"[:200]

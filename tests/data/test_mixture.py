@@ -120,7 +120,6 @@ def test_prompts_of_ppo_are_drawn_epoch_by_epoch(batch):
     [
         ([5, 0], [1, 1], "first_exhausted", "no row of b is left"),
         ([5, 500], [1, 1000], "first_exhausted", "weight of a, 0.001 of all, is less than a row"),
-        ([1, 5000], [1, 0.001], "all_exhausted", "repeat the 1 rows of a 5,000,000 times an epoch"),
     ],
 )
 def test_weights_that_do_not_fit_the_rows(sizes, weights, strategy, said):

@@ -86,7 +86,6 @@ ERRORS = [
     ("ppo", {"question": "x"}, "missing_field", "prompt"),
     ("sft", {"messages": [USER, {**BOT, "weight": 0.5}]}, "weight", "messages[1].weight"),
     ("sft", {"messages": [USER, {**BOT, "train": "no"}]}, "weight", "messages[1].train"),
-    ("sft", {"messages": [{**USER, "weight": 1}, BOT]}, "weight", "messages[0].weight"),
     ("sft", {"messages": [USER, {**BOT, "weight": 0}]}, "weight", "messages"),
     ("sft", {"prompt": [USER], "completion": [{**BOT, "weight": 0}]}, "weight", "completion"),
     ("sft", {"prompt": "a", "completion": "b", "label": False}, "label", "label"),

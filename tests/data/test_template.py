@@ -121,29 +121,6 @@ def test_a_template_in_the_home_folder_and_one_that_is_no_file(tmp_path, monkeyp
         load_tokenizer(BASE, chat_template=str(tmp_path / "pipe.jinja"))
 
 
-@pytest.mark.parametrize(
-    ("loop", "seconds", "expected"),
-    [
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            3.0,
-            "renders for 3 seconds",
-        ),
-        ("{{ 'a' * 90000000 }}", 300.0, "90,000,.* characters for one row"),
-    ],
-)
-def test_a_template_that_is_endless_for_one_row_only(loop, seconds, expected, monkeypatch):
-    from pipeline.data import template
-
-    tok = load_tokenizer(str(ROOT / "jobs/demo/model"))
-    tok.chat_template += "{% if 'aaaa' in messages[0].content %}" + loop + "{% endif %}"
-    monkeypatch.setattr(template, "SECONDS", seconds)
-    written = template.ChatTemplate(tok)
-    assert written.render([{"role": "user", "content": "Hello."}], True)
-    with pytest.raises(RowError, match=expected):
-        written.render([{"role": "user", "content": "aaaa"}], True)
-
-
 # ---- what of the text is trained -------------------------------------------------------------------------------
 
 

@@ -38,7 +38,6 @@ def test_a_row_becomes_one_several_or_none():
     ("name", "found"),
     [
         ("raises", r"KeyError: 'missing' at .*transforms\.py:\d+"),
-        ("exits", r"SystemExit: 0"),
         ("text", r'text "a" returned by python:transforms:text'),
         ("not_json", r"a row that is not JSON \(TypeError: Object of type set"),
     ],
@@ -109,13 +108,3 @@ def test_another_source_is_another_cache(tmp_path, monkeypatch):
         )
         keys.append(cache_key(files, tokenizer(), options))
     assert keys[0] == keys[1] != keys[2]
-
-
-@pytest.mark.parametrize("columns", [{}, {"prompt": "q", "completion": "c"}])
-def test_a_key_that_a_row_has_twice_is_refused_whatever_is_made_of_it(columns, tmp_path):
-    from pipeline.data.formats.lines import decode
-
-    row = decode(b'{"q": "a", "q": "b", "c": "d"}')
-    transform = None if columns else "python:toy_rewards:f"
-    [made] = kind_of("sft", Preprocess(columns, transform=transform)).rows(row)
-    assert isinstance(made, RowError) and made.kind == "repeated_key"

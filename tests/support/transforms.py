@@ -29,10 +29,6 @@ def best_against_worst(rows):
     return {"prompt": rows[0]["q"], "chosen": ranked[0]["a"], "rejected": ranked[-1]["a"]}
 
 
-def exits(row):
-    raise SystemExit(0)
-
-
 def text(row):
     return row["q"]
 

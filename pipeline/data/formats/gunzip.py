@@ -1,4 +1,4 @@
-"""Gzip streams of rows: damage, and streams that unpack to nothing, become a RowError in place of the next row."""
+"""Gzip streams of rows: damage becomes a RowError in place of the next row."""
 
 import codecs
 import gzip
@@ -8,18 +8,15 @@ from typing import Any
 
 from pipeline.data.values import RowError
 
-BARREN = 128 << 20  # unpacked bytes without a row, twice those of the largest row: what follows is not read
-
 
 class Gunzip(io.RawIOBase):
     """A gzip stream that ends where it is damaged, with `.damage` saying how.
 
-    The rows before the damage are read, so the error has a line number. A stream may unpack to a thousand times its size,
-    as repeated rows do; but only to BARREN bytes without a row: the reader sets `barren` to 0 at each row.
+    The rows before the damage are read, so the error has a line number.
     """
 
     def __init__(self, raw: Any):
-        self.raw, self.inner, self.damage, self.barren = raw, gzip.GzipFile(fileobj=raw), "", 0
+        self.raw, self.inner, self.damage = raw, gzip.GzipFile(fileobj=raw), ""
 
     def readable(self) -> bool:
         return True
@@ -30,11 +27,7 @@ class Gunzip(io.RawIOBase):
         try:
             data = self.inner.read1(len(buffer))
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            self.damage = f"breaks off here ({error})"
-            return 0
-        self.barren += len(data)
-        if self.barren > BARREN:
-            self.damage = f"unpacks to {BARREN >> 20} MiB without a row"
+            self.damage = f"ends too early ({error})"
             return 0
         buffer[: len(data)] = data
         return len(data)
@@ -48,7 +41,7 @@ def damaged(stream: Any) -> RowError:
     return RowError(
         "truncated_gzip",
         "",
-        f"a gzip stream that {damage_of(stream)}",
+        f"a gzip file that {damage_of(stream)}",
         "a whole .gz file of rows",
         rest="all that follows",
     )

@@ -11,7 +11,6 @@ from pipeline.data.values import RowError, read_value, show, too_deep
 
 BLOCK = 1 << 20  # bytes that are read at a time
 ROW = 64 << 20  # bytes of the largest row: what has no end in sight is no row
-EMPTY = 1_000_000  # consecutive lines without a row, after which the file is not read on
 BLANKS = " \t\r\n"  # JSON's white space
 
 Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
@@ -58,7 +57,6 @@ def stream_lines(stream: io.BufferedReader) -> Iterator[bytes | RowError]:
 
 def rows_of(lines: Iterator[bytes | RowError]) -> Iterator[Row]:
     """The decoded rows of lines; empty lines are skipped, but counted."""
-    empty = 0
     for number, line in enumerate(lines, 1):
         if isinstance(line, RowError):
             yield number, line, b""
@@ -68,15 +66,7 @@ def rows_of(lines: Iterator[bytes | RowError]) -> Iterator[Row]:
             continue
         line = line.removeprefix(codecs.BOM_UTF8).strip()
         if line:
-            empty = 0
             yield number, decode(line), line
-        elif (empty := empty + 1) > EMPTY:
-            yield (
-                number,
-                RowError("not_json", "", f"{empty:,} empty lines", "rows", rest="all that follows"),
-                b"",
-            )
-            return
 
 
 def decode(line: bytes) -> Any:
