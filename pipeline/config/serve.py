@@ -33,7 +33,7 @@ class Serve:
     )
     poll_s: float = 5.0  # seconds between two looks at the registry for aliases that have moved
     log_prompts: bool = False  # keep conversations, so that feedback on them becomes rows to learn from; else only its figures
-    feedback_path: str | None = None  # a folder; None: <run.storage_path>/feedback
+    feedback_path: str | None = None  # a local folder; None: <run.storage_path>/feedback
     feedback_bytes: int = (
         1073741824  # of that folder: half for rows, beyond which feedback gets 507, half for conversations
     )
@@ -58,6 +58,12 @@ def check(tree: Tree, job: Job) -> None:
     if both := sorted(serve.policies.keys() & serve.rewards.keys()):
         raise tree.error(
             "serve.rewards", f"found {both[0]}, which serve.policies names, too; expected another id"
+        )
+    if "://" in (serve.feedback_path or job.run.storage_path):
+        raise tree.error(
+            "serve.feedback_path",
+            f"feedback goes into a folder of one node, not into a bucket ({serve.feedback_path or job.run.storage_path}); "
+            "set serve.feedback_path=FOLDER",
         )
     if serve.cache_tokens is not None and job.rollout.get("engine") == "vllm":
         raise tree.error(

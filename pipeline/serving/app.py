@@ -35,7 +35,7 @@ from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.serving import engine, protocol
 from pipeline.serving.answer import Answer, Mailbox, Stream, limit
-from pipeline.serving.feedback import FeedbackStore, folder_of
+from pipeline.serving.feedback import FeedbackStore, Reader, folder_of
 from pipeline.serving.metrics import Metrics, Page
 from pipeline.serving.models import BASE, Models
 from pipeline.serving.protocol import ChatRequest, Feedback, Refused
@@ -84,8 +84,21 @@ def application(work: Work, digests: list[str]) -> Any:
         logging_config=logging,
         **replicas,
     )
-    kept = recorder.bind(folder_of(job), job.serve.log_prompts, job.serve.feedback_bytes)
+    reader = Reader(
+        work.tokenizer,
+        longest_prompt(work) + job.args.response_length,
+        engine.ends(Host(work)),
+        job.data.special_tokens,
+    )
+    kept = recorder.bind(folder_of(job), job.serve.log_prompts, job.serve.feedback_bytes, reader)
     return server.bind(work, digests, kept)
+
+
+def longest_prompt(work: Work) -> int:
+    """In tokens."""
+    context = work.base["context_length"] or 1 << 20
+    room = room_for_prompts(work.job, context) or context
+    return min(room, work.job.data.max_length or room)
 
 
 def bind_to_node_address() -> None:
@@ -105,9 +118,9 @@ def bind_to_node_address() -> None:
 class Recorder:
     """The only writer of the feedback folder, and the newest metrics of each replica."""
 
-    def __init__(self, folder: str, log_prompts: bool, most_bytes: int) -> None:
+    def __init__(self, folder: str, log_prompts: bool, max_bytes: int, reader: Reader) -> None:
         bind_to_node_address()
-        self.store, self.page = FeedbackStore(folder, log_prompts, most_bytes), Page()
+        self.store, self.page = FeedbackStore(folder, log_prompts, max_bytes, reader), Page()
         self.lock = threading.Lock()  # Ray Serve may call from several threads
 
     def take(self, replica: str, metrics: Any, answers: list[dict[str, Any]]) -> None:
@@ -188,10 +201,9 @@ class Server:
         from pipeline.data.encode import Encoder
         from pipeline.data.kinds import kind_of
 
-        data, kind = self.job.data, kind_of("generate")
-        room = room_for_prompts(self.job, self.context) or self.context
-        longest = min(room, data.max_length or room)
-        return Encoder(self.tokenizer, kind, longest, "error", True, self.eos, data.special_tokens)
+        special = self.job.data.special_tokens
+        longest = longest_prompt(self.work)
+        return Encoder(self.tokenizer, kind_of("generate"), longest, "error", True, self.eos, special)
 
     # -------------------------------------------------------------------------------------- in the background
 
@@ -406,6 +418,7 @@ class Server:
         facts |= {"seed": answer.seed, "choices": answer.asked.n}
         if self.serve.log_prompts:
             facts |= {"messages": answer.asked.messages, "texts": [text.text for text in answer.texts]}
+            facts["cut_off"] = [i for i, reason in enumerate(answer.reasons) if reason == "length"]
         self.answers.append(facts)
 
 

@@ -8,6 +8,7 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.config import load_job
+from pipeline.errors import InputError
 
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 OVERRIDES = re.findall(r"make (serve|kto|rm)(?: ARGS=\"(.*?)\")", TEXT)
@@ -44,3 +45,24 @@ def test_completions_that_leave_no_room_for_prompts_are_said_before_anything_sta
     said = capsys.readouterr()
     assert "trainer.response_length=250 of its completion exceed the model's context of 256" in said.err
     assert "starting Ray" not in said.out
+
+
+@pytest.mark.parametrize(
+    "given", [["serve.feedback_path=s3://bucket/feedback"], ["run.storage_path=s3://bucket"]]
+)
+def test_a_bucket_cannot_have_the_feedback(given, in_root):
+    with pytest.raises(
+        InputError, match=r"serve\.feedback_path: .* \(s3://bucket.*set serve.feedback_path=FOLDER$"
+    ):
+        load_job("jobs/demo/serve.yaml", given, "serve")
+    load_job(
+        "jobs/demo/serve.yaml", ["run.storage_path=s3://bucket", "serve.feedback_path=feedback"], "serve"
+    )
+
+
+@pytest.mark.parametrize("profile", ["demo", "own", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora"])
+def test_the_stages_of_a_profile_read_feedback_of_any_length_that_serve_takes(profile, in_root):
+    job = load_job(f"jobs/{profile}/serve.yaml", [], "serve")
+    for stage in ("kto", "rm", "dpo", "sft"):
+        read = load_job(f"jobs/{profile}/{stage}.yaml", [], stage).data.max_length
+        assert job.data.max_length + job.args.response_length <= read, stage

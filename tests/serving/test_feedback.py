@@ -1,6 +1,5 @@
 """Feedback: whole lines, once, of the answer that was given; and what is kept of it where prompts are not."""
 
-import itertools
 import json
 import os
 import sqlite3
@@ -10,11 +9,12 @@ import threading
 
 import pytest
 from running import ROOT
+from toy_models import tokenizer
 
 from pipeline.__main__ import main
 from pipeline.errors import InputError
 from pipeline.serving import feedback
-from pipeline.serving.feedback import FeedbackStore
+from pipeline.serving.feedback import FeedbackStore, Reader
 from pipeline.serving.protocol import Refused
 
 MESSAGES = [{"role": "user", "content": "What is the capital of Peru?"}]
@@ -33,7 +33,7 @@ def stores():
     def store(folder, log_prompts=True, most=1 << 20):
         for earlier in made:
             earlier.close()
-        made.append(FeedbackStore(str(folder), log_prompts, most))
+        made.append(FeedbackStore(str(folder), log_prompts, most, Reader(tokenizer(), 2048, (), "text")))
         return made[-1]
 
     yield store
@@ -41,7 +41,7 @@ def stores():
         one.close()
 
 
-def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, log_prompts=True):
+def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, log_prompts=True, cut_off=()):
     facts = {
         "id": name,
         "time": time,
@@ -50,7 +50,9 @@ def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, log_prompts=T
         "seed": 7,
         "choices": len(texts),
     }
-    return facts | ({"messages": MESSAGES, "texts": list(texts)} if log_prompts else {})
+    return facts | (
+        {"messages": MESSAGES, "texts": list(texts), "cut_off": list(cut_off)} if log_prompts else {}
+    )
 
 
 def rows(folder, name):
@@ -120,7 +122,7 @@ def test_what_a_killed_writer_left_of_a_line_is_taken_out_and_said(stores, tmp_p
     (tmp_path / "thumbs.jsonl").write_bytes(whole + whole[: len(whole) // 2])
     kept = stores(tmp_path)
     assert (tmp_path / "thumbs.jsonl").read_bytes() == whole
-    said = f"{tmp_path}/thumbs.jsonl:2: took out an unfinished line of {len(whole) // 2} bytes"
+    said = f"{tmp_path}/thumbs.jsonl: removed an unfinished last line of {len(whole) // 2} bytes"
     assert capsys.readouterr().out.strip() == said
     kept.give({"id": "chatcmpl-2", "label": False})
     assert [row["label"] for row in rows(tmp_path, "thumbs")] == [True, False]
@@ -170,13 +172,40 @@ def test_without_log_prompts_no_text_is_on_the_disk(stores, tmp_path):
     assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.glob("*.jsonl"))
 
 
-@pytest.mark.parametrize("said", [{"label": True}, {"chosen": 1, "rejected": 0}, {"edit": " ", "choice": 1}])
-def test_what_no_stage_could_read_is_refused_and_not_written(stores, tmp_path, said):
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"label": True}, "label: no row to learn from: `completion` is"),
+        ({"chosen": 1, "rejected": 0}, "chosen: no row to learn from: `rejected` is"),
+        ({"edit": " ", "choice": 1}, "edit: no row to learn from: `completion` is"),
+        ({"edit": "word " * 2048, "choice": 1}, r"edit: no row to learn from: found \d+ tokens; expected at most 2048"),
+        ({"label": False, "choice": 2}, r"label: no row to learn from: found \d+ tokens; expected at most 2048"),
+        ({"chosen": 1, "rejected": 2}, r"chosen: no row to learn from: found \d+ tokens; expected at most 2048"),
+    ],
+)  # fmt: skip
+def test_what_its_stage_would_stop_at_is_refused_and_not_written(stores, tmp_path, said, says):
     kept = stores(tmp_path)
-    kept.remember([answer(texts=("", "Lima."))])
-    with pytest.raises(Refused, match="no row to learn from") as refused:
-        kept.give({"id": "chatcmpl-1", **said})
+    kept.remember([answer(texts=("", "Lima.", "word " * 2048))])
+    for _ in range(2):  # what is refused was not said
+        with pytest.raises(Refused, match=says) as refused:
+            kept.give({"id": "chatcmpl-1", **said})
     assert refused.value.status == 400 and not list(tmp_path.glob("*.jsonl"))
+
+
+def test_a_choice_that_was_cut_off_is_never_the_good_one(stores, tmp_path):
+    kept = stores(tmp_path)
+    kept.remember([answer(texts=("Lima is", "Cuzco."), cut_off=[0])])
+    for said in ({"label": True}, {"chosen": 0, "rejected": 1}):
+        with pytest.raises(Refused, match="choice 0 was cut off by its length") as refused:
+            kept.give({"id": "chatcmpl-1", **said})
+        assert refused.value.status == 400
+    for said in (
+        {"label": False},
+        {"label": True, "choice": 1},
+        {"chosen": 1, "rejected": 0},
+        {"edit": "Lima."},
+    ):
+        assert kept.give({"id": "chatcmpl-1", **said})
 
 
 def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(stores, tmp_path):
@@ -232,39 +261,6 @@ def test_serve_ends_with_status_2_where_another_server_has_the_folder(tmp_path, 
     assert f"another server writes into {tmp_path}/given" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "content", [b"a note without an end of its line", b"\xff\xfe{", b"{]\n\n", b'{"no": "id"}\n']
-)
-def test_files_of_other_people_are_left_alone(content, tmp_path, stores):
-    (tmp_path / "mine.jsonl").write_bytes(content)
-    kept = stores(tmp_path)
-    kept.remember([answer()])
-    kept.give({"id": "chatcmpl-1", "label": True})
-    assert (tmp_path / "mine.jsonl").read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (b'{"id": "a"}\n{"id": "b"\n{"id": "c"}\n', 2),
-        (b'{"id": "a"}\n\n{"prompt": "b"}\n', 3),
-        (b'{"id": "a", "said": 3}\n', 1),
-        (b'{"id": ["a"]}\n', 1),
-        (b"[1]\n", 1),
-        (b'{"id": "\xff"}\n', 1),
-        (b"[" * 100_000 + b"\n", 1),
-        (b'{"id": "a"}\nwhat a person wrote below', 2),
-    ],
-)
-def test_a_damaged_file_ends_serve_before_anything_starts(content, line, tmp_path, capsys):
-    (tmp_path / "thumbs.jsonl").write_bytes(content)
-    given = ["serve.policies={p: base}", "serve.rewards={}", "serve.port=0", f"run.storage_path={tmp_path}"]
-    assert main(["serve", str(ROOT / "jobs/demo/serve.yaml"), *given, f"serve.feedback_path={tmp_path}"]) == 2
-    said = capsys.readouterr().err
-    assert f"serve.feedback_path: {tmp_path}/thumbs.jsonl:{line}: " in said and "mend the line" in said
-    assert (tmp_path / "thumbs.jsonl").read_bytes() == content
-
-
 def test_a_damaged_database_is_said_with_its_name(tmp_path):
     (tmp_path / "conversations.db").write_bytes(b"no database" * 1000)
     with pytest.raises(InputError, match=f"{tmp_path}/conversations.db: file is not a database; move"):
@@ -276,35 +272,6 @@ def test_a_damaged_database_is_said_with_its_name(tmp_path):
 def test_a_folder_that_cannot_be_used_is_said(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        InputError, match=f"{tmp_path}/file cannot be used .*; name another folder: serve.feedback_path="
+        InputError, match=f"{tmp_path}/file cannot be used .*; set another folder: serve.feedback_path="
     ):
         FeedbackStore(str(tmp_path / "file"), True, 1 << 20)
-
-
-UP, DOWN = {"label": True}, {"label": False, "choice": 1}
-WORSE_PREFERRED = {"chosen": 1, "rejected": 0}
-
-
-@pytest.mark.parametrize("given", list(itertools.permutations([UP, DOWN, WORSE_PREFERRED])))
-def test_a_choice_that_was_disliked_is_not_preferred_to_one_that_was_liked(given, tmp_path, stores):
-    kept = stores(tmp_path)
-    kept.remember([answer(), answer("chatcmpl-2")])
-    for said in given[:2]:
-        kept.give({"id": "chatcmpl-1", **said})
-    kept = stores(tmp_path)  # it knows what was said before it was started
-    with pytest.raises(Refused, match="choice 1 has a thumb down and choice 0 a thumb up") as refused:
-        kept.give({"id": "chatcmpl-1", **given[2]})
-    assert refused.value.status == 409
-    kept.give({"id": "chatcmpl-1", "edit": "Lima, of course."})
-    kept.give({"id": "chatcmpl-2", **given[2]})  # of another answer
-
-
-@pytest.mark.parametrize(
-    "given", [[UP, {**DOWN, "label": True}], [{"label": False}, DOWN], [UP], [DOWN], [{"label": False}]]
-)
-def test_of_two_good_or_bad_choices_one_may_be_better(given, tmp_path, stores):
-    kept = stores(tmp_path)
-    kept.remember([answer()])
-    for said in given:
-        kept.give({"id": "chatcmpl-1", **said})
-    assert kept.give({"id": "chatcmpl-1", **WORSE_PREFERRED})["kind"] == "comparisons"

@@ -43,7 +43,8 @@ def test_thumbs_make_a_better_policy_that_is_served_without_a_restart(tmp_path, 
     with served(storage, *settings, policies=policies, rewards="serve.rewards={}") as server:
         before = mean(conversations(server, held_out, seed=10_000))
         for answer, score in conversations(server, (prompts * 2)[:300], seed=0):
-            said = {"id": answer["id"], "label": score >= 0.5}
+            ended = answer["choices"][0]["finish_reason"] == "stop"
+            said = {"id": answer["id"], "label": ended and score >= 0.5}
             assert ask(server.url, "/v1/feedback", said)[0] == 200
         thumbs = [json.loads(line) for line in (tmp_path / "feedback/thumbs.jsonl").read_text().splitlines()]
         liked = sum(row["label"] for row in thumbs)
