@@ -49,8 +49,9 @@ def load(host: Host) -> Answer:
 
 def scorer(host: Host) -> Any:
     """A function of [(prompt ids, completion ids, row)] that gives the job's weighted reward of each, in raw units."""
+    from pipeline.evaluation.pairs import samples_of
     from pipeline.models.tokenizer import eos_ids
-    from pipeline.ppo.rewards import Samples, weighted
+    from pipeline.ppo.rewards import weighted
     from pipeline.runtime import roles
 
     shared = roles.shared_base(host)
@@ -58,11 +59,10 @@ def scorer(host: Host) -> Any:
     ends = set(eos_ids(host.tokenizer, shared.base.generation_config))
 
     def score(samples: list[tuple[list[int], list[int], dict[str, Any]]]) -> list[float]:
-        prompts, completions, rows = (list(column) for column in zip(*samples, strict=True))
-        ended = [completion[-1] in ends for completion in completions]
-        return weighted(rewards, Samples(prompts, completions, ended, rows, host.tokenizer), normalize=False)[
-            0
-        ]
+        prompts, completions, rows = zip(*samples, strict=True)
+        return weighted(
+            rewards, samples_of(prompts, completions, rows, host.tokenizer, ends), normalize=False
+        )[0]
 
     return score
 

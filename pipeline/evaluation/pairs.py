@@ -4,27 +4,36 @@ It reads a pair exactly as `rm` trained on it, so that the accuracy is TRL's; ev
 and workers. A second opinion (the job's `judge`) is asked about the same pairs where they have the columns it needs.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import visible
 from pipeline.figures import calibration, correlation, mean, sigmoid, wilson
 from pipeline.runtime.inputs import unfilled
 from pipeline.runtime.worker import Worker
 
+if TYPE_CHECKING:
+    from pipeline.ppo.rewards import Samples
+
 SIDES = ("chosen_ids", "rejected_ids")
 
 
 def measure(
-    worker: Worker, rewards: list[Any], judge: Any, rows: Any
+    worker: Worker, rewards: list[Any], judge: Any, rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """(metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
 
     eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_length_correlation: of the score with
     the length of the completion in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same
     side.
+
+    Args:
+        ends: ids that end a completion.
     """
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
@@ -32,10 +41,10 @@ def measure(
     given = [json.loads(row["row"]) for row in mine]
     pairs: list[dict[str, Any]] = [
         {"margin": c - r, "scores": (c, r), "lengths": tuple(len(row[side]) for side in SIDES)}
-        for row, (c, r) in zip(mine, _scores(worker, rewards, mine, given), strict=True)
+        for row, (c, r) in zip(mine, _scores(worker, rewards, mine, given, ends), strict=True)
     ]
     if judge is not None and _has_columns(worker, given):
-        for pair, (c, r) in zip(pairs, _scores(worker, [judge], mine, given), strict=True):
+        for pair, (c, r) in zip(pairs, _scores(worker, [judge], mine, given, ends), strict=True):
             pair["judge"] = c - r
     if column := worker.job.data.subset:
         for pair, row in zip(pairs, given, strict=True):
@@ -89,20 +98,33 @@ def metric_name(subset: str) -> str:
 
 
 def _scores(
-    worker: Worker, rewards: list[Any], rows: list[Any], given: list[Any]
+    worker: Worker, rewards: list[Any], rows: list[Any], given: list[Any], ends: Collection[int]
 ) -> list[tuple[float, float]]:
     """The weighted score of both completions of each row, raw units."""
-    from pipeline.ppo.rewards import Samples, weighted
+    from pipeline.ppo.rewards import weighted
 
     if not rows:
         return []
-    sides = []
-    for side in SIDES:
-        completions = [row[side] for row in rows]
-        prompts = [row["prompt_ids"] for row in rows]
-        samples = Samples(prompts, completions, [True] * len(rows), given, worker.tokenizer)
-        sides.append(weighted(rewards, samples, normalize=False)[0])
-    return list(zip(*sides, strict=True))
+    prompts = [row["prompt_ids"] for row in rows]
+    sides = (
+        samples_of(prompts, [row[side] for row in rows], given, worker.tokenizer, ends) for side in SIDES
+    )
+    chosen, rejected = (weighted(rewards, samples, normalize=False)[0] for samples in sides)
+    return list(zip(chosen, rejected, strict=True))
+
+
+def samples_of(
+    prompts: Sequence[list[int]],
+    completions: Sequence[list[int]],
+    rows: Sequence[Any],
+    tokenizer: Any,
+    ends: Collection[int],
+) -> Samples:
+    """Returns the samples of completions that rows have. A truncated one has no end token and has not ended."""
+    from pipeline.ppo.rewards import Samples
+
+    ended = [completion[-1] in ends for completion in completions]
+    return Samples(list(prompts), list(completions), ended, list(rows), tokenizer)
 
 
 def _has_columns(worker: Worker, given: list[dict[str, Any]]) -> bool:

@@ -100,11 +100,10 @@ class Scores:
 
     def _score(self, reward: Reward, batch: list[tuple[list[Sample], Future[list[float]]]]) -> bool:
         """False: that failed, and only a lone request has been told."""
-        from pipeline.ppo.rewards import Samples
+        from pipeline.evaluation.pairs import samples_of
 
         prompts, completions, rows = zip(*(one for samples, _ in batch for one in samples), strict=True)
-        ended = [completion[-1] in self.ends for completion in completions]
-        given = Samples(list(prompts), list(completions), ended, list(rows), self.tokenizer)
+        given = samples_of(prompts, completions, rows, self.tokenizer, self.ends)
         try:
             scores: Iterator[float] = iter(reward.checked(given))
         except BaseException as error:  # a reward's sys.exit() too: the thread is needed for the next request

@@ -41,7 +41,7 @@ def promote(run: Run, outcome: Outcome) -> registry.Version | None:
 def train(worker: Worker) -> dict[str, Any]:
     from pipeline import evaluation
     from pipeline.evaluation import pairs
-    from pipeline.models.tokenizer import warn_of_endless
+    from pipeline.models.tokenizer import eos_ids, warn_of_endless
     from pipeline.runtime import roles
 
     shared = roles.shared_base(worker)
@@ -59,7 +59,8 @@ def train(worker: Worker) -> dict[str, Any]:
         if worker.rank == 0:
             warn_of_endless(metrics["eval_eos"], "the policy's completions")
     if preferences is not None:
-        figures, tables = pairs.measure(worker, rewards, judge, preferences)
+        ends = eos_ids(worker.tokenizer, shared.base.generation_config)
+        figures, tables = pairs.measure(worker, rewards, judge, preferences, ends)
         metrics |= figures
     if worker.rank == 0:
         written = {"metrics": metrics, "inputs": worker.work.inputs, "samples": samples, "pairs": tables}

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,3 +307,34 @@ def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, cap
     assert main(["evaluate", "jobs/demo/evaluate.yaml", *given]) == 2
     assert re.search(says, capsys.readouterr().err)
     assert not (storage / "never").exists()
+
+
+class Rows(list):
+    def select(self, indices):
+        return [self[i] for i in indices]
+
+
+def test_a_completion_that_was_truncated_has_not_ended():
+    """As `score` reads it: a reward model with its own tokenizer adds an end token to completions that ended."""
+    end, seen = 9, []
+
+    class Reward:
+        name, weight = "rm", 1.0
+
+        def checked(self, samples):
+            seen.append(samples.ended)
+            return [0.0] * len(samples.ended)
+
+    worker = SimpleNamespace(
+        rank=0,
+        world=1,
+        gather=lambda pairs: [pairs],
+        tokenizer=None,
+        job=SimpleNamespace(data=SimpleNamespace(subset=None)),
+    )
+    rows = Rows(
+        {"prompt_ids": [1], "chosen_ids": [2, last], "rejected_ids": [3, end], "row": "{}"}
+        for last in (end, 4)
+    )
+    pairs.measure(worker, [Reward()], None, rows, {end})
+    assert seen == [[True, False], [True, True]]
