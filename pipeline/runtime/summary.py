@@ -27,6 +27,8 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
             print(f"   {name:<28}{was}{metrics[f'eval_{name}']:.4g}")
     if ended := how_it_ended(result):
         print(f"   {ended}")
+    if poor := not_better(result):
+        print(f"   {poor}")
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
         gate = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
@@ -35,6 +37,15 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
             print(f"   {without_alias(result, version)}")
     where = result["folder"]
     print(f"   {result['seconds']:.0f} s  {where}/{'report.html' if drawn else 'result.json'}", flush=True)
+
+
+def not_better(result: dict[str, Any]) -> str | None:
+    """Returns what the held-out win rate does not show, or None if the policy is better or was not compared."""
+    rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
+    if rate is None or low > 0.5:
+        return None
+    before = "before" if STAGE[result["stage"]].learns else "the baseline"
+    return f"{'worse' if high < 0.5 else 'not better'} than {before}: win rate {rate:.2f} ({low:.2f} to {high:.2f})"
 
 
 def without_alias(result: dict[str, Any], version: registry.Version) -> str:

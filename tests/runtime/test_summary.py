@@ -1,5 +1,9 @@
 """The end of a run on the terminal: a version without the alias is of use, and the summary says how."""
 
+import pytest
+
+from pipeline import registry
+from pipeline.config import load_job
 from pipeline.runtime.summary import print_summary
 
 
@@ -32,3 +36,26 @@ def test_a_version_that_its_gate_kept_back_is_named_for_the_next_stage(capsys):
     assert 'make evaluate ARGS="policy=models:/mine-rm/3"' in capsys.readouterr().out
     print_summary(ended("rm", "jobs/demo/rm.yaml", "champion", "passed"), None)
     assert "make" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("stage", "low", "high", "says"),
+    [
+        ("ppo", 0.41, 0.63, "   not better than before: win rate 0.52 (0.41 to 0.63)\n"),
+        ("evaluate", 0.41, 0.63, "   not better than the baseline: win rate 0.52 (0.41 to 0.63)\n"),
+        ("ppo", 0.2, 0.4, "   worse than before: "),
+        ("ppo", 0.51, 0.7, None),
+    ],
+)
+def test_a_win_rate_that_shows_no_gain_is_reported(stage, low, high, says, capsys):
+    rates = {"eval_win_rate": 0.52, "eval_win_rate_low": low, "eval_win_rate_high": high}
+    result = ended(stage, f"jobs/own/{stage}.yaml", "champion", "passed")
+    print_summary(result | {"metrics": rates}, None)
+    printed = capsys.readouterr().out
+    assert says in printed if says else "than before" not in printed
+
+
+def test_an_interval_that_contains_one_half_does_not_pass_the_gate_of_own_rows(in_root):
+    gate = load_job("jobs/own/ppo.yaml").gate
+    assert not registry.passes(gate, {"eval_win_rate_low": 0.5, "eval_eos": 1.0})[0]
+    assert registry.passes(gate, {"eval_win_rate_low": 0.51, "eval_eos": 1.0})[0]
