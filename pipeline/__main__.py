@@ -1,4 +1,4 @@
-"""The command line: one verb for each stage.
+"""Command-line interface: one subcommand per stage, and those of pipeline/commands.
 
     python -m pipeline VERB JOB.yaml [section.key=value ...]        installed, also: rlhf VERB ...
     python -m pipeline rlhf jobs/demo [section.key=value ...]
@@ -9,41 +9,31 @@ Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the j
 """
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+from pipeline.commands import COMMANDS, SUMMARIES
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes
 from pipeline.system import process, signals
 from pipeline.system.credentials import without_credentials
 
-# Verbs that are no stages.
-COMMANDS = {
-    "demo": "writes jobs/demo where it is typed, and runs its sft, rm, ppo and evaluate",
-    "init": "writes jobs for a file of one's own rows",
-    "chat": "talk with a policy in the terminal",
-    "validate": "read the data of a job and report on it, without training",
-    "plan": "memory, time and money that a job will need, from shapes alone",
-    "doctor": "one rollout and one minibatch of a ppo job, examined from all sides",
-    "sweep": "a job with several values of some keys, side by side on Ray Tune; the best one is registered",
-    "iterate": "rounds of collect, training and evaluate on a policy's own completions: online DPO, rejection sampling",
-    "rlhf": "sft, rm, ppo and evaluate of a folder of jobs, on one Ray",
-    "report": "a page about a run, or several: curves, samples, lineage, data, job",
-    "completion": "a script that lets bash or zsh complete verbs, job files and keys",
-}
-VERBS = {name: stage.summary for name, stage in STAGE.items()} | COMMANDS
-
-# Verbs that take the job file of a stage with another name; None: of any stage.
-JOBS_OF = {
-    **dict.fromkeys(("sweep", "validate", "plan", "doctor")),
-    "chat": "generate",
+# What follows a subcommand, by Command.takes: (its name in --help, its description).
+WORDS = {
+    "job": ("JOB.yaml", "a job file, for example jobs/demo/sft.yaml"),
+    "file": ("JOB.yaml", "a job file, for example jobs/demo/rm.yaml"),
+    "folder": ("FOLDER", "a folder with sft.yaml, rm.yaml, ppo.yaml and evaluate.yaml"),
+    "rows": ("FILE", "rows: a path, a glob, a folder, s3://, gs://, hf://"),
+    "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id"),
 }
 
-# Verbs that run on this machine, with models that a cluster may have trained.
+# Subcommands that run on this machine, with models that a cluster may have trained.
 HERE = ("chat", "export")
 
 EXAMPLES = """\
@@ -68,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb, summary in VERBS.items():
+    for verb, summary in SUMMARIES.items():
         sub = verbs.add_parser(
             verb,
             help=summary,
@@ -76,39 +66,46 @@ def parser() -> argparse.ArgumentParser:
             epilog=EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if verb == "report":
-            sub.add_argument(
-                "job", nargs="?", metavar="RUN", help="a run's folder, its name under runs/, or its MLflow id"
-            )
-            sub.add_argument(
-                "overrides", nargs="*", default=[], metavar="RUN", help="further runs, on the same page"
-            )
-            continue
-        if verb == "completion":
-            sub.set_defaults(job="", overrides=[])
-            continue
-        if verb == "init":
-            sub.add_argument(
-                "job", metavar="FILE", help="rows: a path, a glob, a folder, s3://, gs://, hf://"
-            )
+        takes = COMMANDS[verb].takes if verb in COMMANDS else "job"
+        sub.set_defaults(job="", overrides=[])
+        if takes in WORDS:
+            name, about = WORDS[takes]
+            sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
+        if takes == "rows":
             sub.add_argument("overrides", nargs="?", default="own", metavar="PROFILE", help="default: own")
-            continue
-        if verb == "demo":
-            sub.set_defaults(job="")
-        elif verb == "rlhf":
+        elif takes == "runs":
+            sub.add_argument("overrides", nargs="*", metavar="RUN", help="more runs, on the same page")
+        elif verb != "completion":
             sub.add_argument(
-                "job", metavar="FOLDER", help="a folder with sft.yaml, rm.yaml, ppo.yaml and evaluate.yaml"
+                "overrides",
+                nargs="*",
+                metavar="section.key=value",
+                help="replaces that value of the job, also written --section.key value; a sweep varies key=a,b,c",
             )
-        else:
-            sub.add_argument("job", metavar="JOB.yaml", help="a job file, for example jobs/demo/sft.yaml")
-        sub.add_argument(
-            "overrides",
-            nargs="*",
-            default=[],
-            metavar="section.key=value",
-            help="replaces that value of the job; of a sweep, key=a,b,c varies it",
-        )
     return top
+
+
+def plain(arguments: list[str]) -> list[str]:
+    """Returns the arguments with `--section.key value` written as `section.key=value`, behind all others.
+
+    Raises:
+        InputError: if the subcommand is unknown, or a value is missing.
+    """
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in SUMMARIES:
+        near = difflib.get_close_matches(arguments[0], SUMMARIES, 1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(SUMMARIES)}"
+        raise InputError(f"unknown subcommand {arguments[0]!r}; {hint}")
+    words, options, rest = [], [], iter(arguments)
+    for word in rest:
+        option = re.fullmatch(r"--(\w[\w.-]*)(?:=(.*))?", word, re.DOTALL)
+        if option is None or option[1] == "help":
+            words.append(word)
+            continue
+        value = next(rest, None) if option[2] is None else option[2]
+        if value is None:
+            raise InputError(f"a value is missing; for example {option[1]}=VALUE", key=option[1])
+        options.append(f"{option[1]}={value}")
+    return words + options
 
 
 def dispatch(verb: str, path: str, overrides: list[str]) -> int:
@@ -132,30 +129,17 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
             return submit.submit_and_follow(verb, path, overrides)
         if verb in submit.VERBS:
             addresses.check(address)
-    if verb == "rlhf":
-        importlib.import_module("pipeline.commands.rlhf").run(path, overrides)
+    command = COMMANDS.get(verb)
+    module = f"pipeline.{'stages' if verb in STAGE and STAGE[verb].runs_in == 'train' else 'commands'}.{verb}"
+    if command and command.takes != "job":
+        importlib.import_module(module).run(path, overrides)
         return 0
-    if verb == "iterate":
-        importlib.import_module("pipeline.commands.iterate").run(path, overrides)
-        return 0
-    if verb == "sweep":
-        importlib.import_module("pipeline.commands.sweep").run(path, overrides)
-        return 0
-    if verb == "completion":
-        importlib.import_module("pipeline.commands.completion").run(list(VERBS), JOBS_OF)
-        return 0
-    if verb == "init":
-        importlib.import_module("pipeline.commands.init").run(path, overrides)
-        return 0
-    if verb == "report":
-        importlib.import_module("pipeline.commands.report").run([*filter(None, [path]), *overrides])
-        return 0
-    from pipeline.config import STAGES, load_job
+    from pipeline.config import load_job
 
-    job = load_job(path, overrides, JOBS_OF.get(verb, verb))
+    job = load_job(path, overrides, command.stage if command else verb)
     if address and verb in HERE and addresses.is_dashboard(address):
         submit.check_registry(verb, job)
-    importlib.import_module(f"pipeline.{'stages' if verb in STAGES else 'commands'}.{verb}").run(job)
+    importlib.import_module(module).run(job)
     return 0
 
 
@@ -169,8 +153,12 @@ def input_error(error: BaseException, kind: Any = InputError) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; the exit status."""
-    options = parser().parse_args(arguments)
+    """Runs one subcommand. Returns the exit status."""
+    try:
+        options = parser().parse_args(plain(sys.argv[1:] if arguments is None else arguments))
+    except InputError as error:
+        print(f"error: {without_credentials(str(error))}", file=sys.stderr)
+        return 2
     try:
         return dispatch(options.verb, options.job, options.overrides)
     except KeyboardInterrupt as stop:
@@ -219,7 +207,8 @@ def caller(error: SystemExit) -> str:
 
 
 def command() -> None:
-    """The console command `rlhf`."""
+    """Runs the console command `rlhf`, which finds Python functions in the current folder, as `python -m pipeline` does."""
+    sys.path.append("")
     sys.exit(process.run(main))
 
 

@@ -213,7 +213,7 @@ JOB = [
     case("damaged lineage", "dpo", r"policy: .*/astray/lineage\.json: base: found 5, expected an object; bring the file back", overrides=["policy={astray}"]),
     case("no such template", "sft", r"model\.chat_template: found .?chat\.jinja.?, expected an existing Jinja file", overrides=["model.chat_template=chat.jinja"]),
     case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
-    case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*type data\.max_length=256", overrides=["data.max_length=512"]),
+    case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*use data\.max_length=256", overrides=["data.max_length=512"]),
     case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; type trainer\.response_length=128", overrides=["trainer.response_length=256"]),
     case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*trainer\.response_length=100 .*context of 256; type data\.max_length=156", overrides=["trainer.response_length=100"]),
     # inputs
@@ -419,6 +419,17 @@ def test_wrong_input_is_answered(one, world, tmp_path, capsys, in_root):
     assert registry(world["storage"]) == before
     made = set(os.listdir(world["storage"])) - folders
     assert made <= {"data", "mlflow.db.lock"}, "a run that never began leaves no folder"
+
+
+@pytest.mark.parametrize("verb", ["sft", "score"])
+def test_rows_longer_than_the_context_are_refused_before_ray_starts(
+    verb, world, capsys, monkeypatch, in_root
+):
+    monkeypatch.setattr("pipeline.runtime.driver.session", lambda job: pytest.fail("Ray was started"))
+    given = ["data.max_length=512", f"run.storage_path={world['storage']}"]
+    given += ["reward=python:bad_rewards:length"] if verb == "score" else []
+    assert main([verb, f"jobs/demo/{verb}.yaml", *given]) == 2
+    assert "data.max_length: 512 is more than the model's context of 256" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------- runs of the same name

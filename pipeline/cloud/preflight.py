@@ -341,10 +341,7 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
 
 def local_paths(job: Job) -> list[tuple[str, str]]:
     """(key, path) of all that a job names by a path: rows, base, template, adapters, the job file itself."""
-    paths = [("the job file", job.source)]
-    for key in ("train", "eval", "pairs"):
-        value = getattr(job.data, key)
-        paths += [(f"data.{key}", path) for path in (value if isinstance(value, list) else [value]) if path]
+    paths = [("the job file", job.source), *job.paths]
     named = {
         "model.name_or_path": job.model.name_or_path,
         "model.chat_template": job.model.chat_template,

@@ -3,7 +3,7 @@
 source <(rlhf completion)        in ~/.bashrc or ~/.zshrc; as a file in bash-completion's folder, it is read when needed
 """
 
-from pipeline.config import STAGES
+from pipeline.commands import SUMMARIES, stages_of
 from pipeline.config.keys import keys_of
 from pipeline.config.stages import STAGE
 
@@ -27,22 +27,16 @@ complete -o filenames -F _rlhf rlhf
 """
 
 
-def run(verbs: list[str], jobs_of: dict[str, str | None]) -> None:
-    """Prints the script.
-
-    Args:
-        verbs: of the command line.
-        jobs_of: verb -> the stage whose job it takes, where that has another name; None: of any stage.
-    """
-    print(script(verbs, jobs_of), end="")
+def run(path: str, overrides: list[str]) -> None:
+    """Prints the script."""
+    print(script(list(SUMMARIES)), end="")
 
 
-def script(verbs: list[str], jobs_of: dict[str, str | None]) -> str:
+def script(verbs: list[str]) -> str:
+    """Returns the script for some subcommands."""
     keys: dict[str, str] = {}
     for verb in verbs:
-        stage = jobs_of.get(verb, verb)
-        stages = [stage] if stage in STAGE else list(STAGES) if verb in jobs_of else []
-        if stages:
+        if stages := stages_of(verb):
             known = set().union(*(keys_of(stage).keys() | STAGE[stage].inputs.keys() for stage in stages))
             keys[verb] = " ".join(f"{key}=" for key in sorted(known))
     cases = "\n".join(f'    {verb}) keys="{found}" ;;' for verb, found in keys.items())

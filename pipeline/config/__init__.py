@@ -19,6 +19,7 @@ from pipeline.config.jobfile import Tree, read_tree
 from pipeline.config.keys import REFUSED, class_of, keys_of
 from pipeline.config.rules import CHECKS, with_revision, without_evaluation
 from pipeline.config.serve import Serve, named
+from pipeline.config.sources import sources_of
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError
 from pipeline.system import storage
@@ -195,6 +196,15 @@ class Job:
         return storage.join(self.run.storage_path, str(self.run.name))
 
     @property
+    def paths(self) -> list[tuple[str, str]]:
+        """(key, path) of all rows that the job names."""
+        return [
+            (f"data.{name}", source.location)
+            for name in ("train", "eval", "pairs")
+            for source in sources_of(getattr(self.data, name))
+        ]
+
+    @property
     def workers(self) -> tuple[int, int]:
         """(fewest, most) workers; equal unless the job is elastic."""
         count = self.scaling.get("num_workers", 1)
@@ -277,6 +287,10 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
         InputError: naming file:line and section.key.
     """
     file_stage = tree.data.get("stage")
+    if file_stage == "iterate":
+        parts = [one for one in tree.data.values() if isinstance(one, dict) and "extends" in one]
+        files = ", ".join(str(Path(path).parent / str(one["extends"])) for one in parts)
+        raise tree.error("stage", f"`iterate` runs several jobs; use one of them: {files or 'its sections'}")
     if file_stage not in JOBS:
         what = "missing" if file_stage is None else f"found {show(file_stage)}"
         raise tree.error(

@@ -53,7 +53,7 @@ def prepare(
 
     Raises:
         InputError: files that are missing, rows that cannot be used (all counted, the first named by file:line),
-            a `max_length` beyond the context, nothing left to train on.
+            nothing left to train on.
     """
     begin = time.monotonic()
     set_up_ray_data()
@@ -135,12 +135,6 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
     from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 
-    if data.max_length is not None and context_length is not None and data.max_length > context_length:
-        raise InputError(
-            f"{data.max_length} is more than the model's context of {context_length} tokens; "
-            f"type data.max_length={context_length} or less",
-            key="data.max_length",
-        )
     max_length = data.max_length or context_length
     if not max_length:
         raise InputError(

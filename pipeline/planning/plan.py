@@ -202,6 +202,8 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         InputError: for a model without a config, and for lengths that do not fit it.
     """
     device = device_of(job) if learns else _rollout_device(job)
+    from pipeline.runtime.inputs import room_for_prompts
+
     roles, learning = _roles(job)
     if not learns:
         roles, learning = [role for role in roles if role != "critic"], []
@@ -215,7 +217,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         raise InputError(
             f"lora: peft refuses it for {job.model.name_or_path}: {str(error).splitlines()[0]}"
         ) from error
-    _check_lengths(job, shape.context)
+    room_for_prompts(job, shape.context)
     asked = settings(job, shape.context)
     trainable = sum(size[role] for role in learning)
     items = [
@@ -314,19 +316,6 @@ def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool) -> li
         ),
         forward,
     ]
-
-
-def _check_lengths(job: Job, context: int) -> None:
-    """Refuses rows that exceed the model's context, with the messages of a run."""
-    from pipeline.runtime.inputs import room_for_prompts
-
-    room_for_prompts(job, context)
-    if (job.data.max_length or 0) > context:
-        raise InputError(
-            f"{job.data.max_length} is more than the model's context of {context} tokens; "
-            f"type data.max_length={context}",
-            key="data.max_length",
-        )
 
 
 def _roles(job: Job) -> tuple[list[str], list[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.config.serve import named
-from pipeline.config.sources import sources_of, transforms
+from pipeline.config.sources import transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, about
 from pipeline.models import hub
@@ -91,13 +91,12 @@ def check_paths(job: Job) -> None:
         lookahead.preprocessing(job.stage, job.data)
 
     met = set()
-    for name in ("train", "eval", "pairs"):
-        for item in [source.location for source in sources_of(getattr(job.data, name))]:
-            if not storage.is_remote(item) or item.startswith(HUB):
-                files.find(item, f"data.{name}")
-            elif (bucket := tuple(item.split("/")[:3])) not in met:
-                files.reach(item, f"data.{name}")
-                met.add(bucket)
+    for key, path in job.paths:
+        if not storage.is_remote(path) or path.startswith(HUB):
+            files.find(path, key)
+        elif (bucket := tuple(path.split("/")[:3])) not in met:
+            files.reach(path, key)
+            met.add(bucket)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
     if not job.model.name_or_path.startswith("models:/"):
@@ -403,8 +402,20 @@ def check_experts(job: Job) -> None:
 
 
 def room_for_prompts(job: Job, context: int | None) -> int | None:
-    """The longest row: the context, less the completion that is still to be written into it."""
-    if context is None or not STAGE[job.stage].writes:
+    """Returns the most tokens that a row may have: the context, less the completion that is still to be written into it.
+
+    Raises:
+        InputError: if data.max_length or trainer.response_length is more than the context has.
+    """
+    longest = job.data.max_length
+    if context is None:
+        return context
+    if not (STAGE[job.stage].writes and (job.policy or job.serve.policies)):
+        if longest is not None and longest > context:
+            raise InputError(
+                f"{longest} is more than the model's context of {context} tokens; use data.max_length={context} or less",
+                key="data.max_length",
+            )
         return context
     completion = job.args.response_length
     if completion > context - 2:
@@ -413,7 +424,7 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
             f"type trainer.response_length={context // 2}",
             key="trainer.response_length",
         )
-    room, longest = context - completion, job.data.max_length
+    room = context - completion
     if longest is not None and longest > room:
         raise InputError(
             f"{longest} tokens of a prompt and the trainer.response_length={completion} of its completion exceed "

@@ -175,6 +175,7 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
         check_split(job, files.config)
     check_shards(job, files)
     base = base_identity(model.name_or_path, model.revision)
+    room_for_prompts(job, base["context_length"])
     model = replace(model, revision=base["revision"])  # the commit, for all workers
     job = replace(job, model=model)
     adapters = check_adapters(job, inputs, base, files)

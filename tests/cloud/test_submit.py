@@ -58,6 +58,13 @@ def test_every_local_model_of_a_job_is_looked_for_in_the_upload(monkeypatch):
     assert keys == {"policy", "judge", "reward.0", "reward.1"}
 
 
+def test_a_source_with_a_weight_is_looked_for_in_the_upload(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job = load_job("jobs/demo/sft.yaml", ["data.train=[{path: /a, weight: 1}, {path: s3://b/c, weight: 2}]"])
+    assert ("data.train", "/a") in preflight.local_paths(job)
+    assert not [path for _, path in preflight.local_paths(job) if path.startswith("s3:")]
+
+
 def test_keys_and_tokens_in_the_folder_are_not_uploaded(tmp_path):
     shutil.copy(ROOT / ".rayignore", tmp_path)
     sent = [

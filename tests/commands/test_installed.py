@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, in_r
 
 def complete(words):
     """What bash offers for a command line, the last word of which is being typed."""
-    script = completion.script(["sft", "score", "plan", "rlhf"], {"plan": None})
+    script = completion.script(["sft", "score", "plan", "rlhf"])
     line = " ".join(f"'{word}'" for word in words)
     ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _rlhf; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(["bash", "-c", ask], cwd=ROOT, capture_output=True, text=True)
@@ -107,3 +107,22 @@ def test_completion_knows_verbs_job_files_and_the_keys_of_a_verb():
     assert complete(["rlhf", "sft", "x.yaml", "trainer.output_d"]) == []  # refused in a job
     assert "trainer.kl_coef=" in complete(["rlhf", "plan", "x.yaml", "trainer.kl_c"])
     assert complete(["rlhf", "score", "x.yaml", "rew"]) == ["reward="]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("score", "jobs/demo/score.yaml", "reward=python:my_rewards:g"), "reward: python:my_rewards:g"),
+        (
+            ("rm", "jobs/demo/rm.yaml", "data.transform=python:my_rewards:g"),
+            "data.transform: python:my_rewards:g",
+        ),
+    ],
+)
+def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path, given, says):
+    """The function is missing from the module, so that nothing is trained."""
+    shutil.copytree(wheel / "pipeline/jobs/demo", tmp_path / "jobs/demo")
+    (tmp_path / "my_rewards.py").write_text("def f(prompts, completions, rows):\n    return [1.0]\n")
+    done = rlhf(wheel, tmp_path, *given)
+    assert done.returncode == 2
+    assert f"{says}: my_rewards has no function 'g' (functions there: f)" in done.stderr, done.stderr

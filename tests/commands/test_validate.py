@@ -3,6 +3,7 @@
 import pytest
 from running import ROOT
 
+from pipeline.__main__ import main
 from pipeline.commands import validate
 from pipeline.config import load_job
 from pipeline.errors import InputError
@@ -38,3 +39,10 @@ def test_a_job_for_gpus_is_looked_at_without_them(tmp_path, embedded_ray, capsys
 def test_a_job_without_rows(tmp_path, capsys):
     with pytest.raises(InputError, match="`export` reads no rows"):
         looked_at("export", tmp_path, capsys)
+
+
+@pytest.mark.parametrize("verb", ["validate", "plan"])
+def test_an_iteration_names_the_jobs_of_its_steps(verb, capsys, in_root):
+    assert main([verb, "jobs/demo/iterate.yaml"]) == 2
+    files = "jobs/demo/collect.yaml, jobs/demo/dpo.yaml, jobs/demo/evaluate.yaml"
+    assert f"`iterate` runs several jobs; use one of them: {files}" in capsys.readouterr().err

@@ -43,7 +43,6 @@ def test_elements_of_an_array_are_named_as_such(tmp_path, embedded_ray):
 @pytest.mark.parametrize(
     "options,expected",
     [
-        ({"max_length": 500}, "context of 400"),
         ({"max_length": 8}, "data.too_long=truncate"),
         ({"max_length": 8, "too_long": "drop"}, "no row is left of 50"),
         ({"eval_fraction": 1e-9}, "leaves none for `eval`"),

@@ -395,7 +395,7 @@ def test_what_cannot_be_planned(name, override, message, llama_8b, capsys):
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
-        ("sft", "data.max_length=1000", r"data\.max_length: 1000 is more than the model's context of 256 tokens; type data\.max_length=256"),
+        ("sft", "data.max_length=1000", r"data\.max_length: 1000 is more than the model's context of 256 tokens; use data\.max_length=256"),
         ("ppo", "trainer.response_length=1048576", r"trainer\.response_length: 1048576 tokens leave no room for a prompt"),
         ("ppo", "trainer.response_length=255", r"trainer\.response_length: 255 tokens leave no room"),
         ("sft", "lora.target_modules=[nothing]", r"lora\S*: .*nothing"),
