@@ -9,6 +9,7 @@ Exit status 1 if the job does not fit on what is named, with the changes after w
 
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from pipeline import registry
@@ -178,6 +179,7 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
             f"   {name:<10} {gpu.memory:>5.0f}  yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand "
             f"({cost.billed(workers)})"
         )
+        print("".join(over_network(planned, name)), end="")
     if planned.job.stage == "ppo" and (fits := [name for name in names if name in fitting]):
         print(rollout_workers(plan.cost(planned, fits[0], rows)))
     shown = [name for name in names if name in fitting and planned.gathered]
@@ -188,6 +190,18 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
         f"decoding,\n   {links}and rough list prices. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
     )
     return bool(set(names) & set(fitting))
+
+
+def over_network(planned: Plan, name: str) -> Iterator[str]:
+    """A warning if each sampled token gathers the base over the network."""
+    job, gpu = planned.job, GPUS[name]
+    nodes = plan.nodes(planned, gpu)
+    if job.stage == "ppo" and planned.gathered and nodes > 1 and not job.rollout_config.workers[1]:
+        yield (
+            f"   warning: with model.fsdp over {nodes} nodes, each sampled token gathers {planned.gathered / GIB:.0f} GiB over the "
+            f"network, {plan.gather_seconds(planned, gpu):.1f} s\n   at {plan.NETWORK:g} GB/s; set rollout.num_workers, or take "
+            "GPUs of which one node holds all workers\n"
+        )
 
 
 def of_rollout_workers(job: Job, planned: Plan) -> str:

@@ -57,6 +57,7 @@ GPUS = {
     ),
     "H200": Gpu(139, PEAK_TFLOPS["H200"], 4800, 300, (Node("p5en.48xlarge", 8, 63.30),)),
 }
+NETWORK = 12.5  # GB/s at which a node receives from the others: 100 Gbit/s, an assumption
 # Of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it.
 UTILISATION = 0.35
 # Seconds per layer and token of decoding with transformers, whatever the GPU: an assumption too.
@@ -502,7 +503,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         batches = math.ceil(episodes / args.decoded(workers))
         replayed = plan.job.rollout_config.engine == "vllm"  # it replays CUDA graphs
         launch = 0.0 if replayed else plan.layers * LAUNCH
-        gathered = 0.0 if plan.job.rollout_config.workers[1] else plan.gathered / (gpu.link * 1e9)
+        gathered = 0.0 if plan.job.rollout_config.workers[1] else gather_seconds(plan, gpu)
         step = max(plan.moved / (gpu.bandwidth * 1e9), launch, gathered)
         sampling = batches * completion * step + 2 * scored  # the reward's and the reference's forwards
         seconds = sampling + (passes - 1) * scored + learning
@@ -538,4 +539,15 @@ def _seconds(
         gathers: how often that gathers the base; a forward and its backward do it twice.
     """
     products = passes * tokens * 2.0 * plan.parameters / (gpu.tflops * 1e12 * UTILISATION)
-    return max(products, gathers * tokens / max(1, at_once) * plan.gathered / (gpu.link * 1e9))
+    return max(products, gathers * tokens / max(1, at_once) * gather_seconds(plan, gpu))
+
+
+def nodes(plan: Plan, gpu: Gpu) -> int:
+    """Returns the number of nodes that the workers take, with as many of them on a node as it has GPUs."""
+    return math.ceil(plan.job.workers[1] / gpu.nodes[-1].gpus)
+
+
+def gather_seconds(plan: Plan, gpu: Gpu) -> float:
+    """Returns the seconds in which all workers gather a base in shards once: within their nodes, and between them."""
+    between = plan.gathered * (1 - 1 / nodes(plan, gpu)) / NETWORK
+    return max(plan.gathered / gpu.link, between) / 1e9

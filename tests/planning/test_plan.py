@@ -13,6 +13,7 @@ import toy_ppo as toy
 from running import ROOT
 
 from pipeline.__main__ import main
+from pipeline.commands.plan import over_network
 from pipeline.config import load_job
 from pipeline.errors import Failure, InputError
 from pipeline.models.adapters import SharedBase
@@ -342,6 +343,25 @@ def test_a_base_in_shards():
         for more in (changes[1:], changes)
     ]
     assert hours(large[0], "H100") == hours(large[1], "H100")
+
+
+def test_a_base_in_shards_over_several_nodes_is_gathered_over_the_network():
+    """Each sampled token gathers all shards; between nodes that takes as long as the network does."""
+    one, two = (
+        plan.make(
+            load_job(ROOT / "jobs/llama3-8b/ppo.yaml", ["model.fsdp=true", f"scaling.num_workers={count}"])
+        )
+        for count in (4, 8)
+    )
+    L40S = plan.GPUS["L40S"]
+    assert plan.gather_seconds(one, L40S) == pytest.approx(one.gathered / 20e9)
+    assert plan.gather_seconds(two, L40S) == pytest.approx(
+        max(two.gathered / 20e9, two.gathered / 2 / 12.5e9)
+    )
+    assert list(over_network(one, "L40S")) == []
+    assert "model.fsdp over 2 nodes, each sampled token gathers 14 GiB over the network, 0.7 s" in " ".join(
+        over_network(two, "L40S")
+    )
 
 
 def hours(planned, gpu):
