@@ -56,7 +56,7 @@ class Chat:
 
     def __init__(self, host: Host):
         from pipeline.data.encode import Encoder
-        from pipeline.data.kinds import kind_of
+        from pipeline.data.shapes import kind_of
         from pipeline.models.tokenizer import eos_ids
         from pipeline.ppo.engine import Sampling
         from pipeline.runtime import roles

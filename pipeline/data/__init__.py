@@ -7,9 +7,7 @@ A row passes through the files in this order:
       tables, gunzip, cells                   their numbers, and with values that JSON has
     lookahead, preprocess, columns, sides,  what the job makes of a decoded row: its function, its names of columns, the side
       transform                               that a label picks
-    parse, kinds, values, messages, tools   a row of any accepted shape -> a Record (record.py)
-    demonstrations, preferences, prompts,   the kinds of rows: their shapes, their parser, their encoder
-      scored
+    shapes, values, messages, tools         a row of any accepted shape -> a Record (record.py)
     template, encode                        Record -> text -> token ids
     tasks, parts                            a Ray Data task: one chunk -> one parquet file of token rows, and counts
     merge, refusals, report                 the counts of all tasks -> the report, or an error

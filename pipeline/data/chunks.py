@@ -20,7 +20,7 @@ from pipeline.data.formats.array import elements
 from pipeline.data.formats.delimited import DELIMITERS, delimited_rows
 from pipeline.data.formats.gunzip import Gunzip, peek_array
 from pipeline.data.formats.lines import BLOCK, Row
-from pipeline.data.kinds import Kind
+from pipeline.data.shapes import Kind
 from pipeline.data.values import RowError, fields_of, show, some
 from pipeline.errors import InputError
 from pipeline.system import storage

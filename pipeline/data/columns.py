@@ -15,7 +15,7 @@ from pipeline.data.values import RowError, fields_of, nearest, some
 from pipeline.errors import InputError, visible
 
 if TYPE_CHECKING:
-    from pipeline.data.kinds import Kind
+    from pipeline.data.shapes import Kind
 
 Columns = Mapping[str, str | list[str]]
 # Of two completions that are not in order of preference (sides.py).

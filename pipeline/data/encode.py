@@ -21,7 +21,7 @@ from pipeline.data.values import RowError, show
 from pipeline.models.special import ControlTokens, Escaping
 
 if TYPE_CHECKING:
-    from pipeline.data.kinds import Kind
+    from pipeline.data.shapes import Kind
 
 FEW = 8  # different tokens: a text of more is not white space
 CONTENT = operator.itemgetter("content")

@@ -17,13 +17,11 @@ import yaml
 from pipeline.config.stages import STAGE
 from pipeline.data import sides
 from pipeline.data.columns import named, value_at
-from pipeline.data.demonstrations import LABELS as VERDICTS
-from pipeline.data.demonstrations import is_good
 from pipeline.data.formats.cells import as_json
-from pipeline.data.kinds import kind_of
 from pipeline.data.messages import dialogue
-from pipeline.data.parse import ALIASES, parse, shape_of
 from pipeline.data.preprocess import Preprocess
+from pipeline.data.shapes import ALIASES, is_good, kind_of, parse, shape_of
+from pipeline.data.shapes import LABELS as VERDICTS
 from pipeline.data.tools import offered
 from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible

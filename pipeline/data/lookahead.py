@@ -11,9 +11,8 @@ from typing import Any
 from pipeline.config.sources import Source, completed, sources_of
 from pipeline.data import chunks, columns, guess, sides
 from pipeline.data.files import File, find
-from pipeline.data.kinds import kind_of
-from pipeline.data.parse import shape_of
 from pipeline.data.preprocess import Preprocess
+from pipeline.data.shapes import kind_of, shape_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.system import functions

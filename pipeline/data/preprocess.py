@@ -14,7 +14,7 @@ from pipeline.data.transform import transformed
 from pipeline.data.values import RowError
 
 if TYPE_CHECKING:
-    from pipeline.data.kinds import Kind
+    from pipeline.data.shapes import Kind
 
 
 @dataclass(frozen=True)

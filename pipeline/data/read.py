@@ -17,12 +17,12 @@ from pipeline.config.sources import sources_of
 from pipeline.data import cache
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.files import File, find
-from pipeline.data.kinds import kind_of
 from pipeline.data.lookahead import preprocessing, settled
 from pipeline.data.merge import merge, notes
 from pipeline.data.mixture import Mixture, mix
 from pipeline.data.refusals import check, note_empty
 from pipeline.data.report import Report
+from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import Options, Stats, make_part
 from pipeline.errors import InputError
 from pipeline.system import storage

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipeline.data import versions
-from pipeline.data.kinds import kind_of
+from pipeline.data.shapes import kind_of
 from pipeline.data.values import show
 from pipeline.errors import visible
 

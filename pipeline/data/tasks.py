@@ -17,12 +17,11 @@ from pipeline.data.chunks import Chunk, locate, rows, where
 from pipeline.data.digest import RowsDigest
 from pipeline.data.encode import Dropped, Encoder, Example
 from pipeline.data.formats.cells import as_json
-from pipeline.data.kinds import Kind, kind_of
-from pipeline.data.parse import parse
 from pipeline.data.parts import PartWriter
 from pipeline.data.preprocess import NOTHING, Preprocess
 from pipeline.data.record import Record
 from pipeline.data.report import Split
+from pipeline.data.shapes import Kind, kind_of, parse
 from pipeline.data.values import RowError
 
 BATCH = 256  # rows tokenised together

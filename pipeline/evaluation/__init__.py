@@ -179,8 +179,7 @@ def _reference_nll(
 ) -> list[tuple[int, float, int]]:
     """(index into `rows`, -log-probability in nats, tokens) of the rows' reference completions."""
     from pipeline.data.encode import Encoder, Example
-    from pipeline.data.kinds import kind_of
-    from pipeline.data.parse import parse
+    from pipeline.data.shapes import kind_of, parse
     from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 

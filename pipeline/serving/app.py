@@ -199,7 +199,7 @@ class Server:
 
     def _encoder(self) -> Any:
         from pipeline.data.encode import Encoder
-        from pipeline.data.kinds import kind_of
+        from pipeline.data.shapes import kind_of
 
         special = self.job.data.special_tokens
         longest = longest_prompt(self.work)
@@ -349,7 +349,7 @@ class Server:
     def _prompt(self, asked: ChatRequest) -> list[int]:
         """Ids of the messages. Raises Refused."""
         from pipeline.data.encode import Example
-        from pipeline.data.parse import parse
+        from pipeline.data.shapes import parse
 
         try:
             [[outcome]] = self.encoder.encode([parse({"prompt": asked.messages}, self.encoder.kind)])

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.data.kinds import kind_of
-from pipeline.data.parse import parse
+from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.serving.protocol import Feedback, Refused

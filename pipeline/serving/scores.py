@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from pipeline.data.encode import Dropped, Encoder
-from pipeline.data.kinds import kind_of
-from pipeline.data.parse import parse
+from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import unfilled

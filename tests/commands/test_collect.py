@@ -17,9 +17,8 @@ from toy_models import registered, shared_base, tokenizer
 from pipeline.__main__ import main
 from pipeline.commands import collect
 from pipeline.config import Collect
-from pipeline.data.kinds import KIND, kind_of
-from pipeline.data.parse import parse, shape_of
 from pipeline.data.record import plain
+from pipeline.data.shapes import KIND, kind_of, parse, shape_of
 from pipeline.errors import InputError
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]

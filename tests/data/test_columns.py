@@ -3,10 +3,9 @@
 import pytest
 
 from pipeline.data import columns
-from pipeline.data.kinds import kind_of
 from pipeline.data.lookahead import preprocessing
-from pipeline.data.parse import parse
 from pipeline.data.preprocess import Preprocess
+from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.config.stages import STAGE
-from pipeline.data.kinds import KIND, kind_of
+from pipeline.data.shapes import KIND, kind_of
 
 
 def test_every_stage_with_rows_has_a_kind():

@@ -5,9 +5,8 @@ import json
 import pytest
 from toy_data import BOT, NO, SYSTEM, USER, encoder, parsed
 
-from pipeline.data.kinds import kind_of
 from pipeline.data.messages import message
-from pipeline.data.parse import parse
+from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 
 

@@ -7,8 +7,7 @@ import pytest
 from running import SHARED
 from toy_data import BOT, NO, USER, parsed
 
-from pipeline.data.kinds import kind_of
-from pipeline.data.parse import parse
+from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 
 
@@ -129,13 +128,7 @@ def test_fields_with_the_names_of_other_data_sets_are_recognised():
     assert "data.columns='{chosen: winner, rejected: loser}' renames" in caught.value.expected
 
 
-def test_rows_of_another_stage_are_told_theirs():
-    with pytest.raises(RowError, match=r"rows with such fields are for sft$"):
-        parsed({"prompt": "a", "completion": "b", "note": True}, "dpo")
-    with pytest.raises(RowError, match=r"rows with such fields are for kto$"):
-        parsed({"prompt": "a", "completion": "b", "label": True}, "dpo")
-    with pytest.raises(RowError, match=r"rows with such fields are for rm, dpo and kto$"):
-        parsed({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft")
+def test_a_field_that_is_called_otherwise_is_named():
     with pytest.raises(RowError, match="`response_chosen` meant to be `chosen`, `response_rejected` meant"):
         parsed({"question": "a", "response_chosen": "b", "response_rejected": "c"}, "rm")
 

@@ -3,8 +3,8 @@
 import pytest
 from toy_data import ASIDE, BOT, NO, PREFERENCES, SYSTEM, USER, encoded, encoder, parsed
 
-from pipeline.data import preferences
 from pipeline.data.encode import Example
+from pipeline.data.shapes import stripped
 from pipeline.data.values import RowError
 
 
@@ -44,7 +44,7 @@ def test_a_prompt_that_both_sides_repeat(given, repeated, prompt, key):
             parsed(row, "dpo")
         assert (caught.value.kind, caught.value.field) == ("prompts_differ", key)
     else:
-        assert preferences.stripped(parsed(row, "dpo").prompt) == preferences.stripped(prompt)
+        assert stripped(parsed(row, "dpo").prompt) == stripped(prompt)
 
 
 @pytest.mark.parametrize("margin", [0, 1 / 3, 3, 100])

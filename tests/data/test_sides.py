@@ -3,8 +3,8 @@
 import pytest
 
 from pipeline.data.encode import Dropped
-from pipeline.data.kinds import kind_of
 from pipeline.data.preprocess import Preprocess
+from pipeline.data.shapes import kind_of
 from pipeline.data.sides import Rule, derived, ordered, vote
 from pipeline.data.values import RowError
 from pipeline.errors import InputError

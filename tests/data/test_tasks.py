@@ -17,7 +17,7 @@ def test_tasks_do_not_import_torch(tmp_path):
     code = f"""
 import sys
 from pipeline.data import chunks, files, tasks
-from pipeline.data.kinds import kind_of
+from pipeline.data.shapes import kind_of
 from toy_data import tokenizer
 options = tasks.Options("sft", 400, "error", "raise", False, (1,), 0.0, 0, False)
 (chunk,) = chunks.plan(files.find({path!r}, "data.train"), "train", kind_of("sft"))

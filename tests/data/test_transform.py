@@ -10,9 +10,9 @@ from pipeline.config import Data
 from pipeline.data.cache import cache_key
 from pipeline.data.encode import Dropped
 from pipeline.data.files import find
-from pipeline.data.kinds import kind_of
 from pipeline.data.preprocess import Preprocess
 from pipeline.data.read import options_of
+from pipeline.data.shapes import kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.runtime.inputs import check_transform

@@ -6,9 +6,8 @@ import pytest
 from toy_data import make, write
 
 from pipeline.data import versions
-from pipeline.data.kinds import kind_of
-from pipeline.data.parse import parse
 from pipeline.data.report import Report
+from pipeline.data.shapes import kind_of, parse
 
 PPO3, SFT1 = "models:/demo-ppo/3", "models:/demo-sft/1"
 

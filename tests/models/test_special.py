@@ -19,7 +19,7 @@ from toy_data import CHATML, ROWS, make, parsed, rows_of, tokenizer, trained, wr
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.kinds import kind_of
+from pipeline.data.shapes import kind_of
 from pipeline.data.values import RowError
 from pipeline.models.special import ControlTokens, Escaping, chat_ids, text_ids
 from pipeline.models.tokenizer import eos_ids, load_tokenizer

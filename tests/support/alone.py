@@ -13,7 +13,7 @@ from running import ROOT
 
 from pipeline.config import load_job
 from pipeline.data import chunks, files, tasks
-from pipeline.data.kinds import kind_of
+from pipeline.data.shapes import kind_of
 from pipeline.models.base import base_identity
 from pipeline.models.template import text_as_chat
 from pipeline.models.tokenizer import eos_ids, load_tokenizer

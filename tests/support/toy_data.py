@@ -10,9 +10,8 @@ from pipeline.config import Data
 from pipeline.data import chunks, files
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.feed import to_hf
-from pipeline.data.kinds import kind_of
-from pipeline.data.parse import parse
 from pipeline.data.read import prepare
+from pipeline.data.shapes import kind_of, parse
 from pipeline.models.template import PLAIN
 
 ROWS = [{"prompt": f"question {i}", "completion": f" answer {i}"} for i in range(50)]

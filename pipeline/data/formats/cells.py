@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.data.kinds import Kind
+from pipeline.data.shapes import Kind
 from pipeline.data.tools import decoded
 
 DECODED = ("margin", "messages", "conversations")  # what a shape reads as a number or as a list

@@ -1,0 +1,543 @@
+"""The shapes of rows: by kind, the fields of each shape, its parser, the columns of token ids. Rows -> Records; no tokenizer.
+
+KIND is the table; config.stages.STAGE says which kind a stage reads. A row has the first shape whose fields are all there.
+"""
+
+import contextlib
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pipeline.config.stages import STAGE
+from pipeline.data import versions
+from pipeline.data.columns import UNORDERED, shapes_with
+from pipeline.data.messages import (
+    as_turns,
+    check_prompt,
+    completion_text,
+    dialogue,
+    ends_on,
+    instruction,
+    messages,
+    prompt_text,
+    repeats_prompt,
+    split_transcripts,
+    with_system,
+)
+from pipeline.data.preprocess import NOTHING, Preprocess
+from pipeline.data.record import Record, Text, Turns, plain
+from pipeline.data.tools import decoded, offered
+from pipeline.data.values import RowError, check_values, fields_of, show, some
+from pipeline.errors import visible
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the rows of one kind are, from JSON to token ids."""
+
+    # name of a shape -> the fields that it needs; a row has the first shape whose fields are all there
+    shapes: Mapping[str, tuple[str, ...]]
+    parse: Callable[[dict[str, Any], str], Record]  # (row, name of its shape) -> Record; raises RowError
+    # (record, number of the pair, ids of the prompt and of each completion) -> columns; None: encode.py labels the tokens
+    project: Callable[..., dict[str, Any]] | None
+    columns: Mapping[str, type]  # of the token table: list (of token ids), float, bool or str (JSON)
+    # What becomes of the completions: the policy learns to write those of the rows, or a reward model scores those of the
+    # rows, or the policy writes them and the rows have prompts only.
+    completions: Literal["learned", "scored", "written"]
+    further: frozenset[str] = frozenset()  # fields that no shape needs, and that it reads
+    packs: bool = False  # whether trainer.packing joins several rows into one
+    stage: str = ""  # whose rows they are, for messages
+    preprocess: Preprocess = NOTHING  # what the job makes of a raw row
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The fields that a shape needs."""
+        return frozenset(UNORDERED).union(*self.shapes.values())
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a row may have two completions, one preferred to the other."""
+        return self.completions != "written" and "rejected" in self.needed
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether a row's further columns are kept, for Python rewards."""
+        return "row" in self.columns
+
+    def rows(self, row: Any) -> Iterator[Any]:
+        """The rows that a decoded row of a file stands for: each a row, a RowError or Dropped."""
+        return self.preprocess.rows(row, self)
+
+
+# ---- demonstrations: a prompt and the completion to learn ------------------------------------------------------------
+
+DEMONSTRATIONS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt+completion": ("prompt", "completion"),
+    "prompt+answer": ("prompt", "answer"),
+    "instruction+output": ("instruction", "output"),
+}
+# Columns that say whether a completion is good (trl.KTOTrainer's, LLaMA-Factory's), and their values where it is not.
+LABELS = {"label", "kto_tag"}
+_BAD_WORDS = (
+    "bad dislike disliked down f false n negative no reject rejected thumbs_down undesirable unsafe wrong 👎"
+)
+BAD = (0, -1, *_BAD_WORDS.split())
+GOOD = (1, *"chosen desirable good like liked positive t thumbs_up true up y yes 👍".split())
+WEIGHTS = {"weight", "train"}  # fields of a message that say whether it is trained
+
+
+def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
+    """A demonstration of one of DEMONSTRATIONS, to be imitated; one that one of LABELS calls bad is refused.
+
+    A label that says something else is a column that is not read.
+    """
+    for name in LABELS & row.keys():
+        if is_good(row[name]) is False:
+            raise RowError(
+                "label",
+                name,
+                f"{show(row[name])}: a completion that is not to be imitated",
+                "good completions only; data.on_error=skip trains on those alone; kto learns from both kinds",
+            )
+    record = demonstration(row, shape)
+    record.unread = tuple(name for name in sorted(LABELS & row.keys()) if is_good(row[name]) is None)
+    return record
+
+
+def is_good(label: Any) -> bool | None:
+    """Whether a label calls a completion good; None: it says something else, such as a topic."""
+    value = label.strip().lower().replace(" ", "_") if isinstance(label, str) else label
+    with contextlib.suppress(ValueError, TypeError):
+        value = float(value)
+    if not isinstance(value, str | int | float):
+        return None
+    return True if value in GOOD else False if value in BAD else None
+
+
+def demonstration(row: dict[str, Any], shape: str) -> Record:
+    """A demonstration of one of DEMONSTRATIONS, whatever its `label`."""
+    if shape in ("messages", "conversations"):
+        turns = messages(row[shape], shape, system=row.get("system"))
+        ends_on(turns, "assistant", shape)
+        check_prompt(turns[:-1], shape)
+        return Record(
+            turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[shape], turns, shape)
+        )
+    if shape == "instruction+output":
+        prompt: Text = instruction(row)
+        return Record(prompt, [(completion_text(row["output"], "output", prompt),)])
+    prompt = prompt_text(row["prompt"], system=row.get("system"))
+    key = shape.removeprefix("prompt+")
+    completion = completion_text(row[key], key, prompt)
+    excluded: frozenset[int] = frozenset()
+    if isinstance(row[key], list | dict):
+        items = row[key] if isinstance(row[key], list) else [row[key]]
+        excluded = untrained(items, messages(items, key), key)
+        if excluded and isinstance(prompt, str):
+            raise RowError("wrong_type", key, "weights beside a prompt of text", "a prompt of messages")
+        excluded = frozenset(len(prompt) + index for index in excluded)
+    return Record(prompt, [(completion,)], untrained=excluded)
+
+
+def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
+    """The assistant turns that a row takes out of training: `weight: 0` (OpenAI's format) or `train: false`.
+
+    Raises:
+        RowError: for a weight other than 0 and 1, and if no assistant turn is left to train.
+    """
+    added = len(turns) - len(items)  # 1 where the system prompt comes from a field of its own
+    excluded = set()
+    for index, item in enumerate(items):
+        for name in WEIGHTS & item.keys():
+            if item[name] is None:
+                continue
+            if item[name] not in (0, 1):
+                raise RowError(
+                    "weight", f"{key}[{index}].{name}", show(item[name]), "1 (train this turn) or 0 (do not)"
+                )
+            if not item[name]:
+                excluded.add(index + added)
+    assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
+    if excluded and assistant <= excluded:
+        raise RowError("weight", key, "no assistant turn that is to be trained", "one without `weight: 0`")
+    return frozenset(excluded & assistant)
+
+
+# ---- preferences: a prompt, a chosen and a rejected completion -------------------------------------------------------
+
+PREFERENCES = {
+    "prompt+pos_answers+neg_answers": ("prompt", "pos_answers", "neg_answers"),
+    "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
+    "conversations+chosen+rejected": ("conversations", "chosen", "rejected"),
+    "messages+chosen+rejected": ("messages", "chosen", "rejected"),
+    "instruction+chosen+rejected": ("instruction", "chosen", "rejected"),
+    "chosen+rejected": ("chosen", "rejected"),
+}
+SIDES = ("chosen", "rejected")
+# Of a pair. TRL's RewardTrainer minimises -logsigmoid(score_chosen - score_rejected - margin): beyond some tens the
+# gradient no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
+LARGEST_MARGIN = 100.0
+
+
+def parse_preference(row: dict[str, Any], shape: str) -> Record:
+    """A row of one of PREFERENCES: one pair, or one for each index of `pos_answers` and `neg_answers`."""
+    margin = margin_of(row)
+    key = shape.split("+")[0]
+    if shape == "prompt+pos_answers+neg_answers":
+        prompt, pairs = answers(row)
+    elif shape == "chosen+rejected":
+        prompt, completions = split_transcripts(row["chosen"], row["rejected"])
+        prompt, completions = with_system(prompt, completions, row.get("system"))
+        pairs = [completions]
+    elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both sides repeat it
+        prompt, completions = split_transcripts(row["chosen"], row["rejected"])
+        pairs = [completions]
+        given = row[key]
+        if not isinstance(given, str) or given.strip():  # an empty one says nothing else
+            prompt = agreed(prompt, given_prompt(row, key), key)
+    else:
+        prompt = given_prompt(row, key)
+        pairs = [tuple(completion_text(row[side], side, prompt) for side in SIDES)]
+    for index, (chosen, rejected) in enumerate(pairs):
+        if plain(chosen) == plain(rejected):
+            name = f"pos_answers[{index}]" if shape.endswith("neg_answers") else "chosen"
+            raise RowError(
+                "equal_pair",
+                name,
+                f"the same text on both sides: {show(plain(chosen))}",
+                "two different completions",
+            )
+    return Record(prompt, pairs, margin=margin)
+
+
+def given_prompt(row: dict[str, Any], key: str) -> Text:
+    return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
+
+
+def agreed(repeated: Text, given: Text, key: str) -> Text:
+    """The prompt of a row that has it in the field `key` (`given`) and again in `chosen` and `rejected` (`repeated`).
+
+    The longer one, where one is the end of the other: the field often holds one question of a conversation, or adds
+    system turns. Otherwise they must agree.
+    """
+    repeated_turns, given_turns = as_turns(repeated), as_turns(given)
+    for longer, shorter in ((repeated_turns, given_turns), (given_turns, repeated_turns)):
+        if stripped(longer[-len(shorter) :]) == stripped(shorter):
+            return longer
+    # the first question of several
+    if isinstance(given, str) and stripped(given_turns)[0] in stripped(repeated_turns):
+        return repeated
+    raise RowError(
+        "prompts_differ",
+        key,
+        f"{show(given_turns[-1]['content'])}, but `chosen` and `rejected` begin with "
+        f"{show(repeated_turns[-1]['content'])}",
+        f"the same prompt there as in `{key}`, or completions without a prompt",
+    )
+
+
+def stripped(turns: Turns) -> list[tuple[str, str]]:
+    """(role, content) of each turn, without white space around the content."""
+    return [(turn["role"], turn["content"].strip()) for turn in turns]
+
+
+def margin_of(row: dict[str, Any]) -> float | None:
+    """By how much the score of `chosen` should exceed that of `rejected`; None: the row does not say."""
+    margin = row.get("margin")
+    if margin is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise RowError("wrong_type", "margin", show(margin), "a number")
+    if not 0 <= margin <= LARGEST_MARGIN:
+        expected = f"a number from 0 to {LARGEST_MARGIN:g}, in units of the reward (usually at most 3); if it is negative, swap `chosen` and `rejected`"
+        raise RowError("margin", "margin", show(margin), expected)
+    return float(margin)
+
+
+def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
+    """Prompt and pairs of a row with lists of good and of bad answers."""
+    prompt = prompt_text(row["prompt"], system=row.get("system"))
+    sides = []
+    for key in ("pos_answers", "neg_answers"):
+        values = decoded(row[key])  # a CSV file holds a list as its JSON text
+        if not isinstance(values, list):
+            raise RowError("wrong_type", key, show(values), "a list of texts")
+        if not values:
+            raise RowError("empty_completion", key, "an empty list", "at least one answer")
+        sides.append([completion_text(value, f"{key}[{i}]", prompt) for i, value in enumerate(values)])
+    if len(sides[0]) != len(sides[1]):
+        raise RowError(
+            "unequal_answers",
+            "neg_answers",
+            f"{len(sides[0])} pos_answers and {len(sides[1])} neg_answers",
+            "as many neg_answers as pos_answers: one pair for each index",
+        )
+    return prompt, list(zip(*sides, strict=True))
+
+
+# ---- rated completions: desirable or not; a pair is one of either ----------------------------------------------------
+
+RATED = {
+    f"{shape}+{label}": (*fields, label)
+    for label in ("label", "kto_tag")
+    for shape, fields in DEMONSTRATIONS.items()
+} | PREFERENCES
+
+
+def parse_rated(row: dict[str, Any], shape: str) -> Record:
+    """A row of one of RATED: one completion with its label, or the completions of preference pairs."""
+    if shape in PREFERENCES:
+        record = parse_preference(row, shape)
+        labels = tuple(desirable for _ in record.pairs for desirable in (True, False))
+        record.pairs = [(completion,) for pair in record.pairs for completion in pair]
+        record.labels = labels
+        return record
+    inner, _, name = shape.rpartition("+")
+    label = is_good(row[name])
+    if label is None:
+        raise RowError(
+            "unclear_label",
+            name,
+            show(row[name]),
+            "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}",
+        )
+    record = demonstration(row, inner)
+    if record.untrained:
+        raise RowError(
+            "weight", inner, "turns with weight 0 beside a label", f"`{name}` alone: it is of the last turn"
+        )
+    record.all_turns, record.labels = False, (label,)
+    return record
+
+
+# ---- completions to be scored: one, or the two of a pair -------------------------------------------------------------
+
+SCORED = {**PREFERENCES, **DEMONSTRATIONS}
+
+
+def parse_scored(row: dict[str, Any], shape: str) -> Record:
+    """A demonstration or a preference, and the row for a Python reward."""
+    read = parse_preference if shape in PREFERENCES else demonstration
+    record = read(row, shape)
+    record.row = json.dumps({**row, "prompt": record.prompt}, ensure_ascii=False)
+    return record
+
+
+# ---- prompts, for which completions are to be written ----------------------------------------------------------------
+
+PROMPTS = {
+    "prompt": ("prompt",),
+    "conversations": ("conversations",),
+    "messages": ("messages",),
+    "instruction": ("instruction",),
+    "chosen+rejected": ("chosen", "rejected"),  # the prompt that both share
+}
+
+
+def parse_prompt(row: dict[str, Any], shape: str) -> Record:
+    """The prompt of a row of one of PROMPTS, and its further columns as they are."""
+    if shape == "chosen+rejected":
+        prompt, completions = split_transcripts(row["chosen"], row["rejected"])
+        prompt, _ = with_system(prompt, completions, row.get("system"))
+    elif shape == "instruction":
+        prompt = instruction(row)
+    else:
+        prompt = prompt_text(row[shape], shape, row.get("system"))
+    further = {key: value for key, value in row.items() if key != shape}
+    return Record(prompt, row=json.dumps({"prompt": prompt, **further}, ensure_ascii=False))
+
+
+def parse_answered(row: dict[str, Any], shape: str) -> Record:
+    """As `parse_prompt`, of rows whose `completion`, where they have one, will be read too: its likelihood is measured."""
+    record = parse_prompt(row, shape)
+    if row.get("completion") not in (None, ""):
+        completion_text(row["completion"], "completion", record.prompt)
+    return record
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+Ids = list[int]
+
+
+def _preference(record: Record, at: int, prompt: Ids, chosen: Ids, rejected: Ids) -> dict[str, Any]:
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+
+
+def _whole_preference(record: Record, at: int, prompt: Ids, chosen: Ids, rejected: Ids) -> dict[str, Any]:
+    return {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected, "margin": record.margin}
+
+
+def _rated(record: Record, at: int, prompt: Ids, completion: Ids) -> dict[str, Any]:
+    return {"prompt_ids": prompt, "completion_ids": completion, "label": record.labels[at]}
+
+
+def _prompt(record: Record, at: int, prompt: Ids) -> dict[str, Any]:
+    return {"input_ids": prompt, "row": record.row}
+
+
+def _scored(record: Record, at: int, prompt: Ids, chosen: Ids, rejected: Ids | None = None) -> dict[str, Any]:
+    row = record.row
+    if len(record.pairs) > 1:  # one row of several answers is several pairs
+        row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, "row": row}
+
+
+_PAIR = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids"), list)
+_WHOLE_PAIR = {"chosen_ids": list, "rejected_ids": list, "margin": float}
+_RATED = {"prompt_ids": list, "completion_ids": list, "label": bool}
+_PROMPT = {"input_ids": list, "row": str}
+_SCORED = {**_PAIR, "row": str}
+_MARGIN = frozenset({"margin"})
+
+KIND = {
+    "demonstrations": Kind(
+        DEMONSTRATIONS,
+        parse_demonstration,
+        None,
+        {"input_ids": list, "labels": list},
+        "learned",
+        frozenset(LABELS),
+        packs=True,
+    ),
+    "preferences": Kind(PREFERENCES, parse_preference, _preference, _PAIR, "learned", _MARGIN),
+    "whole_preferences": Kind(
+        PREFERENCES, parse_preference, _whole_preference, _WHOLE_PAIR, "scored", _MARGIN
+    ),
+    "thumbs": Kind(RATED, parse_rated, _rated, _RATED, "learned", _MARGIN),
+    "prompts": Kind(PROMPTS, parse_prompt, _prompt, _PROMPT, "written"),
+    "answered_prompts": Kind(PROMPTS, parse_answered, _prompt, _PROMPT, "written"),
+    "completions": Kind(SCORED, parse_scored, _scored, _SCORED, "scored"),
+    "pairs": Kind(PREFERENCES, parse_scored, _scored, _SCORED, "scored"),
+}
+
+
+def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
+    """The kind of rows that a stage reads; `pairs`, those of data.pairs, are a kind by themselves."""
+    name = STAGE[stage].rows if stage in STAGE else stage
+    assert name is not None, f"{stage} reads no rows"
+    shapes = shapes_with(preprocess.columns, KIND[name].shapes)
+    return replace(KIND[name], stage=stage, shapes=shapes, preprocess=preprocess)
+
+
+# ---- row -> Record ---------------------------------------------------------------------------------------------------
+
+# What other data sets call a field.
+ALIASES = {
+    "prompt": ("question", "query", "instruction", "input", "problem", "user"),
+    "completion": ("response", "output", "answer", "solution", "target", "reply", "assistant"),
+    "chosen": (
+        "preferred",
+        "accepted",
+        "winner",
+        "better",
+        "positive",
+        "chosen_response",
+        "response_j",
+        "preferred_output",
+    ),
+    "rejected": (
+        "dispreferred",
+        "refused",
+        "loser",
+        "worse",
+        "negative",
+        "rejected_response",
+        "response_k",
+        "non_preferred_output",
+    ),
+    "label": ("thumb", "thumbs", "feedback", "rating", "liked", "desirable"),
+    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
+}
+OPTIONAL = {"input", "margin", "system"}  # fields that no shape needs
+
+
+def parse(row: Any, kind: Kind) -> Record:
+    """A decoded JSON row -> `Record`; raises RowError (without file and line, which the reader adds)."""
+    check_values(row)
+    if not isinstance(row, dict):
+        raise RowError("not_object", "", show(row), "a JSON object, such as " + example(kind))
+    shape = shape_of(row, kind)
+    if shape is None:
+        raise wrong_fields(row, kind)
+    for key in kind.shapes[shape]:
+        if row[key] is None:
+            raise RowError("null", key, "null", "a value")
+    row = {**row, **{key: unpacked(key, row[key]) for key in kind.shapes[shape]}}
+    record = kind.parse(row, shape)
+    record.tools = offered(row.get("tools"))
+    record.version = versions.of_row(row)
+    if "row" not in kind.columns:  # else all columns go to Python rewards
+        record.unread += tuple(key for key in row if key not in read_of(record, kind, shape))
+    return record
+
+
+def unpacked(field: str, value: Any) -> Any:
+    """A list of messages, if a text is the JSON of one: a CSV file holds them like that. Or if it is a conversation's field."""
+    if field in ("messages", "conversations"):
+        return dialogue(value)
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return value
+    items = decoded(value)
+    is_chat = isinstance(items, list) and all(
+        isinstance(item, dict) and item.keys() & {"role", "from"} for item in items
+    )
+    return items if is_chat else value
+
+
+def read_of(record: Record, kind: Kind, shape: str) -> set[str]:
+    """The columns that are read of a row of a shape."""
+    read = {*kind.shapes[shape], *kind.further, "system"} | ({"version"} if record.version else set())
+    return read | ({"input"} if "instruction" in read else set()) | ({"tools"} if record.tools else set())
+
+
+def shape_of(row: dict[str, Any], kind: Kind) -> str | None:
+    """Name of the shape of a row, or None."""
+    return next((name for name, needs in kind.shapes.items() if all(key in row for key in needs)), None)
+
+
+def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
+    """No shape fits: names the field that is missing from the nearest shape, and a field that looks like it."""
+    shapes, keys = kind.shapes.values(), some(row)
+    known = {name for needs in shapes for name in needs}
+    unknown = [key for key in keys if key not in known | OPTIONAL]
+    nearest_shape = max(shapes, key=lambda needs: _likeness(needs, keys, unknown))
+    missing = [need for need in nearest_shape if need not in row]
+    meant = _meant(missing, unknown)
+    hint = (
+        f" (is {', '.join(f'`{visible(key, lines=False)}` meant to be `{name}`' for name, key in meant.items())}?)"
+        if meant
+        else ""
+    )
+    expected = "one of " + " | ".join(kind.shapes) + f" (stage {kind.stage})"
+    if len(meant) == len(missing) and all(key.isidentifier() for key in meant.values()):
+        renamed = ", ".join(f"{name}: {column}" for name, column in meant.items())
+        expected += f"; data.columns='{{{renamed}}}' renames"
+    return RowError("missing_field", missing[0], fields_of(keys) + hint, expected)
+
+
+def _meant(names: Iterable[str], keys: list[str]) -> dict[str, str]:
+    """Returns {field: the key that it is likely to be called}, by spelling or as other datasets do; each key stands for one."""
+    meant: dict[str, str] = {}
+    for name in names:
+        left = [key for key in keys if key not in meant.values()]
+        close = difflib.get_close_matches(name, left, 1)
+        words = [key for key in left if name in key.split("_")]  # response_chosen
+        aliases = [alias for alias in ALIASES.get(name, ()) if alias in left]
+        if found := [*close, *words, *aliases]:
+            meant[name] = found[0]
+    return meant
+
+
+def _likeness(needs: Sequence[str], keys: list[str], unknown: list[str]) -> float:
+    missing = [need for need in needs if need not in keys]
+    return (len(needs) - len(missing) + 0.5 * len(_meant(missing, unknown))) / len(needs)
+
+
+def example(kind: Kind) -> str:
+    shape = min((needs for needs in kind.shapes.values() if "prompt" in needs), key=len)
+    return "{" + ", ".join(f'"{name}": ...' for name in shape) + "}"
