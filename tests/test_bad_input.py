@@ -270,7 +270,6 @@ JOB = [
     case("rollout workers on nodes elsewhere", "ppo", r"rollout\.label_selector: found .*spot.*but this machine has", overrides=["rollout.num_workers=1", "rollout.label_selector={{market: spot}}"]),
     case("perhaps a rollout worker on nodes elsewhere", "ppo", r"rollout\.label_selector: found .*spot.*but this machine has", overrides=["rollout.num_workers=[0,2]", "rollout.label_selector={{market: spot}}"]),
     case("perhaps a rollout worker of another kind", "ppo", r"rollout\.resources_per_worker: found XPU, which this machine does not have", overrides=["rollout.num_workers=[0,2]", "rollout.resources_per_worker={{XPU: 1}}"]),
-    case("masked tokens of ratios of completions", "ppo", r"rollout\.correction_mode: masks tokens, and trainer\.importance_sampling_level=sequence takes", overrides=["rollout.num_workers=1", "rollout.correction=token", "rollout.correction_mode=mask", "trainer.importance_sampling_level=sequence", "trainer.advantage_estimator=grpo", "trainer.num_generations=4"]),
     case("rollout worker on a GPU that is not there", "ppo", r"rollout\.num_workers: 99 rollout workers with GPU: 1 each, beside a trainer with 0, but this machine has \d+",
          overrides=["rollout.num_workers=99", "rollout.use_gpu=true"]),
     case("tensor parallel without GPUs", "ppo", r"rollout\.tensor_parallel_size: found 2, expected 1 unless rollout workers .*rollout\.use_gpu=true", overrides=["rollout.tensor_parallel_size=2"]),

@@ -99,15 +99,11 @@ def _check_shards(tree: Tree, job: Job) -> None:
             "model.fsdp",
             "given together with lora.use_dora, which takes norms of whole weights; keep one",
         )
-    if job.rollout.get("engine") == "vllm" and not (job.stage == "ppo" and job.rollout_config.workers[1]):
-        elsewhere = (
-            "give it GPUs of its own with rollout.num_workers=1"
-            if job.stage == "ppo"
-            else "type rollout.engine=transformers"
-        )
+    if job.rollout.get("engine") == "vllm":
         raise tree.error(
             "rollout.engine",
-            f"vllm would hold the base whole beside each worker's shard; {elsewhere}, or model.fsdp=false",
+            "found vllm together with model.fsdp: each process with vLLM also loads the full base on one device, for "
+            "reference and rewards; set rollout.engine=transformers, or model.fsdp=false if the base fits on one device",
         )
 
 

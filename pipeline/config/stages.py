@@ -32,7 +32,7 @@ _NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
 _DECODES = {
     f"rollout.{key}": "only `ppo` learns from what it samples; here it is rollout.engine and its settings that count"
     for key in """num_workers staleness use_gpu resources_per_worker label_selector patience_s heartbeat_timeout_s chunk_timeout_s
-    tensor_parallel_size correction correction_mode correction_cap""".split()
+    tensor_parallel_size correction correction_cap""".split()
 }
 _ROW_BY_ROW = {
     **_NOTHING_TRAINED,

@@ -46,17 +46,6 @@ def _check_ppo(tree: Tree, job: Job) -> None:
     except SettingError as error:
         raise tree.error(f"trainer.{error.key}", error.message) from None
     _check_rollout(tree, job)
-    rollout = job.rollout_config
-    if (
-        args.importance_sampling_level == "sequence"
-        and rollout.corrects == "token"
-        and rollout.correction_mode == "mask"
-    ):
-        raise tree.error(
-            "rollout.correction_mode",
-            "masks tokens, and trainer.importance_sampling_level=sequence takes the ratio of whole completions; type "
-            "rollout.correction=sequence or rollout.correction_mode=truncate",
-        )
     prompts, workers = args.batch_size // args.num_generations, job.workers[1]
     if prompts < workers:
         raise tree.error(

@@ -423,10 +423,7 @@ def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
     if job.scaling.get("use_gpu"):
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
     dora = any(one.get("use_dora") for one in (job.lora, *(loras or {}).values()))
-    # vLLM in the trainers' own processes holds the base whole.
-    beside = job.rollout.get("engine") == "vllm" and not (
-        job.stage == "ppo" and job.rollout_config.workers[1]
-    )
+    beside = job.rollout.get("engine") == "vllm"  # each of its processes also loads the full base
     can_shard = "model.fsdp" not in STAGE[job.stage].unused and job.workers[0] > 1
     if can_shard and not (job.model.load_in_4bit or dora or beside):
         changes.append(("model.fsdp", True))

@@ -1,7 +1,7 @@
 """An update's completions in chunks: the unit of sampling and scoring, whoever does it, and however many do.
 
-How an update is cut depends on the job alone. All sums over several completions that sampling and the frozen roles make
-lie within a chunk: so a chunk has the same bits from every sampler, and the run those of any number of samplers.
+How an update is cut depends on the job alone, not on the memory of a worker. All sums over several completions that
+sampling and the frozen roles make lie within a chunk. So a chunk has the same bits from every sampler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Chunk:
     episodes: list[
         int
     ]  # numbers in the run of the completions, those to one prompt together: what sampling is keyed by
-    rows: int  # completions decoded at once, at most
 
     @property
     def key(self) -> Key:

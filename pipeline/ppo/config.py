@@ -42,6 +42,7 @@ RANGES = table(
 
 # Completions decoded at once where memory decides on it: those that a plan counts, and the most of an evaluation.
 PLANNED_ROWS = 64
+CHUNK_COMPLETIONS = 256  # size of a chunk if the job sets none
 
 
 @dataclass
@@ -71,9 +72,9 @@ class PPOConfig(Settings):
     """Tokens per forward and backward pass on one worker, padding included. None: `per_device_train_batch_size` episodes,
     and in passes without gradients 16384 tokens on a GPU, 4096 on a CPU."""
     local_rollout_forward_batch_size: int | None = None
-    """Completions that one worker decodes at once. None: all of its completions of an update, as far as their KV cache fits
-    into half of the memory that is free when the run starts; a resumed run keeps that number. An update is cut into chunks
-    of so many, which are sampled and scored one by one, and which rollout workers share (`rollout.num_workers`)."""
+    """Completions of a chunk. The completions of an update are cut into chunks, which are sampled and scored one by one, and
+    which rollout workers share (`rollout.num_workers`). A worker decodes this many at once. None: chunks of 256, of which
+    each worker decodes as many at once as fit into half of its free memory when the run starts."""
 
     # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs are those of the distribution sampled from
     response_length: int = 53
@@ -340,9 +341,9 @@ class PPOConfig(Settings):
         return max(1, math.ceil(episodes / self.batch_size))
 
     def decoded(self, workers: int) -> int:
-        """Completions that one of `workers` workers decodes at once, if its memory holds them."""
+        """Completions of a chunk of one of `workers` workers, which it decodes at once if its memory holds them."""
         own = math.ceil(self.batch_size // self.num_generations / workers) * self.num_generations
-        return min(self.local_rollout_forward_batch_size or own, own)
+        return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 
     def planned_rows(self, workers: int) -> int:
         """`decoded` of a worker with little memory: what a plan counts, since the others take only what is free."""

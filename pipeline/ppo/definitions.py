@@ -134,12 +134,8 @@ def _ratios(config: RolloutConfig, row: Row) -> Numbers:
     """trainer / sampler, as far as the job's correction lets it count."""
     difference, cap = (row.old - row.sampler).astype(np.float64), config.correction_cap
     if config.corrects != "token" and len(difference):
-        whole = difference.sum() if config.corrects == "sequence" else difference.mean()
-        difference = np.full_like(difference, whole)
-    ratios = np.exp(np.minimum(difference, 50.0))
-    if config.correction_mode == "mask":
-        return np.where((ratios <= cap) & (ratios >= 1 / cap), ratios, 0.0)
-    return np.minimum(ratios, cap)
+        difference = np.full_like(difference, difference.sum())
+    return np.minimum(np.exp(np.minimum(difference, 50.0)), cap)
 
 
 def _advantages(args: Any, rows: list[Row], rewards: list[Numbers]) -> list[Numbers]:

@@ -225,11 +225,10 @@ def off_policy_weights(
     logprobs: Tensor,
     sampler_logprobs: Tensor,
     mask: Tensor,
-    level: Literal["token", "sequence", "geometric"] = "token",
-    mode: Literal["truncate", "mask"] = "truncate",
+    level: Literal["token", "sequence"] = "token",
     cap: float = 3.0,
 ) -> Tensor:
-    """(batch, time) probability ratio trainer / sampler of each action, bounded by `cap`; 0 off the mask.
+    """(batch, time) probability ratio trainer / sampler of each action, at most `cap`; 0 off the mask.
 
     Corrects for a sampler of other weights, kernels or precision: for the old policy of an update that it was not sampled from
     (decoupled PPO, Hilton et al. 2021, arXiv 2110.00641; truncated importance sampling, Ionides 2008). As a weight w >= 0 of
@@ -237,22 +236,14 @@ def off_policy_weights(
 
     Args:
         logprobs, sampler_logprobs: (batch, time), in nats, of the trainer's policy and of the one that sampled.
-        level: token: of each action by itself. sequence: the product over a completion's actions, for all of them. geometric:
-            its root by their number.
-        mode: truncate: ratios above `cap` are `cap`. mask: ratios outside [1 / cap, cap] are 0.
+        level: token: of each action by itself. sequence: the product over a completion's actions, for all of them.
         cap: above 1.
     """
     mask = mask.bool()
     log_ratio = logprobs.float().where(mask, 0.0) - sampler_logprobs.float().where(mask, 0.0)
-    if level != "token":
-        total = log_ratio.sum(-1, keepdim=True)
-        if level == "geometric":
-            total = total / mask.sum(-1, keepdim=True).clamp(min=1)
-        log_ratio = total.expand_as(log_ratio)
-    weights = log_ratio.clamp(max=math.log(cap)).exp()
-    if mode == "mask":
-        weights = weights.where(log_ratio.abs() <= math.log(cap), 0.0)
-    return weights.where(mask, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+    return log_ratio.clamp(max=math.log(cap)).exp().where(mask, 0.0)
 
 
 def value_loss(

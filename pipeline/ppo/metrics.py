@@ -73,9 +73,7 @@ def off_policy_metrics(
         mask: (B, R), the actions that count.
     """
     level = config.corrects or "token"
-    plain = off_policy_weights(
-        episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask, level, "truncate", 1e6
-    )
+    plain = off_policy_weights(episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask, level, 1e6)
     each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # a completion's are all the same
     r = plain.where(each, 0.0).double()
     cut = ((plain != weights) & each).sum().double()

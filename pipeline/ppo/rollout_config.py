@@ -59,13 +59,10 @@ class RolloutConfig(Settings):
     """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1). None: what they need."""
     vllm_kwargs: dict[str, Any] | None = None
     """Further arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
-    correction: Literal["none", "token", "sequence", "geometric"] | None = None
-    """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler of its token, of the
-    whole completion, or by the geometric mean over the completion's tokens. None: token for vllm, else none: with `staleness: 2`
-    and the demo's learning rate, weights made runs worse, not better (docs/rollouts.md)."""
-    correction_mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: ratios above `correction_cap` count as that (truncated importance sampling). mask: what has a ratio outside
-    [1 / correction_cap, correction_cap] is left out of the losses."""
+    correction: Literal["none", "token", "sequence"] | None = None
+    """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler of its token, or of the
+    whole completion, truncated at `correction_cap`. None: token for vllm, else none: with `staleness: 2` and the demo's learning
+    rate, weights made runs worse, not better (docs/rollouts.md)."""
     correction_cap: float = 3.0
     """Largest ratio, above 1."""
 
@@ -110,7 +107,7 @@ class RolloutConfig(Settings):
         return self._bounds()
 
     @property
-    def corrects(self) -> Literal["token", "sequence", "geometric"] | None:
+    def corrects(self) -> Literal["token", "sequence"] | None:
         """`correction`, with the default where it is None; None for none."""
         if self.correction is None:
             return "token" if self.engine == "vllm" else None

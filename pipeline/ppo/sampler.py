@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import forward
-from pipeline.ppo.batch import Episodes, collate
+from pipeline.ppo.batch import Episodes, all_reduce, collate, world
 from pipeline.ppo.chunks import Chunk, Greedy, Sampled
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.decode_memory import GIB, decoding_rows
 from pipeline.ppo.engine import Completion, Engine, Sampling, TransformersEngine
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Reward, Samples, raw_scores
@@ -52,6 +54,27 @@ class Sampler:
         self.sampling = Sampling.of(args, tokenizer, shared, eos)
         self.pad = tokenizer.pad_token_id or 0
         self.engine = engine or TransformersEngine(shared, "policy", pad=self.pad)
+        self.rows = args.local_rollout_forward_batch_size  # decoded at once; None: a whole chunk
+
+    def fit_to_memory(self, chunk: int, longest: int) -> None:
+        """Sets how many completions of a chunk are decoded at once by the memory that is free now, unless the job does.
+
+        Every trainer calls it: they take the smallest of their numbers, because rounding depends on it.
+
+        Args:
+            chunk: completions of a chunk.
+            longest: tokens of the longest prompt and its completion.
+        """
+        if self.rows is not None or not isinstance(self.engine, TransformersEngine):
+            return
+        rows, room = decoding_rows(self.shared, chunk, longest)
+        self.rows = int(all_reduce(torch.tensor(rows, device=self.shared.device), dist.ReduceOp.MIN))
+        if self.rows < chunk and world()[0] == 0:
+            print(
+                f"decoding {self.rows} of a chunk's {chunk} completions at once: more, of {longest} tokens, do not fit into "
+                f"half of the free memory ({room / GIB:.1f} GiB)",
+                flush=True,
+            )
 
     def whole(self, chunk: Chunk, digest: str) -> Sampled:
         """A chunk sampled and scored, with the reference's log-probs unless the reference moves with the policy.
@@ -68,7 +91,7 @@ class Sampler:
     def sample(self, chunk: Chunk, digest: str = "") -> Sampled:
         """The chunk's completions, and the greedy ones of remax. The engine has been told of the policy (`engine.sync`)."""
         if isinstance(self.engine, TransformersEngine):
-            self.engine.rows = chunk.rows
+            self.engine.rows = self.rows or len(chunk.episodes)
         prompts = [ids for ids in chunk.prompt_ids for _ in range(chunk.generations)]
         completions = self.engine.generate(prompts, chunk.episodes, self.sampling)
         greedy = None

@@ -41,7 +41,7 @@ def save_state(trainer: PPOTrainer, folder: str | Path) -> None:
         "skipped_steps": trainer.skipped_steps,
         "scheduler": trainer.scheduler.state_dict(),
         "history": trainer.history,
-        "decoding": {"workers": workers, "rows": trainer.rows},
+        "decoding": {"workers": workers, "rows": trainer.sampler.rows},
     }
     if trainer.versions:
         trainer.versions.save(folder, trainer.update)
@@ -65,11 +65,15 @@ def restore_state(trainer: PPOTrainer, folder: str | Path) -> None:
     trainer.skipped_steps = state["skipped_steps"]
     trainer.history = state["history"]
     rank, workers = world()
-    # How many rows are decoded at once decides the rounding: what is free now must not. Other workers have other shares.
-    rows = state["decoding"]["rows"] if state["decoding"]["workers"] == workers else None
-    unset = trainer.args.local_rollout_forward_batch_size is None
-    if rows and unset:
-        trainer.rows = rows
+    # How many rows are decoded at once decides the rounding: what is free now must not, unless it is less.
+    rows, now = state["decoding"]["rows"], trainer.sampler.rows
+    if (
+        rows
+        and now
+        and state["decoding"]["workers"] == workers
+        and not trainer.args.local_rollout_forward_batch_size
+    ):
+        trainer.sampler.rows = min(rows, now)
     if trainer.versions:
         trainer.versions.load(folder)
     random_state = folder / f"rng_{rank}_of_{workers}.pt"

@@ -48,7 +48,6 @@ from pipeline.ppo.checks import (
 )
 from pipeline.ppo.chunks import Chunk, cut
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.decode_memory import GIB, decoding_rows
 from pipeline.ppo.engine import Engine, Sampling
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.functional import (
@@ -136,7 +135,9 @@ class PPOTrainer:
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
         reference = "reference" if "reference" in shared.roles else None
         self.sampler = Sampler(shared, tokenizer, args, rewards, reference, engine, eos)
-        self.rows = self._decoding_rows(fixed=engine is not None or self.rollout_config.engine == "vllm")
+        if not rollout_workers:
+            longest = max(len(ids) for ids in self._all_prompt_ids()) + args.response_length
+            self.sampler.fit_to_memory(args.decoded(self.workers), longest)
         if args.bf16:
             shared.autocast = torch.bfloat16
         if self.workers > 1:  # all deal the same packs
@@ -246,7 +247,6 @@ class PPOTrainer:
         if self.update == 0:
             compared = recomputed.check(self, episodes, rewards, greedy_scores)
             require([*check_rollout(self, episodes, rewards), *compared])
-        self.leave_out_masked(episodes)
         weights = weights_of(self) if self.update == 0 else None
         with self.phases("update"):
             learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)
@@ -313,7 +313,11 @@ class PPOTrainer:
 
     def _chunks(self, update: int) -> list[Chunk]:
         """This worker's share of an update, in the pieces that are sampled and scored one by one."""
-        n, per_update = self.args.num_generations, self.prompts_per_update
+        n, per_update, size = (
+            self.args.num_generations,
+            self.prompts_per_update,
+            self.args.decoded(self.workers),
+        )
         order = prompt_order(
             update * per_update, per_update, self.prompts_per_epoch, self.args.seed, self.draws
         )
@@ -331,9 +335,8 @@ class PPOTrainer:
                 prompt_ids=[prompt_ids[i] for i in places],
                 data=[rows[i]["row"] for i in places],
                 episodes=[first + share[i] * n + g for i in places for g in range(n)],
-                rows=self.rows,
             )
-            for number, places in enumerate(cut([len(ids) for ids in prompt_ids], self.rows, n))
+            for number, places in enumerate(cut([len(ids) for ids in prompt_ids], size, n))
         ]
 
     def score(self, rollout: Rollout) -> dict[str, list[float]]:
@@ -460,14 +463,7 @@ class PPOTrainer:
         """(B, R) probability ratios trainer / sampler as the job's correction takes them, or would."""
         config = self.rollout_config
         logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
-        return off_policy_weights(
-            *logprobs, config.corrects or "token", config.correction_mode, config.correction_cap
-        )
-
-    def leave_out_masked(self, episodes: Episodes) -> None:
-        """What the correction masks is not learned from: not by advantage, value, KL term or entropy. Whitening has seen it."""
-        if self.rollout_config.corrects and self.rollout_config.correction_mode == "mask":
-            episodes.learn = episodes.learn & (self._ratios(episodes) > 0)
+        return off_policy_weights(*logprobs, config.corrects or "token", config.correction_cap)
 
     def off_policy_metrics(self, episodes: Episodes) -> dict[str, float]:
         """What the ratios are like, after `learn`, from which old log-probs may come; {} without staleness and correction."""
@@ -663,27 +659,6 @@ class PPOTrainer:
                 f"and together no more than the model's {positions} positions: {str(row['row'])[:200]}"
             )
         return ids
-
-    def _decoding_rows(self, fixed: bool) -> int:
-        """`local_rollout_forward_batch_size`; where it is None, what memory allows on every worker.
-
-        Args:
-            fixed: whether the engine sees to its memory itself.
-        """
-        most = self.args.decoded(self.workers)
-        if fixed or self.args.local_rollout_forward_batch_size is not None:
-            return most
-        longest = max(len(ids) for ids in self._all_prompt_ids()) + self.args.response_length
-        rows, room = decoding_rows(self.shared, most, longest)
-        if self.workers > 1:  # rounding depends on the number: let no worker have its own
-            rows = int(all_reduce(torch.tensor(rows, device=self.device), dist.ReduceOp.MIN))
-        if rows < most and self.rank == 0:
-            print(
-                f"decoding {rows} of a worker's {most} completions at once: more, of {longest} tokens, do not fit into half of "
-                f"the free memory ({room / GIB:.1f} GiB)",
-                flush=True,
-            )
-        return rows
 
     def _all_prompt_ids(self) -> Iterable[Sequence[int]]:
         """Token ids of each prompt; from the column alone, where there are columns."""

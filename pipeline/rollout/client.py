@@ -39,9 +39,7 @@ class Client:
         from pipeline.rollout.worker import Terms
 
         if self.rank == 0:
-            longest = 0  # only vLLM has to know
-            if trainer.rollout_config.engine == "vllm":
-                longest = max(map(len, self.worker.rows("train")["input_ids"])) + trainer.args.response_length
+            longest = max(map(len, self.worker.rows("train")["input_ids"])) + trainer.args.response_length
             terms = Terms(trainer.shared.can_pack, torch.get_num_threads(), longest)
             ray.get(self.pool.begin.remote(self.session, terms))
         self.worker.gather(None)  # no rank asks before the session has begun

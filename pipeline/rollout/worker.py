@@ -25,7 +25,7 @@ class Terms:
 
     can_pack: bool  # SharedBase.can_pack
     threads: int  # torch.get_num_threads: sums of other numbers of threads have other bits
-    longest: int  # tokens of the longest prompt and its completion, for vLLM
+    longest: int  # tokens of the longest prompt and its completion
 
 
 class RolloutWorker:
@@ -84,10 +84,12 @@ class RolloutWorker:
         torch.set_num_threads(terms.threads)
         self.sampler.shared.can_pack = terms.can_pack
         job = self.work.job
-        if job.rollout_config.engine == "vllm":
+        rows = job.args.decoded(job.workers[0])
+        if job.rollout_config.engine == "transformers":
+            self.sampler.fit_to_memory(rows, terms.longest)
+        else:
             with memory.explained(job):
                 folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-"))
-                rows = job.args.decoded(job.workers[0])
                 self.sampler.engine = self.stack.enter_context(
                     roles.vllm(Host(self.work), self.sampler.shared, folder, terms.longest, rows)
                 )

@@ -241,13 +241,13 @@ BAD = [
     ("dpo", ["model.fsdp=true", "lora.use_dora=true"], r"model\.fsdp: given together with lora\.use_dora"),
     (
         "ppo",
-        ["model.fsdp=true", "rollout.engine=vllm"],
-        r"rollout\.engine: vllm would hold .* rollout\.num_workers=1",
+        ["model.fsdp=true", "rollout.engine=vllm", "rollout.num_workers=1"],
+        r"rollout\.engine: found vllm together with model\.fsdp.* rollout\.engine=transformers",
     ),
     (
         "evaluate",
         ["model.fsdp=true", "rollout.engine=vllm"],
-        r"rollout\.engine: vllm would hold .* rollout\.engine=transformers",
+        r"rollout\.engine: found vllm together with model\.fsdp",
     ),
     (
         "generate",

@@ -186,16 +186,10 @@ def test_plan_advises_shards_before_it_advises_to_quantise(llama_8b):
     assert "model.load_in_4bit=true" in plan.fit_into(alone, 22 * plan.GIB)[0]
 
 
-@pytest.mark.parametrize(("workers", "advised"), [(0, False), (2, True)])
-def test_shards_go_with_vllm_in_rollout_workers_alone(llama_8b, workers, advised):
-    asked = job(
-        llama_8b,
-        "llama3-8b/ppo",
-        "scaling.num_workers=4",
-        "rollout.engine=vllm",
-        f"rollout.num_workers={workers}",
-    )
-    assert (("model.fsdp", True) in plan._changes(asked)) == advised
+@pytest.mark.parametrize(("engine", "advised"), [("vllm", False), ("transformers", True)])
+def test_shards_are_not_advised_with_vllm(llama_8b, engine, advised):
+    settings = "scaling.num_workers=4", f"rollout.engine={engine}", "rollout.num_workers=2"
+    assert (("model.fsdp", True) in plan._changes(job(llama_8b, "llama3-8b/ppo", *settings))) == advised
 
 
 def test_time_is_matrix_products_over_speed(llama_8b):

@@ -60,24 +60,42 @@ def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, cap
         monkeypatch.setattr(decode_memory, "free_bytes", lambda device: 2.0 * rows * row)
 
     free(100)
-    assert toy.trainer().rows == 16  # the whole update
-    assert toy.trainer(local_rollout_forward_batch_size=4).rows == 4
+    assert toy.trainer().sampler.rows == 16  # the whole update
+    assert toy.trainer(local_rollout_forward_batch_size=4).sampler.rows == 4
     assert "at once" not in capsys.readouterr().out
     free(5)
     first = toy.trainer()
-    assert first.rows == 5
-    assert "decoding 5 of a worker's 16 completions at once" in capsys.readouterr().out
+    assert first.sampler.rows == 5
+    assert "decoding 5 of a chunk's 16 completions at once" in capsys.readouterr().out
     first.save(tmp_path)
     free(9)
     second = toy.trainer()
     second.restore(tmp_path)
-    assert second.rows == 5
+    assert second.sampler.rows == 5
+    free(4)
+    smaller = toy.trainer()
+    smaller.restore(tmp_path)
+    assert smaller.sampler.rows == 4  # instead of running out of memory
+    free(9)
     explicit = toy.trainer(local_rollout_forward_batch_size=3)
     explicit.restore(tmp_path)
-    assert explicit.rows == 3
+    assert explicit.sampler.rows == 3
     state = json.loads((tmp_path / "ppo_state.json").read_text())
     assert state["decoding"] == {"workers": 1, "rows": 5}
     (tmp_path / "ppo_state.json").write_text(json.dumps(state | {"decoding": {"workers": 2, "rows": 5}}))
     elastic = toy.trainer()
     elastic.restore(tmp_path)  # another share of the completions
-    assert elastic.rows == 9
+    assert elastic.sampler.rows == 9
+
+
+def test_chunks_do_not_follow_memory(monkeypatch):
+    """Else a smaller GPU would give a reward that draws other numbers, and its rollout workers other work."""
+
+    def chunks(rows):
+        row = decode_memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
+        monkeypatch.setattr(decode_memory, "free_bytes", lambda device: 2.0 * rows * row)
+        trainer = toy.trainer()
+        return trainer.rollout().chunks, trainer.sampler.rows
+
+    (large, most), (small, fewer) = chunks(100), chunks(5)
+    assert large == small and (most, fewer) == (16, 5)

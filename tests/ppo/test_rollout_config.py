@@ -39,7 +39,7 @@ def test_what_is_corrected_by_default():
     assert RolloutConfig(num_workers=1, staleness=1).corrects is None
     assert RolloutConfig(engine="vllm").corrects == "token"
     assert RolloutConfig(engine="vllm", correction="none").corrects is None
-    assert RolloutConfig(correction="geometric").corrects == "geometric"
+    assert RolloutConfig(correction="sequence").corrects == "sequence"
     assert RolloutConfig(num_workers=[0, 3]).workers == (0, 3)
 
 

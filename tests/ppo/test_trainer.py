@@ -220,7 +220,7 @@ def worker(rank, port, folder):
     row = decode_memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
     with pytest.MonkeyPatch.context() as patch:  # free: twice what 2 rows take, and 5 rows
         patch.setattr(decode_memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
-        assert toy.trainer().rows == 2, "workers decode different numbers of rows"
+        assert toy.trainer().sampler.rows == 2, "workers decode different numbers of rows"
     for number in range(len(SHARED_RUNS)):
         # rank 0's weights are the ones that count
         trainer, path, loads = shared_run(number, spread=rank * 0.5)
