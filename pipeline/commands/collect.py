@@ -227,6 +227,11 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
 
 def why_none(args: Collect, counts: Mapping[str, int]) -> str:
     """The most frequent reason why there are no rows, and what to change."""
+    if counts["cut_off"] == counts["completions"]:
+        return (
+            f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise it if "
+            "rows are longer. If not, the policy has not learned to end: train sft on rows that end, and look at its eos_accuracy"
+        )
     completions = f"of {counts['completions']} completions"
     reasons = {
         "cut_off": f"{counts['cut_off']} {completions} were cut off; type a larger trainer.response_length",

@@ -12,9 +12,10 @@ from pipeline.data.chunks import Chunk, where
 from pipeline.data.digest import joined
 from pipeline.data.parts import columns_of
 from pipeline.data.refusals import one_of_each
-from pipeline.data.report import Report, SourceCounts, Split
+from pipeline.data.report import Report, SourceCounts, Split, counted
 from pipeline.data.tasks import HASHES, Options, Stats, encoder_of, of_split
 from pipeline.data.values import show
+from pipeline.models.template import is_plain, text_as_chat
 
 
 def merge(stats: list[Stats], chunks: list[Chunk], options: Options) -> dict[str, Any]:
@@ -66,7 +67,17 @@ def merge_split(name: str, stats: list[Stats]) -> Split:
     """The counts of `train` or `eval` over all tasks that have rows of it."""
     splits = [stat.splits[name] for stat in stats]
     merged = Split(dropped=dict(sum((Counter(split.dropped) for split in splits), Counter())))
-    for label in ("read", "kept", "truncated", "tokens", "text_rows", "joined", "ended", "special_rows"):
+    for label in (
+        "read",
+        "kept",
+        "truncated",
+        "tokens",
+        "text_rows",
+        "chat_rows",
+        "joined",
+        "ended",
+        "special_rows",
+    ):
         setattr(merged, label, sum(getattr(split, label) for split in splits))
     if any(split.desirable is not None for split in splits):
         merged.desirable = sum(split.desirable or 0 for split in splits)
@@ -161,7 +172,13 @@ def notes(stats: list[Stats], tokenizer: Any, options: Options) -> list[str]:
     if completions == "learned" and any(stat.margins for stat in stats):
         warnings.append(f"{options.stage} does not use the column `margin`: only rm does")
     splits = [split for stat in stats for split in stat.splits.values()]
-    chats = options.apply_template or any(split.read > split.text_rows for split in splits)
+    messages = sum(split.chat_rows for split in splits)
+    if messages and is_plain(tokenizer) and not text_as_chat(tokenizer, None):
+        warnings.append(
+            f"the base has no chat template: {counted(messages, 'row')} of messages go through the built-in one; set "
+            "model.chat_template=plain in every stage, or a Jinja file"
+        )
+    chats = options.apply_template or messages
     if completions == "scored" or not chats:
         return warnings
     if unlearned := encoder_of(tokenizer, options).unlearned_end():

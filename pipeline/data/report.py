@@ -64,6 +64,7 @@ class Split:
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # whose prompt is plain text, not messages
+    chat_rows: int = 0  # whose prompt is messages
     # Of them, whose prompt and completion meet without white space, and no template parts them.
     joined: int = 0
     joined_first: str = ""  # the border of the first of these
@@ -119,6 +120,13 @@ class Report:
     notes: list[str] = field(default_factory=list)  # warnings about the set as a whole
     reused: bool = False
     seconds: float = 0.0
+
+    def row_format(self) -> str | None:
+        """Returns what a model sees of the rows: chat, text, or both. None: there are no rows."""
+        splits = list(self.splits.values())
+        chat = any(split.chat_rows or (split.text_rows and self.text_as_chat) for split in splits)
+        text = any(split.text_rows and not self.text_as_chat for split in splits)
+        return "both" if chat and text else "chat" if chat else "text" if text else None
 
     def labels(self) -> tuple[int, int]:
         """(desirable, undesirable) rows of an epoch of thumbs; of a source with a weight as many as are drawn, on average."""

@@ -263,6 +263,7 @@ def note_record(stats: Stats, split: Split, number: int, record: Record, special
     """Counts a good row; `special` are the special tokens in its text."""
     stats.margins = stats.margins or record.margin is not None
     split.text_rows += isinstance(record.prompt, str)
+    split.chat_rows += not isinstance(record.prompt, str)
     if special:
         split.special_rows += 1
         split.special_first = split.special_first or str(number)  # its place is found at the end of the chunk

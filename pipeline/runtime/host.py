@@ -36,6 +36,7 @@ class Work:
     rows_from: dict[str, int] = field(
         default_factory=dict
     )  # version whose conversations training rows are from -> rows
+    row_format: str | None = None  # of the rows: chat, text, both
     mixture: Mixture | None = None  # of the training rows, where their sources have weights
     sweep: Sweep | None = None  # None: the run stands by itself
 

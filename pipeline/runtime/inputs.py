@@ -434,6 +434,19 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
     return room
 
 
+def check_row_format(job: Job, policy: str | None, rows: str | None) -> None:
+    """Raises InputError if a policy that learned from plain text gets messages. Plain text becomes what it learned from."""
+    if policy in (None, "base") or rows not in ("chat", "both") or job.data.apply_chat_template is not None:
+        return
+    trained = lineage.read(registry.fetch(policy, registry.tracking_uri(job)), policy)
+    if trained.get("rows") == "text":
+        raise InputError(
+            f"{policy} was trained by {trained['stage']} on plain text, and this job has rows of messages; use rows of plain text, "
+            "train sft on messages, or set data.apply_chat_template=true to continue in another format",
+            key="policy",
+        )
+
+
 def check_labels(job: Job, desirable: int, undesirable: int) -> None:
     """Says how the labels of a kto run are balanced, and warns where the paper would weigh them otherwise."""
     weights = job.trainer.get("desirable_weight", 1.0), job.trainer.get("undesirable_weight", 1.0)

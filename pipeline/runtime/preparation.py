@@ -25,6 +25,7 @@ from pipeline.runtime.inputs import (
     check_experts,
     check_labels,
     check_paths,
+    check_row_format,
     check_sampler,
     check_shards,
     check_split,
@@ -121,6 +122,7 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     rows = {name: getattr(tokenised, split) for name, (tokenised, split) in sets.items()}
     if STAGE[job.stage].scores:
         check_columns(job, rows)
+    check_row_format(job, work.inputs.get("policy"), report.row_format())
     if job.stage == "kto":
         check_labels(job, *report.labels())
     if job.stage == "ppo":
@@ -134,6 +136,7 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
         digests=digests,
         fingerprints={name: tokenised.fingerprints[split] for name, (tokenised, split) in sets.items()},
         mixture=mixture,
+        row_format=report.row_format(),
         rows_from=report.splits["train"].versions if "train" in report.splits else {},
     )
     return work, rows, report

@@ -333,7 +333,10 @@ class Worker(Host):
             **facts,
             "step": self.end["kept"]["step"],
             **({"rows_from": work.rows_from} if work.rows_from else {}),
-            "text_as_chat": text_as_chat(self.tokenizer, self.job.data.apply_chat_template),
+            "rows": work.row_format,
+            # Of rows that are all messages the policy knows nothing else.
+            "text_as_chat": work.row_format == "chat"
+            or text_as_chat(self.tokenizer, self.job.data.apply_chat_template),
         }
         return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 

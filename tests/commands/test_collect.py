@@ -74,6 +74,18 @@ def test_what_would_be_read_as_a_conversation_is_left_out(text):
     assert (counts["dialogues"], counts["duplicates"], counts["empty"]) == (2, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("cut_off", "says"),
+    [
+        (8, "none of 8 completions ended .*train sft on rows that end"),
+        (7, "^7 of 8 completions were cut off"),
+    ],
+)
+def test_a_policy_that_never_ends_gets_advice_that_helps(cut_off, says):
+    others = dict.fromkeys(("duplicates", "dialogues", "empty", "ties", "close"), 0)
+    assert re.search(says, collect.why_none(Collect(), {**others, "completions": 8, "cut_off": cut_off}))
+
+
 def test_what_was_cut_off_is_never_the_better_one():
     samples = [sample("a", 3, ended=False), sample("b", 2), sample("c", 1, ended=False)]
     assert pairs(samples) == [("b", "c")] and pairs(samples, select="best") == [("b",)]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from running import ROOT
@@ -13,13 +14,17 @@ from toy_models import BASE, make
 
 from pipeline.config import load_job
 from pipeline.data.encode import Example
+from pipeline.data.report import Report, Split
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.models.base import base_identity
 from pipeline.models.template import PLAIN, text_as_chat
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
+from pipeline.runtime.host import Work
+from pipeline.runtime.inputs import check_row_format
 from pipeline.runtime.preparation import check_models
+from pipeline.runtime.worker import Worker
 
 ROW = {"prompt": "What is it?", "completion": "A cat."}
 
@@ -88,7 +93,49 @@ def test_the_report_says_whether_text_rows_are_chats(tmp_path, embedded_ray):
     assert json.loads(json.dumps(report.to_dict()))["splits"]["train"]["text_rows"] == 2
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write(tmp_path / "chats.jsonl", [{"messages": turns}])
-    assert "plain text" not in prepared(tmp_path, train=path).report.render()
+    report = prepared(tmp_path, train=path).report.render()
+    assert "plain text" not in report
+    assert "the base has no chat template: 1 row of messages" in report
+
+
+def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, policies, tmp_path):
+    """A policy that learned from messages alone, in the built-in template, gets prompts of plain text as messages."""
+    tokenizer = load_tokenizer(bare)
+    for rows, chat in (("chat", True), ("text", False), ("both", False)):
+        work = Work(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, {}, {}, {}, None, row_format=rows)
+        worker = SimpleNamespace(work=work, tokenizer=tokenizer, job=work.job, end={"kept": {"step": 1}})
+        facts = Worker._lineage(worker, {})
+        assert (facts["rows"], facts["text_as_chat"]) == (rows, chat)
+        folder = str(tmp_path / rows)
+        shutil.copytree(policies[None], folder)
+        lineage.write(folder, facts | {"base": base_identity(bare)})
+        given = [f"model.name_or_path={bare}", f"policy={folder}", f"run.storage_path={tmp_path}"]
+        job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
+        assert text_as_chat(check_models(job, {"policy": folder}).tokenizer, None) is chat
+        check_row_format(job, folder, "text")
+        if rows == "text":
+            with pytest.raises(
+                InputError,
+                match=r"^policy: .*text was trained by sft on plain text, and this job has rows of messages",
+            ):
+                check_row_format(job, folder, "chat")
+        else:
+            check_row_format(job, folder, "chat")
+
+
+@pytest.mark.parametrize(
+    ("text", "chat", "applied", "expected"),
+    [
+        (1, 0, True, "chat"),
+        (1, 0, False, "text"),
+        (1, 1, False, "both"),
+        (0, 1, False, "chat"),
+        (0, 0, True, None),
+    ],
+)
+def test_the_format_of_rows(text, chat, applied, expected):
+    report = Report("sft", 8, {"train": Split(text_rows=text, chat_rows=chat)}, text_as_chat=applied)
+    assert report.row_format() == expected
 
 
 def test_several_templates_without_a_default(tmp_path):
