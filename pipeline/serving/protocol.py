@@ -165,7 +165,7 @@ def chat_answer(
     """A chat completion, or a chunk of a streamed one.
 
     Args:
-        head: id, created, model, system_fingerprint: the version that spoke.
+        head: id, created, model, system_fingerprint: the version that answered.
     """
     kind = "chat.completion.chunk" if chunk else "chat.completion"
     return {"object": kind, **head, "choices": choices, **({} if usage is None else {"usage": usage})}
