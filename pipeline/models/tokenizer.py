@@ -7,7 +7,6 @@ find the real last one. No embedding is ever resized: every id in use has a row 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
@@ -17,7 +16,6 @@ from pipeline.errors import InputError, about, in_brief
 from pipeline.models.base_files import base_config, base_file, base_json, source
 from pipeline.models.files import require_file
 from pipeline.models.template import set_template
-from pipeline.models.trial import in_child
 
 # Tokens that end a turn in common chat templates, even if tokenizer.eos_token is another one.
 END_OF_TURN = (
@@ -95,11 +93,6 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
     """
     try:
         tokenizer = _stored(name_or_path, revision, settings, trust_remote_code)
-        if problem := in_child(lambda: _encodes(tokenizer)):
-            raise InputError(
-                f"the tokenizer of {name_or_path!r}: encoding {SOME_TEXT[:14]!r} {problem}; fetch or save it again",
-                key="model.name_or_path",
-            )
         # Some settings are only read when it encodes, or is serialised to be sent to the workers.
         tokenizer(SOME_TEXT)
         tokenizer.backend_tokenizer.to_str()
@@ -118,11 +111,6 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
             key="model.name_or_path",
         )
     return tokenizer
-
-
-def _encodes(tokenizer: Any) -> None:
-    with contextlib.suppress(BaseException):  # raised again, and reported, when `_read` encodes
-        tokenizer(SOME_TEXT)
 
 
 def _stored(

@@ -1,32 +1,23 @@
-"""A chat template is a program: one that fails, never ends or fills the memory is refused before any row is rendered."""
+"""A chat template is a program: one that fails is rejected before any row is rendered."""
 
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 from toy_models import DEMO
 
 from pipeline.errors import InputError
-from pipeline.models import trial
 from pipeline.models.tokenizer import load_tokenizer
-
-LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 BROKEN = {
     "an unknown function": ("{{ nope() }}", r"cannot be rendered \(UndefinedError: 'nope' is undefined\)"),
     "an error": ("{{ 1 / 0 }}", r"cannot be rendered \(ZeroDivisionError"),
     "a syntax error": ("one\n{% if %}", r":2: Expected an expression"),
     "no loop that long": ("{% for i in range(10**9) %}{% endfor %}", r"cannot be rendered \(OverflowError: Range too big"),
-    "no end": (LOOP, r"rendering a conversation of three turns did not end within 0\.5 seconds"),
-    "no end for completions": ("{% if messages[-1].role == 'assistant' %}" + LOOP + "{% endif %}", r"rendering .* did not end within"),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"cannot be rendered \(RecursionError"),
     "nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"cannot be rendered \(RecursionError"),
-    "ten gigabytes": ("{{ 'x' * 10**10 }}", r"cannot be rendered \(MemoryError"),
-    "a width of ten gigabytes": ("{{ 'x' | center(10**10) }}", r"cannot be rendered \(MemoryError"),
-    "megabytes": ("{{ 'x' * 10**7 }}", r"writes 10000000 characters for 1 short turns"),
     "an attribute that leads out": ("{{ ''.__class__.__mro__ }}", r"cannot be rendered \(SecurityError"),
     "another file": ("{% include '/etc/passwd' %}", r"cannot be rendered \(TypeError: no loader"),
     "nothing": (" \n", r"is empty; expected a Jinja template"),
@@ -34,14 +25,11 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_template_that_cannot_be_used(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 0.5 if "end" in kind else 10.0)
+def test_a_template_that_cannot_be_used(kind, tmp_path):
     text, says = BROKEN[kind]
     (tmp_path / "chat.jinja").write_text(text)
-    started = time.monotonic()
     with pytest.raises(InputError, match=rf"^model\.chat_template: .*chat\.jinja:? ?{says}"):
         load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja"))
-    assert time.monotonic() - started < 10
 
 
 def test_what_only_some_conversations_break_is_left_to_the_rows(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -339,19 +338,3 @@ def test_a_tokenizer_class_that_does_not_tokenise(chatty):
     folder = changed(chatty, "tokenizer_config.json", lambda c: c.update(tokenizer_class="BertTokenizer"))
     with pytest.raises(InputError, match=r"no tokenizer can be read from .*UNK"):
         load_tokenizer(folder)
-
-
-def test_a_tokenizer_that_grows_its_text_for_ever_is_answered(tmp_path, monkeypatch):
-    from pipeline.models import trial
-
-    monkeypatch.setattr(trial, "SECONDS", 3.0)
-    folder = Path(shutil.copytree(ROOT / "jobs/demo/model", tmp_path / "model"))
-    settings = json.loads((folder / "tokenizer.json").read_text())
-    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
-    settings["normalizer"] = {"type": "Sequence", "normalizers": [grow] * 9}
-    (folder / "tokenizer.json").write_text(json.dumps(settings))
-    with pytest.raises(
-        InputError,
-        match=r"model\.name_or_path: the tokenizer of .*: encoding .* (did not end within|ended the process|failed)",
-    ):
-        load_tokenizer(str(folder))
