@@ -5,6 +5,7 @@
 An override holds for every stage, or for one alone when it begins with the stage's name.
 """
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -43,9 +44,11 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         driver.check_scaling(job)
     results = []
     # The stages find what is begun here, and share it: the session, and the answers about all of their jobs.
-    with libraries.asked(*jobs.values()), driver.session(jobs["sft"]):
+    on_ray = [job for job in jobs.values() if not job.in_process]
+    with libraries.asked(*on_ray), driver.session(next(iter(on_ray), jobs["sft"])):
         for stage, module in ORDER.items():
             results.append(module.run(jobs[stage]))
+            gc.collect()  # the models of a stage in this process
             missed = results[-1].get("registered_model") and not results[-1]["alias"]
             if missed:
                 raise Failure(

@@ -8,6 +8,7 @@ against its dataclass. Relative paths are relative to the working directory of t
 
 import difflib
 import importlib
+import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -208,7 +209,17 @@ class Job:
     def workers(self) -> tuple[int, int]:
         """(fewest, most) workers; equal unless the job is elastic."""
         count = self.scaling.get("num_workers", 1)
+        count = 1 if count == 0 else count
         return (count[0], count[1]) if isinstance(count, list) else (count, count)
+
+    @property
+    def in_process(self) -> bool:
+        """Returns whether the job runs in the process of its command: `scaling.num_workers: 0`.
+
+        On a cluster, and next to rollout workers, which need Ray, 0 means one worker.
+        """
+        asked = self.scaling.get("num_workers", 1) == 0
+        return asked and "RAY_ADDRESS" not in os.environ and not self.rollout_config.workers[1]
 
     @property
     def rewards(self) -> list[tuple[str, float]]:

@@ -335,6 +335,8 @@ def warnings(job: Job) -> Iterator[str]:
     if job.model.fsdp and job.workers[0] == 1:
         left = "" if job.workers[1] == 1 else ", and so does the last one of scaling.num_workers"
         yield f"model.fsdp: one worker holds the base whole{left}; with 2 or more each has its part"
+    if job.in_process and job.run.max_failures:
+        yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
     if job.stage == "ppo":
         yield from _idle_rollout_workers(job)
         yield from _crowded_rollout_workers(job)

@@ -68,6 +68,6 @@ def worker_range(tree: Tree, job: Job) -> tuple[int, int]:
     if not 1 <= low <= high <= 10_000:
         raise tree.error(
             "scaling.num_workers",
-            f"found {show(job.scaling['num_workers'])}, expected at least 1, or [min, max] with 1 <= min <= max <= 10000",
+            f"found {show(job.scaling['num_workers'])}, expected 0 (in this process), at least 1, or [min, max] with 1 <= min <= max <= 10000",
         )
     return low, high

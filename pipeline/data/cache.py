@@ -63,11 +63,15 @@ def is_whole(path: str) -> bool:
         return file.read() == b"PAR1"
 
 
-def load(folder: str, parts: list[list[Any]], columns: list[str]) -> Any:
-    """The parts as a materialised ray.data.Dataset of Arrow blocks, in the order of the parts."""
+def load(folder: str, parts: list[list[Any]], columns: list[str], in_process: bool) -> Any:
+    """Returns the rows in the order of the parts: one Arrow table, or a materialized ray.data.Dataset of Arrow blocks."""
+    names = [storage.join(folder, name) for name, _ in parts]
+    if in_process:
+        import pyarrow as pa
+
+        return pa.concat_tables(_read_part({"id": range(len(names))}, names, columns))
     import ray
 
-    names = [storage.join(folder, name) for name, _ in parts]
     task = functools.partial(_read_part, names=names, columns=columns)
     blocks = ray.data.range(len(names), override_num_blocks=len(names))
     return blocks.map_batches(task, batch_size=None, batch_format="numpy").materialize()

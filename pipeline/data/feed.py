@@ -22,15 +22,16 @@ else:
 
 
 def to_hf(shard: Any, fingerprint: str) -> Any:
-    """Ray's Arrow blocks (an unsplit dataset shard, or a ray.data.Dataset) as a datasets.Dataset, without a copy.
+    """Returns an Arrow table, or Ray's Arrow blocks (a dataset or its unsplit shard), as a datasets.Dataset without a copy.
 
     `fingerprint` names the table for the datasets library, which would otherwise hash (and so copy) all of it.
     """
     import datasets
     import pyarrow as pa
 
-    blocks = list(shard.iter_batches(batch_size=None, batch_format="pyarrow"))
-    table = pa.concat_tables(blocks).replace_schema_metadata(None)
+    if not isinstance(shard, pa.Table):
+        shard = pa.concat_tables(list(shard.iter_batches(batch_size=None, batch_format="pyarrow")))
+    table = shard.replace_schema_metadata(None)
     return datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=fingerprint)
 
 

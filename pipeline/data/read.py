@@ -5,11 +5,13 @@ the driver, whose memory does not grow with the data. It merges them into the re
 trained on (refusals.py), and loads the parts as tables (cache.py).
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
 import pickle
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +25,11 @@ from pipeline.data.mixture import Mixture, mix
 from pipeline.data.refusals import check, note_empty
 from pipeline.data.report import Report
 from pipeline.data.shapes import kind_of
-from pipeline.data.tasks import Options, Stats, make_part
+from pipeline.data.tasks import Options, Stats, make_part, tokenise
 from pipeline.errors import InputError
 from pipeline.system import storage
+
+SMALL = 64 << 20  # bytes of files that are tokenized without Ray; more take longer than Ray to start
 
 
 @dataclass
@@ -41,22 +45,29 @@ class Prepared:
 
 
 def prepare(
-    stage: str, data: Any, tokenizer: Any, context_length: int | None, cache_root: str, packing: bool = False
+    stage: str,
+    data: Any,
+    tokenizer: Any,
+    context_length: int | None,
+    cache_root: str,
+    packing: bool = False,
+    ray_for_rows: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
 ) -> Prepared:
-    """The job's train and eval rows as token tables; Ray is already initialised.
+    """The job's train and eval rows as token tables.
 
     Args:
         stage: of the job, or `pairs` for held-out pairs (kinds.kind_of).
         data: the job's section, config.Data.
         context_length: of the model, in tokens; None: its configuration states none.
         packing: whether rows are to be packed; kinds of rows that do not pack ignore it.
+        ray_for_rows: starts Ray, for a job that runs in this process: files above SMALL bytes are tokenized on it, others here,
+            and the tables are pyarrow's. None: Ray is there already, and the tables are Ray Data's.
 
     Raises:
         InputError: files that are missing, rows that cannot be used (all counted, the first named by file:line),
             nothing left to train on.
     """
     begin = time.monotonic()
-    set_up_ray_data()
     files, options = looked_at(stage, data, tokenizer, context_length, packing)
     if not files:
         raise InputError(f"stage {stage} needs rows; name a file: data.train=rows.jsonl", key="data.train")
@@ -71,14 +82,25 @@ def prepare(
             for file in listing
             for chunk in plan([file], name, options.kind_in(name, file.source))
         ]
-        stats = run_tasks(chunks, tokenizer, options, folder)
+        size = sum(file.size for listing in files.values() for file in listing)
+        if ray_for_rows and size <= SMALL:
+            stats = run_here(chunks, tokenizer, options, folder)
+        else:
+            with ray_for_rows() if ray_for_rows else contextlib.nullcontext():
+                stats = run_tasks(chunks, tokenizer, options, folder)
         note_empty(stats, chunks)
         check(stats, chunks, options, data)
         manifest = {"key": key, **merge(stats, chunks, options)}
         manifest["report"]["notes"] = notes(stats, tokenizer, options)
         storage.write_json(storage.join(folder, "manifest.json"), manifest)
     report = Report.from_dict(manifest["report"])
-    sets = {name: cache.load(folder, parts, manifest["columns"]) for name, parts in manifest["parts"].items()}
+    here = ray_for_rows is not None
+    if not here:
+        set_up_ray_data()
+    sets = {
+        name: cache.load(folder, parts, manifest["columns"], here)
+        for name, parts in manifest["parts"].items()
+    }
     describe_sources(report, data, files)
     mixture = mixed(data, report)
     report = replace(report, reused=reused, seconds=round(time.monotonic() - begin, 3))
@@ -165,9 +187,25 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
 
 
 def run_tasks(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str) -> list[Stats]:
-    """The statistics of all chunks, in their order."""
+    """Tokenizes all chunks in Ray Data tasks. Returns their statistics, in their order."""
     import ray
 
+    set_up_ray_data()
+    _make(folder)
+    task = functools.partial(make_part, shared=ray.put((chunks, tokenizer, options, folder)))
+    numbers = ray.data.range(len(chunks), override_num_blocks=len(chunks))
+    rows = numbers.map_batches(task, batch_size=None, batch_format="numpy").take_all()
+    rows.sort(key=lambda row: row["index"])
+    return [pickle.loads(row["stats"]) for row in rows]
+
+
+def run_here(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str) -> list[Stats]:
+    """Tokenizes all chunks in this process. Returns their statistics, in their order."""
+    _make(folder)
+    return [tokenise(chunk, index, tokenizer, options, folder) for index, chunk in enumerate(chunks)]
+
+
+def _make(folder: str) -> None:
     fs, inner = storage.filesystem(folder)
     try:
         fs.create_dir(inner, recursive=True)
@@ -177,11 +215,6 @@ def run_tasks(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str
             "workers may write to, e.g. data.cache_dir=./cache",
             key="data.cache_dir",
         ) from error
-    task = functools.partial(make_part, shared=ray.put((chunks, tokenizer, options, folder)))
-    numbers = ray.data.range(len(chunks), override_num_blocks=len(chunks))
-    rows = numbers.map_batches(task, batch_size=None, batch_format="numpy").take_all()
-    rows.sort(key=lambda row: row["index"])
-    return [pickle.loads(row["stats"]) for row in rows]
 
 
 def set_up_ray_data() -> None:

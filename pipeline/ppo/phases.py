@@ -30,7 +30,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        _reset_peak(self.device)
+        reset_peak(self.device)
         begin = time.perf_counter()
         try:
             yield
@@ -67,7 +67,8 @@ def peak_bytes(device: torch.device) -> int:
     )
 
 
-def _reset_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
+    """Begins a new peak of this process's memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

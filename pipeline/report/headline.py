@@ -73,7 +73,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if ended := how_it_ended(result):
         entries.append(("ended", ended))
     scaling = run.job.get("scaling", {})
-    workers = scaling.get("num_workers", 1)
+    workers = scaling.get("num_workers", 1) or "in process,"
     entries.append(("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"))
     if peak := result.get("peak_memory_bytes"):
         entries.append(("peak memory", f"{peak / 2**30:.2f} GiB in the largest worker"))

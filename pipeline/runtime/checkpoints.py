@@ -13,6 +13,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+from importlib.metadata import version
 from typing import Any
 
 from pipeline.errors import Failure, InputError, causes, in_brief
@@ -87,6 +89,31 @@ def damage(path: str) -> str | None:
 
 
 # -------------------------------------------------------------------------------------- those of one run
+
+
+def commit(source: str, run_folder: str, name: str, metrics: dict[str, Any], num_to_keep: int | None) -> None:
+    """Moves a sealed local folder into the run's folder, notes it as Ray Train would, and removes the oldest checkpoints.
+
+    Args:
+        name: an unused one, of the new checkpoint.
+        num_to_keep: how many checkpoints stay. None: all.
+    """
+    noted = {**(_noted(run_folder) or {}), name: metrics}
+    names = list(noted)[-(num_to_keep or len(noted)) :]
+    if storage.is_remote(run_folder):
+        storage.store_folder(source, storage.join(run_folder, name))
+        shutil.rmtree(source)
+    else:
+        partial = os.path.join(
+            run_folder, f"{name}.partial"
+        )  # on the disk of the run: a rename cannot be cut short
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.move(source, partial)
+        os.rename(partial, os.path.join(run_folder, name))
+    storage.write_json(storage.join(run_folder, SNAPSHOT), _snapshot(names, noted))
+    for old in noted:
+        if old not in names:
+            storage.remove(storage.join(run_folder, old))
 
 
 def repair(run_folder: str) -> list[str]:
@@ -188,13 +215,11 @@ def _noted(run_folder: str) -> dict[str, dict[str, Any]] | None:
 
 def _snapshot(names: list[str], metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Ray Train's snapshot of exactly these checkpoints."""
-    import ray
-
     results = [
         {"version": 0, "checkpoint_dir_name": name, "metrics": metrics.get(name, {})} for name in names
     ]
     return {
-        "ray_version": ray.__version__,
+        "ray_version": version("ray"),
         "checkpoint_results": results,
         "checkpoint_report_indices": list(range(len(names))),
         "latest_checkpoint_result": results[-1] if results else None,

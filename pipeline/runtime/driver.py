@@ -61,14 +61,18 @@ def set_environment() -> None:
 
 @contextlib.contextmanager
 def session(job: Job) -> Iterator[None]:
-    """Ray for the stages inside: the one already running in this process, the cluster's, or an embedded one."""
+    """Provides Ray for the stages inside: this process's, the cluster's, or an embedded one. None for a job in process."""
+    check_scaling(job)
+    set_environment()
+    if job.in_process:
+        logging.getLogger("ray.train").setLevel(logging.WARNING)  # else it explains its local mode
+        yield
+        return
     import ray
 
-    check_scaling(job)
     if ray.is_initialized():
         yield
         return
-    set_environment()
     with contextlib.ExitStack() as stack:
         cluster = os.environ.get("RAY_ADDRESS")
         print("joining the cluster" if cluster else "starting Ray", flush=True)
@@ -196,7 +200,8 @@ def fit(
         print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to, should the newest be damaged")
     low, high = job.workers
     count = f"{low}" if low == high else f"{low} to {high}"
-    print(f"starting {count} worker{'s' * (high > 1)}: importing torch and transformers", flush=True)
+    if not job.in_process:
+        print(f"starting {count} worker{'s' * (high > 1)}: importing torch and transformers", flush=True)
     started = time.monotonic()
     try:
         result = trainer.fit()
@@ -243,6 +248,11 @@ def _torch_trainer(
     run, scaling = work.job.run, dict(work.job.scaling)
     if isinstance(scaling.get("num_workers"), list):
         scaling["num_workers"] = tuple(scaling["num_workers"])
+    if work.job.in_process:  # Ray Train's local mode: it calls `main` here, without starting Ray
+        config = {"train": train, "work": work, "beside": None}
+        local = ScalingConfig(num_workers=0)
+        return TorchTrainer(main, train_loop_config=config, datasets=rows, scaling_config=local)
+    scaling["num_workers"] = scaling.get("num_workers", 1) or 1
     return Trainer(
         main,
         train_loop_config={"train": train, "work": work, "beside": beside},
@@ -270,8 +280,12 @@ def _outcome(job: Job, result: Any, seconds: float) -> Outcome:
     Raises:
         Failure: when it was changed while the run ended.
     """
-    assert result.checkpoint is not None and result.return_value is not None
-    checkpoint = _uri(job, result.checkpoint.path)
+    assert result.return_value is not None
+    if job.in_process:
+        checkpoint = storage.join(job.folder, str(checkpoints.newest(job.folder)))
+    else:
+        assert result.checkpoint is not None
+        checkpoint = _uri(job, result.checkpoint.path)
     if problem := checkpoints.damage(checkpoint):
         raise Failure(
             f"{checkpoint} was changed while the run ended: {problem}; the same command continues the run"

@@ -12,7 +12,7 @@ import json
 import pickle
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from pipeline.runtime.claim import announce_worker
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preparation import Run
 from pipeline.runtime.run import open_run, unless_finished
-from pipeline.runtime.worker import name_output
+from pipeline.runtime.worker import like_a_worker, name_output
 from pipeline.system import console, storage
 
 BATCHES = 4  # forwards of a part: enough to sort its rows by length, little enough to lose in a crash
@@ -114,8 +114,6 @@ def part_size(job: Job) -> int:
 
 def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     """Makes the parts that are missing; the number of rows done now."""
-    import ray
-
     job, size, count = work.job, part_size(work.job), len(chosen)
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(job, i))]
     there = count - sum(min(size, count - i * size) for i in missing)
@@ -123,6 +121,41 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
         print(f"{there} of {count} rows are already done", flush=True)
     if not missing:
         return 0
+    batches = (
+        _here(work, rows, chosen, load, missing)
+        if job.in_process
+        else _actors(work, rows, chosen, load, missing)
+    )
+    started, now = time.monotonic(), 0
+    # After an error too, the actors end before the run's folder is let go.
+    with contextlib.closing(batches):
+        for batch in batches:
+            if problem := next(filter(None, batch["problem"]), None):
+                raise pickle.loads(problem)
+            now += int(sum(batch["rows"]))
+            rate = now / (time.monotonic() - started)
+            print(f"{job.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
+    return now
+
+
+def _here(
+    work: Work, rows: Any, chosen: Sequence[int], load: Load, missing: list[int]
+) -> Generator[dict[str, Any], None, None]:
+    """Answers the missing parts in this process."""
+    console.silence_libraries()
+    with like_a_worker(work.job):
+        parts = Parts(load, work, rows, chosen)
+        for part in missing:
+            yield parts({"part": [part]})
+
+
+def _actors(
+    work: Work, rows: Any, chosen: Sequence[int], load: Load, missing: list[int]
+) -> Generator[dict[str, Any], None, None]:
+    """Answers the missing parts in Ray Data actors."""
+    import ray
+
+    job = work.job
     low, high = (min(workers, len(missing)) for workers in job.workers)
     print(f"starting {high} worker{'s' * (high > 1)} and loading {job.model.name_or_path}", flush=True)
     placement.wait_for_one(job)
@@ -135,25 +168,18 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
         compute=ray.data.ActorPoolStrategy(min_size=low, max_size=high),
         **placement.bundles(job)[0].options(),
     )
-    started, now = time.monotonic(), 0
     batches: Any = iter(done.iter_batches(batch_size=None, batch_format="numpy"))
-    # After an error too, the actors end before the run's folder is let go.
     with console.native_lines_filtered(), contextlib.closing(batches):
-        for batch in batches:
-            if problem := next(filter(None, batch["problem"]), None):
-                raise pickle.loads(problem)
-            now += int(batch["rows"].sum())
-            rate = now / (time.monotonic() - started)
-            print(f"{job.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
-    return now
+        yield from batches
 
 
 class Parts:
     """The actor: holds the models and, over Ray's shared blocks, all token rows; writes the parts that it is asked for."""
 
     def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
-        name_output(work.job.stage)
-        announce_worker(work.job.folder)  # one that outlives its driver still writes there
+        if not work.job.in_process:
+            name_output(work.job.stage)
+            announce_worker(work.job.folder)  # one that outlives its driver still writes there
         self.load, self.work = load, work
         self.rows, self.chosen = to_hf(rows, work.fingerprints["train"]), chosen
         self.answer: Answer | None = None

@@ -345,6 +345,11 @@ def check_transform(source: str) -> None:
         raise InputError(f"{source}: takes {found}, expected one argument, the row ({error})") from error
 
 
+def _first(rows: Any) -> list[dict[str, Any]]:
+    """Returns the first hundred rows of an Arrow table or a Ray dataset."""
+    return rows.slice(0, 100).to_pylist() if hasattr(rows, "slice") else rows.take(100)
+
+
 def check_columns(job: Job, rows: dict[str, Any]) -> None:
     """Proves on the first rows that data.subset is a column, and that a Python reward or judge gets those that it asks for.
 
@@ -352,7 +357,7 @@ def check_columns(job: Job, rows: dict[str, Any]) -> None:
         InputError: naming the column that is not there, or the parameter that none fills.
     """
     if job.data.subset and "pairs" in rows:
-        known = {key for row in rows["pairs"].take(100) for key in json.loads(row["row"])}
+        known = {key for row in _first(rows["pairs"]) for key in json.loads(row["row"])}
         if job.data.subset not in known:
             raise InputError(
                 f"found {job.data.subset!r}, which the rows of data.pairs do not have; expected one of "
@@ -360,7 +365,7 @@ def check_columns(job: Job, rows: dict[str, Any]) -> None:
                 key="data.subset",
             )
     for name in rows if functions(job) else ():
-        some = [json.loads(row["row"]) for row in rows[name].take(100)]
+        some = [json.loads(row["row"]) for row in _first(rows[name])]
         columns = {key for row in some for key in row} - {"prompt", "completion"}
         columns |= {"messages"} if any(isinstance(row.get("prompt"), list) for row in some) else set()
         for key, source in functions(job).items():

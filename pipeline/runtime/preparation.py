@@ -8,7 +8,7 @@ A run, `validate` and `doctor` begin like this; what they do inside is theirs.
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +84,9 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, looks: bool = False
     on_gpus = bool(job.scaling.get("use_gpu"))
     job, inputs = pin_inputs(job, pinned or {})
     driver.set_environment()
-    with libraries.asked(*([] if looks and on_gpus else [job])) as check_libraries:
+    if looks and "RAY_ADDRESS" not in os.environ:
+        job = replace(job, scaling={"num_workers": 0})  # rows are looked at here, whatever the job asks for
+    with libraries.asked(*([] if job.in_process or (looks and on_gpus) else [job])) as check_libraries:
         with console.waiting("checking the model"):
             work = check_models(job, inputs, sampler=not looks)  # a damaged one is not worth starting Ray for
         if STAGE[job.stage].runs_in == "here":
@@ -95,6 +97,13 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, looks: bool = False
             print("reading and tokenising the rows", flush=True)
             work, rows, report = tokenise(work)
             check_libraries()
+            if job.in_process and not (
+                looks and on_gpus
+            ):  # they are needed here in any case, so they are not asked before
+                console.silence_libraries()
+                libraries.load()
+                with libraries.asked(job) as check_libraries:
+                    check_libraries()
             yield Run(work, rows, report, started)
 
 
@@ -109,7 +118,8 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
     job, sets, mixture = work.job, {}, None
     if job.data.train or job.data.eval:
         room, packing = room_for_prompts(job, work.base["context_length"]), bool(job.trainer.get("packing"))
-        data = prepare(job.stage, job.data, work.tokenizer, room, _cache(job), packing=packing)
+        on_ray = _ray_for_rows(job)
+        data = prepare(job.stage, job.data, work.tokenizer, room, _cache(job), packing, on_ray)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
     if job.data.pairs:
@@ -149,9 +159,15 @@ def _prepare_pairs(work: Work) -> Any:
     job = work.job
     held_out = replace(job.data, train=None, eval=job.data.pairs, max_length=None)
     try:
-        return prepare("pairs", held_out, work.tokenizer, work.base["context_length"], _cache(job))
+        length, on_ray = work.base["context_length"], _ray_for_rows(job)
+        return prepare("pairs", held_out, work.tokenizer, length, _cache(job), ray_for_rows=on_ray)
     except InputError as error:  # it was given them as rows to evaluate on
         raise InputError(error.message, "data.pairs" if error.key == "data.eval" else error.key) from error
+
+
+def _ray_for_rows(job: Job) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
+    """Returns what starts Ray for the rows of a job in process, or None if Ray is there."""
+    return (lambda: driver.session(replace(job, scaling={}))) if job.in_process else None
 
 
 def _cache(job: Job) -> str:

@@ -16,10 +16,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pipeline import registry
+from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.models import base_files
 from pipeline.registry import lineage
@@ -27,7 +28,7 @@ from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.claim import announce_worker
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preemption import Notice, listen
-from pipeline.system import console
+from pipeline.system import console, storage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,11 +41,17 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
     work: Work = config["work"]
-    name_output(f"{work.job.stage} {work.job.run.name}" if work.sweep else work.job.stage)
-    leave_group_of_one(ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu")))
-    announce_worker(work.job.folder)
     with contextlib.ExitStack() as stack:
-        resume = newest_whole(stack)
+        if work.job.in_process:
+            console.silence_libraries()
+            stack.enter_context(like_a_worker(work.job))
+        else:
+            name_output(f"{work.job.stage} {work.job.run.name}" if work.sweep else work.job.stage)
+            leave_group_of_one(
+                ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu"))
+            )
+            announce_worker(work.job.folder)
+        resume = newest_in(work.job.folder, stack) if work.job.in_process else newest_whole(stack)
         if resume and os.path.exists(os.path.join(resume, OUTCOME)):
             with open(os.path.join(resume, OUTCOME), encoding="utf-8") as file:
                 return json.load(file)
@@ -64,6 +71,29 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             raise
         worker.close()
         return outcome
+
+
+@contextlib.contextmanager
+def like_a_worker(job: Job) -> Iterator[None]:
+    """Gives torch the threads of a worker that Ray starts, so that a run has the same bits here as there. Restores them.
+
+    A GPU job sees one GPU, because transformers wraps a model in nn.DataParallel if it sees several.
+    """
+    import torch
+
+    from pipeline.ppo import phases
+
+    if job.scaling.get("use_gpu"):
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, int((job.scaling.get("resources_per_worker") or {}).get("CPU", 1))))
+    phases.reset_peak(torch.device("cuda" if job.scaling.get("use_gpu") else "cpu"))  # that of stages before
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
 
 
 def leave_group_of_one(world: int, use_gpu: bool) -> None:
@@ -111,6 +141,12 @@ def newest_whole(stack: contextlib.ExitStack) -> str | None:
     return stack.enter_context(reported[chosen].checkpoint.as_directory()) if reported else None
 
 
+def newest_in(run_folder: str, stack: contextlib.ExitStack) -> str | None:
+    """Returns a local folder with the newest complete checkpoint of a run, or None if it has none yet."""
+    newest = checkpoints.newest(run_folder)
+    return stack.enter_context(storage.local_copy(storage.join(run_folder, newest))) if newest else None
+
+
 def name_output(stage: str) -> None:
     """Names this process's lines in the driver's log after the stage, and silences the libraries' advice to developers."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
@@ -142,9 +178,10 @@ class Worker(Host):
         ] = {}  # which step was kept and why training ended: best.outcome, of what trains
         self.metrics = registry.Curves(self.job, work.run_id) if self.rank == 0 and work.run_id else None
         self.notice, self.saved_for_notice = Notice(self.world), False
-        # Signals are for a process's main thread, which is Ray's; training runs in another. `execute` is a method of Ray
-        # Train's own actor (ray 2.60, private). Remove when Ray Train lets a worker take SIGTERM.
-        ray.get(ray.get_runtime_context().current_actor.execute.remote(listen))
+        if not self.job.in_process:
+            # Signals are for a process's main thread, which is Ray's; training runs in another. `execute` is a method of Ray
+            # Train's own actor (ray 2.60, private). Remove when Ray Train lets a worker take SIGTERM.
+            ray.get(ray.get_runtime_context().current_actor.execute.remote(listen))
         if self.local_rank == 0:  # what a worker that was killed left there
             shutil.rmtree(self.scratch, ignore_errors=True)
         ray.train.collective.barrier()
@@ -155,7 +192,7 @@ class Worker(Host):
         """The GPU that Ray gave this worker, else the CPU."""
         import ray.train.torch
 
-        return str(ray.train.torch.get_device())
+        return super().device if self.job.in_process else str(ray.train.torch.get_device())
 
     def rows(self, name: str) -> Any:
         """The whole tokenised set `train`, `eval` or `pairs` as a datasets.Dataset over Ray's shared blocks; None if unset."""
@@ -247,6 +284,10 @@ class Worker(Host):
         self._seal(folder)
         if self.rank == 0:  # its name holds for all
             name = checkpoints.unused(self.work.job.folder, name)
+        if self.job.in_process:
+            assert folder
+            checkpoints.commit(folder, self.job.folder, name, metrics, self.job.run.num_to_keep)
+            return
         # One worker a node hands in the folder; Ray merges those of several nodes into one checkpoint.
         mine = ray.train.Checkpoint.from_directory(folder) if folder and self.local_rank == 0 else None
         ray.train.report(
@@ -383,7 +424,9 @@ def peak_memory() -> int:
     """Bytes: the most that this worker held at once, on the GPU where there is one, else in resident memory."""
     import torch
 
+    from pipeline.ppo import phases
+
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved()
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # Where Linux does not report it: in KiB, on macOS in bytes.
+    return phases.peak_bytes(torch.device("cpu")) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,6 +18,8 @@ from pipeline.runtime.worker import Worker
 
 
 def run(job: Job) -> dict[str, Any]:
+    if not job.rollout_config.workers[1]:
+        return launch(job, train)
     from pipeline.rollout.pool import opened
 
     return launch(job, train, beside=opened)

@@ -313,6 +313,10 @@ def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
         replace(
             job,
             run=replace(job.run, name=name, storage_path=base.folder, fresh=False),
+            scaling={
+                **job.scaling,
+                "num_workers": job.scaling.get("num_workers", 1) or 1,
+            },  # trials share no process
             mlflow=replace(job.mlflow, registered_model=None),
             data=replace(
                 job.data, cache_dir=job.data.cache_dir or storage.join(base.run.storage_path, "data")
