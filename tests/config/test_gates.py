@@ -37,7 +37,7 @@ def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, monkeypatch):
     ):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])
     (tmp_path / "rm.yaml").write_text(
-        f"extends: {ROOT}/jobs/own/rm.yaml\ndata: {{eval_fraction: 0}}\ngate: {{eval_loss: '<= 1'}}\n"
+        f"extends: {ROOT}/jobs/own/rm.yaml\ndata: {{eval_fraction: 0}}\ngate: {{eval_accuracy: '<= 1'}}\n"
     )
-    with pytest.raises(InputError, match=r"rm\.yaml:3: gate\.eval_loss: needs held-out rows"):
+    with pytest.raises(InputError, match=r"rm\.yaml:3: gate\.eval_accuracy: needs held-out rows"):
         load_job(tmp_path / "rm.yaml")

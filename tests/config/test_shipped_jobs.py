@@ -68,7 +68,7 @@ def test_the_libraries_take_the_sections(path, tmp_path):
         made = configs[job.stage](output_dir=str(tmp_path), **{**job.trainer, "use_cpu": True})
     assert made.learning_rate == job.trainer.get("learning_rate", made.learning_rate)
     assert peft.LoraConfig(**job.lora).r == job.lora.get("r", 8)
-    assert ScalingConfig(**job.scaling).num_workers == job.workers[0]
+    assert ScalingConfig(**job.scaling).num_workers == (0 if job.in_process else job.workers[0])
 
 
 @pytest.mark.parametrize("profile", [*PROFILES, SHARDED])
