@@ -31,7 +31,7 @@ def embedded_ray():
     for module in libraries.LOADED:  # else each job has a process import them
         importlib.import_module(module)
 
-    with driver.session(load_job(ROOT / "jobs/demo/sft.yaml", [], "sft")):
+    with driver.session(load_job(ROOT / "jobs/demo/sft.yaml", ["scaling.num_workers=1"], "sft")):
         yield
 
 

@@ -107,7 +107,7 @@ def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, 
     expected = stage("ppo", storage, "vllm", *options)
     killed = dying.at_step("ppo", 3, str(storage / "vllm-died"), dying.killed)
     monkeypatch.setattr("pipeline.stages.ppo.train", killed)
-    result = stage("ppo", storage, "vllm-killed", *options, "run.max_failures=1")
+    result = stage("ppo", storage, "vllm-killed", *options, "run.max_failures=1", "scaling.num_workers=1")
     assert (storage / "vllm-died").exists()
     until(lambda: of_vllm() <= before, "vLLM's processes to end", patience=30)
     for name in ("objective/scores", "objective/entropy", "loss/policy_avg"):

@@ -146,7 +146,9 @@ def test_killed_after_its_best_step_it_registers_the_same(overfit, storage, few,
     step = overfit["kept"]["step"] + 2  # a checkpoint lies between
     saves = ["trainer.save_strategy=steps", "trainer.save_steps=2"]
     touched(monkeypatch, "rm", step, storage / "overfit-died", killed)
-    result = stage("rm", storage, "overfit-killed", *few, *saves, "run.max_failures=1")
+    result = stage(
+        "rm", storage, "overfit-killed", *few, *saves, "run.max_failures=1", "scaling.num_workers=1"
+    )
     assert (storage / "overfit-died").exists()
     assert_equal(storage, overfit, result)
     assert (result["kept"], result["ended"]) == (overfit["kept"], overfit["ended"])
@@ -158,7 +160,9 @@ def test_killed_after_it_stopped_it_makes_no_further_step(overfit, storage, few,
 
     saves = ["trainer.save_strategy=epoch"]  # a checkpoint at the step at which it stops
     monkeypatch.setattr(rm, "train", before_finish("rm", str(storage / "overfit-last")))
-    result = stage("rm", storage, "overfit-stopped", *few, *saves, "run.max_failures=1")
+    result = stage(
+        "rm", storage, "overfit-stopped", *few, *saves, "run.max_failures=1", "scaling.num_workers=1"
+    )
     assert (storage / "overfit-last").exists()
     assert_equal(storage, overfit, result)
     assert (result["kept"], result["ended"]) == (overfit["kept"], overfit["ended"])
@@ -193,7 +197,9 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch, embedded_ray)
     assert expected["metrics"]["eval_length"] == lengths[best] < lengths[-1]
     assert expected["metrics"]["episode"] == 8 * kept["step"]
     touched(monkeypatch, "ppo", kept["step"] + 1, storage / "best-ppo-died", killed)
-    result = stage("ppo", storage, "best-ppo-killed", *PPO, *few, "run.max_failures=1")
+    result = stage(
+        "ppo", storage, "best-ppo-killed", *PPO, *few, "run.max_failures=1", "scaling.num_workers=1"
+    )
     assert (storage / "best-ppo-died").exists()
     assert_equal(storage, expected, result)
     assert (result["kept"], result["ended"]) == (kept, ended)

@@ -76,7 +76,7 @@ def test_a_worker_out_of_memory_ends_the_run_without_a_restart(
     monkeypatch.setattr("pipeline.stages.ppo.train", counted)
     given = [
         "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:fills_the_gpu", "gate={}",
-        f"run.storage_path={storage}", "run.name=full", "run.max_failures=2", "mlflow.registered_model=null",
+        f"run.storage_path={storage}", "run.name=full", "run.max_failures=2", "scaling.num_workers=1", "mlflow.registered_model=null",
         "trainer.total_episodes=8", "trainer.batch_size=8", "trainer.response_length=4",
     ]  # fmt: skip
     assert main(["ppo", "jobs/demo/ppo.yaml", *given]) == 1

@@ -50,7 +50,7 @@ def test_ppo_with_a_worker_killed(storage, monkeypatch, capsys):
     expected = stage("ppo", storage, "resume-ppo", *PPO)
     touched(monkeypatch, "ppo", 5, storage / "ppo-died", dying.killed)
     capsys.readouterr()
-    result = stage("ppo", storage, "resume-ppo-killed", *PPO, "run.max_failures=1")
+    result = stage("ppo", storage, "resume-ppo-killed", *PPO, "run.max_failures=1", "scaling.num_workers=1")
     assert (storage / "ppo-died").exists()
     lines = capsys.readouterr().out
     assert re.search(r"fp32 products.*continuing from.*fp32 products", lines, re.DOTALL)
@@ -61,7 +61,7 @@ def test_ppo_with_a_worker_killed(storage, monkeypatch, capsys):
 def test_rm_with_a_worker_asked_to_leave(storage, monkeypatch):
     expected = stage("rm", storage, "resume-rm", *TRL)
     touched(monkeypatch, "rm", 3, storage / "rm-died", dying.terminated)
-    result = stage("rm", storage, "resume-rm-left", *TRL, "run.max_failures=1")
+    result = stage("rm", storage, "resume-rm-left", *TRL, "run.max_failures=1", "scaling.num_workers=1")
     assert_equal(storage, expected, result)
 
 
@@ -73,7 +73,9 @@ def test_killed_after_the_last_step_no_further_step_is_made(verb, storage, monke
     expected = stage(verb, storage, f"resume-last-{verb}", *options)
     module = importlib.import_module(f"pipeline.stages.{verb}")
     monkeypatch.setattr(module, "train", dying.before_finish(verb, str(storage / f"{verb}-last")))
-    result = stage(verb, storage, f"resume-last-{verb}-killed", *options, "run.max_failures=1")
+    result = stage(
+        verb, storage, f"resume-last-{verb}-killed", *options, "run.max_failures=1", "scaling.num_workers=1"
+    )
     assert (storage / f"{verb}-last").exists()
     assert_equal(storage, expected, result)
 
