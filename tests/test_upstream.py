@@ -693,7 +693,7 @@ def test_packed_rows_are_still_looked_for_where_plan_turns_it_off(monkeypatch):
 
 
 def test_rows_that_share_a_packed_row_still_do_not_see_each_other(tmp_path):
-    """pipeline/data/parts.py, `seq_lengths`: TRL's collator makes position_ids of it, from which transformers makes the mask."""
+    """pipeline/data/tasks.py, `seq_lengths`: TRL's collator makes position_ids of it, from which transformers makes the mask."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

@@ -20,7 +20,7 @@ from pipeline.commands import shipped
 from pipeline.config.stages import STAGE
 from pipeline.data import guess, lookahead, sets
 from pipeline.data.files import find
-from pipeline.data.preprocess import Preprocess
+from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import kind_of
 from pipeline.data.values import some
 from pipeline.errors import InputError

@@ -142,7 +142,7 @@ def _check_keys(tree: Tree, key: str, item: dict[str, Any]) -> None:
 def check_preprocessing(tree: Tree, key: str, said: Data | Source) -> None:
     """Refuses what transform, columns and label, of the section or of a source, cannot mean.
 
-    The fields of each stage are checked later (data/columns.py).
+    The fields of each stage are checked later (data/reshape.py).
     """
     if said.transform is not None and not re.fullmatch(FUNCTION, said.transform):
         raise tree.error(

@@ -15,14 +15,11 @@ from typing import Any
 import yaml
 
 from pipeline.config.stages import STAGE
-from pipeline.data import sides
-from pipeline.data.columns import named, value_at
-from pipeline.data.formats.cells import as_json
-from pipeline.data.messages import dialogue
-from pipeline.data.preprocess import Preprocess
-from pipeline.data.shapes import ALIASES, is_good, kind_of, parse, shape_of
+from pipeline.data import reshape
+from pipeline.data.messages import dialogue, offered
+from pipeline.data.reshape import Preprocess, named, value_at
+from pipeline.data.shapes import ALIASES, as_json, is_good, kind_of, parse, shape_of
 from pipeline.data.shapes import LABELS as VERDICTS
-from pipeline.data.tools import offered
 from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 
@@ -80,7 +77,9 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        return all(isinstance(sides.comparable(value), float) for value in self.values) and bool(self.values)
+        return all(isinstance(reshape.comparable(value), float) for value in self.values) and bool(
+            self.values
+        )
 
     @property
     def is_verdict(self) -> bool:
@@ -108,14 +107,14 @@ class Column:
         Or numbers from 1 to 2, as AlpacaEval's.
         """
         if self.is_number:
-            numbers = [sides.comparable(value) for value in self.values]
+            numbers = [reshape.comparable(value) for value in self.values]
             if 1 <= min(numbers) < 1.5 < max(numbers) <= 2:
                 return True
         different = {
-            str(sides.comparable(value)) for value in self.values if not isinstance(value, list | dict)
+            str(reshape.comparable(value)) for value in self.values if not isinstance(value, list | dict)
         }
         least = 2 if len(self.values) > 1 else 1
-        return least <= len(different) <= sides.SEVERAL and all(
+        return least <= len(different) <= reshape.SEVERAL and all(
             len(value.split()) <= 2 for value in different
         )
 
@@ -236,23 +235,23 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
     return 2 * shaped >= len(rows) and read > 0
 
 
-def _rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> sides.Rule | None:
+def _rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> reshape.Rule | None:
     """What the labels mean; an empty rule where the guess needs none, None where it does not follow from them."""
     labels = _labels(guess, rows)
     if "first" not in guess and "label" in guess:
-        return None if any(is_good(value) is None for value in labels) else sides.Rule()
+        return None if any(is_good(value) is None for value in labels) else reshape.Rule()
     if "first" not in guess or "first_score" in guess:
-        return sides.Rule()
+        return reshape.Rule()
     try:
-        return sides.derived(labels, guess)
+        return reshape.derived(labels, guess)
     except InputError:
         return None
 
 
-def _any_rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> sides.Rule:
+def _any_rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> reshape.Rule:
     """A rule that knows all values of a label, to see whether the rest of the rows can be read."""
-    values = tuple(map(sides.comparable, _labels(guess, rows)))
-    return sides.Rule(values) if "first" in guess else sides.Rule(good=values)
+    values = tuple(map(reshape.comparable, _labels(guess, rows)))
+    return reshape.Rule(values) if "first" in guess else reshape.Rule(good=values)
 
 
 def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
@@ -375,8 +374,8 @@ def _pairs(columns: list[Column]) -> Iterator[dict[str, Any]]:
 def _one_hot(first: str, second: str, columns: list[Column]) -> dict[str, str]:
     """Returns the scores of both sides if each of two columns says whether its side wins; a tie has 0 in both."""
     flags = [one.values for one in columns if one.name in (first, second)]
-    if all({*map(sides.comparable, values)} <= {0.0, 1.0} for values in flags) and not any(
-        all(map(sides.comparable, both)) for both in zip(*flags, strict=False)
+    if all({*map(reshape.comparable, values)} <= {0.0, 1.0} for values in flags) and not any(
+        all(map(reshape.comparable, both)) for both in zip(*flags, strict=False)
     ):
         return {"first_score": first, "second_score": second}
     return {}

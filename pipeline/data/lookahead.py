@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config.sources import Source, completed, sources_of
-from pipeline.data import chunks, columns, guess, sides
+from pipeline.data import chunks, guess, reshape
 from pipeline.data.files import File, find
-from pipeline.data.preprocess import Preprocess
+from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import kind_of, shape_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
@@ -42,23 +42,23 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
     mapped = source.columns or {}
     if stage in ("evaluate", "pairs"):  # two sets of two kinds, and each takes its own fields
         kinds = [kind_of("evaluate"), kind_of("pairs")]
-        elsewhere = {field for kind in kinds for field in columns.known_fields(kind)}
+        elsewhere = {field for kind in kinds for field in reshape.known_fields(kind)}
         mapped = {
             field: column
             for field, column in mapped.items()
-            if field in columns.known_fields(kind_of(stage)) or field not in elsewhere
+            if field in reshape.known_fields(kind_of(stage)) or field not in elsewhere
         }
     if stage == "evaluate" and pairs:
         mapped = {field: column for field, column in mapped.items() if field not in ("chosen", "rejected")}
     kind = kind_of(stage)
-    columns.check(mapped, kind, f"{key}.columns")
+    reshape.check_columns(mapped, kind, f"{key}.columns")
     if source.label and "good" in source.label and "label" not in kind.further.union(*kind.shapes.values()):
         raise InputError(
             f"`{stage}` reads no ratings; expected {{first: VALUE, second: VALUE}}", key=f"{key}.label"
         )
     return Preprocess(
         mapped,
-        sides.Rule.of(source.label) if source.label else None,
+        reshape.Rule.of(source.label) if source.label else None,
         source.transform,
         functions.digest(source.transform) if source.transform else "",
         source.group_by,
@@ -94,7 +94,7 @@ def settled(
     labels: dict[str, list[Any]] = {}  # of sources that are preprocessed alike
     for head in heads:
         mapping, file = head.preprocess.columns, head.file.path
-        columns.check_there(mapping, head.rows, file, f"{head.source}.columns")
+        reshape.check_there(mapping, head.rows, file, f"{head.source}.columns")
         mapped = [row for row in (_renamed(row, mapping) for row in head.rows) if row is not None]
         labels.setdefault(repr(head.preprocess), []).extend(
             row["label"]
@@ -106,7 +106,7 @@ def settled(
         if not kind_of(stage, one).has_pairs or one.rule is not None or not labels.get(repr(one)):
             return one
         head = next(head for head in heads if head.preprocess == one)
-        return replace(one, rule=sides.derived(labels[repr(one)], one.columns, f"{head.source}.label"))
+        return replace(one, rule=reshape.derived(labels[repr(one)], one.columns, f"{head.source}.label"))
 
     made = {name: tuple(map(with_rule, some)) for name, some in preprocess.items()}
     for head in heads:
@@ -116,10 +116,10 @@ def settled(
     return made
 
 
-def _renamed(row: dict[str, Any], mapping: columns.Columns) -> dict[str, Any] | None:
+def _renamed(row: dict[str, Any], mapping: reshape.Columns) -> dict[str, Any] | None:
     """The row with the fields of a mapping; None: it lacks one of the columns, which those who read it will say."""
     try:
-        return columns.renamed(row, mapping, ())
+        return reshape.renamed(row, mapping, ())
     except RowError:
         return None
 

@@ -10,10 +10,9 @@ from pipeline.data import report as reports
 from pipeline.data import versions
 from pipeline.data.chunks import Chunk, where
 from pipeline.data.digest import joined
-from pipeline.data.parts import columns_of
 from pipeline.data.refusals import one_of_each
 from pipeline.data.report import Report, SourceCounts, Split, counted
-from pipeline.data.tasks import HASHES, Options, Stats, encoder_of, of_split
+from pipeline.data.tasks import HASHES, Options, Stats, columns_of, encoder_of, of_split
 from pipeline.data.values import show
 from pipeline.models.template import is_plain, text_as_chat
 

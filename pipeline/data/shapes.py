@@ -12,23 +12,23 @@ from typing import Any, Literal
 
 from pipeline.config.stages import STAGE
 from pipeline.data import versions
-from pipeline.data.columns import UNORDERED, shapes_with
 from pipeline.data.messages import (
     as_turns,
     check_prompt,
     completion_text,
+    decoded,
     dialogue,
     ends_on,
     instruction,
     messages,
+    offered,
     prompt_text,
     repeats_prompt,
     split_transcripts,
     with_system,
 )
-from pipeline.data.preprocess import NOTHING, Preprocess
 from pipeline.data.record import Record, Text, Turns, plain
-from pipeline.data.tools import decoded, offered
+from pipeline.data.reshape import NOTHING, UNORDERED, Preprocess, shapes_with
 from pipeline.data.values import RowError, check_values, fields_of, show, some
 from pipeline.errors import visible
 
@@ -541,3 +541,38 @@ def _likeness(needs: Sequence[str], keys: list[str], unknown: list[str]) -> floa
 def example(kind: Kind) -> str:
     shape = min((needs for needs in kind.shapes.values() if "prompt" in needs), key=len)
     return "{" + ", ".join(f'"{name}": ...' for name in shape) + "}"
+
+
+# ---- values of CSV, Parquet and Arrow that JSON does not have --------------------------------------------------------
+
+
+DECODED = ("margin", "messages", "conversations")  # what a shape reads as a number or as a list
+ALWAYS = {"input", "system", "tools"}  # what a row may have beside the fields of its shape
+
+
+def as_json(row: Any, kind: Kind, format: str) -> Any:
+    """A row with the values that a row of JSON has; what its file's format cannot say otherwise is made so.
+
+    In CSV all is text: a field that a shape reads as a number or a list is read as JSON, and null where it is empty. Of a
+    table's columns that no shape of the kind reads, what JSON has no word for becomes text, as which Python rewards get it. In
+    a column that is read it stays, to be refused.
+    """
+    if not isinstance(row, dict):
+        return row
+    if format in ("csv", "tsv"):
+        texts = {key: row[key] for key in DECODED if isinstance(row.get(key), str)}
+        return row | {key: decoded(text) if text.strip() else None for key, text in texts.items()}
+    if format in ("parquet", "arrow"):
+        read = ALWAYS | kind.further | {field for needs in kind.shapes.values() for field in needs}
+        return {key: value if key in read else jsonable(value) for key, value in row.items()}
+    return row
+
+
+def jsonable(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list):
+        return [jsonable(item) for item in value]
+    if isinstance(value, dict):
+        return {key: jsonable(item) for key, item in value.items()}
+    return f"<{len(value):,} bytes>" if isinstance(value, bytes) else str(value)

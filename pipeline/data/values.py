@@ -65,7 +65,7 @@ class RowError(Exception):
 def check_values(value: Any, name: str = "", depth: int = 0) -> None:
     """Raises RowError for a number that is not finite, text that is not Unicode, deep nesting, or a date.
 
-    Tables hold dates, bytes and decimals, too (formats/cells.py).
+    Tables hold dates, bytes and decimals, too (shapes.jsonable).
     """
     if isinstance(value, str):
         check_text(value, name)

@@ -10,8 +10,8 @@ from pipeline.config import Data
 from pipeline.data.cache import cache_key
 from pipeline.data.encode import Dropped
 from pipeline.data.files import find
-from pipeline.data.preprocess import Preprocess
 from pipeline.data.read import options_of
+from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.data.files import unreadable
 from pipeline.data.formats.lines import Row
-from pipeline.data.tools import decoded
+from pipeline.data.messages import decoded
 from pipeline.data.values import RowError, show
 from pipeline.errors import in_brief
 from pipeline.system import storage

@@ -7,8 +7,7 @@ import pytest
 from toy_data import ROWS, make, read_rows, rows_of
 
 from pipeline.data.formats import delimited, lines
-from pipeline.data.formats.cells import as_json
-from pipeline.data.shapes import kind_of
+from pipeline.data.shapes import as_json, kind_of
 from pipeline.errors import InputError
 
 QUIRKS = 'prompt,completion\r\n"a ""b"", c",\'d\'\r\n\r\n"two\r\nlines",é\r\n42,"[1]"\r\n'

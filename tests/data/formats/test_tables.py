@@ -12,8 +12,7 @@ from toy_data import NO, ROWS, USER, make, parsed, read_rows, rows_of, write
 
 from pipeline.data import chunks, files
 from pipeline.data.formats import tables
-from pipeline.data.formats.cells import as_json
-from pipeline.data.shapes import kind_of
+from pipeline.data.shapes import as_json, kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 

@@ -1,0 +1,481 @@
+"""What a job makes of a raw row before its shape is looked at: data.transform, then data.columns, then the sides of a pair.
+
+    transform: python:my_rows:pairs                                       a row -> a row, several, or None to leave it out
+    columns: {prompt: question.text, first: output_1, second: output_2}   field: the column that it is made of
+    label: {first: 1, second: 2, tie: 0}                                  what the values of the column `label` mean
+
+A transform is called once for each row, in any process and order, so its result depends on the row alone. With
+data.group_by it gets the list of all rows in succession that have the same value in this column.
+
+A column is a name, or the path to a nested value: names of fields and, from 0, numbers of list elements. Where a file has a
+column with the name of a mapped field, the mapping counts. The column of `label` may be a list of columns, one a vote.
+
+    first + second + label                        the label picks the side: chosen and rejected
+    first + second + first_score + second_score   the higher score does
+    label                                         a rating becomes true or false
+
+data.label sets the meaning of a label's values: {first: 1, second: 2, tie: 0} for pairs, {good: 4, bad: 2} for ratings.
+For pairs it is derived if the values can mean only one thing: 1 and 2, numbers between them (1.5 is a tie), words such as a
+and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous: the number of the better completion, or whether the first
+one is better. Columns such as response_0, response_1 and better_response_id settle that by their names.
+"""
+
+import dataclasses
+import datetime
+import decimal
+import difflib
+import importlib
+import json
+import math
+import re
+import traceback
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pipeline.data.encode import Dropped
+from pipeline.data.messages import decoded
+from pipeline.data.values import RowError, fields_of, nearest, setting, show, some, type_name
+from pipeline.errors import InputError, in_brief, visible
+from pipeline.system.functions import parts
+
+if TYPE_CHECKING:
+    from pipeline.data.shapes import Kind
+
+
+# ---- data.transform --------------------------------------------------------------------------------------------------
+
+
+EXPECTED = "a row (dict), a list of rows, or None to leave it out"
+
+
+@cache
+def function(source: str) -> Callable[[Any], Any]:
+    """The function of `python:module:function`; runtime.inputs has proved that it can be imported."""
+    module, name = parts(source)
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def transformed(row: Any, source: str) -> Iterator[Any]:
+    """The rows that the function makes of a row, or of the list of those of a group: each a row or Dropped.
+
+    Raises:
+        RowError: when it raises, or returns what is no row.
+    """
+    try:
+        made = function(source)(row)
+        made = list(made) if isinstance(made, list | tuple | types.GeneratorType) else [made]
+    except Exception as error:
+        found = f"{in_brief(error)}{_place(error)}"
+        raise RowError("transform", "", found, f"{EXPECTED}, from {source}") from None
+    if not made or (len(made) == 1 and made[0] is None):
+        yield Dropped("left_out")
+        return
+    for one in made:
+        yield _as_row(one, source)
+
+
+def _as_row(made: Any, source: str) -> dict[str, Any]:
+    """A row as JSON has it: with keys of text, and without tuples."""
+    try:
+        if isinstance(made, dict):
+            return json.loads(json.dumps(made, default=_cell))  # type: ignore[no-any-return]
+        found = f"{type_name(made)} {show(made)}"
+    except (TypeError, ValueError, RecursionError) as error:
+        found = f"a row that is not JSON ({in_brief(error, 100)})"
+    raise RowError("transform", "", f"{found} returned by {source}", EXPECTED)
+
+
+def _cell(value: Any) -> str:
+    """What a Parquet column may hold beside the values of JSON, as text."""
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        return f"<{len(value):,} bytes>"
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised: the last frame that is not the pipeline's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+# ---- data.columns ----------------------------------------------------------------------------------------------------
+
+
+Columns = Mapping[str, str | list[str]]
+# Of two completions that are not in order of preference (`ordered`).
+UNORDERED = ("first", "second", "label", "first_score", "second_score")
+
+
+def known_fields(kind: "Kind") -> list[str]:
+    """The fields that the rows of a kind may have, those of its shapes first."""
+    needs = [name for shape in kind.shapes.values() for name in shape]
+    unordered = UNORDERED if kind.has_pairs else ()
+    input_of = ("input",) if "instruction" in needs else ()
+    return [*dict.fromkeys([*needs, *unordered, *sorted(kind.further), *input_of, "system", "tools"])]
+
+
+def check_columns(columns: Columns, kind: "Kind", key: str = "data.columns") -> None:
+    """Raises InputError for fields that the stage does not read, and for a column that is given to two of them."""
+    known, taken = known_fields(kind), dict[str, str]()
+    for field, column in columns.items():
+        near = difflib.get_close_matches(field, known, 1)
+        if field not in known and (near or not kind.keeps_columns):
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+            raise InputError(f"`{kind.stage}` reads no field of this name; {hint}", key=f"{key}.{field}")
+        if isinstance(column, list) and field != "label":
+            raise InputError(f"found {len(column)} columns, expected one", key=f"{key}.{field}")
+        for one in named(column):
+            if one in taken:
+                raise InputError(
+                    f"found {one!r}, which is {key}.{taken[one]} already; a column becomes one field",
+                    key=f"{key}.{field}",
+                )
+            taken[one] = field
+    if not shapes_with(columns, kind.shapes):
+        one_of = " | ".join(kind.shapes)
+        raise InputError(
+            f"no row of `{kind.stage}` has {' and '.join(columns)}; expected fields of one of {one_of}",
+            key=key,
+        )
+
+
+def named(column: str | Sequence[str]) -> list[str]:
+    return [column] if isinstance(column, str) else [*column]
+
+
+def shapes_with(columns: Columns, shapes: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The shapes that have all mapped fields: a row's other columns must not make it one that leaves them out."""
+    sides = {"first": "chosen", "second": "rejected"}
+    fields = [field for field in columns if field != "label" or "first" not in columns]
+    mapped = {sides.get(field, field) for field in fields} & {
+        name for needs in shapes.values() for name in needs
+    }
+    return {name: needs for name, needs in shapes.items() if mapped <= {*needs}}
+
+
+def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
+    """The row with the fields of `columns` in place of the columns that they are made of.
+
+    Raises:
+        RowError: when it lacks the column of a field that is `needed`, or that it has under the field's own name: the job
+            says that this is another column.
+    """
+    fields: dict[str, Any] = {}
+    taken = {one for column in columns.values() for one in named(column)}
+    for field, column in columns.items():
+        try:
+            values = [value_at(row, one) for one in named(column)]
+        except KeyError as error:
+            if field in needed or (field in row and field not in taken):
+                raise absent(row, field, str(error.args[0])) from None
+            continue
+        fields[field] = values if isinstance(column, list) else values[0]
+    used = {
+        one if one in row else one.partition(".")[0] for column in columns.values() for one in named(column)
+    }
+    return {**{name: value for name, value in row.items() if name not in used}, **fields}
+
+
+def value_at(row: dict[str, Any], path: str) -> Any:
+    """The value of a column, or at a path into it; raises KeyError with the path."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        value = decoded(value)  # a CSV file holds lists and objects as their JSON text
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            raise KeyError(path)
+    return value
+
+
+def absent(row: dict[str, Any], field: str, column: str) -> RowError:
+    found = fields_of(some(row)) + nearest(column, row)
+    return RowError("missing_field", column, found, f"the column that data.columns.{field} names")
+
+
+def check_there(
+    columns: Columns, rows: Sequence[dict[str, Any]], file: str, key: str = "data.columns"
+) -> None:
+    """Raises InputError for a column that none of a file's first rows has."""
+    names = [*dict.fromkeys(name for row in rows for name in some(row))]
+    for field, column in columns.items():
+        for one in named(column):
+            if rows and not any(_has(row, one) for row in rows):
+                shown = visible(", ".join(names[:30]), lines=False)
+                near = difflib.get_close_matches(one, names, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise InputError(
+                    f"{file}: rows 1-{len(rows):,} have no column {one!r}; their columns are {shown}{hint}",
+                    key=f"{key}.{field}",
+                )
+
+
+def _has(row: dict[str, Any], path: str) -> bool:
+    try:
+        value_at(row, path)
+    except KeyError:
+        return False
+    return True
+
+
+# ---- data.label, and scores ------------------------------------------------------------------------------------------
+
+
+Side = str | None  # first, second, or None: a tie
+_WORD = r"(?:model|response|output|answer|completion|text|option|summary|assistant|conversation|candidate|system)?"
+WORDS = {
+    "first": re.compile(rf"{_WORD}(?:a|1|first|left)(?:better|isbetter|wins?)?"),
+    "second": re.compile(rf"{_WORD}(?:b|2|second|right)(?:better|isbetter|wins?)?"),
+    "tie": re.compile(r"(?:tie|tied|draw|equal|same|both|neither|none).*"),
+}
+SEVERAL = 12  # different values, more of which are no label
+# Names of labels that hold the number of a completion, such as better_response_id; not `label`, which may mean anything.
+NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the values of a label mean, as `comparable` makes them: those of each side and of a tie, or the good and bad ones."""
+
+    first: tuple[Any, ...] = ()
+    second: tuple[Any, ...] = ()
+    tie: tuple[Any, ...] = ()
+    good: tuple[Any, ...] = ()
+    bad: tuple[Any, ...] = ()
+    derived: bool = False  # from the first rows; words mean what WORDS says, too
+
+    @classmethod
+    def of(cls, label: Mapping[str, Any]) -> "Rule":
+        values: dict[str, Any] = {name: tuple(map(comparable, listed(some))) for name, some in label.items()}
+        return cls(**values)
+
+    def __str__(self) -> str:
+        names = ("first", "second", "tie", "good", "bad")
+        ends = [(name, end) for name in names for end in getattr(self, name)]
+        words = ", ".join(
+            f"{end:g} ({name})" if isinstance(end, float) else f"{end} ({name})" for name, end in ends
+        )
+        return words or "a or b, or tie"
+
+    def is_good(self, value: Any) -> bool | None:
+        """Returns whether a rating is good, or None if it lies between bad and good; raises KeyError for unknown values."""
+        value = comparable(value)
+        if value in self.good or value in self.bad:
+            return value in self.good
+        ends = [*self.good, *self.bad]
+        if len(ends) > 2 or not all(isinstance(one, float) for one in (value, *ends)):
+            raise KeyError(value)
+        good, bad = ends
+        return None if min(ends) < value < max(ends) else (value > bad) == (good > bad)
+
+    def side(self, value: Any) -> Side:
+        """The side that a value names; raises KeyError for a value that names none and is no tie."""
+        value = comparable(value)
+        for name in ("first", "second", "tie"):
+            if value in getattr(self, name) or (self.derived and _word(value) == name):
+                return name if name != "tie" else None
+        ends = [number for number in (*self.first, *self.second) if isinstance(number, float)]
+        on_a_scale = len(self.first) == len(self.second) == 1 and len(ends) == 2
+        if isinstance(value, float) and on_a_scale and min(ends) < value < max(ends):
+            middle = sum(ends) / 2
+            low, high = ("first", "second") if self.first == (min(ends),) else ("second", "first")
+            return None if value == middle else low if value < middle else high
+        raise KeyError(value)
+
+
+def listed(values: Any) -> list[Any]:
+    return [*values] if isinstance(values, list | tuple) else [] if values is None else [values]
+
+
+def comparable(value: Any) -> Any:
+    """A label as it is compared: numbers, and text that is one, as float; other text in lower case."""
+    if isinstance(value, str):
+        value = value.strip().lower()
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
+
+
+def _word(value: Any) -> str | None:
+    """`first`, `second` or `tie`, if that is what a text says."""
+    word = re.sub(r"[^a-z0-9]", "", value) if isinstance(value, str) else ""
+    return next((name for name, pattern in WORDS.items() if pattern.fullmatch(word)), None)
+
+
+def ordered(row: dict[str, Any], rule: Rule | None) -> dict[str, Any] | None:
+    """A row with `first` and `second` as one with `chosen` and `rejected`; None: a tie, or no label.
+
+    Raises:
+        RowError: for a label that names neither side, and where there is nothing to tell the sides apart by.
+    """
+    rest = {name: value for name, value in row.items() if name not in ("first", "second")}
+    if "first_score" in row and "second_score" in row:
+        scores = [_score(rest.pop(name), name) for name in ("first_score", "second_score")]
+        if None in scores or scores[0] == scores[1]:
+            return None
+        side: Side = "first" if scores[0] > scores[1] else "second"  # type: ignore[operator]
+    elif "label" in row:
+        side = vote(rest.pop("label"), rule or Rule())
+    else:
+        expected = (
+            "`label`, or `first_score` and `second_score`, which say whether `first` or `second` is better"
+        )
+        raise RowError("missing_field", "label", "no such field", expected)
+    if side is None:
+        return None
+    other = "second" if side == "first" else "first"
+    return {**rest, "chosen": row[side], "rejected": row[other]}
+
+
+def graded(row: dict[str, Any], rule: Rule) -> dict[str, Any] | None:
+    """Returns the row with true or false as its label, or None if its rating is neither good nor bad.
+
+    Raises:
+        RowError: for a rating that data.label does not cover.
+    """
+    value = row["label"]
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    try:
+        good = rule.is_good(value)
+    except (KeyError, TypeError):
+        raise RowError("unknown_label", "label", show(value), f"{rule}, as in data.label") from None
+    return None if good is None else {**row, "label": good}
+
+
+def vote(label: Any, rule: Rule) -> Side:
+    """The side with more votes than the other and than the ties; a label that is no list is the only vote."""
+    votes: Counter[Side] = Counter()
+    for value in listed(label):
+        if value is None or (isinstance(value, str) and not value.strip()):
+            continue
+        try:
+            votes[rule.side(value)] += 1
+        except (KeyError, TypeError):
+            kind = "unclear_label" if rule.derived else "unknown_label"
+            raise RowError(
+                kind, "label", show(value), f"{rule}; data.label says what its values mean"
+            ) from None
+    (side, most), *others = [*votes.most_common(), (None, 0)]
+    return side if all(most > count for _, count in others) else None
+
+
+def _score(value: Any, name: str) -> float | None:
+    if value is None or (isinstance(value, str) and not value.strip()):  # in CSV nothing is empty text
+        return None
+    number = comparable(value)
+    if not isinstance(number, float):
+        raise RowError("wrong_type", name, show(value), "a number")
+    if not math.isfinite(number):
+        raise RowError("not_finite", name, show(value), "a finite number")
+    return number
+
+
+def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.label") -> Rule:
+    """Returns the rule that the labels of the first rows follow; `columns` is their data.columns.
+
+    Raises:
+        InputError: with the data.label to set if they are ambiguous.
+    """
+    column = ", ".join(listed(columns.get("label", "label")))
+    flat = (one for label in labels for one in listed(label) if not isinstance(one, list | dict))
+    values = {comparable(one): one for one in flat if one is not None and one != ""}
+    numbers = sorted(value for value in values if isinstance(value, float))
+    words = {_word(value) for value in values if not isinstance(value, float)}
+    # 1 of 0 and 1, or of 1 and 2? And what is right may be the right one.
+    doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
+    if numbers and 1 <= numbers[0] < 1.5 < numbers[-1] <= 2 and words <= {"tie"}:
+        return Rule((1.0,), (2.0,), derived=True)
+    if numbers and {*numbers} <= {0.0, 1.0} and words <= {"tie"} and are_numbered(columns):
+        return Rule((0.0,), (1.0,), derived=True)
+    if not numbers and words and None not in words and ({"first", "second"} <= words or not doubtful):
+        return Rule(derived=True)
+    raise InputError(_unclear([*values.values()], column, key), key=key)
+
+
+def are_numbered(columns: Mapping[str, Any]) -> bool:
+    """Returns whether a label holds the number of one of two completions, judged by the names: response_0 and response_1."""
+    first, second = columns.get("first", ""), columns.get("second", "")
+    numbered = any(
+        first[: at.start()] + "1" + first[at.end() :] == second
+        for at in re.finditer(r"(?<!\d)0(?!\d)", first)
+    )
+    return numbered and all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))
+
+
+def _unclear(values: list[Any], column: str, key: str) -> str:
+    """Why the values of a label are not understood, and what to type, or to write where `key` is that of a source."""
+    shown = ", ".join(show(value) for value in values[:SEVERAL])
+    if not values:
+        return f"the column {column!r} holds no label in the first rows; name another: {key.removesuffix('label')}columns.label=COLUMN"
+    if len(values) > SEVERAL:
+        return f"the column {column!r} holds more than {SEVERAL} different values ({shown}, ...), and is no label"
+    ends = sorted(values, key=lambda value: (isinstance(value, str), str(value)))
+    first, second, *tie = ends if len(ends) > 1 else [*ends, "B"]
+    numbers = sorted(number for value in values if isinstance(number := comparable(value), float))
+    if numbers == [0, 1, 2]:
+        first, second, tie = 1, 2, [0]
+    elif len(numbers) == len(values) > 1:  # a scale; what lies between goes to the nearer
+        first, second, tie = f"{numbers[0]:g}", f"{numbers[-1]:g}", []
+    rest = f", tie: {tie[0] if len(tie) == 1 else tie}" if tie else ""
+    return (
+        f"found the labels {shown} in the column {column!r}, whose meaning is ambiguous; if {first} means that the first "
+        f"completion is better, set {setting(key, f'{{first: {first}, second: {second}{rest}}}')}"
+    )
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """What is done to each row of a job; all of it is part of the cache key."""
+
+    columns: Columns = dataclasses.field(default_factory=dict)
+    rule: Rule | None = None  # None: not known, or no labels
+    transform: str | None = None
+    transform_digest: str = ""
+    group_by: str | None = (
+        None  # `transform` gets the rows in succession that have the same value in this column
+    )
+
+    def rows(self, row: Any, kind: "Kind") -> Iterator[Any]:
+        """The rows that a decoded row stands for: each a row, a RowError, or Dropped."""
+        for made in self.transformed(row):
+            try:
+                yield self._fields(made, kind) if isinstance(made, dict) else made
+            except RowError as error:
+                yield error
+
+    def transformed(self, row: Any) -> Iterator[Any]:
+        """The rows that data.transform makes of a decoded row: each a row, a RowError, or Dropped."""
+        if self.transform is None or isinstance(row, RowError):
+            yield row
+            return
+        try:
+            yield from transformed(row, self.transform)
+        except RowError as error:
+            yield error
+
+    def _fields(self, row: dict[str, Any], kind: "Kind") -> Any:
+        if self.columns:
+            row = renamed(row, self.columns, kind.needed)
+        if self.rule and self.rule.good and "label" in row:
+            return graded(row, self.rule) or Dropped("tie")
+        if kind.has_pairs and "first" in row and "second" in row:
+            return ordered(row, self.rule) or Dropped("tie")
+        return row
+
+
+NOTHING = Preprocess()
