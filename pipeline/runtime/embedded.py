@@ -10,7 +10,6 @@ machine gets in.
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -139,44 +138,27 @@ def _start(root: Path, options: dict[str, Any]) -> str:
     except Exception as error:  # of many types: a process that died, or did not answer in time, a full disk
         raise Failure(
             f"Ray did not start; gave up after {time.monotonic() - began:.0f} s ({in_brief(error, 400)}). "
-            f"{_last_words(root)}Check free memory, CPU load and disk space in {root}, then run the same command again"
+            f"Its logs are in {root}/session_latest/logs. Check free memory, CPU load and disk space in {root}, "
+            "then run the same command again"
         ) from error
     return context.address_info["session_dir"]
-
-
-# A line of Ray's C++ processes that is an error, a failed check or worse: [2026-11-22 06:05:53,624 E 21691 21691] ...
-ERROR_LINE = re.compile(r"\[[^]]* [ECF] \d+ \d+\] (.*)|.*\b(?:ERROR|Error)\b.*")
-
-
-def _last_words(root: Path) -> str:
-    """Where the logs of this process's newest session lie, and the last error in them."""
-    sessions = sorted(root.glob(f"session_*_{os.getpid()}"))
-    if not sessions:
-        return ""
-    logs, last_error = sessions[-1] / "logs", ""
-    # What went wrong first comes first.
-    for name in ("gcs_server.out", "raylet.out", "gcs_server.err", "raylet.err"):
-        with contextlib.suppress(OSError):
-            lines = (logs / name).read_text(encoding="utf-8", errors="replace").splitlines()
-            errors = [match for line in lines if (match := ERROR_LINE.fullmatch(line))]
-            if errors and not last_error:
-                last_error = (
-                    f", and the last error in {name} is: {(errors[-1][1] or errors[-1][0]).strip()[:300]}"
-                )
-    return f"Its logs lie in {logs}{last_error}. "
 
 
 # --------------------------------------------------------------------------------------------- what stays behind
 
 
 def _session_root() -> Path:
-    """The folder of this user's Ray sessions: logs and unix sockets. Not Ray's /tmp/ray, which all users share."""
-    root = Path(os.environ.get("RAY_TMPDIR", "/tmp"), f"ray-{os.getuid()}")
+    """Returns the folder of this user's Ray sessions: logs and unix sockets.
+
+    Ray opens its folder and everything in it to all users, so that folder lies in one that only this user can enter.
+    """
+    private = Path(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}")
+    root = private / "ray"
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{root} cannot be created ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path",
+            f"{private} cannot be created ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path",
             key="RAY_TMPDIR",
         ) from error
     if len(str(root)) > LONGEST_ROOT:
@@ -184,11 +166,12 @@ def _session_root() -> Path:
             f"found {os.environ['RAY_TMPDIR']!r}, too long for the unix sockets in it; name a shorter one",
             key="RAY_TMPDIR",
         )
-    if root.stat().st_uid != os.getuid():
+    if private.lstat().st_uid != os.getuid():
         raise InputError(
-            f"{root} belongs to another user; export RAY_TMPDIR=FOLDER, one of your own with a short path"
+            f"{private} belongs to another user; export RAY_TMPDIR=FOLDER, one of your own with a short path"
         )
-    root.chmod(0o700)
+    private.chmod(0o700)
+    root.mkdir(exist_ok=True)
     return root
 
 

@@ -1,5 +1,6 @@
 """An embedded Ray can be reached by nobody but the session that started it, and leaves nothing behind."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -20,8 +21,6 @@ import psutil
 import pytest
 from running import ROOT
 from sockets import on_loopback, sockets
-
-from pipeline.runtime import embedded
 
 COMMAND = json.dumps({"entrypoint": "true"})  # what Ray's agent runs for whoever has the token
 # (method, path, body): what the HTTP servers of a session answer; all but metrics and health want the token.
@@ -204,12 +203,33 @@ def start():
         assert process.stdout.readline().startswith("127.0.0.1:")
         return process
 
-    begin.sessions = lambda: sorted(root.glob("ray-*/session_*_*"))
+    root.chmod(0o755)  # as open as /tmp, where these folders lie by default
+    begin.root = root
+    begin.sessions = lambda: sorted(root.glob("*/ray/session_*_*"))
     yield begin
     for process in started:
         process.kill()
         process.communicate()
     shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_sees_and_creates_nothing_in_the_folder_of_a_session(start):
+    """Whoever could create files there could listen in place of Ray's unix sockets, and new workers would connect."""
+    start()
+    folders = [Path(folder) for folder, *_ in os.walk(start.root)][1:]
+    assert {"sockets", "logs"} <= {folder.name for folder in folders}
+    found = []
+    os.seteuid(65534)
+    try:
+        for folder in folders:
+            for action in (os.listdir, lambda folder: (folder / "planted").touch()):
+                with contextlib.suppress(PermissionError):
+                    action(folder)
+                    found.append(folder)
+    finally:
+        os.seteuid(0)
+    assert not found
 
 
 def test_an_ended_session_leaves_no_process_and_no_file(start):
@@ -254,25 +274,7 @@ def test_a_ray_that_does_not_start_is_one_message():
     )
     assert done.returncode == 1
     says = (
-        r"failed: Ray did not start; gave up after \d+ s \(ValueError: .*memory.*\)\. Its logs lie in /.*/session_\S+/logs.*"
+        r"failed: Ray did not start; gave up after \d+ s \(ValueError: .*memory.*\)\. Its logs are in /.*/session_latest/logs.*"
         r"then run the same command again\n"
     )
     assert re.fullmatch(says, done.stderr), done.stderr
-
-
-def test_the_last_error_in_rays_logs_is_quoted(tmp_path):
-    logs = tmp_path / f"session_2026-01-01_00-00-00_000000_{os.getpid()}" / "logs"
-    assert embedded._last_words(tmp_path) == ""
-    logs.mkdir(parents=True)
-    assert embedded._last_words(tmp_path) == f"Its logs lie in {logs}. "
-    lines = [
-        "[2026-11-22 06:05:53,624 I 21691 21691] (gcs_server) started",
-        "[2026-11-22 06:05:54,624 E 21691 21691] (gcs_server) no disk",
-        "[2026-11-22 06:05:55,624 C 21691 21691] (gcs_server) Check failed: disk",
-        "*** stack trace ***",
-    ]
-    (logs / "gcs_server.out").write_text("\n".join(lines))
-    (logs / "raylet.out").write_text("[2026-11-22 06:06:53,624 E 9 9] (raylet) no gcs_server\n")
-    assert "the last error in gcs_server.out is: (gcs_server) Check failed: disk." in embedded._last_words(
-        tmp_path
-    )
