@@ -116,7 +116,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def summary(error: BaseException) -> str:
-    """Type and message of the innermost cause of an error, on one line."""
-    last = list(causes(error))[-1]
+    """Returns type and message on one line: of our own error among the causes, else of the innermost cause."""
+    chain = list(causes(error))
+    last = next((one for one in chain if isinstance(one, (InputError, Failure))), chain[-1])
     message = str(last).strip().splitlines()
     return f"{type(last).__name__}: {message[0] if message else 'no message'}"[:1000]

@@ -17,8 +17,9 @@ from pipeline.iteration import table
 from pipeline.system import storage
 
 
-def run(references: list[str]) -> str:
-    """Writes the page and says where it is."""
+def run(first: str, others: list[str]) -> str:
+    """Writes the page about these runs and prints its path."""
+    references = [first, *others] if first else others
     if not references:
         newest = sorted(Path("runs").glob("*/job.json"), key=os.path.getmtime, reverse=True)
         named = " ".join(str(path.parent) for path in newest[:5]) or "none here yet"

@@ -215,8 +215,8 @@ class Server:
             try:
                 lines = await asyncio.to_thread(self.models.follow)
             except Exception as error:
-                if not threading.main_thread().is_alive():
-                    return  # the replica ends, and its threads have
+                if isinstance(error, RuntimeError) and "interpreter shutdown" in str(error):
+                    return  # the replica ends
                 lines = [f"the aliases cannot be followed: {in_brief(error)}"]
             for line in lines:
                 if line not in said:  # what is still wrong was said before

@@ -188,6 +188,8 @@ def test_kuberay_starts_a_pod_for_each_worker_and_none_for_a_task(name, monkeypa
     for variable in ("GPU", "NODE_SELECTOR"):
         monkeypatch.delenv(variable, raising=False)
     overrides = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
+    if name.endswith("serve"):
+        overrides.append("serve.feedback_path=/mnt/feedback")
     job = load_job(f"jobs/{name}.yaml", overrides)
     made = rayjob.manifest(job, f"jobs/{name}.yaml", overrides)["spec"]
     spec = made["rayClusterConfig" if job.stage == "serve" else "rayClusterSpec"]
@@ -223,6 +225,7 @@ def test_what_preflight_compares_is_what_ray_train_asks_for(profile, stage):
     job = load_job(f"jobs/{profile}/{stage}.yaml", [])
     for more in ({}, {"accelerator_type": "H100"}, {"resources_per_worker": {"CPU": 2, "memory": 1e9}}):
         job.scaling.update(more)
+        job.scaling["num_workers"] = job.scaling["num_workers"] or 1  # what 0 means on a cluster
         config = ScalingConfig(**job.scaling)
         mine = bundles(job)
         assert [one.resources for one in mine] == [config._resources_per_worker_not_none] * config.num_workers
