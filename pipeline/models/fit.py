@@ -22,13 +22,9 @@ from pipeline.models.base_files import base_config, base_file, base_json, local,
 from pipeline.models.llama import LINEAR as LLAMA_LINEAR
 from pipeline.models.llama import Layout, layout
 from pipeline.models.weights import FLOATING, INDEX, SINGLE, Stored, stored_in, stored_in_model
-from pipeline.system import deadline
 
 if TYPE_CHECKING:
     from pipeline.config import Model
-
-# Limit for matching one regular expression against all module names, which should take milliseconds.
-SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -108,28 +104,6 @@ def _check_pickles(model: Model) -> None:
         )
 
 
-def _pickled(model: Model) -> dict[str, Stored]:
-    """{name: dtype and shape} of the tensors of local pickled weights; runs no code from the file."""
-    import torch
-
-    tensors: dict[str, Stored] = {}
-    folder = local(model.name_or_path)
-    for file in weight_files(folder) if os.path.isdir(folder) else ():
-        try:
-            content = torch.load(file, map_location="meta", weights_only=True)
-            stored = {
-                name: Stored("F32" if tensor.is_floating_point() else str(tensor.dtype), tuple(tensor.shape))
-                for name, tensor in content.items()
-            }
-        except Exception as error:  # a damaged pickle can raise anything
-            raise InputError(
-                f"{file}: cannot be read ({in_brief(error)}); fetch or save the model again",
-                key="model.name_or_path",
-            ) from error
-        tensors |= stored
-    return tensors
-
-
 # --------------------------------------------------------------------------------------------------- the base
 
 
@@ -146,11 +120,9 @@ def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: b
     """
     config = base_config(model.name_or_path, model.revision)
     _check_generation(model)
-    tensors = check_weights(model) or _pickled(model) if weights else {}
+    tensors = check_weights(model) if weights else {}
     base = Base(model, config, tensors, scorer, gpu)
     if not base.checkable:
-        if not model.trust_remote_code:
-            _check_quantised(base)
         return base
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     known = base.plain and (not weights or base.plain == shapes)
@@ -180,17 +152,6 @@ def _check_generation(model: Model) -> None:
 
     with without_load_report(), unreadable(model):
         GenerationConfig.from_dict(config)
-
-
-def _check_quantised(base: Base) -> None:
-    """Raises InputError for a quantisation that transformers does not know, or whose packages are missing (CPU runs)."""
-    from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
-
-    architecture(base.model, base.scorer)
-    with unreadable(base.model):
-        config = AutoQuantizationConfig.from_dict(base.config["quantization_config"])
-        if not base.gpu:
-            AutoHfQuantizer.from_config(config).validate_environment(device_map={"": "cpu"})
 
 
 def skeleton(base: Base, scorer: bool | None = None) -> Any:
@@ -230,7 +191,6 @@ def skeleton(base: Base, scorer: bool | None = None) -> Any:
     finally:
         transformers_logging.enable_progress_bar()
     check_loaded(base.model.name_or_path, info, scorer=bool(scorer))
-    _check_unused(base, loaded, info)
     return loaded
 
 
@@ -244,29 +204,6 @@ def _check_count_of_layers(base: Base) -> None:
                 f"hold {len(base.tensors)} tensors in all; fetch the model again",
                 key="model.name_or_path",
             )
-
-
-def _check_unused(base: Base, loaded: Any, info: dict[str, Any]) -> None:
-    """Warns of tensors that are not loaded. Raises InputError if they are further layers of the model's own kinds."""
-    unused = sorted(info["unexpected_keys"])
-    kinds = {_kind(name) for name in loaded.state_dict()}
-    if layers := [name for name in unused if _kind(name) in kinds]:
-        raise InputError(
-            f"the weight files of {base.model.name_or_path!r} hold more layers than its config.json says: "
-            f"{len(layers)} tensors would not be read, {layers[0]!r} for one; fetch the model again",
-            key="model.name_or_path",
-        )
-    if unused:
-        print(
-            f"warning: model.name_or_path: {len(unused)} tensors of {base.model.name_or_path!r} are not read by "
-            f"{type(loaded).__name__}, {unused[0]!r} for one",
-            flush=True,
-        )
-
-
-def _kind(name: str) -> str:
-    """A tensor's name with `*` for the numbers of layers and experts."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def check_attention(base: Base) -> None:
@@ -347,22 +284,16 @@ def _check_names(key: str, modules: Any, names: list[str]) -> None:
 
 
 def _matches(key: str, pattern: str, names: list[str], shown: str | None = None) -> bool:
-    """Whether a regular expression matches one of `names` as a whole; all are tried, as peft will.
+    """Whether a regular expression matches one of `names` as a whole.
 
     Args:
         shown: the pattern as the job has it, for messages.
 
     Raises:
-        InputError: when it is not a regular expression, or takes too long (a repetition inside a repetition).
+        InputError: when it is not a regular expression.
     """
-    timeout = InputError(
-        f"{shown or pattern!r} was not matched with the names of {len(names)} modules within {SECONDS:g} seconds; take the "
-        "repetition inside a repetition out of it",
-        key=f"lora.{key}",
-    )
     try:
-        with deadline.limited(SECONDS, timeout):
-            return any([re.fullmatch(pattern, name) for name in names])
+        return any(re.fullmatch(pattern, name) for name in names)
     except (re.error, RecursionError) as error:
         raise InputError(
             f"{shown or pattern!r} is no regular expression ({error})", key=f"lora.{key}"

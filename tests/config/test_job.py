@@ -182,7 +182,11 @@ BAD = [
         r"expected a multiple of 12.*try data\.batch_size=12",
     ),
     ("sft", ["scaling.num_workers=[1,2]"], r"data\.batch_size: missing; with elastic scaling\.num_workers"),
-    ("sft", ["scaling.num_workers=-1"], r"scaling\.num_workers: found -1, expected 0 \(in this process\), at least 1"),
+    (
+        "sft",
+        ["scaling.num_workers=-1"],
+        r"scaling\.num_workers: found -1, expected 0 \(in this process\), at least 1",
+    ),
     ("sft", ["scaling.num_workers=[3,2]", "data.batch_size=8"], r"scaling\.num_workers: found \[3, 2\]"),
     ("ppo", ["data.batch_size=8"], r"data\.batch_size: `ppo` has no use for it: use trainer\.batch_size"),
     ("ppo", ["trainer.response_length=0"], r"trainer\.response_length: found 0, expected above 0"),

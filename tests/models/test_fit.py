@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
-from pipeline.models import fit, llama
+from pipeline.models import llama
 from pipeline.models.fit import check_base, check_lora
 from pipeline.models.weights import INDEX, SINGLE, stored_in_model
 
@@ -78,7 +78,6 @@ TENSORS = {
     "missing": (lambda t: t.pop(UP), rf"1 of its tensors: '{UP}' is missing"),
     "no embedding": (lambda t: t.pop("model.embed_tokens.weight"), "2 of its tensors: 'lm_head.weight' is missing"),
     "transposed": (lambda t: t.update({UP: t[UP].T.contiguous()}), r"has shape \(128, 256\) and config.json promises \(256, 128\)"),
-    "another layer": (lambda t: t.update({UP.replace("2", "4"): t[UP].clone()}), "more layers than its config.json says: .*layers.4"),
     "whole numbers": (lambda t: t.update({UP: t[UP].to(torch.int8)}), rf"tensor '{UP}' is of dtype I8, expected one of F64, F32"),
 }  # fmt: skip
 
@@ -90,13 +89,6 @@ def test_tensors_are_those_that_config_json_promises(kind, base):
     change(tensors)
     save_file(tensors, base / SINGLE)
     refused(base, says)
-
-
-def test_a_tensor_that_nothing_reads_is_said(base, capsys):
-    save_file({**load_file(base / SINGLE), "extra\x1b": torch.zeros(2)}, base / SINGLE)
-    check_base(settings(base))
-    assert r"warning: model.name_or_path: 1 tensors" in (shown := capsys.readouterr().out)
-    assert r"'extra\x1b' for one" in shown and "\x1b" not in shown
 
 
 def split(base, weight_map) -> None:
@@ -137,17 +129,6 @@ def test_files_under_other_names(base):
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"junk", b"\x80\x02."])
-def test_a_damaged_pickle(content, base):
-    (base / SINGLE).unlink()
-    (base / "pytorch_model.bin").write_bytes(content)
-    refused(
-        base,
-        r"pytorch_model\.bin: cannot be read \(\w+: .*; fetch or save the model again",
-        allow_pickle=True,
-    )
-
-
 # --------------------------------------------------------------------------------------------------- config.json
 
 CONFIG = [
@@ -157,7 +138,6 @@ CONFIG = [
     ("hidden_size", [256], "misshape 38 of its tensors"),
     ("num_hidden_layers", [10**9], r"num_hidden_layers: found 1000000000, expected a whole number from 1 to 10000"),
     ("num_hidden_layers", [9999], r"num_hidden_layers=9999, and its weight files hold 38 tensors in all"),
-    ("num_hidden_layers", [3], "more layers than its config.json says"),
     ("num_hidden_layers", [5], r"9 of its tensors: 'model\.layers\.4"),
     ("num_key_value_heads", [4], r"has shape \(64, 128\) and config\.json promises \(128, 128\)"),
     ("tie_word_embeddings", [False], r"'lm_head\.weight' is missing"),
@@ -173,7 +153,6 @@ CONFIG = [
     ("pad_token_id", [10**6], "transformers cannot make a model of .*Padding_idx"),
     ("architectures", [5], "architectures: found 5, expected a list"),
     ("text_config", [5], "text_config: found 5, expected a dict"),
-    ("quantization_config", [{"quant_method": "nope"}], "transformers cannot make a model of .*Unknown quantization type"),
 ]  # fmt: skip
 
 
@@ -251,9 +230,6 @@ LORA = [
     ({"exclude_modules": ".*"}, r"lora: peft refuses these settings .*All modules were excluded"),
     ({"rank_pattern": {"nope": 2}}, r"lora: peft refuses these settings .*rank_pattern .*'nope'"),
     ({"alpha_pattern": {"nope": 2}}, r"lora: peft refuses these settings .*alpha_pattern .*'nope'"),
-    ({"target_modules": "(([a-z_.0-9])+)+X"}, r"lora\.target_modules: '\(\(\[a-z_\.0-9\]\)\+\)\+X' was not matched .* within .*the repetition inside"),
-    ({"exclude_modules": "(([a-z_.0-9])+)+X"}, r"lora\.exclude_modules: .* was not matched"),
-    ({"rank_pattern": {"(([a-z_.0-9])+)+X": 2}}, r"lora\.rank_pattern: '\(\(\[a-z_\.0-9\]\)\+\)\+X' was not matched"),
     ({"alpha_pattern": {"((": 2}}, r"lora\.alpha_pattern: '\(\(' is no regular expression"),
     ({"rank_pattern": {"q_proj": "x"}}, r"lora: peft refuses these settings"),
 ]  # fmt: skip
@@ -261,8 +237,7 @@ LORA = [
 
 @pytest.mark.parametrize(("changes", "says"), LORA, ids=[str(c) for c, _ in LORA])
 @pytest.mark.parametrize("scorer", [False, True])
-def test_settings_that_find_no_module(changes, says, scorer, monkeypatch):
-    monkeypatch.setattr(fit, "SECONDS", 0.5)
+def test_settings_that_find_no_module(changes, says, scorer):
     with pytest.raises(InputError, match=rf"^{says}"):
         check_lora(check_base(settings(DEMO)), {"r": 4, "target_modules": "all-linear", **changes}, scorer)
 
