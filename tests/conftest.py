@@ -63,3 +63,16 @@ def no_credentials_of_another_test():
 def in_root(monkeypatch):
     """The shipped jobs name their files relative to the repository."""
     monkeypatch.chdir(ROOT)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints where the time went: seconds of each folder of tests, over all workers."""
+    seconds: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                folder = "/".join(report.nodeid.split("::")[0].split("/")[:-1])
+                seconds[folder] = seconds.get(folder, 0.0) + report.duration
+    terminalreporter.section("seconds by folder")
+    for folder, total in sorted(seconds.items(), key=lambda item: -item[1])[:15]:
+        terminalreporter.write_line(f"{total:8.1f}  {folder}")
