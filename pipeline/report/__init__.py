@@ -27,12 +27,18 @@ def write(runs: list[Run], folder: str) -> str:
     return storage.join(folder, PAGE)
 
 
-def draw(runs: list[Run], folder: str, table: list[list[str]] | None = None) -> None:
-    """Writes report.html and plots/*.png into a local folder; a table, whose first line is its head, stands in front."""
+def draw(
+    runs: list[Run], folder: str, table: list[list[str]] | None = None, pictures: bool = True
+) -> None:
+    """Writes report.html into a local folder, and plots/*.png if `pictures` are wanted.
+
+    Args:
+        table: stands in front; its first line is its head.
+    """
     from pipeline.report import page
 
-    os.makedirs(os.path.join(folder, "plots"), exist_ok=True)
-    for run in runs:
+    for run in runs if pictures else ():
+        os.makedirs(os.path.join(folder, "plots"), exist_ok=True)
         for name, picture in page.pictures(run).items():
             stem = name if len(runs) == 1 else f"{run.name}-{name}"
             with open(os.path.join(folder, "plots", stem), "wb") as file:
@@ -65,13 +71,20 @@ def attach(result: dict[str, Any]) -> str | None:
 
 
 def together(results: list[dict[str, Any]]) -> str | None:
-    """Draws one page about several runs, into the folder of the last one; its path, or None if drawing failed."""
+    """Draws one page about several runs, into the folder of the last one. Returns its path, or None if drawing failed.
+
+    Each run's own folder has its pictures already.
+    """
     folders = [result["folder"] for result in results]
+    home = storage.join(folders[-1], "report")
     try:
-        return write([read(folder) for folder in folders], storage.join(folders[-1], "report"))
+        with tempfile.TemporaryDirectory() as local:
+            draw([read(folder) for folder in folders], local, pictures=False)
+            storage.store_folder(local, home)
     except Exception as error:
         _print_failure(error, folders)
         return None
+    return storage.join(home, PAGE)
 
 
 def of_rounds(folder: str, runs: list[str], table: list[list[str]]) -> str | None:
