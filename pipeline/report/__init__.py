@@ -27,9 +27,7 @@ def write(runs: list[Run], folder: str) -> str:
     return storage.join(folder, PAGE)
 
 
-def draw(
-    runs: list[Run], folder: str, table: list[list[str]] | None = None, pictures: bool = True
-) -> None:
+def draw(runs: list[Run], folder: str, table: list[list[str]] | None = None, pictures: bool = True) -> None:
     """Writes report.html into a local folder, and plots/*.png if `pictures` are wanted.
 
     Args:

@@ -47,7 +47,7 @@ def train(worker: Worker) -> dict[str, Any]:
                 hook.remove()
             at = _at_ends(inputs, ends)
             found = torch.stack([(outputs[-1].is_top1 * at).sum(), at.sum()])
-            predicted, count = self.accelerator.gather_for_metrics(found).view(-1, 2).sum(0).tolist()
+            predicted, count = self.accelerator.gather(found).view(-1, 2).sum(0).tolist()
             if count:
                 mode = "train" if self.model.training else "eval"
                 self._metrics[mode]["eos_accuracy"].append(predicted / count)
