@@ -9,6 +9,7 @@ recorded, which takes no longer than to launch it; the others are replayed. Betw
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,9 @@ class Recorder:
     def __init__(self) -> None:
         self.works = True
         self.pool: Any = None
+        self.stream: Any = (
+            None  # one for all graphs: cuBLAS keeps a workspace for each stream that it has seen
+        )
         self.graph: Any = None  # the newest; it keeps its memory alive
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
@@ -116,16 +120,20 @@ class Recorder:
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         # Not `with torch.cuda.graph`, which collects garbage and returns free memory to the device: each time a second.
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
+        self.stream = stream = self.stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Other threads, Ray's for one, may go on using CUDA.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 output = step()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it fails, too, and says less than the step
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = graph
         return graph.replay, output

@@ -1,5 +1,7 @@
 """Decoding in windows of fixed shape: the completions are those of the plain loop, with recorded steps or without."""
 
+import contextlib
+
 import pytest
 import torch
 import toy_ppo as toy
@@ -77,3 +79,57 @@ def test_a_step_that_cannot_be_recorded_runs_as_before(monkeypatch, capsys):
     assert not made.recorder.works and [one.tokens for one in of(made)] == [one.tokens for one in completions]
     said = capsys.readouterr().out
     assert said.count("without CUDA graphs") == 1 and "not permitted" in said and "CUDA error" not in said
+
+
+class FakeGraph:
+    """A CUDAGraph whose recording fails again at its end, as CUDA's does after a step that cannot be recorded."""
+
+    def capture_begin(self, **options):
+        pass
+
+    def capture_end(self):
+        raise RuntimeError("capture_end: the recording was invalidated")
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Streams and graphs without a GPU; the list of streams that were made."""
+    streams = []
+
+    class Stream:
+        def __init__(self):
+            streams.append(self)
+
+        def wait_stream(self, other):
+            pass
+
+    for name, value in {
+        "CUDAGraph": FakeGraph,
+        "Stream": Stream,
+        "current_stream": lambda: Stream.__new__(Stream),
+        "graph_pool_handle": lambda: "pool",
+        "stream": lambda stream: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return streams
+
+
+def test_all_steps_are_recorded_on_one_stream(fake_cuda, monkeypatch):
+    """cuBLAS keeps a workspace for each stream that it has seen."""
+    monkeypatch.setattr(FakeGraph, "capture_end", lambda self: None)
+    recorder = graphs.Recorder()
+    for _ in range(3):
+        recorder(lambda: torch.zeros(1))
+    assert recorder.works and len(fake_cuda) == 1
+
+
+def test_a_failed_recording_says_what_failed_first(fake_cuda, capsys):
+    def step():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert graphs.Recorder()(step) is None
+    said = capsys.readouterr().out
+    assert "(operation not permitted when stream is capturing)" in said and "capture_end" not in said
