@@ -20,6 +20,13 @@ class QueueFull(Exception):
     """As many rows wait as may."""
 
 
+class Ended(RuntimeError):
+    """The batcher works no more: it was closed, or its engine cannot go on."""
+
+    def __init__(self) -> None:
+        super().__init__("the batcher has ended")
+
+
 class Token(NamedTuple):
     """One token of a row."""
 
@@ -83,23 +90,24 @@ class Batcher(ABC):
     def submit(self, rows: Sequence[Row]) -> None:
         """Rows of one request. Raises QueueFull, and then none of them is taken."""
         with self.condition:
+            self._forget_cancelled()
             if len(self.waiting) + len(rows) > self.queue:
                 raise QueueFull
             self.waiting.extend(rows)
-            self.condition.notify()
+            self._wake()
 
     def run(self, function: Callable[[], Any]) -> Future[Any]:
         """What `function` returns or raises, called between two steps."""
         future: Future[Any] = Future()
         with self.condition:
             self.asked.append((function, future))
-            self.condition.notify()
+            self._wake()
         return future
 
     def close(self) -> None:
         with self.condition:
             self.closed = True
-            self.condition.notify()
+            self._wake()
         self.thread.join()
 
     @property
@@ -110,6 +118,25 @@ class Batcher(ABC):
         """Those that rows are being written by, or wait for."""
         with self.condition:
             return {row.role for row in (*self.rows, *self.waiting)}
+
+    def _wake(self) -> None:
+        """Tells the thread that there is something new. A closed batcher answers it at once."""
+        if self.closed:
+            self._end()
+        self.condition.notify()
+
+    def _forget_cancelled(self) -> None:
+        """Removes rows that nobody waits for from the queue."""
+        self.waiting = deque(row for row in self.waiting if not row.cancelled)
+
+    def _end(self) -> None:
+        """Answers everything that waits with Ended."""
+        while self.waiting:
+            row = self.waiting.popleft()
+            if not row.cancelled:
+                row.deliver(Ended())
+        while self.asked:
+            self.asked.popleft()[1].set_exception(Ended())
 
     # ----------------------------------------------------------------------------------------- in its thread
 
@@ -139,7 +166,9 @@ class Batcher(ABC):
                 while not (self.closed or self.asked or self.waiting or self.rows):
                     self.condition.wait()
                 if self.closed:
+                    self._end()
                     return
+                self._forget_cancelled()
                 asked = [self.asked.popleft() for _ in range(len(self.asked))]
                 joining = self._joining()
             for function, future in asked:

@@ -74,9 +74,6 @@ class TransformersBatcher(Batcher):
         most = max((row.most for row in self.rows), default=0)
         while self.waiting:
             row = self.waiting[0]
-            if row.cancelled:
-                self.waiting.popleft()
-                continue
             count = len(self.rows) + len(joining) + 1
             most, width = max(most, row.most), max(width, len(row.prompt))
             full = count > self.most_rows or self.cache.size_with(count, most) > self.positions

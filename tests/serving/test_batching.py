@@ -3,6 +3,7 @@
 import queue
 import random
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -107,6 +108,55 @@ def test_what_waits_is_limited_and_a_request_is_taken_whole_or_not(batcher):
     held.put(None)
     client.wait(3)
     assert not client.told["c"] and not client.told["d"] and all(client.told[name] for name in "abe")
+
+
+def test_rows_that_nobody_waits_for_take_no_place_in_the_queue(batcher):
+    client, writer = Client(), batcher(rows=1, queue=3)
+    busy, held = threading.Event(), queue.SimpleQueue()
+    writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
+    assert busy.wait(SECONDS)
+    gone = [client.row(name, [5]) for name in "abc"]
+    writer.submit(gone)
+    for row in gone[1:]:  # behind one that is still wanted
+        row.cancelled = True
+    writer.submit([client.row("d", [6]), client.row("e", [7])])
+    held.put(None)
+    client.wait(3)
+    assert not client.told["b"] and not client.told["c"] and all(client.told[name] for name in "ade")
+
+
+def test_nothing_waits_for_a_batcher_that_has_ended(batcher):
+    """As after an error of vLLM's process: what waits, and what comes later, is told so."""
+    client, writer = Client(), batcher(rows=1)
+    busy, held = threading.Event(), queue.SimpleQueue()
+    writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
+    assert busy.wait(SECONDS)
+
+    def fail(joining):
+        if not joining:
+            return
+        writer.asked.append((lambda: None, asked))
+        raise RuntimeError("the engine is dead")
+
+    def reset():
+        writer.closed = True
+
+    asked, writer._turn, writer._reset = Future(), fail, reset
+    writer.submit([client.row("written", [5]), client.row("waiting", [6])])
+    held.put(None)
+    client.wait(2)
+    writer.thread.join(SECONDS)
+    writer.submit([client.row("late", [7])])
+    client.wait(1)
+    assert {name: str(told[0]) for name, told in client.told.items()} == {
+        "written": "the engine is dead",
+        "waiting": "the batcher has ended",
+        "late": "the batcher has ended",
+    }
+    for future in (asked, writer.run(lambda: None)):
+        with pytest.raises(RuntimeError, match="the batcher has ended"):
+            future.result(SECONDS)
+    assert not writer.alive
 
 
 def test_the_cache_stays_within_its_positions(batcher):
