@@ -8,7 +8,8 @@ GIB = 2**30
 # Activations of its largest forward, CUDA graphs, CUDA's context in a process of its own: an assumption.
 WORKSPACE = 3 * GIB
 LARGEST = 0.95  # share of a GPU that vLLM can be given
-MOST_ROWS = 256  # vLLM decodes no more at once, by default
+MOST_ROWS = 256  # that vLLM decodes at once
+BATCHED_TOKENS = 8192  # in one of its forwards; longer prompts are read in pieces
 
 
 def memory_needed(weights: float, kv_bytes: float, rows: int, length: int) -> float:

@@ -209,8 +209,9 @@ def _start_vllm(
     host: Host, shared: SharedBase, folder: str, longest: int, rows: int, wanted: Sequence[str | None]
 ) -> VllmEngine:
     from pipeline.ppo.vllm_engine import VllmEngine
+    from pipeline.ppo.vllm_memory import MOST_ROWS
 
-    options = vllm_options(host.job)
+    options = vllm_options(host.job, min(rows, MOST_ROWS))
     if shared.device.type == "cuda":
         share = host.job.rollout_config.gpu_memory_utilization or vllm_share(shared, rows, longest)
         options["gpu_memory_utilization"] = share
@@ -218,13 +219,26 @@ def _start_vllm(
     return VllmEngine(shared, host.job.model.name_or_path, folder, longest=longest, roles=wanted, **options)
 
 
-def vllm_options(job: Job) -> dict[str, Any]:
-    """Arguments of vllm.LLM that follow from the sections `model` and `rollout`, but for its share of the memory."""
+def vllm_options(job: Job, rows: int) -> dict[str, Any]:
+    """Returns the arguments of vllm.LLM that follow from a job, except for its share of the memory.
+
+    vLLM's own limits on a batch grow with the GPU; `memory_share` counts with these.
+
+    Args:
+        rows: completions that it decodes at the same time.
+    """
+    from pipeline.ppo.vllm_memory import BATCHED_TOKENS
+
     model, rollout = job.model, job.rollout_config
     options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
     if rollout.tensor_parallel_size > 1:
         options["tensor_parallel_size"] = rollout.tensor_parallel_size
+        # It shares buffers by IPC, which cannot share the expandable segments that our workers use (driver.py):
+        # https://github.com/vllm-project/vllm/issues/42609
+        options["disable_custom_all_reduce"] = True
     options |= {
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": max(BATCHED_TOKENS, rows),
         "revision": model.revision,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,

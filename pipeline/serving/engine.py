@@ -63,7 +63,7 @@ def _vllm(host: Host, limits: dict[str, Any]) -> Batcher:
     from pipeline.serving.vllm_batcher import VllmBatcher
 
     job, context = host.job, host.work.base["context_length"] or 1 << 20
-    serve, options = job.serve, roles.vllm_options(job)
+    serve, options = job.serve, roles.vllm_options(job, limits["rows"])
     if host.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         share = job.rollout_config.gpu_memory_utilization or round(free / total - LEFT_FREE, 2)
@@ -71,7 +71,6 @@ def _vllm(host: Host, limits: dict[str, Any]) -> Batcher:
     # With room for one that an alias moves to while rows of the one before are written.
     options = {
         "max_loras": min(len(serve.policies) + 1, MOST_ADAPTERS),
-        "max_num_seqs": limits["rows"],
         "max_logprobs": TOP_LOGPROBS,
         **options,
     }

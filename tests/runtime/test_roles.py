@@ -75,3 +75,14 @@ def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
     assert (weights(shared, "critic") == 1.0).all() and torch.equal(weights(shared, "policy"), before)
     assert set(shared.tensors_of("policy")).isdisjoint(shared.tensors_of("critic"))
     shared.set_trainable("policy", True)  # the head on it does not share it
+
+
+def test_vllm_is_told_how_large_its_batches_are_and_not_to_share_memory_of_expandable_segments(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    engine = ["rollout.engine=vllm", "rollout.num_workers=1", "rollout.use_gpu=true"]
+    options = roles.vllm_options(load_job("jobs/demo/ppo.yaml", engine, "ppo"), 64)
+    assert (options["max_num_seqs"], options["max_num_batched_tokens"]) == (64, 8192)
+    assert "disable_custom_all_reduce" not in options
+    more = ["rollout.tensor_parallel_size=2", "rollout.vllm_kwargs={max_num_seqs: 128}"]
+    options = roles.vllm_options(load_job("jobs/demo/ppo.yaml", [*engine, *more], "ppo"), 64)
+    assert options["disable_custom_all_reduce"] is True and options["max_num_seqs"] == 128
