@@ -30,6 +30,7 @@ WORDS = {
     "file": ("JOB.yaml", "a job file, for example jobs/demo/rm.yaml"),
     "folder": ("FOLDER", "a folder with sft.yaml, rm.yaml, ppo.yaml and evaluate.yaml"),
     "rows": ("FILE", "rows: a path, a glob, a folder, s3://, gs://, hf://"),
+    "key": ("KEY", "section.key, or a section"),
     "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id"),
 }
 
@@ -73,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
         if takes == "rows":
             sub.add_argument("overrides", nargs="?", default="own", metavar="PROFILE", help="default: own")
-        elif takes == "runs":
-            sub.add_argument("overrides", nargs="*", metavar="RUN", help="more runs, on the same page")
+        elif takes in ("runs", "key"):
+            sub.add_argument("overrides", nargs="*", metavar=name, help="more of them")
         elif verb != "completion":
             sub.add_argument(
                 "overrides",

@@ -4,6 +4,7 @@ import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # Characters that a terminal does not show, or interprets: control characters (ESC above all), characters that reverse or
 # hide text, surrogates.
@@ -121,3 +122,19 @@ def summary(error: BaseException) -> str:
     last = next((one for one in chain if isinstance(one, (InputError, Failure))), chain[-1])
     message = str(last).strip().splitlines()
     return f"{type(last).__name__}: {message[0] if message else 'no message'}"[:1000]
+
+
+def show(value: Any) -> str:
+    """A value as a message shows it: short, on one line, with its type where that is the trouble."""
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    return short("null" if value is None else text)
+
+
+def short(text: str) -> str:
+    """A text as a message quotes it: what is long is cut."""
+    return printable(text if len(text) <= 80 else text[:77] + "...")
+
+
+def printable(text: str) -> str:
+    """What a terminal would obey, or could not show, is escaped."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.config.fields import fields_of
+from pipeline.config import schema
 from pipeline.config.stages import STAGE
 
 CASES = int(os.environ.get("WALK_CASES", 2000))
@@ -229,8 +229,8 @@ TOP = [
 
 
 def keys_of(stage):
-    keys = [f"{section}.{key}" for section, dotted in SECTIONS.items() for key in fields_of(dotted)]
-    keys += [f"trainer.{key}" for key in fields_of(STAGE[stage].trainer)] + TOP
+    keys = [f"{section}.{key}" for section, dotted in SECTIONS.items() for key in schema.keys(dotted)]
+    keys += [f"trainer.{key}" for key in schema.keys(STAGE[stage].trainer)] + TOP
     return sorted(set(keys) - WAITS)
 
 

@@ -17,7 +17,7 @@ import yaml
 from running import ROOT
 from sockets import on_loopback, sockets
 
-from pipeline.config.keys import keys_of
+from pipeline.config.schema import keys_of
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}

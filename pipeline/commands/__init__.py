@@ -10,7 +10,7 @@ class Command(NamedTuple):
 
     summary: str  # one line for --help
     # What follows it: the job file of some stage, a file that it reads itself, or other words (__main__.parser).
-    takes: Literal["job", "file", "folder", "rows", "runs", "nothing"] = "file"
+    takes: Literal["job", "file", "folder", "rows", "runs", "key", "nothing"] = "file"
     stage: str | None = None  # of a job: the only stage that it takes; None: any stage
 
 
@@ -31,6 +31,7 @@ COMMANDS = {
     ),
     "rlhf": Command("sft, rm, ppo and evaluate of a folder of jobs, in one Ray session", "folder"),
     "report": Command("a page about a run, or several: curves, samples, lineage, data, job", "runs"),
+    "help": Command("type, default, range and meaning of keys of a job", "key"),
     "completion": Command(
         "a script that lets bash or zsh complete subcommands, job files and keys", "nothing"
     ),

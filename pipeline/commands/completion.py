@@ -4,7 +4,7 @@ source <(rlhf completion)        in ~/.bashrc or ~/.zshrc; as a file in bash-com
 """
 
 from pipeline.commands import SUMMARIES, stages_of
-from pipeline.config.keys import keys_of
+from pipeline.config.schema import keys_of
 from pipeline.config.stages import STAGE
 
 SCRIPT = """\

@@ -27,6 +27,7 @@ from pipeline.errors import InputError
 from pipeline.system import storage
 
 JOB = """\
+# yaml-language-server: $schema=../schema.json
 # `{stage}` on {path}, on top of the profile `{profile}`. Written by `rlhf init`; any key of that profile's job may follow.
 extends: ../{profile}/{stage}.yaml
 {inputs}data:
@@ -83,6 +84,7 @@ def write(sources: "Sources", profile: str, found: dict[str, dict[str, Any]]) ->
         raise InputError(f"{', '.join(taken)}: there already; move them away to have them written again")
     shipped.bring(profile)
     folder.mkdir(parents=True, exist_ok=True)
+    shipped.write_schema(folder.parent)
     written = []
     for stage, text in jobs.items():
         written.append(folder / f"{stage}.yaml")

@@ -25,9 +25,16 @@ def bring(profile: str) -> Path:
         return here
     try:
         shutil.copytree(shipped, here, ignore=shutil.ignore_patterns("__pycache__"))
+        write_schema(here.parent)
     except OSError as error:
         raise InputError(
             f"{here} cannot be written ({error.strerror or error}); change into a folder of your own"
         ) from error
     print(f"wrote {here}: the job files, to read and to change", flush=True)
     return here
+
+
+def write_schema(folder: Path) -> None:
+    """Puts the schema that the first line of job files names into the folder above them, for editors."""
+    if not (file := folder / "schema.json").exists():
+        shutil.copyfile(JOBS / "schema.json", file)

@@ -9,20 +9,19 @@ against its dataclass. Relative paths are relative to the working directory of t
 import difflib
 import importlib
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pipeline.config.fields import NULL, Field, fields_of, show
+from pipeline.config import schema
 from pipeline.config.gates import OPERATORS as OPERATORS
 from pipeline.config.gates import parse_gate as parse_gate
 from pipeline.config.jobfile import Tree, read_tree
-from pipeline.config.keys import REFUSED, class_of, keys_of
 from pipeline.config.rules import CHECKS, with_revision, without_evaluation
 from pipeline.config.serve import Serve, named
 from pipeline.config.sources import sources_of
 from pipeline.config.stages import INPUTS, STAGE
-from pipeline.errors import InputError
+from pipeline.errors import InputError, show
 from pipeline.system import storage
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ class Model:
     fsdp: bool = False  # the base in shards over the workers (FSDP2), whole on none of them; adapters are whole on each
     attn_implementation: str | None = None  # None: what transformers picks (sdpa)
     chat_template: str | None = None  # a Jinja file, "plain", or None: the tokenizer's own, else "plain"
+    # Run the Python code that comes with a model on the hub.
     trust_remote_code: bool = False
     allow_pickle: bool = False  # also read *.bin weights, which can run code
 
@@ -53,6 +53,7 @@ class Data:
     train: str | list[str | dict[str, Any]] | None = None
     # Where sources have weights: an epoch ends when one of them is used up, or when all are (data/mixture.py).
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    # Held-out rows, as `train`.
     eval: str | list[str | dict[str, Any]] | None = None
     # Of `evaluate`: held-out preferences that the reward model is evaluated on.
     pairs: str | list[str | dict[str, Any]] | None = None
@@ -64,27 +65,35 @@ class Data:
     columns: dict[str, str | list[str]] | None = None
     # {first: 1, second: 2, tie: 0}: what the values of the column `label` say of the completions `first` and `second`.
     label: dict[str, Any] | None = None
-    eval_fraction: float = 0.0  # held out of `train` by prompt, instead of `eval`
-    max_length: int | None = None  # tokens; None: the model's context
+    eval_fraction: Annotated[float, "[0, 1)"] = 0.0  # held out of `train` by prompt, instead of `eval`
+    max_length: Annotated[int | None, "[2, 1048576]"] = None  # tokens; None: the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
+    # What becomes of rows with more tokens than `max_length`.
     too_long: Literal["error", "drop", "truncate"] = "error"
     # To text rows; None: unless the template is only the fallback "plain".
     apply_chat_template: bool | None = None
     # What "<|eot_id|>" in the text of a row stands for: its characters, or the token.
     special_tokens: Literal["text", "control"] = "text"
-    batch_size: int | None = None  # rows per optimizer step over all workers; gradient accumulation follows
+    batch_size: Annotated[int | None, "[1, 1048576]"] = (
+        None  # rows per optimizer step over all workers; gradient accumulation follows
+    )
     cache_dir: str | None = None  # None: <run.storage_path>/data
-    seed: int = 0  # of eval_fraction; of `collect`, of the order in which prompts are drawn
+    seed: Annotated[int, "[0, 4294967295]"] = (
+        0  # of eval_fraction; of `collect`, of the order in which prompts are drawn
+    )
     subset: str | None = None  # a column of `pairs`: accuracy is also reported for each of its values
 
 
 @dataclass(frozen=True)
 class Run:
     name: str | None = None  # None: a fresh one for each run; the same name again continues that run
+    # A folder or bucket, with a folder for each run.
     storage_path: str = "runs"
-    max_failures: int = 0  # restarts after lost workers; -1: no limit
-    placement_timeout_s: float = 3600.0  # seconds to wait for workers that no node has room for; -1: no limit
-    num_to_keep: int = 2  # checkpoints
+    max_failures: Annotated[int, "-1 or [0, 1000000]"] = 0  # restarts after lost workers; -1: no limit
+    placement_timeout_s: Annotated[float, "-1 or (0, 31536000]"] = (
+        3600.0  # seconds to wait for workers that no node has room for; -1: no limit
+    )
+    num_to_keep: Annotated[int, "[1, 1000]"] = 2  # checkpoints
     # The step whose adapter is evaluated, gated and registered: that of the best evaluation so far, or the last one.
     keep: Literal["best", "last"] = "last"
     # A held-out figure, by which evaluations are compared. None: eval_loss; of ppo eval_judge, without a judge eval_reward.
@@ -92,7 +101,7 @@ class Run:
     # None: false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins, rewards and judges.
     greater_is_better: bool | None = None
     # Training stops after this many evaluations in a row none of which was better than the best before. None: never.
-    early_stopping_patience: int | None = None
+    early_stopping_patience: Annotated[int | None, "[1, 1000000]"] = None
     fresh: bool = False  # start over although a run of this name exists
     report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
 
@@ -100,6 +109,7 @@ class Run:
 @dataclass(frozen=True)
 class MLflow:
     tracking_uri: str | None = None  # None: $MLFLOW_TRACKING_URI, else sqlite:///<run.storage_path>/mlflow.db
+    # The MLflow experiment of the run.
     experiment: str = "rlhf"
     registered_model: str | None = None  # None: nothing is registered
     alias: str = "champion"  # moves to the new version if the gate passes
@@ -111,11 +121,13 @@ class MLflow:
 class Forward:
     """The `trainer` section of `score`; its keys, and those of Inference, have PPOConfig's names."""
 
-    local_rollout_forward_batch_size: int = 64  # rows per forward
+    local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
     # Seconds that a Python reward may take for one row, each called by itself. None: all rows in one call, as long as it takes.
-    reward_timeout_s: float | None = None
-    reward_threads: int = 8  # rows that a Python reward scores at the same time, with reward_timeout_s
+    reward_timeout_s: Annotated[float | None, "(0, 31536000]"] = None
+    reward_threads: Annotated[int, "[1, 1024]"] = (
+        8  # rows that a Python reward scores at the same time, with reward_timeout_s
+    )
 
     @property
     def rows_per_forward(self) -> int:
@@ -127,24 +139,28 @@ class Forward:
 class Inference(Forward):
     """The `trainer` section of `evaluate`, `generate` and `serve`, where a request may say otherwise."""
 
-    response_length: int = 256  # maximum new tokens of a completion, the end-of-sequence token included
-    min_new_tokens: int = 0  # minimum new tokens of a completion
-    temperature: float = 1.0  # divides the logits; 0: greedy
-    seed: int = 42  # of sampling, together with a row's number
+    response_length: Annotated[int, "[1, 1048576]"] = (
+        256  # maximum new tokens of a completion, the end-of-sequence token included
+    )
+    min_new_tokens: Annotated[int, "[0, inf)"] = 0  # minimum new tokens of a completion
+    temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits; 0: greedy
+    seed: Annotated[int, "[0, 4294967295]"] = 42  # of sampling, together with a row's number
 
 
 @dataclass(frozen=True)
 class Collect(Inference):
     """The `trainer` section of `collect`."""
 
-    num_generations: int = 4  # completions of each prompt
+    num_generations: Annotated[int, "[1, 1024]"] = 4  # completions of each prompt
     # Rows that come out: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto).
     select: Literal["best", "best_worst", "pairs"] = "best_worst"
-    min_margin: float = 0.0  # least difference of the scores of a pair; equal scores never make one
+    min_margin: Annotated[float, "[0, inf)"] = (
+        0.0  # least difference of the scores of a pair; equal scores never make one
+    )
     # Prompts that are used, drawn from data.train without replacement in an order that data.seed gives. None: all, in the
     # order of the file.
-    num_prompts: int | None = None
-    skip_prompts: int = (
+    num_prompts: Annotated[int | None, "[1, 1000000000]"] = None
+    skip_prompts: Annotated[int, "[0, 1000000000]"] = (
         0  # of that order, those in front of the first one used; after the last prompt it is drawn anew
     )
 
@@ -158,7 +174,9 @@ class Export:
     """The `trainer` section of `export`; what goes to the hub has the names of transformers.TrainingArguments."""
 
     merge: bool = True  # false: the adapter as it is, with its tokenizer and card
-    response_length: int = 256  # maximum new tokens of the greedy completions that are compared
+    response_length: Annotated[int, "[1, 1048576]"] = (
+        256  # maximum new tokens of the greedy completions that are compared
+    )
     # Matrix products of the adapter, which the merged model is compared with, in bfloat16 (autocast).
     bf16: bool = False
     hub_model_id: str | None = None  # OWNER/NAME on the hub; None: nothing is pushed
@@ -315,15 +333,15 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     _check_top(tree, file_stage)
     job = Job(
         stage=file_stage,
-        model=Model(**_our_section(tree, "model")),
-        lora=_library_section(tree, "lora"),
-        data=Data(**_our_section(tree, "data")),
-        trainer=_library_section(tree, "trainer"),
-        scaling=_library_section(tree, "scaling"),
-        rollout=_library_section(tree, "rollout"),
-        serve=Serve(**_our_section(tree, "serve")),
-        run=Run(**_our_section(tree, "run")),
-        mlflow=MLflow(**_our_section(tree, "mlflow")),
+        model=Model(**_section(tree, "model")),
+        lora=_section(tree, "lora"),
+        data=Data(**_section(tree, "data")),
+        trainer=_section(tree, "trainer"),
+        scaling=_section(tree, "scaling"),
+        rollout=_section(tree, "rollout"),
+        serve=Serve(**_section(tree, "serve")),
+        run=Run(**_section(tree, "run")),
+        mlflow=MLflow(**_section(tree, "mlflow")),
         gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
         source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
@@ -337,16 +355,15 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
 
 # ---------------------------------------------------------------- keys and types
 def _check_top(tree: Tree, stage: str) -> None:
-    fields = fields_of("pipeline.config.Job")
-    sections = [name for name in fields if name not in ("source", "overridden")]
+    known = schema.keys("pipeline.config.Job")
     for key, value in tree.data.items():
-        if key not in sections:
-            raise _unknown(tree, stage, "", key, sections)
+        if key not in known:
+            raise _unknown(tree, stage, "", key, list(known))
         if key in INPUTS:
             if key not in STAGE[stage].inputs:
                 takers = ", ".join(name for name, facts in STAGE.items() if key in facts.inputs)
                 raise tree.error(key, f"`{stage}` takes no {key}; take the line out (it belongs to {takers})")
-            if problem := fields[key].problem(value):
+            if problem := schema.problem(value, known[key]):
                 raise tree.error(key, problem)
     for name, needed in STAGE[stage].inputs.items():
         if needed and not tree.data.get(name):
@@ -356,39 +373,19 @@ def _check_top(tree: Tree, stage: str) -> None:
             )
 
 
-def _our_section(tree: Tree, section: str) -> dict[str, Any]:
-    """The values of a section with a dataclass of this file."""
-    return _checked(tree, section, fields_of(class_of(section, tree.data["stage"])))
-
-
-def _library_section(tree: Tree, section: str) -> dict[str, Any]:
-    """The values of a section that goes to a library verbatim."""
-    dotted = class_of(section, tree.data["stage"])
-    refused = {} if dotted.startswith("pipeline.") else REFUSED[section]
+def _section(tree: Tree, section: str) -> dict[str, Any]:
+    """Returns the checked values of a section."""
+    stage = tree.data["stage"]
+    refused = schema.refused(section, stage)
     for key in tree.section(section):
         if key in refused:
             raise tree.error(f"{section}.{key}", f"not to be set here: {refused[key]}")
-    fields = fields_of(dotted)
-    if section == "trainer" and STAGE[tree.data["stage"]].trl:  # null: planning/recompute.py chooses
-        own = fields["gradient_checkpointing"]
-        fields = {**fields, own.name: replace(own, checks=(*own.checks, NULL))}
-    return _checked(tree, section, fields)
-
-
-def _checked(tree: Tree, section: str, fields: dict[str, Field]) -> dict[str, Any]:
-    values = tree.section(section)
-    for key, value in values.items():
-        if key not in fields:
-            raise _unknown(tree, tree.data["stage"], section, key, list(fields))
-        if problem := fields[key].problem(value):
-            single = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-            if not single or fields[key].problem([value]):
-                raise tree.error(f"{section}.{key}", problem)
-            values[key] = [value]  # trainer.loss_type=ipo, where the library wants a list
-    for key, one in fields.items():
-        if one.required and key not in values:
-            raise tree.error(f"{section}.{key}", f"missing, expected {one.checks[0][0]}")
-    return values
+    known = {
+        key: one for key, one in schema.keys(schema.class_of(section, stage)).items() if key not in refused
+    }
+    return schema.checked(
+        tree, section, known, lambda key: _unknown(tree, stage, section, key, list(known)).message
+    )
 
 
 def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -> InputError:
@@ -400,7 +397,7 @@ def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.7)
     if near:
         return tree.error(name, f"{message}; did you mean {f'{section}.' if section else ''}{near[0]}?")
-    keys = keys_of(stage)
+    keys = schema.keys_of(stage)
     for cutoff in (1.0, 0.7):
         elsewhere = difflib.get_close_matches(key, keys.values(), n=1, cutoff=cutoff)
         if elsewhere:
@@ -414,7 +411,9 @@ def _unknown(tree: Tree, stage: str, section: str, key: str, valid: list[str]) -
 def _in_episodes(tree: Tree) -> str:
     """What to type for a number of updates, with the arithmetic."""
     trainer = tree.data["trainer"]
-    size = trainer.get("batch_size") or fields_of("pipeline.ppo.config.PPOConfig")["batch_size"].default
+    size = trainer.get("batch_size") or schema.keys("pipeline.ppo.config.PPOConfig")["batch_size"].get(
+        "default"
+    )
     updates = trainer["max_steps"] if type(trainer["max_steps"]) is int and trainer["max_steps"] > 0 else 100
     rule = "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
     if type(size) is not int:
@@ -424,4 +423,4 @@ def _in_episodes(tree: Tree) -> str:
 
 def _owner(stage: str, section: str) -> str:
     libraries = {"lora": "peft.LoraConfig", "scaling": "ray.train.ScalingConfig"}
-    return libraries.get(section) or class_of(section, stage).rpartition(".")[2]
+    return libraries.get(section) or schema.class_of(section, stage).rpartition(".")[2]

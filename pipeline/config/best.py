@@ -7,9 +7,9 @@ import re
 from typing import TYPE_CHECKING
 
 from pipeline.config import gates
-from pipeline.config.fields import show
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
+from pipeline.errors import show
 
 if TYPE_CHECKING:
     from pipeline.config import Job

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.fields import short, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
+from pipeline.errors import short, show
 
 if TYPE_CHECKING:
     from pipeline.config import Job

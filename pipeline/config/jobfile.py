@@ -16,8 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.fields import printable, short, show
-from pipeline.errors import InputError
+from pipeline.errors import InputError, printable, short, show
 from pipeline.system.credentials import has_credentials
 
 # Tokens and keys of the services this pipeline talks to, and private keys.

@@ -22,9 +22,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.fields import printable, show
 from pipeline.config.stages import STAGE
-from pipeline.errors import InputError
+from pipeline.errors import InputError, printable, show
 
 if TYPE_CHECKING:
     from pipeline.config import Job

@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import best, bounds, gates, scaling, serve, sources, trainer
-from pipeline.config.fields import fields_of, show
+from pipeline.config import best, gates, scaling, schema, serve, sources, trainer
 from pipeline.config.jobfile import Tree
-from pipeline.config.keys import class_of
 from pipeline.config.stages import STAGE
-from pipeline.errors import about
+from pipeline.errors import about, show
 from pipeline.intervals import outside
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ def _check_unused(tree: Tree, job: Job) -> None:
         given, default = tree.data.get(section), None
         if name:
             given = (given or {}).get(name)
-            default = fields_of(class_of(section, job.stage))[name].default
+            default = schema.keys(schema.class_of(section, job.stage))[name].get("default")
         if given not in (None, {}, [], default):
             raise tree.error(key, f"`{job.stage}` has no use for it: {why}; take it out")
 
@@ -62,6 +60,47 @@ def with_revision(tree: Tree, job: Job) -> Job:
             f"found {show(job.model.revision)}, but model.name_or_path says {show(revision)}; keep one",
         )
     return replace(job, model=replace(job.model, name_or_path=name, revision=revision or job.model.revision))
+
+
+# ---------------------------------------------------------------- texts
+# Names become folders, tags and columns: bytes.
+NAMES = {
+    "run.name": 128, "run.storage_path": 1024, "data.cache_dir": 1024, "mlflow.experiment": 200, "mlflow.registered_model": 200,
+    "mlflow.alias": 200, "serve.host": 255,
+}  # fmt: skip
+PATHS = """model.name_or_path model.chat_template data.train data.eval data.pairs data.train.path data.eval.path
+    data.pairs.path data.cache_dir run.storage_path serve.feedback_path policy reward baseline judge""".split()
+
+
+def _check_texts(tree: Tree, job: Job) -> None:
+    for section, value in job.to_dict().items():
+        if section not in ("stage", "source", "gate", "trainer", "scaling"):
+            for key, text in _texts(section, value):
+                check_text(tree, key, text)
+
+
+def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yields (dotted key, text); an item of a list has the key of the list."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(f"{key}.{name}", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(key, item)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def check_text(tree: Tree, key: str, value: str) -> None:
+    """Refuses blank text, and names that are too long for a file system or for MLflow."""
+    if not value.strip():
+        raise tree.error(key, "found empty text, expected a value; leave the key out, or use null")
+    if len(value.encode()) > NAMES.get(key, 1 << 20):
+        raise tree.error(key, f"found {len(value.encode())} bytes, expected at most {NAMES[key]}")
+    longest = max(re.split(r"[/:]", value), key=lambda part: len(part.encode()))
+    if key in PATHS and len(longest.encode()) > 240:  # a file system's 255, less what is appended
+        size = len(longest.encode())
+        raise tree.error(key, f"found {show(longest)} of {size} bytes in a path, expected at most 240")
 
 
 # ---------------------------------------------------------------- combinations
@@ -305,7 +344,7 @@ def _check_export(tree: Tree, job: Job) -> None:
     repository = job.args.hub_model_id
     if repository is None:
         for key in ("push_to_hub", "hub_private_repo", "hub_revision"):
-            if job.trainer.get(key) not in (None, fields_of(STAGE["export"].trainer)[key].default):
+            if job.trainer.get(key) not in (None, schema.keys(STAGE["export"].trainer)[key].get("default")):
                 raise tree.error(
                     f"trainer.{key}", "goes with trainer.hub_model_id=OWNER/NAME; give that, too"
                 )
@@ -378,7 +417,7 @@ def _idle_rollout_workers(job: Job) -> Iterator[str]:
 
 CHECKS = (
     _check_unused,
-    bounds.check,
+    _check_texts,
     _check_model,
     _check_shards,
     _check_lora,

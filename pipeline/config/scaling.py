@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.fields import short, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
+from pipeline.errors import short, show
 from pipeline.intervals import outside
 
 if TYPE_CHECKING:

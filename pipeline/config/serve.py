@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pipeline.config.fields import show
 from pipeline.config.jobfile import Tree
+from pipeline.errors import show
 
 if TYPE_CHECKING:
     from pipeline.config import Job
@@ -21,20 +21,24 @@ class Serve:
     policies: dict[str, str] = field(default_factory=dict)
     rewards: dict[str, str] = field(default_factory=dict)  # the same of /score; also python:MODULE:FUNCTION
     host: str = "127.0.0.1"  # another one needs tokens in RLHF_SERVE_TOKENS
-    port: int = 8000  # 0: any free one
-    max_queue: int = (
+    port: Annotated[int, "[0, 65535]"] = 8000  # 0: any free one
+    max_queue: Annotated[int, "[1, 1000000]"] = (
         256  # completions of a replica that wait for a place in its batch; a request beyond gets 429
     )
-    max_choices: int = 16  # completions of one request (its `n`)
-    max_body_bytes: int = 1048576  # of a request; more gets 413
-    timeout_s: float = 300.0  # for a whole answer, the wait for its place included; then 504
-    cache_tokens: int | None = (
+    max_choices: Annotated[int, "[1, 128]"] = 16  # completions of one request (its `n`)
+    max_body_bytes: Annotated[int, "[1024, 1073741824]"] = 1048576  # of a request; more gets 413
+    timeout_s: Annotated[float, "(0, 86400]"] = (
+        300.0  # for a whole answer, the wait for its place included; then 504
+    )
+    cache_tokens: Annotated[int | None, "[16, 1000000000000]"] = (
         None  # of the KV cache; None: what half of a GPU's free memory holds, on a CPU a quarter
     )
-    poll_s: float = 5.0  # seconds between two looks at the registry for aliases that have moved
+    poll_s: Annotated[float, "(0, 86400]"] = (
+        5.0  # seconds between two looks at the registry for aliases that have moved
+    )
     log_prompts: bool = False  # keep conversations, so that feedback on them becomes rows to learn from; else only its figures
     feedback_path: str | None = None  # a local folder; None: <run.storage_path>/feedback
-    feedback_bytes: int = (
+    feedback_bytes: Annotated[int, "[4096, 1000000000000]"] = (
         1073741824  # of that folder: half for rows, beyond which feedback gets 507, half for conversations
     )
 

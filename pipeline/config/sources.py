@@ -8,9 +8,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.fields import fields_of, show
+from pipeline.config import schema
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
+from pipeline.errors import show
 
 if TYPE_CHECKING:
     from pipeline.config import Data, Job
@@ -125,13 +126,13 @@ def check(tree: Tree, job: Job) -> None:
 
 
 def _check_keys(tree: Tree, key: str, item: dict[str, Any]) -> None:
-    fields = fields_of("pipeline.config.sources.Source")
+    known = schema.keys("pipeline.config.sources.Source")
     for name, value in item.items():
-        if name not in fields:
-            near = difflib.get_close_matches(str(name), list(fields), 1, 0.7)
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(fields)}"
+        if name not in known:
+            near = difflib.get_close_matches(str(name), list(known), 1, 0.7)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
             raise tree.error(f"{key}.{name}", f"unknown key of a source; {hint}")
-        if problem := fields[name].problem(value):
+        if problem := schema.problem(value, known[name]):
             raise tree.error(f"{key}.{name}", problem)
     if "path" not in item:
         raise tree.error(

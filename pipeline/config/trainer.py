@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import bounds, scaling
-from pipeline.config.fields import fields_of, show
+from pipeline.config import library_keys, scaling, schema
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
+from pipeline.errors import show
 
 if TYPE_CHECKING:
     from pipeline.config import Job
@@ -125,7 +125,7 @@ def _check_dpo(tree: Tree, trainer: dict[str, Any], losses: list[str]) -> None:
     for key, users in (("label_smoothing", "robust exo_pair aot aot_unpaired"), ("discopop_tau", "discopop")):
         if (
             key in trainer
-            and trainer[key] != fields_of(STAGE["dpo"].trainer)[key].default
+            and trainer[key] != schema.keys(STAGE["dpo"].trainer)[key].get("default")
             and not set(users.split()) & set(losses)
         ):
             raise tree.error(
@@ -212,12 +212,12 @@ def _check_batches(tree: Tree, job: Job) -> None:
         )
     device = job.trainer.get(
         "per_device_train_batch_size",
-        fields_of(STAGE[job.stage].trainer)["per_device_train_batch_size"].default,
+        schema.keys(STAGE[job.stage].trainer)["per_device_train_batch_size"]["default"],
     )
     step = device * low
     for count in range(low + 1, high + 1):
         step = math.lcm(step, device * count)
-        if step > bounds.LARGEST_BATCH:  # it doubles and trebles with further workers
+        if step > library_keys.LARGEST_BATCH:  # it doubles and trebles with further workers
             raise tree.error(
                 "scaling.num_workers",
                 f"found [{low}, {high}]: no data.batch_size comes out even on each of {low} to {count} workers with "

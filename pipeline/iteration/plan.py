@@ -13,13 +13,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pipeline.config import Job, MLflow, Run, bounds, job_of, keys, rules
-from pipeline.config.fields import fields_of, show
+from pipeline.config import Job, MLflow, Run, job_of, rules, schema
 from pipeline.config.jobfile import Tree, read_tree, section_tree
 from pipeline.config.stages import STAGE
-from pipeline.errors import InputError
+from pipeline.errors import InputError, show
 from pipeline.runtime import earlier
 from pipeline.system import storage
 
@@ -46,7 +45,8 @@ AS_THEY_ARE = ("columns", "transform", "label", "group_by")
 class Settings:
     """The section `iterate`."""
 
-    rounds: int = 3
+    # Rounds of collect, training and evaluate.
+    rounds: Annotated[int, "[1, 1000]"] = 3
     # The policy that training starts from in each round: the newest one, as in online DPO, or again the first one, on the
     # newest one's completions.
     start: Literal["newest", "first"] = "newest"
@@ -138,7 +138,7 @@ def _unknown(tree: Tree, key: str, steps: tuple[str, ...]) -> InputError:
     takers = [
         f"{step}.{typed}"
         for step in steps
-        if typed in {*keys.keys_of(step), *STAGE[step].inputs} - STAGE[step].unused.keys()
+        if typed in {*schema.keys_of(step), *STAGE[step].inputs} - STAGE[step].unused.keys()
         and typed not in ("policy", "reference", "baseline")
         and (typed != "data.train" or step == "collect")
     ]
@@ -171,7 +171,7 @@ def _in_iteration(step: str, key: str) -> str:
     if section in ("reward", "judge"):
         known = section in STAGE[step].inputs
     else:
-        known = section == "gate" or ".".join([section, *names[:1]]) in keys.keys_of(step)
+        known = section == "gate" or ".".join([section, *names[:1]]) in schema.keys_of(step)
     return f"{step}.{key}" if known and not set(names[:1]) & set(shared.get(section, ())) else key
 
 
@@ -186,13 +186,8 @@ def _train(tree: Tree) -> str:
 
 
 def _settings(tree: Tree, train: str) -> Settings:
-    fields = fields_of(f"{__name__}.Settings")
-    values = {key: value for key, value in tree.section("iterate").items() if value is not None}
-    for key, value in values.items():
-        if key not in fields:
-            raise tree.error(f"iterate.{key}", f"unknown key; expected one of {', '.join(fields)}")
-        if problem := fields[key].problem(value):
-            raise tree.error(f"iterate.{key}", problem)
+    tree.data["iterate"] = {key: value for key, value in tree.section("iterate").items() if value is not None}
+    values = schema.checked(tree, "iterate", schema.keys(f"{__name__}.Settings"))
     if "start" in values and "policy" not in STAGE[train].inputs:
         raise tree.error(
             "iterate.start", f"`{train}` starts from the base in every round; take it out, or type null"
@@ -202,23 +197,18 @@ def _settings(tree: Tree, train: str) -> Settings:
             "iterate.reference",
             f"found first, but `{train}` is held to the policy that it starts from; type start, or null",
         )
-    settings = Settings(**values)
-    if not 1 <= settings.rounds <= 1000:
-        raise tree.error("iterate.rounds", f"found {settings.rounds}, expected between 1 and 1000")
-    return settings
+    return Settings(**values)
 
 
 def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
     """The keys of `run` or `mlflow` that an iteration has itself: a name, and what all of its runs share."""
     own = {"run": ("name", "fresh", "report"), "mlflow": ()}[section] + SHARED[section]
-    fields, values = fields_of(f"pipeline.config.{kind.__name__}"), tree.section(section)
+    known = {key: schema.keys(f"pipeline.config.{kind.__name__}")[key] for key in own}
+    rest = f"expected one of {', '.join(own)}; each job has the others"
+    values = schema.checked(tree, section, known, lambda key: rest)
     for key, value in values.items():
-        if key not in own:
-            raise tree.error(f"{section}.{key}", f"expected one of {', '.join(own)}; each job has the others")
-        if problem := fields[key].problem(value):
-            raise tree.error(f"{section}.{key}", problem)
         if isinstance(value, str):
-            bounds.check_text(tree, "iterate", f"{section}.{key}", value)
+            rules.check_text(tree, f"{section}.{key}", value)
     if section == "run":
         rules.check_name(tree, values.get("name"), "iterate")
     return values
@@ -348,4 +338,4 @@ def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str |
 
 def _seed(job: Job) -> int:
     """Of the first round."""
-    return int(job.trainer.get("seed", fields_of(STAGE[job.stage].trainer)["seed"].default))
+    return int(job.trainer.get("seed", schema.keys(STAGE[job.stage].trainer)["seed"]["default"]))

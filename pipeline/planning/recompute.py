@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config import Job
-from pipeline.config.fields import fields_of
+from pipeline.config import Job, schema
 from pipeline.config.stages import STAGE
 from pipeline.planning.plan import GIB, Loras, make
 from pipeline.registry import lineage
@@ -39,7 +38,7 @@ def settled(worker: Any) -> bool:
 
     from pipeline.ppo.decode_memory import free_bytes
 
-    said = fields_of(STAGE[worker.job.stage].trainer)["gradient_checkpointing"].default
+    said = schema.keys(STAGE[worker.job.stage].trainer)["gradient_checkpointing"].get("default")
     said = worker.job.trainer.get("gradient_checkpointing", said)
     if said is not None:
         return bool(said)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipeline.config import Job
-from pipeline.config.fields import fields_of
+from pipeline.config import Job, schema
 from pipeline.config.stages import STAGE
 from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 
@@ -86,5 +85,5 @@ def _value(job: Job, name: str) -> Any:
     """A key of the `trainer` section, or its default; None where the stage has no such key."""
     if name in job.trainer:
         return job.trainer[name]
-    known = fields_of(STAGE[job.stage].trainer)
-    return known[name].default if name in known else None
+    known = schema.keys(STAGE[job.stage].trainer)
+    return known[name].get("default") if name in known else None

@@ -13,14 +13,13 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from pipeline.config import Job, load_job
+from pipeline.config import Job, load_job, schema
 from pipeline.config.best import check_metric, default_metric, greater_is_better
-from pipeline.config.fields import fields_of, show
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import TRAINED
-from pipeline.errors import InputError
+from pipeline.errors import InputError, show
 from pipeline.system import storage
 
 RANGE = re.compile(r"(loguniform|uniform|randint)\(([^,()]+),([^,()]+)\)")
@@ -58,12 +57,16 @@ COMPARABLE = {
 class Settings:
     """`sweep.*` on the command line; the names are Ray Tune's."""
 
-    num_samples: int = 1  # how often each range is drawn from, for every combination of the other values
-    max_trials: int = 64  # a sweep with more is refused
-    max_concurrent_trials: int | None = None  # None: as many as the machine or the cluster holds
+    num_samples: Annotated[int, "[1, 10000]"] = (
+        1  # how often each range is drawn from, for every combination of the other values
+    )
+    max_trials: Annotated[int, "[1, 10000]"] = 64  # a sweep with more is refused
+    max_concurrent_trials: Annotated[int | None, "[1, 10000]"] = (
+        None  # None: as many as the machine or the cluster holds
+    )
     # Steps of a trial, in percent, before which it is not stopped; ASHA compares there, and at each multiple below.
-    grace_period: int = 25
-    reduction_factor: int = (
+    grace_period: Annotated[int, "[1, 100]"] = 25
+    reduction_factor: Annotated[int, "[1, 100]"] = (
         2  # at each comparison the best 1 / reduction_factor go on; 1: no trial is stopped
     )
 
@@ -180,22 +183,9 @@ def _checked(key: str, values: list[str]) -> list[str]:
 
 
 def _settings(given: dict[str, str]) -> Settings:
-    fields = fields_of("pipeline.sweep.space.Settings")
-    limits = {
-        "num_samples": (1, 10_000), "max_trials": (1, 10_000), "max_concurrent_trials": (1, 10_000),
-        "grace_period": (1, 100), "reduction_factor": (1, 100),
-    }  # fmt: skip
-    values: dict[str, Any] = {}
-    for name, text in given.items():
-        if name not in fields:
-            raise InputError(f"unknown key; expected one of {', '.join(fields)}", key=f"sweep.{name}")
-        low, high = limits[name]
-        if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
-            raise InputError(
-                f"found {show(text)}, expected a whole number from {low} to {high:,}", key=f"sweep.{name}"
-            )
-        values[name] = int(text)
-    return Settings(**values)
+    numbers = {key: int(text) if re.fullmatch(r"\d{1,9}", text) else text for key, text in given.items()}
+    tree = Tree("command line", {"sweep": numbers})
+    return Settings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.Settings")))
 
 
 def _check_fixed(varied: dict[str, list[str]]) -> None:

@@ -11,9 +11,8 @@ import time
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.config import JOBS, load_job
-from pipeline.config.fields import fields_of
-from pipeline.config.keys import REFUSED, class_of
+from pipeline.config import JOBS, load_job, schema
+from pipeline.config.library_keys import REFUSED
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 
@@ -162,7 +161,7 @@ def keys_of(stage: str) -> list[str]:
     keys = [
         f"{section}.{key}"
         for section in sections
-        for key in fields_of(class_of(section, stage))
+        for key in schema.keys(schema.class_of(section, stage))
         if key not in REFUSED.get(section, {})
     ]
     deeper = (

@@ -21,9 +21,20 @@ import pytest
 import toy_ppo as toy
 from running import ROOT
 
-from pipeline.config import Collect, Data, Export, Forward, Inference, MLflow, Model, Run, Serve, load_job
-from pipeline.config.fields import fields_of
-from pipeline.config.keys import REFUSED
+from pipeline.config import (
+    Collect,
+    Data,
+    Export,
+    Forward,
+    Inference,
+    MLflow,
+    Model,
+    Run,
+    Serve,
+    load_job,
+    schema,
+)
+from pipeline.config.library_keys import REFUSED
 from pipeline.config.sources import Source
 from pipeline.config.stages import STAGE
 from pipeline.ppo.config import PPOConfig
@@ -138,7 +149,7 @@ def test_every_key_of_a_source_is_read_by_what_runs():
 @pytest.mark.parametrize("stage", [name for name, facts in STAGE.items() if facts.trl])
 def test_every_key_of_trl_reaches_its_class(stage, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["data.batch_size=null"], stage)
-    section = {key: object() for key in fields_of(STAGE[stage].trainer) if key not in REFUSED["trainer"]}
+    section = {key: object() for key in schema.keys(STAGE[stage].trainer) if key not in REFUSED["trainer"]}
     worker = SimpleNamespace(job=replace(job, trainer=section), scratch="scratch")
     arguments = training.arguments(worker, dict, section["gradient_checkpointing"])
     assert section.items() <= arguments.items()

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.config import load_job, rules
-from pipeline.config.fields import fields_of
+from pipeline.config import load_job, rules, schema
 from pipeline.errors import InputError
 
 GOOD = {
@@ -218,7 +217,7 @@ BAD = [
         r"trainer\.eval_steps: found 2, which counts with trainer\.eval_strategy=steps only",
     ),
     ("sft", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0, expected above 0"),
-    ("ppo", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0\.0, expected above 0"),
+    ("ppo", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0, expected above 0"),
     (
         "sft",
         ["trainer.max_grad_norm=1e-30"],
@@ -294,7 +293,7 @@ VALUES = [
     ("sft", ["trainer.seed=9223372036854775808"], r"trainer\.seed: found 9\.22\d*e\+18, expected a whole number"),
     ("sft", [f"trainer.seed={'9' * 5000}"], r"trainer\.seed: found inf, expected a finite number"),
     ("sft", ["trainer.adam_beta1=1"], r"trainer\.adam_beta1: found 1, expected 0 or more and below 1, for example 0\.9"),
-    ("ppo", ["trainer.adam_beta2=1"], r"trainer\.adam_beta2: found 1\.0, expected 0 or more and below 1"),
+    ("ppo", ["trainer.adam_beta2=1"], r"trainer\.adam_beta2: found 1, expected 0 or more and below 1"),
     ("sft", ["trainer.adam_epsilon=0"], r"trainer\.adam_epsilon: found 0, expected between 1e-30 and 1, for example 1e-08"),
     ("sft", ["trainer.adam_epsilon=1e-320"], r"trainer\.adam_epsilon: found"),
     ("sft", ["trainer.logging_steps=0"], r"trainer\.logging_steps: found 0, expected above 0 and below 1 or a whole number between 1 and"),
@@ -332,12 +331,12 @@ VALUES = [
     ("sft", ["trainer.eval_on_start=true"], r"trainer\.eval_on_start: there is nothing to evaluate on"),
     ("dpo", ["trainer.beta=0"], r"trainer\.beta: found 0, expected between 1e-06 and 1000000, for example 0\.1"),
     ("dpo", ["trainer.beta=.nan"], r"trainer\.beta: found nan, expected a finite number"),
-    ("dpo", ["trainer.loss_type=[sigmoidal]"], r"trainer\.loss_type: found 'sigmoidal', expected one of sigmoid, .*did you mean sigmoid\?"),
+    ("dpo", ["trainer.loss_type=[sigmoidal]"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
     ("dpo", ["trainer.loss_type=[]"], r"trainer\.loss_type: found an empty list"),
     ("dpo", ["trainer.loss_weights=[0.0]"], r"trainer\.loss_weights: found weights of 0 alone"),
     ("dpo", ["trainer.loss_type=[exo_pair]"], r"trainer\.label_smoothing: exo_pair needs it above 0"),
-    ("dpo", ["trainer.loss_type=sigmoidal"], r"trainer\.loss_type: found 'sigmoidal', expected one of sigmoid, .*did you mean sigmoid\?"),
-    ("dpo", ["trainer.loss_type=true"], r"trainer\.loss_type: found true, expected a list of text"),
+    ("dpo", ["trainer.loss_type=sigmoidal"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
+    ("dpo", ["trainer.loss_type=true"], r"trainer\.loss_type: found true, expected a list of one of"),
     ("dpo", ["trainer.label_smoothing=0.1"], r"label_smoothing: found 0\.1, which sigmoid has no use for; it belongs to robust, exo_pair, aot"),
     ("dpo", ["trainer.discopop_tau=0.1"], r"discopop_tau: found 0\.1, which sigmoid has no use for; it belongs to discopop"),
     ("dpo", ["trainer.f_divergence_type=forward_kl", "trainer.loss_type=[apo_zero]"], r"forward_kl, which has no meaning for apo_zero"),
@@ -366,7 +365,7 @@ VALUES = [
     ("sft", ["lora.lora_alpha=-1"], r"lora\.lora_alpha: found -1, expected between 1 and"),
     ("sft", ["lora.lora_dropout=1"], r"lora\.lora_dropout: found 1, expected between 0 and 0\.99"),
     ("sft", ["lora.target_modules=[]"], r"lora\.target_modules: found an empty list, expected layers to adapt"),
-    ("sft", ["lora.target_modules=5"], r"lora\.target_modules: found 5, expected a list of text or text"),
+    ("sft", ["lora.target_modules=5"], r"lora\.target_modules: found 5, expected text or a list of text"),
     ("sft", ["lora.target_modules='('"], r"lora\.target_modules: found '\(', which is no pattern"),
     ("sft", ["lora.rank_pattern={q_proj: high}"], r"lora\.rank_pattern: found 'high' for 'q_proj', expected a number"),
     ("sft", ["lora.rank_pattern={q_proj: 0}"], r"lora\.rank_pattern: found 0 for 'q_proj', expected a whole number between 1"),
@@ -402,7 +401,7 @@ VALUES = [
     ("sft", ['run.storage_path="a\\0b"'], r"run\.storage_path: found the control character '\\x00'"),
     ("sft", ['run.storage_path="a\\nb"'], r"run\.storage_path: found a line break"),
     ("sft", ["run.name=\udcff"], r"run\.name=.*udcff"),
-    ("sft", ["model.revision=' '"], r"model\.revision: found empty text, expected a value; leave the key out, or type null"),
+    ("sft", ["model.revision=' '"], r"model\.revision: found empty text, expected a value; leave the key out, or use null"),
     # gates
     ("sft", ["gate.eval_los=<= 1"], r"gate\.eval_los: `sft` has no such metric; did you mean eval_loss\?"),
     ("sft", ["gate.eval_judge=>= 1"], r"gate\.eval_judge: `sft` has no such metric"),
@@ -531,22 +530,22 @@ def test_library_fields_are_those_of_the_library():
         "ray.train.v2.api.config.ScalingConfig": ScalingConfig,
     }
     for dotted, real in library.items():
-        fields = fields_of(dotted)
+        fields = schema.keys(dotted)
         assert set(fields) == {f.name for f in dataclasses.fields(real) if f.init}, dotted
         for f in dataclasses.fields(real):  # a literal default is the real one, and passes its own check
-            if f.init and fields[f.name].default is not None:
-                assert fields[f.name].default == f.default, (dotted, f.name)
-                assert fields[f.name].problem(f.default) is None, (dotted, f.name, f.default)
+            if f.init and "default" in fields[f.name]:
+                assert fields[f.name]["default"] == f.default, (dotted, f.name)
+                assert schema.problem(f.default, fields[f.name]) is None, (dotted, f.name, f.default)
 
 
 def test_refused_keys_exist():
-    from pipeline.config import REFUSED
+    from pipeline.config.library_keys import REFUSED
     from pipeline.config.stages import STAGE
 
-    known = set().union(*(fields_of(STAGE[stage].trainer) for stage in ("sft", "rm", "dpo")))
+    known = set().union(*(schema.keys(STAGE[stage].trainer) for stage in ("sft", "rm", "dpo")))
     assert set(REFUSED["trainer"]) <= known
-    assert set(REFUSED["lora"]) <= set(fields_of("peft.tuners.lora.config.LoraConfig"))
-    assert set(REFUSED["scaling"]) <= set(fields_of("ray.train.v2.api.config.ScalingConfig"))
+    assert set(REFUSED["lora"]) <= set(schema.keys("peft.tuners.lora.config.LoraConfig"))
+    assert set(REFUSED["scaling"]) <= set(schema.keys("ray.train.v2.api.config.ScalingConfig"))
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_round_that_fails_its_gate_ends_the_iteration_or_is_left_out():
         (["dpo.trainer.bta=1"], r"command line: dpo\.trainer\.bta: unknown key; did you mean dpo\.trainer\.beta"),
         (["dpo.trainer.beta=-1"], r"dpo\.trainer\.beta: found -1, expected between"),
         (["evaluate.gate.eval_x=>=1"], r"evaluate\.gate\.eval_x: `evaluate` has no such metric"),
-        (["iterate.round=3"], r"iterate\.round: unknown key; expected one of rounds, start"),
+        (["iterate.round=3"], r"iterate\.round: unknown key; did you mean rounds\?"),
         (["iterate.rounds=0"], r"iterate\.rounds: found 0, expected between 1 and 1000"),
         (["iterate.start=best"], r"iterate\.start: found 'best', expected one of newest, first|iterate\.start: found best"),
         (["dpo=null", "kto={extends: kto.yaml}", "iterate.reference=first"], r"iterate\.reference: found first, but `kto` is held to"),

@@ -9,7 +9,7 @@ import toy_ppo as toy
 from running import ROOT
 
 from pipeline.config import load_job
-from pipeline.config.bounds import DPO_LOSSES
+from pipeline.config.library_keys import DPO_LOSSES
 from pipeline.data.feed import ExactBatches
 from pipeline.runtime import checks
 

@@ -1,12 +1,8 @@
-"""Whose keys the sections of a job file have, and which of those are refused."""
+"""What TRL, peft and Ray do not say of their keys: the numbers and words that make sense, and keys that a job may not have."""
 
 from __future__ import annotations
 
-from pipeline.config.fields import fields_of
-from pipeline.config.stages import STAGE
-
-# In the order in which most jobs have them.
-SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling", "rollout", "serve")
+from pipeline.intervals import table
 
 _DATA = "rows are read, templated and tokenised once, before training, by the `data` section"
 _HUB = "models go to the MLflow registry (mlflow.registered_model)"
@@ -110,29 +106,73 @@ REFUSED: dict[str, dict[str, str]] = {
     },
 }
 
+SEED = "[0, 4294967295]"  # numpy's
+LARGEST_BATCH = 1 << 20
+ROWS = f"[1, {LARGEST_BATCH}]"
+STEPS = "(0, 1) or whole [1, 1000000000]"  # a share of the run, or a count
+# Allowed numbers, of values that the libraries accept, and then fail an hour later or learn nothing.
+LIMITS: dict[str, dict[str, str]] = {
+    "lora": table(
+        {
+            "[1, 8192]": "r",
+            "[1, 1000000]": "lora_alpha",
+            "[0, 0.99]": "lora_dropout",
+            "[0, 100000]": "layers_to_transform",
+        }
+    ),
+    "scaling": table({"[0, 86400]": "elastic_resize_monitor_interval_s"}),
+    "trainer": table(
+        {
+            SEED: "seed data_seed",
+            ROWS: """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
+                eval_accumulation_steps precompute_ref_batch_size torch_empty_cache_steps ddp_bucket_cap_mb""",
+            "[1, 1024]": "pad_to_multiple_of dataloader_prefetch_factor",
+            STEPS: "logging_steps save_steps eval_steps",
+            "0 or (0, 1) or whole [1, 1000000000]": "warmup_steps",
+            "-1 or [1, 1000000000]": "max_steps",
+            "(0, 1000000]": "num_train_epochs",
+            "[0.000001, 1000000]": "beta discopop_tau",
+            "0 or [0.000001, 1000000]": "max_grad_norm",  # of less, nothing is left of a step
+            "[0, 1000000]": """neftune_noise_alpha center_rewards_coefficient router_aux_loss_coef
+                loss_weights""",
+            "[0, 1000]": "desirable_weight undesirable_weight",
+            "[0, 1000000000]": "eval_delay",
+            "(0, 100]": "learning_rate",
+            "[0, 100]": "weight_decay",
+            "[0, 1)": "adam_beta1 adam_beta2 label_smoothing_factor f_alpha_divergence_coef",
+            "[0, 0.5)": "label_smoothing",  # the share of pairs that are the wrong way round
+            "[0, 1]": "ld_alpha",
+            "[1e-30, 1]": "adam_epsilon",
+            "[0, 256]": "dataloader_num_workers",
+            "[1, 1000000]": "ddp_timeout",
+        }
+    ),
+}
+LEVELS = "debug info warning error critical passive"
+# Text keys for which the libraries know a few words, and check them late.
+WORDS = {
+    "trainer.loss_type": "nll dft chunked_nll",  # of sft
+    "trainer.f_divergence_type": "reverse_kl forward_kl js_divergence alpha_divergence",
+    "trainer.include_num_input_tokens_seen": "all non_padding no",
+    "trainer.log_level": LEVELS,
+    "trainer.log_level_replica": LEVELS,
+    "trainer.pad_to_multiple_of": "auto",
+    "trainer.torch_compile_mode": "default reduce-overhead max-autotune max-autotune-no-cudagraphs",
+    "trainer.dataloader_multiprocessing_context": "fork spawn forkserver",
+    "trainer.include_for_metrics": "inputs loss",
+    "scaling.placement_strategy": "PACK SPREAD STRICT_PACK STRICT_SPREAD",
+}
+DPO_LOSSES = """sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop sft
+    sigmoid_norm"""
+KTO_LOSSES = "kto apo_zero_unpaired"
 
-def class_of(section: str, stage: str) -> str:
-    """The dataclass, as `package.module.Class`, whose fields are the keys of a section."""
-    if section == "trainer":
-        return STAGE[stage].trainer
-    libraries = {
-        "lora": "peft.tuners.lora.config.LoraConfig",
-        "scaling": "ray.train.v2.api.config.ScalingConfig",
-        "rollout": "pipeline.ppo.rollout_config.RolloutConfig",
-    }
-    return libraries.get(section) or f"pipeline.config.{'MLflow' if section == 'mlflow' else section.title()}"
 
-
-def keys_of(stage: str) -> dict[str, str]:
-    """{section.key: key} of all that the sections of a stage's job may say."""
-    dotted = {section: class_of(section, stage) for section in SECTIONS}
-    refused = {
-        section: {} if name.startswith("pipeline.") else REFUSED.get(section, {})
-        for section, name in dotted.items()
-    }
-    return {
-        f"{section}.{key}": key
-        for section in SECTIONS
-        for key in fields_of(dotted[section])
-        if key not in refused[section]
-    }
+def words(section: str, key: str, name: str) -> list[str]:
+    """Returns the words that a text key of the library's class `name` may have; none if it may have any text."""
+    losses = {"SFTConfig": WORDS["trainer.loss_type"], "DPOConfig": DPO_LOSSES, "KTOConfig": KTO_LOSSES}
+    found = (
+        losses.get(name, "")
+        if f"{section}.{key}" == "trainer.loss_type"
+        else WORDS.get(f"{section}.{key}", "")
+    )
+    return found.split()

@@ -1,0 +1,27 @@
+"""Explains keys of a job: `rlhf help trainer.kl_coef` prints type, default, range and meaning; `rlhf help trainer` its keys."""
+
+import difflib
+
+from pipeline.config import schema
+from pipeline.config.stages import INPUTS, STAGE
+from pipeline.errors import InputError
+
+
+def run(name: str, more: list[str]) -> None:
+    """Prints what is known about keys, or about all keys of a section.
+
+    Raises:
+        InputError: if there is no such key.
+    """
+    every = {key for stage in STAGE for key in schema.keys_of(stage)} | {*INPUTS, "gate", "extends"}
+    for one in [name, *more]:
+        found = [one] if one in every else sorted(key for key in every if key.startswith(f"{one}."))
+        short = sorted(key for key in every if key.rpartition(".")[2] == one)
+        if not found and not short:
+            near = difflib.get_close_matches(one, every, 1) or sorted(schema.SECTIONS)
+            raise InputError(
+                f"no key {one!r}; did you mean {near[0]}?"
+                if len(near) == 1
+                else f"no key {one!r}; sections are {', '.join(near)}"
+            )
+        print("\n".join(line for key in found or short for line in schema.described(key)))

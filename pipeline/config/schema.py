@@ -1,0 +1,206 @@
+"""The schema of job files: for each class whose fields are keys of a section, their types, defaults, ranges and meaning.
+
+schema.json is made from our dataclasses and from those of TRL, peft and Ray, so that a job is checked without importing them
+(seconds). Validation, `rlhf help KEY`, shell completion and editors read it. Make it again after a change of a key or a pin:
+
+    python -m pipeline.config.schema
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import library_keys
+from pipeline.config.jobfile import Tree
+from pipeline.config.stages import INPUTS, STAGE
+from pipeline.errors import show
+from pipeline.intervals import outside
+
+FILE = Path(__file__).with_name("schema.json")
+# In the order in which most jobs have them.
+SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling", "rollout", "serve")
+LIBRARIES = {
+    "lora": "peft.tuners.lora.config.LoraConfig",
+    "scaling": "ray.train.v2.api.config.ScalingConfig",
+}
+NAMES = {
+    "null": "null",
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "array": "a list",
+    "object": "a mapping",
+}
+TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}  # fmt: skip
+
+
+# ---------------------------------------------------------------- which keys there are
+@cache
+def document() -> dict[str, Any]:
+    """Returns the JSON Schema of job files."""
+    return json.loads(FILE.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def keys(dotted: str) -> dict[str, dict[str, Any]]:
+    """Returns {key: its schema} of the dataclass `package.module.Class`."""
+    return document()["$defs"][dotted]["properties"]  # type: ignore[no-any-return]
+
+
+def class_of(section: str, stage: str) -> str:
+    """Returns the dataclass, as `package.module.Class`, whose fields are the keys of a section."""
+    if section == "trainer":
+        return STAGE[stage].trainer
+    if section == "rollout":
+        return "pipeline.ppo.rollout_config.RolloutConfig"
+    return LIBRARIES.get(section) or f"pipeline.config.{'MLflow' if section == 'mlflow' else section.title()}"
+
+
+def refused(section: str, stage: str) -> dict[str, str]:
+    """Returns {key: why} of the keys that a library knows and a job may not have."""
+    ours = class_of(section, stage).startswith("pipeline.")
+    return {} if ours else library_keys.REFUSED[section]
+
+
+def keys_of(stage: str) -> dict[str, str]:
+    """Returns {section.key: key} of all that the sections of a stage's job may have."""
+    return {
+        f"{section}.{key}": key
+        for section in SECTIONS
+        for key in keys(class_of(section, stage))
+        if key not in refused(section, stage)
+    }
+
+
+# ---------------------------------------------------------------- values
+def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
+    """Returns why a key cannot have this value, or None."""
+    if not fits(value, schema):
+        near = difflib.get_close_matches(str(value), list(map(str, _choices(schema))), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        if isinstance(value, (int, float)) and any(one.get("type") == "string" for one in _parts(schema)):
+            hint = "; put it in quotes"
+        return f"found {show(value)}, expected {expected(schema)}{hint}"
+    if "range" not in schema:
+        return None
+    for number in value if isinstance(value, list) else [value]:
+        if type(number) in (int, float) and (words := outside(number, schema["range"])):
+            default = schema.get("default")
+            usual = type(default) in (int, float) and default and not outside(default, schema["range"])
+            return f"found {show(number)}, expected {words}" + (f", for example {default}" if usual else "")
+    return None
+
+
+def checked(
+    tree: Tree, section: str, known: Mapping[str, dict[str, Any]], unknown: Callable[[str], str] | None = None
+) -> dict[str, Any]:
+    """Returns the values of a section, in which one value may stand for a list of one.
+
+    Args:
+        known: {key: its schema}.
+        unknown: the message for a key that is not known; by default it names the nearest one, or all.
+
+    Raises:
+        InputError: for a key that is unknown or missing, and for a value that it cannot have.
+    """
+    values = tree.section(section)
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.7)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+            raise tree.error(f"{section}.{key}", unknown(key) if unknown else f"unknown key; {hint}")
+        if found := problem(value, known[key]):
+            single = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+            if not single or problem([value], known[key]):
+                raise tree.error(f"{section}.{key}", found)
+            values[key] = [value]  # trainer.loss_type=ipo, if the library wants a list
+    for key, one in known.items():
+        if one.get("needed") and key not in values:
+            raise tree.error(f"{section}.{key}", f"missing, expected {expected(one)}")
+    return values
+
+
+def fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Returns whether a value is of the type of a schema. In YAML an int may stand for a float, and a bool is no number."""
+    if "anyOf" in schema:
+        return any(fits(value, part) for part in schema["anyOf"])
+    if "enum" in schema:
+        return any(type(value) is type(one) and value == one for one in schema["enum"])
+    kind, wanted = TYPES.get(type(value)), schema.get("type")
+    if wanted is None:
+        return True
+    if kind != wanted and not (kind == "integer" and wanted == "number"):
+        return False
+    if len(value) != schema["minItems"] if "minItems" in schema else False:
+        return False
+    inside = schema.get("items") or schema.get("additionalProperties")
+    items = value.values() if isinstance(value, dict) else value
+    return not inside or all(fits(one, inside) for one in items)
+
+
+def expected(schema: Mapping[str, Any]) -> str:
+    """Returns the type of a schema in words."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(expected, schema["anyOf"])))
+    if "enum" in schema:
+        choices = schema["enum"]
+        words = ", ".join(show(one).strip("'") for one in choices[:12]) + ", ..." * (len(choices) > 12)
+        return f"one of {words}" if len(choices) > 1 else words
+    if "type" not in schema:
+        return "any value"
+    count = f" of {schema['minItems']}" if "minItems" in schema else ""
+    inside = schema.get("items") or schema.get("additionalProperties")
+    return NAMES[schema["type"]] + count + (f" of {expected(inside)}" if inside else "")
+
+
+def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return schema.get("anyOf", [schema])
+
+
+def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
+    for part in _parts(schema):
+        yield from part.get("enum", ())
+        if "items" in part:
+            yield from _choices(part["items"])
+
+
+def described(name: str) -> list[str]:
+    """Returns the lines of `rlhf help KEY`: type, default, range and meaning, once for all stages in which they are the same."""
+    section, _, key = name.partition(".")
+    found: dict[str, list[str]] = {}
+    for stage in STAGE:
+        schema = keys("pipeline.config.Job").get(section, {}) if not key else {}
+        if key and section in SECTIONS and key not in refused(section, stage):
+            schema = keys(class_of(section, stage)).get(key, {})
+        elif section in INPUTS and section not in STAGE[stage].inputs:
+            continue
+        if schema:
+            found.setdefault("\n".join(_described(schema)), []).append(stage)
+    return [
+        line
+        for text, stages in found.items()
+        for line in (f"{name}   ({', '.join(stages)})", *text.splitlines())
+    ]
+
+
+def _described(schema: Mapping[str, Any]) -> Iterator[str]:
+    yield f"  type     {expected(schema)}"
+    if not schema.get("needed"):
+        yield f"  default  {show(schema.get('default'))}"
+    if "range" in schema:
+        yield f"  range    {outside(float('nan'), schema['range'])}"
+    if text := schema.get("description"):
+        yield f"  {text}"
+
+
+# ---------------------------------------------------------------- how schema.json is made
+if __name__ == "__main__":
+    from pipeline.config import schema_of
+
+    FILE.write_text(schema_of.text(), encoding="utf-8")
+    print(f"wrote {FILE}: {len(document()['$defs'])} classes")

@@ -1,0 +1,77 @@
+"""schema.json: made from the classes that are installed, true of every shipped job, and what `rlhf help` prints."""
+
+import json
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+import yaml
+from running import ROOT
+
+from pipeline.__main__ import main
+from pipeline.config import schema
+from pipeline.config.jobfile import read_tree
+
+JOBS = sorted(f for f in (ROOT / "jobs").glob("*/*.yaml") if f.parent.name != "cloud")
+
+
+def test_the_schema_is_that_of_the_installed_libraries():
+    """In another process: TRL is not imported here. `python -m pipeline.config.schema` writes the file again."""
+    program = "from pipeline.config import schema_of; print(schema_of.text(), end='')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout[done.stdout.index("{") :] == schema.FILE.read_text(), "make schema.json again"
+
+
+@pytest.mark.parametrize("file", JOBS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_job_names_the_schema_and_an_editor_accepts_it(file):
+    first = file.read_text().splitlines()[0]
+    assert first.startswith("# yaml-language-server: $schema=")
+    assert (file.parent / first.partition("=")[2]).resolve() == schema.FILE.resolve()
+    if "stage" in yaml.safe_load(file.read_text()):
+        jsonschema.validate(read_tree(file, []).data, schema.document())
+
+
+def test_an_editor_marks_what_validation_refuses():
+    job = read_tree(ROOT / "jobs/demo/sft.yaml", []).data
+    for key, value in {"lora_alpha": 0, "r": "many", "rr": 8, "task_type": "CAUSAL_LM"}.items():
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**job, "lora": {**job["lora"], key: value}}, schema.document())
+
+
+def test_help_explains_a_key(capsys):
+    assert main(["help", "data.max_length"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "a whole number or null" in shown
+        and "between 2 and 1048576" in shown
+        and "the model's context" in shown
+    )
+    assert main(["help", "kl_coef"]) == 0
+    assert "trainer.kl_coef   (ppo)" in (shown := capsys.readouterr().out) and "default  0.05" in shown
+    assert main(["help", "trainer.lerning_rate"]) == 2
+    assert "did you mean trainer.learning_rate?" in capsys.readouterr().err
+
+
+def test_every_key_of_ours_says_what_it_means():
+    ours = {
+        name: one["properties"]
+        for name, one in schema.document()["$defs"].items()
+        if name.startswith("pipeline.")
+    }
+    silent = [
+        f"{name}.{key}"
+        for name, keys in ours.items()
+        for key, one in keys.items()
+        if "description" not in one
+    ]
+    assert not [
+        one
+        for one in silent
+        if not one.startswith(("pipeline.config.Job.", "pipeline.config.sources.Source."))
+    ]
+
+
+def test_the_schema_is_a_schema():
+    jsonschema.Draft7Validator.check_schema(json.loads(schema.FILE.read_text()))
