@@ -186,8 +186,8 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
     links = ", ".join(f"{plan.GPUS[name].link:g} GB/s on {name}" for name in shown)
     links = f"layers gathered at {links},\n   " if links else ""
     print(
-        f"   Assumed: {plan.UTILISATION:.0%} of the peak in matrix products, {plan.LAUNCH * 1e3:g} ms a layer and token in "
-        f"decoding,\n   {links}and rough list prices. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
+        f"   Assumed: {plan.UTILISATION:.0%} of the peak in matrix products, decoding at the memory's "
+        f"bandwidth,\n   {links}and rough list prices. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
     )
     return bool(set(names) & set(fitting))
 

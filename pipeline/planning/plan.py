@@ -60,8 +60,6 @@ GPUS = {
 NETWORK = 12.5  # GB/s at which a node receives from the others: 100 Gbit/s, an assumption
 # Of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it.
 UTILISATION = 0.35
-# Seconds per layer and token of decoding with transformers, whatever the GPU: an assumption too.
-LAUNCH = 0.8e-3
 RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
 # Fragmentation: memory held over memory in use. glibc's allocator cannot place an aligned block into a hole of just its
 # size, and comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 returns each block and costs a quarter more time.
@@ -69,8 +67,11 @@ SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a base in shards that are whole at the same time: the one that computes, the next one, and that one's gathered pieces
 # before they are put together. Not measured on a GPU.
 GATHERED = 3
-# For each entry of (tokens, vocabulary), at the peak of TRL's losses of sft, dpo and kto; measured.
-LOGIT_BYTES = 32
+# TRL's losses of sft, dpo and kto compute logits in tiles of this many tokens and vocabulary entries.
+LOGIT_TILE = (4096, 32768)
+# Bytes for each entry of a tile: measured on a CPU with a vocabulary of 128,256 and up to 8,192 tokens. On a GPU a kernel reads
+# the tile in place, so it takes its own bytes alone (fp32 here); read in the source, not measured.
+LOGIT_BYTES = {"cpu": 33, "cuda": 4}
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Plan:
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
     context: int  # of the base, in tokens
     moved: float  # bytes between a GPU and its memory in a decoding step: the weights, and nf4 unpacked
+    cache: float  # bytes of keys and values of a token, which each later decoding step reads
     gathered: float = 0.0  # bytes that a forward gathers from other workers: the base, where it is in shards
     unread: str | None = None  # why the base's config.json could not be read; its shape is then from known.py
 
@@ -235,10 +237,10 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         items += _update_items(job, shape, asked, device)
     if job.stage == "ppo" and asked.bf16:
         items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
-    if asked.rollout_rows:
-        items += _rollout_items(
-            shape, asked, device, job.stage == "ppo" and job.rollout_config.engine == "vllm"
-        )
+    if asked.rollout_rows and not (learning and _samples_elsewhere(job)):
+        vllm = job.stage == "ppo" and job.rollout_config.engine == "vllm"
+        gpus = job.rollout_config.tensor_parallel_size if vllm and not learning else 1
+        items += _rollout_items(shape, asked, device, vllm, gpus)
     if asked.scored:
         what = f"activations of a forward without gradients: {asked.scored:,} tokens"
         items.append(Item(what, asked.scored * shape.forward(asked.bf16), "score"))
@@ -254,6 +256,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         lengths,
         shape.context,
         moved,
+        shape.cache(asked.bf16),
         shape.body if _in_shards(job) and learns else 0.0,
         shape.unread,
     )
@@ -289,8 +292,16 @@ def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[
     ]
 
 
-def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool) -> list[Item]:
-    """What sampling holds beside the base: a second base and its cache (vLLM), or the cache and its decoding steps."""
+def _samples_elsewhere(job: Job) -> bool:
+    """Returns whether vLLM samples in rollout workers, so that it takes no memory of the trainers."""
+    rollout = job.rollout_config
+    return job.stage == "ppo" and rollout.engine == "vllm" and bool(rollout.workers[1])
+
+
+def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus: int) -> list[Item]:
+    """Returns what sampling holds in addition to the base: a second base and its cache, split over vLLM's `gpus`,
+    or the cache and its decoding steps.
+    """
     from pipeline.ppo.engine import PREFILL_TOKENS
 
     rows, width = asked.rollout_rows, asked.width
@@ -304,9 +315,12 @@ def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool) -> li
         from pipeline.ppo.vllm_memory import WORKSPACE
 
         return [
-            Item("vLLM: a base of its own", shape.weights),
+            Item("vLLM: a base of its own in bfloat16", 2.0 * shape.parameters / gpus),
             Item("vLLM: work space", WORKSPACE),
-            Item(f"vLLM: KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)),
+            Item(
+                f"vLLM: KV cache: {rows} rows of {width} tokens",
+                rows * width * shape.cache(asked.bf16) / gpus,
+            ),
         ]
     return [
         Item(f"KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16), "rollout"),
@@ -362,7 +376,9 @@ def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
         from pipeline.models.logprobs import LOGIT_CHUNK
 
         return 4.0 * 4 * LOGIT_CHUNK[device]  # a chunk's logits, their soft-max, and the gradients of both
-    return float(tokens) * shape.vocabulary * LOGIT_BYTES
+    tile = min(tokens, LOGIT_TILE[0]) * min(shape.vocabulary, LOGIT_TILE[1])
+    hidden = 8.0 * tokens * shape.hidden  # the scored positions, and the gradient of their hidden states
+    return float(tile * LOGIT_BYTES[device]) + hidden
 
 
 # ------------------------------------------------------------------------------------------------ what follows
@@ -472,7 +488,7 @@ class Cost:
 
 
 def cost(plan: Plan, name: str, rows: Rows) -> Cost:
-    """The cost of a run: matrix products at UTILISATION of the peak, decoding at the larger of bandwidth and launch time.
+    """The cost of a run: matrix products at UTILISATION of the peak, decoding at the GPU's memory bandwidth.
 
     Completions are taken to be as long as they may be.
 
@@ -498,10 +514,10 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         gathers = 2 * args.num_ppo_epochs * (1 + args.has_critic_adapter)
         learning = _seconds(plan, gpu, tokens, asked.rows * mean, learn, gathers)
         batches = math.ceil(episodes / args.decoded(workers))
-        replayed = plan.job.rollout_config.engine == "vllm"  # it replays CUDA graphs
-        launch = 0.0 if replayed else plan.layers * LAUNCH
         gathered = 0.0 if plan.job.rollout_config.workers[1] else gather_seconds(plan, gpu)
-        step = max(plan.moved / (gpu.bandwidth * 1e9), launch, gathered)
+        # Both engines replay CUDA graphs, so a step takes as long as it reads the weights and the cache, half full on average.
+        filled = args.decoded(workers) * (prompt + completion / 2) * plan.cache
+        step = max((plan.moved + filled) / (gpu.bandwidth * 1e9), gathered)
         sampling = batches * completion * step + 2 * scored  # the reward's and the reference's forwards
         seconds = sampling + (passes - 1) * scored + learning
         sampling /= seconds
