@@ -215,7 +215,7 @@ class Server:
             try:
                 lines = await asyncio.to_thread(self.models.follow)
             except Exception as error:
-                if isinstance(error, RuntimeError) and "interpreter shutdown" in str(error):
+                if isinstance(error, RuntimeError) and "futures after" in str(error):
                     return  # the replica ends
                 lines = [f"the aliases cannot be followed: {in_brief(error)}"]
             for line in lines:
