@@ -61,7 +61,12 @@ class Scores:
         assert served.reward is not None
         reward = served.reward
         self.waiting.setdefault(reward, deque()).append((samples, future))
-        self.batcher.run(lambda: self._answer(reward))
+
+        def pass_on(turn: Future[None]) -> None:  # the batcher may have ended
+            if (error := turn.exception()) and not future.done():
+                future.set_exception(error)
+
+        self.batcher.run(lambda: self._answer(reward)).add_done_callback(pass_on)
         return future, counts
 
     def _columns(self, source: str, row: Any, number: int) -> dict[str, Any]:
@@ -90,10 +95,12 @@ class Scores:
         """In the batcher's thread: all requests that wait for a reward, up to the rows of a forward at a time."""
         waiting = self.waiting[reward]
         while waiting:
-            batch = [waiting.popleft()]
+            batch: list[Any] = []
             while waiting and sum(len(samples) for samples, _ in batch) < self.rows:
-                batch.append(waiting.popleft())
-            if not self._score(reward, batch):
+                one = waiting.popleft()
+                if one[1].set_running_or_notify_cancel():  # else its client has gone
+                    batch.append(one)
+            if batch and not self._score(reward, batch):
                 for one in batch:  # which of them it was that cannot be scored
                     self._score(reward, [one])
 

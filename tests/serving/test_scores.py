@@ -1,6 +1,7 @@
 """`/score` without a server: what it keeps of a reward, and what it says of a row."""
 
 import weakref
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,33 @@ class Reward:
 def scores():
     given = ["serve.policies={p: base}", "serve.rewards={}"]
     host = load_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve"))
-    return Scores(host, SimpleNamespace(run=lambda function: function()), 256)
+    return Scores(host, SimpleNamespace(run=run), 256)
+
+
+def run(function):
+    """As a batcher does, at once."""
+    future = Future()
+    function()
+    future.set_result(None)
+    return future
+
+
+def test_a_request_whose_client_has_gone_blocks_no_other(scores, monkeypatch):
+    reward, turns = Reward(), []
+    monkeypatch.setattr(scores.batcher, "run", lambda function: turns.append(function) or Future())
+    (gone, _), (waits, _) = (scores.ask(Served("models:/rm/1", reward=reward), [ROW]) for _ in range(2))
+    assert gone.cancel()
+    turns[0]()
+    assert waits.result(timeout=0) == [1.0]
+
+
+def test_a_batcher_that_has_ended_is_an_error_at_once(scores, monkeypatch):
+    ended = Future()
+    ended.set_exception(RuntimeError("ended"))
+    monkeypatch.setattr(scores.batcher, "run", lambda function: ended)
+    future, _ = scores.ask(Served("models:/rm/1", reward=Reward()), [ROW])
+    with pytest.raises(RuntimeError, match="ended"):
+        future.result(timeout=0)
 
 
 def test_a_reward_that_another_version_replaced_is_freed(scores):
