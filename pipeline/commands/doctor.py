@@ -36,10 +36,7 @@ def run(job: Job) -> dict[str, Any]:
         job,
         # Beside the run that it is about, not in its place.
         run=replace(job.run, name=f"doctor-{job.run.name}"),
-        scaling={
-            **job.scaling,
-            "num_workers": min(1, job.scaling.get("num_workers", 1)) if job.in_process else 1,
-        },
+        scaling={**job.scaling, "num_workers": 0 if job.in_process else 1},
     )
     storage.require_writable(job.run.storage_path)
     announce(job, "doctor")

@@ -85,7 +85,7 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, looks: bool = False
     job, inputs = pin_inputs(job, pinned or {})
     driver.set_environment()
     if looks and "RAY_ADDRESS" not in os.environ:
-        job = replace(job, scaling={"num_workers": 0})  # rows are looked at here, whatever the job asks for
+        job = replace(job, scaling={"num_workers": 0})  # the rows are read in this process, for any job
     with libraries.asked(*([] if job.in_process or (looks and on_gpus) else [job])) as check_libraries:
         with console.waiting("checking the model"):
             work = check_models(job, inputs, sampler=not looks)  # a damaged one is not worth starting Ray for
@@ -97,9 +97,8 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, looks: bool = False
             print("reading and tokenising the rows", flush=True)
             work, rows, report = tokenise(work)
             check_libraries()
-            if job.in_process and not (
-                looks and on_gpus
-            ):  # they are needed here in any case, so they are not asked before
+            # In process they are imported here in any case, so nothing asks them before.
+            if job.in_process and not (looks and on_gpus):
                 console.silence_libraries()
                 libraries.load()
                 with libraries.asked(job) as check_libraries:

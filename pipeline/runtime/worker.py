@@ -84,7 +84,7 @@ def like_a_worker(job: Job) -> Iterator[None]:
     from pipeline.ppo import phases
 
     if job.scaling.get("use_gpu"):
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int((job.scaling.get("resources_per_worker") or {}).get("CPU", 1))))
@@ -428,5 +428,5 @@ def peak_memory() -> int:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved()
-    # Where Linux does not report it: in KiB, on macOS in bytes.
+    # macOS reports no peak that can be reset; its ru_maxrss is in bytes.
     return phases.peak_bytes(torch.device("cpu")) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
