@@ -252,7 +252,7 @@ def test_preflight_lets_every_shipped_job_pass(name, aws):
 def test_preflight_refuses_gpus_that_are_too_small(aws):
     anywhere = load_job("jobs/llama3-70b-qlora/sft.yaml", ["scaling.label_selector=null"])
     message = (
-        r"scaling\.label_selector: a worker needs 5\d GiB \(make plan\), but Ray may place it on L4 with 22 or L40S with 44; "
+        r"scaling\.label_selector: a worker needs 46 GiB \(make plan\), but Ray may place it on L4 with 22 or L40S with 44; "
         r"""type "scaling\.label_selector=(\{ray\.io/accelerator-type: 'in\(A100-80G\)'\})", or"""
     )
     with pytest.raises(InputError, match=message) as error:
