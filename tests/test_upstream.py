@@ -4,13 +4,11 @@ One test for each private name, undocumented behaviour or file format. Its docst
 it: read that file's comment, then adapt it or drop the workaround. Sections: Ray, TRL and transformers, peft, the others.
 """
 
-import asyncio
 import dataclasses
 import inspect
 import json
 import os
 import re
-import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -105,46 +103,6 @@ def wait_until(there, patience=20.0):
     while not (found := there()) and time.monotonic() < give_up:
         time.sleep(0.05)
     return found
-
-
-def test_ray_train_still_trains_in_a_thread_of_its_own():
-    """pipeline/runtime/worker.py waits for `execute` in the main thread: were they one thread, it would wait for ever."""
-    from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
-
-    runner, names = ThreadRunner(), []
-    runner.run(lambda: names.append(threading.current_thread() is threading.main_thread()))
-    wait_until(lambda: not runner.is_running())
-    assert names == [False]
-
-
-def test_ray_train_still_has_the_snapshot_that_a_resume_is_repaired_with(tmp_path):
-    """pipeline/runtime/checkpoints.py: SNAPSHOT, the keys that _noted reads and those that _snapshot writes.
-
-    If this fails, a run resumes from another checkpoint than the newest whole one, or starts over.
-    """
-    from ray.train import CheckpointConfig
-    from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
-    from ray.train.v2._internal.execution.checkpoint import checkpoint_manager as managing
-    from ray.train.v2._internal.execution.storage import StorageContext
-
-    from pipeline.runtime import checkpoints
-
-    async def manager():
-        storage = StorageContext(storage_path=str(tmp_path), experiment_dir_name="run")
-        return managing.CheckpointManager(CheckpointConfig(num_to_keep=2), storage)
-
-    names, metrics = ["checkpoint_00000005", "checkpoint_00000010"], {"checkpoint_00000010": {"loss": 1.0}}
-    for name in names:
-        (tmp_path / "run" / name).mkdir(parents=True)
-    written = checkpoints._snapshot(names, metrics)
-    assert CHECKPOINT_MANAGER_SNAPSHOT_FILENAME == checkpoints.SNAPSHOT
-    (tmp_path / "run" / checkpoints.SNAPSHOT).write_text(json.dumps(written))
-    read = asyncio.run(manager())
-    assert read.latest_checkpoint_result.checkpoint.path.endswith("run/checkpoint_00000010")
-    again = json.loads(read._save_state())
-    assert again == written
-    (tmp_path / "run" / checkpoints.SNAPSHOT).write_text(read._save_state())
-    assert checkpoints._noted(str(tmp_path / "run")) == {names[0]: {}, **metrics}
 
 
 @pytest.fixture
@@ -492,7 +450,7 @@ def test_the_sums_between_two_lines_of_the_log_are_still_where_they_are_saved_fr
 
 
 def test_a_checkpoint_of_a_trainer_still_has_its_files_when_on_save_is_called(sft):
-    """pipeline/runtime/training.py, Reporter.on_save, hands the folder to Ray Train; tests/test_security.py names its files."""
+    """pipeline/runtime/training.py, Reporter.on_save, commits the folder; tests/test_security.py names its files."""
     needed = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors", "adapter_config.json"}  # fmt: skip
     assert len(sft.saved) == 1 and needed <= sft.saved[0]
 
@@ -1062,7 +1020,7 @@ def test_vllm_still_takes_the_arguments_of_an_exact_sampler():
 
 
 def test_the_folder_of_a_session_still_ends_with_the_drivers_pid(embedded_ray):
-    """pipeline/runtime/embedded.py deletes and sweeps by it (address_info["session_dir"]), janitor.py finds processes by it."""
+    """pipeline/runtime/embedded.py deletes and sweeps by it (address_info["session_dir"])."""
     from ray._private.worker import RayContext, global_worker
 
     folder = RayContext(global_worker.node.address_info).address_info["session_dir"]  # what ray.init returns
@@ -1080,20 +1038,6 @@ def test_the_processes_of_a_node_are_still_listed(embedded_ray):
     os.kill(raylet.process.pid, 0)
     assert node.node_id == ray.nodes()[0]["NodeID"]
     assert takes(Cluster, initialize_head=True, head_node_args={})
-
-
-def test_the_processes_of_ray_are_still_known_by_title_and_open_log(embedded_ray):
-    """pipeline/runtime/janitor.py kills those named `ray::...` that hold a file of the session's folder open."""
-
-    def look():
-        import psutil
-
-        me = psutil.Process()
-        return me.cmdline()[0], [file.path for file in me.open_files()]
-
-    title, files = ray.get(ray.remote(num_cpus=0)(look).remote())
-    assert title.startswith("ray::")
-    assert any(f"_{os.getpid()}/logs/" in file for file in files)
 
 
 def test_the_actor_name_marker_still_names_log_lines(embedded_ray):
@@ -1114,26 +1058,3 @@ def test_the_actor_name_marker_still_names_log_lines(embedded_ray):
     (batch,) = (batch for batch in batches if "a line of it" in batch["lines"])
     assert batch["actor_name"] == "upstream"
     assert {"lines", "is_err", "pid", "actor_name", "task_name"} <= batch.keys()
-
-
-def test_a_training_thread_can_still_run_a_function_in_its_workers_main_thread(embedded_ray):
-    """pipeline/runtime/worker.py installs the SIGTERM handler with current_actor.execute: only a main thread may."""
-    from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
-
-    def begin():
-        def train():
-            myself = ray.get_runtime_context().current_actor
-            threading.upstream = ray.get(myself.execute.remote(in_the_main_thread))
-
-        threading.Thread(target=train).start()
-
-    def in_the_main_thread():
-        return threading.current_thread() is threading.main_thread()
-
-    actor = ray.remote(RayTrainWorker).options(num_cpus=0).remote()
-    ray.get(actor.execute.remote(begin))
-    answer = wait_until(
-        lambda: ray.get(actor.execute.remote(lambda: str(getattr(threading, "upstream", ""))))
-    )
-    ray.kill(actor)
-    assert answer == "True"

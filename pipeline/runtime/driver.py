@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import JOBS, Job
-from pipeline.errors import Failure, InputError, in_brief
+from pipeline.errors import InputError, in_brief
 from pipeline.runtime import checkpoints, embedded, placement
 from pipeline.runtime.host import Work
 from pipeline.runtime.placement import check_scaling
@@ -205,10 +205,8 @@ def fit(
     started = time.monotonic()
     try:
         result = trainer.fit()
-    except Exception as error:
+    except Exception:
         _print_what_is_left(job)
-        if deleted := checkpoints.lost(job.folder, error):
-            raise deleted from error
         raise
     except BaseException:
         with signals.ignored():
@@ -221,7 +219,6 @@ def _torch_trainer(
     work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]], beside: Any
 ) -> Any:
     from ray.train import (
-        CheckpointConfig,
         DataConfig,
         FailureConfig,
         LoggingConfig,
@@ -267,7 +264,6 @@ def _torch_trainer(
             name=run.name,
             storage_path=run.storage_path,
             failure_config=FailureConfig(max_failures=run.max_failures),
-            checkpoint_config=CheckpointConfig(num_to_keep=run.num_to_keep),
             logging_config=LoggingConfig(log_level="WARNING"),
             callbacks=[placement.callback(work.job, beside)],
         ),
@@ -275,22 +271,8 @@ def _torch_trainer(
 
 
 def _outcome(job: Job, result: Any, seconds: float) -> Outcome:
-    """What a run left, from Ray Train's Result; its last checkpoint is as it was sealed.
-
-    Raises:
-        Failure: when it was changed while the run ended.
-    """
-    assert result.return_value is not None
-    if job.in_process:
-        checkpoint = storage.join(job.folder, str(checkpoints.newest(job.folder)))
-    else:
-        assert result.checkpoint is not None
-        checkpoint = _uri(job, result.checkpoint.path)
-    if problem := checkpoints.damage(checkpoint):
-        raise Failure(
-            f"{checkpoint} was changed while the run ended: {problem}; the same command continues the run"
-        )
-    checkpoints.repair(job.folder)  # what workers that died left half written
+    """Returns what a run left, from what its workers returned and its last checkpoint."""
+    checkpoint = storage.join(job.folder, checkpoints.complete(job.folder)[-1])
     adapter = storage.join(checkpoint, "adapter")
     left = result.return_value
     return Outcome(
@@ -317,16 +299,11 @@ def _end_workers(controllers: list[Any]) -> None:
 def _print_what_is_left(job: Job) -> None:
     """After a failure: where the same command will continue. What failed may be the disk itself: then only that is said."""
     try:
-        newest = checkpoints.newest(job.folder)
+        complete = checkpoints.complete(job.folder)
     except Exception as error:
         print(f"run {job.run.name} failed, and {job.folder} cannot be read ({error})", flush=True)
         return
-    left = f"continues from {newest}" if newest else "starts it over: it has no complete checkpoint yet"
+    left = (
+        f"continues from {complete[-1]}" if complete else "starts it over: it has no complete checkpoint yet"
+    )
     print(f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", flush=True)
-
-
-def _uri(job: Job, path: str) -> str:
-    """Ray returns a bucket's path without its scheme."""
-    if storage.is_remote(job.run.storage_path) and not storage.is_remote(path):
-        return job.run.storage_path.split("://")[0] + "://" + path
-    return path

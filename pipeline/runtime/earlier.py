@@ -262,7 +262,9 @@ def _free(job: Job) -> tuple[str, ...]:
 
 
 def _has_progress(job: Job) -> bool:
-    return any(name == PARTS or checkpoints.NAME.fullmatch(name) for name in storage.folders(job.folder))
+    """Returns True if the run has left something to continue: a checkpoint, even a damaged one, or parts of its output."""
+    folders = storage.folders(job.folder)
+    return PARTS in folders or checkpoints.DAMAGED in folders or bool(checkpoints.complete(job.folder))
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.runtime import janitor
 from pipeline.system import signals
 
 # Set before Ray starts, so that every process of it inherits them; what the user has set stays.
@@ -114,7 +113,6 @@ def ray_session(**options: Any) -> Iterator[None]:
     with _environment():
         import ray
 
-        watching = janitor.start(str(root))
         try:
             _folders.append(_start(root, options))
             yield
@@ -123,7 +121,6 @@ def ray_session(**options: Any) -> Iterator[None]:
         finally:  # of a session that failed, Ray's logs stay until the next but one starts
             with signals.ignored():
                 ray.shutdown()
-                watching.communicate()
             _folders.clear()
 
 

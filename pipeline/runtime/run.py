@@ -131,7 +131,7 @@ def open_run(job: Job) -> Iterator[Run]:
             wait_for_old_workers(run.folder)
             if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
                 clear(run.folder)
-            checkpoints.repair(run.folder)
+            checkpoints.newest(run.folder)  # sets damaged ones aside before any worker starts
             earlier.record(run.job, run.work.inputs, run.work.base["digest"], run.work.digests)
             with failure_recorded(run):
                 try:

@@ -88,7 +88,7 @@ class Reporter(TrainerCallback):
             self.worker.log(numbers, state.global_step, state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.worker.leaving(state.global_step):
+        if self.worker.notice.poll(state.global_step):
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -96,10 +96,7 @@ class Reporter(TrainerCallback):
         save_sums(self.trainer, os.path.join(folder, f"sums_{self.worker.rank}.json"))
         if self.best and self.worker.rank == 0:
             self.best.save(folder)
-        newest: dict[str, float] = {}
-        for entry in state.log_history:
-            newest.update(_numbers(entry))
-        self.worker.checkpoint(folder, newest, state.global_step)
+        self.worker.checkpoint(folder, state.global_step)
 
 
 def _sums_file(worker: Worker, folder: str) -> str:

@@ -1,7 +1,7 @@
 """Ray Train on the worker's side: its rank and device, the rows it reads, and the progress and checkpoints it reports.
 
 A stage's `train(worker)` runs once in every worker of the group. Its verbs: `rows` and `input` to read, `log` a step,
-commit a `checkpoint` (also when `leaving`: the node is about to go), `finish` with an adapter that has been proved to
+commit a `checkpoint` (at once if a node is about to go), `finish` with an adapter that has been proved to
 reload.
 """
 
@@ -27,7 +27,7 @@ from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.claim import announce_worker
 from pipeline.runtime.host import Host, Work
-from pipeline.runtime.preemption import Notice, listen
+from pipeline.runtime.preemption import PreemptionNotice
 from pipeline.system import console, storage
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
                 ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu"))
             )
             announce_worker(work.job.folder)
-        resume = newest_in(work.job.folder, stack) if work.job.in_process else newest_whole(stack)
+        resume = resume_folder(work.job.folder, stack)
         if resume and os.path.exists(os.path.join(resume, OUTCOME)):
             with open(os.path.join(resume, OUTCOME), encoding="utf-8") as file:
                 return json.load(file)
@@ -112,38 +112,16 @@ def leave_group_of_one(world: int, use_gpu: bool) -> None:
         del os.environ[name]
 
 
-def newest_whole(stack: contextlib.ExitStack) -> str | None:
-    """The local folder of the newest checkpoint that is as it was sealed, the same for all ranks; None: there is none yet.
+def resume_folder(run_folder: str, stack: contextlib.ExitStack) -> str | None:
+    """Returns a local folder with the newest intact checkpoint, the same one for all ranks, or None if there is none yet.
 
     Raises:
-        InputError: when there are checkpoints, but none is whole.
+        InputError: if there are checkpoints, but all are damaged.
     """
     import ray.train.collective
-    from ray.train import CheckpointConsistencyMode
 
-    reported = ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
-    chosen, problems = -1, []
-    if ray.train.get_context().get_world_rank() == 0:
-        for index, one in reversed(list(enumerate(reported))):
-            with one.checkpoint.as_directory() as folder:
-                problem = checkpoints.damage(folder)
-            if problem is None:
-                chosen = index
-                break
-            problems.append(f"{one.checkpoint.path}: {problem}")
-            print(f"warning: damaged checkpoint, looking for the one before: {problems[-1]}", flush=True)
-    chosen = ray.train.collective.broadcast_from_rank_zero(chosen)
-    if chosen < 0 and reported:
-        raise InputError(
-            f"no checkpoint of this run is whole ({'; '.join(problems)}); run.fresh=true starts it over",
-            key="run.name",
-        )
-    return stack.enter_context(reported[chosen].checkpoint.as_directory()) if reported else None
-
-
-def newest_in(run_folder: str, stack: contextlib.ExitStack) -> str | None:
-    """Returns a local folder with the newest complete checkpoint of a run, or None if it has none yet."""
-    newest = checkpoints.newest(run_folder)
+    first = ray.train.get_context().get_world_rank() == 0
+    newest = ray.train.collective.broadcast_from_rank_zero(checkpoints.newest(run_folder) if first else None)
     return stack.enter_context(storage.local_copy(storage.join(run_folder, newest))) if newest else None
 
 
@@ -177,11 +155,7 @@ class Worker(Host):
             str, Any
         ] = {}  # which step was kept and why training ended: best.outcome, of what trains
         self.metrics = registry.Curves(self.job, work.run_id) if self.rank == 0 and work.run_id else None
-        self.notice, self.saved_for_notice = Notice(self.world), False
-        if not self.job.in_process:
-            # Signals are for a process's main thread, which is Ray's; training runs in another. `execute` is a method of Ray
-            # Train's own actor (ray 2.60, private). Remove when Ray Train lets a worker take SIGTERM.
-            ray.get(ray.get_runtime_context().current_actor.execute.remote(listen))
+        self.notice = PreemptionNotice()
         if self.local_rank == 0:  # what a worker that was killed left there
             shutil.rmtree(self.scratch, ignore_errors=True)
         ray.train.collective.barrier()
@@ -247,73 +221,41 @@ class Worker(Host):
         rungs = self.work.sweep.rungs
         return ray.get(rungs.report.remote(self.job.run.name, step, self.total, figure))
 
-    def leaving(self, step: int) -> bool:
-        """Whether to commit a checkpoint now because a node is about to go. Every rank asks after every step."""
-        return self.notice.arrived(step) and (self.notice.terminated or not self.saved_for_notice)
-
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
         """After a resume: the curve that the checkpoint holds, (step, metrics) each, for what never reached MLflow."""
         if self.metrics:
             for step, metrics in history:
                 self.metrics.log(metrics, step)
 
-    def checkpoint(self, source: str, metrics: dict[str, float], step: int) -> None:
-        """Commits the files of `source` as the checkpoint of `step`, and deletes them. A barrier: every rank calls it.
-
-        The copy to the storage path is made while training goes on; on a notice to go it is waited for.
-        """
-        if not self.notice.given:
-            self._commit(source, checkpoints.name_of(step), {**metrics, "step": step}, wait=False)
-            return
-        self._commit(source, checkpoints.name_of(step), {**metrics, "step": step}, wait=True)
-        first, self.saved_for_notice = not self.saved_for_notice, True
-        if first and self.rank == 0:
+    def checkpoint(self, source: str, step: int) -> None:
+        """Commits the files of `source` as the checkpoint of `step`, and deletes `source`. A barrier: every rank calls it."""
+        self._commit(source, checkpoints.name_of(step))
+        if self.notice.active and self.rank == 0:
             print(f"node is being reclaimed: checkpoint of step {step} committed", flush=True)
-        if self.notice.terminated:
-            raise RuntimeError(
-                f"a worker got SIGTERM; checkpoint of step {step} committed, the same command continues from it"
-            )
 
-    def _commit(self, folder: str | None, name: str, metrics: dict[str, Any], wait: bool) -> None:
-        import ray.train
-        from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
+    def _commit(self, source: str | None, name: str) -> None:
+        """Copies the files of every node into the run's folder, then seals the checkpoint and removes the oldest ones.
+
+        Args:
+            source: the local folder that all ranks of this node have written to. None: this node has no files.
+        """
+        import ray.train.collective
 
         from pipeline.models.lockstep import catch_up
 
+        run_folder = self.job.folder
         catch_up()
-        self._seal(folder)
-        if self.rank == 0:  # its name holds for all
-            name = checkpoints.unused(self.work.job.folder, name)
-        if self.job.in_process:
-            assert folder
-            checkpoints.commit(folder, self.job.folder, name, metrics, self.job.run.num_to_keep)
-            return
-        # One worker a node hands in the folder; Ray merges those of several nodes into one checkpoint.
-        mine = ray.train.Checkpoint.from_directory(folder) if folder and self.local_rank == 0 else None
-        ray.train.report(
-            metrics,
-            checkpoint=mine,
-            checkpoint_dir_name=name,
-            checkpoint_upload_mode=CheckpointUploadMode.SYNC if wait else CheckpointUploadMode.ASYNC,
-            delete_local_checkpoint_after_upload=True,
+        # Also waits until every rank has written its files.
+        name = ray.train.collective.broadcast_from_rank_zero(
+            checkpoints.unused(run_folder, name) if self.rank == 0 else name
         )
-        if wait:  # until the controller has noted it: it is what a restart begins with
-            ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
-
-    def _seal(self, folder: str | None) -> None:
-        """Digests of all files of the checkpoint, those of other nodes included, when every rank has written its own."""
-        parts: list[Any] = [{}]
-        if self.world > 1:
-            import torch.distributed as dist
-
-            dist.barrier()
-            mine = checkpoints.digests(folder) if folder and self.local_rank == 0 else {}
-            parts = [None] * self.world
-            dist.all_gather_object(parts, mine)
-        elif folder:
-            parts = [checkpoints.digests(folder)]
-        if self.rank == 0 and folder:
-            checkpoints.seal(folder, {name: entry for part in parts for name, entry in part.items()})
+        files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
+        parts = self.gather(files)
+        if self.rank == 0:
+            checkpoints.seal(
+                run_folder, name, {path: entry for part in parts for path, entry in part.items()}
+            )
+            checkpoints.prune(run_folder, self.job.run.num_to_keep)
 
     def finish(
         self,
@@ -361,7 +303,7 @@ class Worker(Host):
             }.items():
                 with open(os.path.join(final, name), "w", encoding="utf-8") as file:
                     json.dump(content, file)
-        self._commit(final if self.rank == 0 else None, "final", metrics, wait=True)
+        self._commit(final if self.rank == 0 else None, "final")
         return outcome
 
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:

@@ -60,12 +60,12 @@ def train(worker: Worker) -> dict[str, Any]:
         if tracked and args.evaluates(update, total):
             tracked.compare(metrics, update)
         due = update == total or (args.save_steps and update % args.save_steps == 0)
-        if worker.leaving(update) or due:
+        if worker.notice.poll(update) or due:
             folder = os.path.join(worker.scratch, f"checkpoint-{update}")
             trainer.save(folder)
             if tracked and worker.rank == 0:
                 tracked.save(folder)
-            worker.checkpoint(folder, metrics, update)
+            worker.checkpoint(folder, update)
         return bool(tracked and tracked.exhausted)
 
     def logged() -> dict[int, dict[str, float]]:

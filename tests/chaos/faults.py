@@ -214,7 +214,7 @@ def corrupt(run: Run, rng: random.Random) -> str:
         victim.write_bytes(content)
     since = len(run.lines)
     ended(run.again())
-    # Ray Train may not have noted it yet when it was killed: then it counts as never finished.
+    # Without its digests it counts as never finished.
     named = rf"{newest.name}: |{newest.name} was never finished"
     if not run.says(named, since):
         raise RuntimeError(f"{how} {newest.name}/{victim.name}, and nobody said so")

@@ -19,13 +19,13 @@ def slow(stage: str, seconds: float, rows: str | None) -> Any:
         train = importlib.import_module(f"pipeline.stages.{stage}").train  # in the worker: its own
         if rows:
             record_rows(worker, rows)
-        leaving = worker.leaving
+        poll = worker.notice.poll
 
         def pause(step: int) -> bool:
             time.sleep(seconds)
-            return leaving(step)
+            return poll(step)
 
-        worker.leaving = pause
+        worker.notice.poll = pause
         return train(worker)
 
     return slowly

@@ -71,12 +71,12 @@ def train(family, tmp_path_factory):
             self.rank = self.local_rank = self.step = 0
             self.world, self.resume, self.metrics, self.tables = 1, None, None, rows
             self.scratch = str(scratch)
-            self.notice = SimpleNamespace(arrived=lambda step: False, given=False)
+            self.notice = SimpleNamespace(poll=lambda step: False, active=False)
 
         def rows(self, name):
             return to_hf(self.tables[name], self.work.fingerprints[name]) if name in self.tables else None
 
-        def _commit(self, folder, name, metrics, wait):
+        def _commit(self, source, name):
             pass
 
     def run(stage, **inputs):

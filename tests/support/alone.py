@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow.parquet
@@ -39,6 +40,7 @@ class Alone(Host):
     def __init__(self, work, sets, folder):
         super().__init__(work)
         self.sets, self.scratch, self.lines = sets, str(folder / "scratch"), []
+        self.notice = SimpleNamespace(poll=lambda step: False)
         os.makedirs(self.scratch, exist_ok=True)
 
     def rows(self, name):
@@ -53,13 +55,10 @@ class Alone(Host):
     def log(self, metrics, step, total):
         self.lines.append((step, metrics))
 
-    def leaving(self, step):
-        return False
-
     def replay(self, history):
         raise AssertionError("nothing is resumed here")
 
-    def checkpoint(self, source, metrics, step):
+    def checkpoint(self, source, step):
         shutil.rmtree(source, ignore_errors=True)
 
     def finish(self, metrics, save=None, verify=None, facts=None, samples=None, **_):

@@ -19,17 +19,16 @@ def at_step(stage: str, step: int, once: str, happens: Callable[[], None]) -> An
     """The stage's `train`, in which `happens()` after `step`; `once` is a file that remembers it over restarts."""
 
     def touched(worker: Any) -> Any:
-        leaving = worker.leaving
+        poll = worker.notice.poll
 
-        def asked(at: int) -> bool:
+        def polled(at: int) -> bool:
             if at == step and worker.rank == 0 and not os.path.exists(once):
                 with open(once, "x", encoding="utf-8"):
                     pass
-                time.sleep(1.5)  # the checkpoint before is copied and noted meanwhile
                 happens()
-            return leaving(at)
+            return poll(at)
 
-        worker.leaving = asked
+        worker.notice.poll = polled
         return train_of(stage)(worker)
 
     return touched
@@ -37,10 +36,6 @@ def at_step(stage: str, step: int, once: str, happens: Callable[[], None]) -> An
 
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def terminated() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def before_finish(stage: str, once: str) -> Any:
