@@ -51,7 +51,7 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf chat ui report sft rm dpo kto ppo evaluate sweep iterate validate plan doctor generate collect score serve export \
+.PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep iterate validate plan doctor generate collect score serve export \
         up status dashboard jobs logs stop down notebook test test-all lint format bench chaos museum gpu
 
 help: ## this list
@@ -68,6 +68,8 @@ setup: $(VENV)/.core ## create .venv and install; repeated only if the pins chan
 	@:
 rlhf: setup ## the whole pipeline of one profile: sft, rm, ppo, evaluate
 	@$(PY) -m pipeline rlhf jobs/$(PROFILE) $(ARGS)
+init: setup ## jobs for your own rows: make init DATA=my NAME=velo MODEL=org/model
+	@$(PY) -m pipeline init $(or $(DATA),my) $(if $(NAME),--name $(NAME)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 chat: ## talk to the policy; every completion with its score
 ui: setup ## MLflow UI at http://127.0.0.1:5000 (PORT=...)
 ifdef RAY_ADDRESS

@@ -73,7 +73,10 @@ def parser() -> argparse.ArgumentParser:
             name, about = WORDS[takes]
             sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
         if takes == "rows":
-            sub.add_argument("overrides", nargs="?", default="own", metavar="PROFILE", help="default: own")
+            options = "--name NAME --model MODEL --profile PROFILE"
+            sub.add_argument(
+                "overrides", nargs="*", metavar=options, help="of the jobs; the profile is `own` by default"
+            )
         elif takes in ("runs", "key"):
             sub.add_argument("overrides", nargs="*", metavar=name, help="more of them")
         elif verb != "completion":

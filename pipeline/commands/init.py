@@ -1,41 +1,57 @@
-"""Jobs for one's own rows: looks at files of rows, and writes a job for each stage that can read them.
+"""A profile for your own rows: finds out which stages can read which files, and writes the jobs that they allow.
 
-    rlhf init my/pairs.parquet [PROFILE]        or   python -m pipeline init ...
+    rlhf init my --name velo --model Qwen/Qwen2.5-0.5B-Instruct        or   python -m pipeline init ...
 
-PROFILE is `own` unless another is named. Each job is a few lines on top of the profile's (`extends`), with the
-data.columns that the files need, guessed from names and values: `validate` shows the rows as the model will see them. What
-the jobs train is registered under names of their own. Where a job of jobs/examples reads such rows, it is named.
+The jobs are those of the profile `own` (`--profile` names another) with other values: your files and their columns,
+lengths that fit your rows, and names for the models that they train. Columns are guessed from names and values;
+`validate` shows the rows as the model will see them.
 """
 
 import contextlib
+import fnmatch
+import itertools
 import json
 import os
 import re
-import shlex
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pipeline.commands import shipped
-from pipeline.config.stages import STAGE
-from pipeline.data import guess, lookahead, sets
+from pipeline.config import Job, load_job
+from pipeline.data import chunks, guess, lookahead, sets
+from pipeline.data.encode import Encoder, Example
 from pipeline.data.files import find
+from pipeline.data.record import Record
 from pipeline.data.reshape import Preprocess
-from pipeline.data.shapes import kind_of
+from pipeline.data.shapes import Kind, kind_of
+from pipeline.data.tasks import checked, held_out
 from pipeline.data.values import some
 from pipeline.errors import InputError
-from pipeline.system import storage
+from pipeline.models.base import context_length
+from pipeline.models.base_files import base_config
+from pipeline.models.template import text_as_chat
+from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
-JOB = """\
-# yaml-language-server: $schema=../schema.json
-# `{stage}` on {path}, on top of the profile `{profile}`. Written by `rlhf init`; any key of that profile's job may follow.
-extends: ../{profile}/{stage}.yaml
-{inputs}data:
-  train: {train}
-{held_out}"""
-BY_PROMPT = "  eval: null\n  eval_fraction: 0.1                # held out by prompt\n"
-BY_SPLIT = "  eval: {split}\n  eval_fraction: 0\n"
-SPLITS = ("test", "validation", "eval", "dev")  # that a set may have beside `train`, the likeliest first
+# What the rows of a file are -> a stage that reads such rows. The first stage that can read them decides.
+READER = {"pairs": "rm", "labels": "kto", "demonstrations": "sft", "prompts": "ppo"}
+# Stage -> the rows that it takes. The first of them that any file has are taken, and no others.
+TAKES = {
+    "sft": ("demonstrations", "labels", "pairs"),
+    "rm": ("pairs",),
+    "dpo": ("pairs",),
+    "kto": ("labels", "pairs"),
+    "ppo": ("prompts", "demonstrations", "pairs", "labels"),
+}
+# Other job -> the stage whose rows it reads.
+ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
+EVAL_NAMES = ("test", "validation", "eval", "dev")  # splits and files that are not for training
+EVAL_PROMPTS = 200  # at most, in the file that `evaluate` gets
 # Examples with a transform or with thresholds -> columns that identify their rows.
 EXAMPLES = {
     "rm/oasst": "message_tree_id prompt tree_state",
@@ -48,160 +64,356 @@ EXAMPLES = {
     "sft/xlam": "query answers tools",
     "sft/imdb": "review sentiment",
 }
-UNCLEAR = "  label: null                       # set what its values mean:"
-
-
-def run(path: str, profile: str) -> list[Path]:
-    """Writes the jobs and says what to type next; returns their paths.
-
-    Raises:
-        InputError: for a file that cannot be read or fits no stage, an unknown profile, and jobs that are there already.
-    """
-    if profile not in shipped.profiles():
-        raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(shipped.profiles())}")
-    sources = look(path)
-    example = next(
-        (name for name, columns in EXAMPLES.items() if {*columns.split()} <= sources.rows[0].keys()), None
-    )
-    found = {
-        stage: guess
-        for stage, guess in guesses(sources).items()
-        if not (example or "").startswith(f"{stage}/")
-    }
-    if example:
-        bring_example(example, path)
-    elif not found:
-        raise InputError(guess.misfit(sources.rows, "sft", path))
-    return write(sources, profile, found) if found else []
-
-
-def write(sources: "Sources", profile: str, found: dict[str, dict[str, Any]]) -> list[Path]:
-    """Writes the job of each stage that can read the rows, with these data.columns."""
-    jobs = {stage: job(stage, sources, profile, found) for stage in found}
-    folder = Path("jobs") / name_of(sources.path)
-    taken = [str(folder / f"{stage}.yaml") for stage in jobs if (folder / f"{stage}.yaml").exists()]
-    if taken:
-        raise InputError(f"{', '.join(taken)}: there already; move them away to have them written again")
-    shipped.bring(profile)
-    folder.mkdir(parents=True, exist_ok=True)
-    shipped.write_schema(folder.parent)
-    written = []
-    for stage, text in jobs.items():
-        written.append(folder / f"{stage}.yaml")
-        written[-1].write_text(text, encoding="utf-8")
-    print(f"wrote {', '.join(map(str, written))}; look at the rows, and train:")
-    for file_of_job in written:
-        print(
-            f"  python -m pipeline validate {file_of_job}    python -m pipeline {file_of_job.stem} {file_of_job}"
-        )
-    if unclear := [str(one) for one in written if UNCLEAR in one.read_text(encoding="utf-8")]:
-        print(f"before that, set data.label (what the values of the label mean) in {', '.join(unclear)}")
-    return written
 
 
 @dataclass(frozen=True)
-class Sources:
-    """What the jobs are written for."""
+class Source:
+    """A file, or several with rows of one format."""
 
-    path: str  # as it was typed
-    train: list[str]
-    held_out: list[str]  # empty: rows of `train` are held out
-    heads: dict[str, list[dict[str, Any]]]  # file -> its first rows
+    path: str  # as a job names it
+    first: dict[str, Any]  # row
+    stages: dict[str, dict[str, Any]]  # stage -> the keys of `data` with which it reads these rows
+    for_eval: bool
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The first rows of the first file."""
-        return next(iter(self.heads.values()))
+    def kind(self) -> str:
+        """What the rows are, a key of READER, or nothing if no stage reads them."""
+        return next((kind for kind, stage in READER.items() if stage in self.stages), "")
 
 
-def look(path: str) -> Sources:
-    """The files of a path, and their first rows; raises InputError for one without rows."""
+def run(path: str, options: list[str]) -> list[Path]:
+    """Writes jobs/NAME, and prints what to run next. Returns the paths of the jobs.
+
+    Args:
+        path: of a file, a folder, or a dataset.
+        options: `name=NAME`, `model=MODEL`, `profile=PROFILE`.
+
+    Raises:
+        InputError: if no stage can read any file, if an option is wrong, and if jobs/NAME exists.
+    """
+    given = dict(option.partition("=")[::2] for option in options)
+    profiles = [name for name in shipped.profiles() if name != "demo"]
+    name, model = given.pop("name", name_of(path)), given.pop("model", None)
+    if (profile := given.pop("profile", "own")) not in profiles:
+        raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(profiles)}")
+    if given:
+        raise InputError(f"unknown option {next(iter(given))!r}; expected --name, --model or --profile")
+    folder = Path("jobs") / name
+    if not re.fullmatch(r"[\w-]+", name) or folder.exists() or (shipped.JOBS / name).exists():
+        raise InputError(
+            f"{folder} exists or cannot be written; remove it, or choose another name: --name NAME"
+        )
+    sources = look(path)
+    jobs = profile_of(sources, name, profile, model)
+    if not jobs:
+        raise InputError(guess.misfit([sources[0].first], "sft", sources[0].path))
+    shipped.bring(profile)
+    if any("transform" in keys for source in sources for keys in source.stages.values()):
+        shipped.bring("examples")
+    folder.mkdir(parents=True)
+    shipped.write_schema(folder.parent)
+    write(folder, jobs)
+    print(f"wrote {folder}: {', '.join(jobs)}")
+    for source in sources:
+        readers = ", ".join(source.stages) or f"no stage; its columns are {', '.join(some(source.first))}"
+        print(f"  {source.path}: {source.kind or 'skipped'}, read by {readers}")
+    jobs = with_lengths(folder, jobs)
+    if "evaluate" in jobs:
+        jobs |= with_prompts(folder, jobs, any(source.for_eval for source in chosen(sources, "ppo")))
+    write(folder, jobs)
+    print_next(folder, jobs)
+    return [folder / f"{job}.yaml" for job in jobs]
+
+
+def write(folder: Path, jobs: dict[str, str]) -> None:
+    for job, text in jobs.items():
+        (folder / f"{job}.yaml").write_text(text, encoding="utf-8")
+
+
+def print_next(folder: Path, jobs: dict[str, str]) -> None:
+    """Prints the keys that are still to be set, and the five commands to run next."""
+    for job, text in jobs.items():
+        for key in re.findall(r"^ *(\w+): null .*# set ", text, re.M):
+            print(f"  set `{key}` in {folder / job}.yaml: a comment there says to what")
+    command = "rlhf" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline"
+    ready = [job for job in jobs if job in TAKES and not re.search(r"^reward: null", jobs[job], re.M)]
+    trained = [job for job in ready if job not in ("dpo", "kto") or "ppo" not in ready]
+    after = [("evaluate", "evaluate"), ("chat", "generate"), ("serve", "serve"), ("export", "export")]
+    commands = [("validate", job) for job in (trained or [*jobs])[:1]] + [(job, job) for job in trained]
+    commands += [(subcommand, job) for subcommand, job in after if job in jobs]
+    print("Run next:")
+    for subcommand, job in commands[:5]:
+        print(f"  {command} {subcommand} {folder / job}.yaml")
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def look(path: str) -> list[Source]:
+    """Returns what a path holds. Raises InputError for a file without rows."""
     if (Path(path) / "config.json").exists():
         raise InputError(f"{path} is the folder of a model; expected files of rows")
-    train, held_out = split(path)
-    heads = {}
-    for file in find([*train, *held_out], "data.train")[: lookahead.FILES]:
-        heads[file.path] = lookahead.first_rows(file, kind_of("sft", Preprocess()))
-        if not heads[file.path]:
-            raise InputError(f"{file.path}: {lookahead.first_error(file) or 'it has no rows'}")
-    return Sources(path, train, held_out, heads)
+    return [source_of(item, for_eval) for item, for_eval in parts(path)]
 
 
-def guesses(sources: Sources) -> dict[str, dict[str, Any]]:
-    """{stage: data.columns} of the stages that can read the rows of all files."""
-    rows = sources.rows
-    first = {stage: guess.guessed(rows, stage) for stage, facts in STAGE.items() if facts.learns}
-    found = {stage: columns for stage, columns in first.items() if columns is not None}
-    for path, others in sources.heads.items():
-        read = {stage: columns for stage, columns in found.items() if guess.reads(others, columns, stage)}
-        if found and not read:
-            one = next(iter(sources.heads))
-            raise InputError(
-                f"{one} has the columns {', '.join(some(rows[0]))}, and {path} has {', '.join(some(others[0]))}: rows of two "
-                "shapes; write jobs for each file, or give each its columns: data.train=[{path: ..., columns: ...}, ...]"
-            )
-        found = read
-    return found
+def parts(path: str) -> Iterator[tuple[str, bool]]:
+    """Yields the splits of a dataset or the files of a folder, and whether they are for evaluation.
 
-
-def job(stage: str, sources: Sources, profile: str, found: dict[str, dict[str, Any]]) -> str:
-    """The text of the job of a stage; `found` holds the data.columns of each stage that gets one."""
-    columns, rows, name = found[stage], sources.rows, name_of(sources.path)
-    # What it starts from is what the jobs beside it train, where there are such.
-    trained = {"policy": "sft", "reward": "rm"}
-    inputs = "".join(
-        f"{key}: models:/{name}-{other}@champion\n"
-        for key, other in trained.items()
-        if key in STAGE[stage].inputs and other in found
-    )
-    train, held_out = (
-        json.dumps(paths if len(paths) != 1 else paths[0]) for paths in (sources.train, sources.held_out)
-    )
-    text = JOB.format(
-        stage=stage,
-        path=json.dumps(sources.path),
-        profile=profile,
-        inputs=inputs,
-        train=train,
-        held_out=BY_SPLIT.format(split=held_out) if sources.held_out else BY_PROMPT,
-    )
-    if columns:
-        text += f"  columns: {guess.mapping(columns)}\n"
-    if not guess.is_clear(columns, rows):
-        text += f"{UNCLEAR} {guess.meaning(columns)}\n"
-    text += f"mlflow:\n  registered_model: {name}-{stage}\n"
-    return text
-
-
-def split(path: str) -> tuple[list[str], list[str]]:
-    """(what to train on, what to hold out of it) of a path: a set's own test split, or files called so beside others."""
-    on = path.rstrip("/").removesuffix("/train")
+    Files whose names differ only in numbers (`train-00000-of-00002.parquet`) become one glob.
+    """
     if sets.files_of(path, "data.train"):
-        for name in SPLITS:
+        yield path, False
+        for name in EVAL_NAMES:
+            split = f"{path.rstrip('/').removesuffix('/train')}/{name}"
             with contextlib.suppress(InputError):
-                if sets.files_of(f"{on}/{name}", "data.eval"):
-                    return [path], [f"{on}/{name}"]
-        return [path], []
-    below = path if os.path.isdir(path) else os.path.dirname(path)
-    names = {file.path: os.path.relpath(file.path, below) for file in find(path, "data.train")}
-    held_out = [path for path, name in names.items() if set(re.split(r"[^a-z]+", name.lower())) & {*SPLITS}]
-    if storage.is_remote(path) or not 0 < len(held_out) < len(names):
-        return [path], []
-    return [path for path in names if path not in held_out], held_out
+                if sets.files_of(split, "data.eval"):
+                    yield split, True
+                    return
+        return
+    files = [file.path for file in find(path, "data.train")]
+    names = files
+    while files:
+        pattern = re.sub(r"\d+", "*", files[0])
+        group = [file for file in files if re.sub(r"\d+", "*", file) == pattern]
+        if len(group) == 1 or group != fnmatch.filter(names, pattern):
+            pattern, group = files[0], files[:1]
+        files = [file for file in files if file not in group]
+        words = re.split(r"[^a-z]+", os.path.relpath(pattern, path if len(names) > 1 else ".").lower())
+        yield pattern, bool({*words} & {*EVAL_NAMES})
 
 
-def bring_example(example: str, path: str) -> None:
-    """Copies the examples here, and says which of them reads the rows."""
-    stage, _, name = example.partition("/")
-    shipped.bring("own")
-    shipped.bring("examples")
-    print(f"jobs/examples/{name}.yaml reads such rows:")
-    print(f"  python -m pipeline {stage} jobs/examples/{name}.yaml data.train={shlex.quote(path)}")
+def source_of(path: str, for_eval: bool) -> Source:
+    """Finds the stages that can read the first rows of a path."""
+    heads = []
+    for file in find(path, "data.train")[: lookahead.FILES]:
+        heads.append(lookahead.first_rows(file, kind_of("sft", Preprocess())))
+        if not heads[-1]:
+            raise InputError(f"{file.path}: {lookahead.first_error(file) or 'it has no rows'}")
+    rows = heads[0]
+    stages: dict[str, dict[str, Any]] = {}
+    for example, columns in EXAMPLES.items():
+        if {*columns.split()} <= rows[0].keys():
+            stage, _, name = example.partition("/")
+            data = yaml.safe_load((shipped.JOBS / f"examples/{name}.yaml").read_text(encoding="utf-8"))[
+                "data"
+            ]
+            keys = {key: value for key, value in data.items() if key != "train"}
+            stages |= dict.fromkeys(["rm", "dpo"] if stage == "rm" else [stage], keys)
+    named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
+    for stage in () if stages else ("ppo",) if named_prompts else TAKES:
+        found = guess.guessed(rows, stage)
+        if found is None or not all(guess.reads(others, found, stage) for others in heads):
+            continue
+        stages[stage] = {"columns": found} if found else {}
+        if not guess.is_clear(found, rows):
+            stages[stage]["label"] = None
+    return Source(path, rows[0], stages, for_eval)
 
 
 def name_of(path: str) -> str:
-    """The name of the folder of jobs for a path or URI: none that a profile has."""
+    """Returns the name of the profile for a path or URI: one that no shipped profile has."""
     on_hub = sets.NAME.fullmatch(path)
     last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
     name = re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
     return f"{name}_rows" if (shipped.JOBS / name).exists() else name
+
+
+# ---- jobs --------------------------------------------------------------------------------------------------------
+
+
+def profile_of(sources: list[Source], name: str, profile: str, model: str | None) -> dict[str, str]:
+    """Returns the text of each job that the rows allow. Lengths are those of the profile."""
+    rows = {stage: chosen(sources, stage) for stage in TAKES}
+    reward = f"models:/{name}-rm@champion" if rows["rm"] else None
+    policies = [stage for stage in ("ppo", "dpo", "kto", "sft") if rows[stage] and (stage != "ppo" or reward)]
+    served = {
+        f"{name}-{stage}": f"models:/{name}-{stage}@champion"
+        for stage in policies
+        if stage in (policies[0], "sft")
+    }
+    start = served.get(f"{name}-sft", "base")
+    best = {"policy": next(iter(served.values()), start), "reward": reward}
+    values: dict[str, dict[str, Any]] = {
+        **{job: {"policy": start} for job in ("dpo", "kto", "collect", "iterate")},
+        "ppo": {"policy": start, "reward": reward},
+        "evaluate": {**best, "baseline": start},
+        **dict.fromkeys(("generate", "export"), best),
+        "serve": {"serve.policies": served, "serve.rewards": {f"{name}-rm": reward} if reward else {}},
+    }
+    scored = ("score", *(("evaluate", "collect", "iterate") if rows["ppo"] else ())) if reward else ()
+    jobs = {}
+    for job in (
+        *(stage for stage in TAKES if rows[stage]),
+        *scored,
+        *(("generate", "serve", "export") if policies else ()),
+    ):
+        if not (file := shipped.JOBS / profile / f"{job}.yaml").exists():
+            continue
+        text = file.read_text(encoding="utf-8").replace(f"rlhf-{profile}", name)
+        text = text.replace(f"PROFILE={profile}", f"PROFILE={name}").replace(
+            f"jobs/{profile}/", f"jobs/{name}/"
+        )
+        if model and job != "iterate":
+            text = with_key(text, "model.name_or_path", model)
+        for key, value in values.get(job, {}).items():
+            text = with_key(text, key, value)
+        if job == "ppo" and not reward:
+            text = with_key(text, "reward", None, "set python:MODULE:FUNCTION, or a reward model")
+        stage = ROWS_OF.get(job, job)
+        if job != "serve" and rows.get(stage):
+            text = with_rows(text, job, rows[stage], stage)
+        jobs[job] = text
+    return jobs
+
+
+def chosen(sources: list[Source], stage: str) -> list[Source]:
+    """Returns the sources that a stage takes, by TAKES."""
+    for kind in TAKES[stage]:
+        found = [source for source in sources if source.kind == kind and stage in source.stages]
+        if any(not source.for_eval for source in found):
+            return found
+    return []
+
+
+def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
+    """Returns the text of a job that reads these sources as `stage` does."""
+    keys = [source.stages[stage] for source in sources]
+    same = keys[0] if all(one == keys[0] for one in keys) else None
+    paths: dict[bool, Any] = {}
+    for for_eval in (False, True):
+        mine = [source for source in sources if source.for_eval == for_eval]
+        paths[for_eval] = [
+            one.path if same is not None else {"path": one.path, **one.stages[stage]} for one in mine
+        ]
+        if len(mine) <= 1 and same is not None:
+            paths[for_eval] = mine[0].path if mine else None
+    if job != "evaluate":
+        text = with_key(text, "data.train", paths[False])
+    if job in TAKES or job == "evaluate":
+        text = with_key(text, "data.eval", paths[True] or None)
+    if job in TAKES:
+        text = with_key(
+            text, "data.eval_fraction", 0 if paths[True] else 0.1, "of the training rows, by prompt"
+        )
+    for key, value in (same or {}).items():
+        meaning = f"set what its values mean: {guess.meaning(keys[0]['columns'])}" if value is None else ""
+        text = with_key(text, f"data.{key}", value, meaning)
+    return text
+
+
+def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
+    """Returns the text of a job with another value of `key` or `section.key`. All other lines stay."""
+    section, _, name = key.rpartition(".")
+    indent = "  " if section else ""
+    written = yaml.safe_dump(
+        value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False
+    )
+    line = f"{indent}{name}: {written.removesuffix('...' + os.linesep).strip()}"
+    line = f"{line:<35} # {comment}\n" if comment else f"{line}\n"
+    if section and not re.search(rf"^{section}:", text, re.M):
+        return f"{text}\n{section}:\n{line}"
+    start = re.search(rf"^{section}:.*\n", text, re.M).end() if section else 0  # type: ignore[union-attr]
+    end = re.compile(r"^\S", re.M).search(text, start) if section else None
+    before, body, after = text[:start], text[start : end and end.start()], text[end.start() :] if end else ""
+    nested = rf"^{indent}{name}:.*\n(?:{indent} +.*\n)*"
+    body, found = re.subn(nested, lambda _: line, body, count=1, flags=re.M)
+    if not found:
+        keys = body.rstrip("\n")
+        body = f"{keys}\n{line}{body[len(keys) + 1 :]}"
+    return before + body + after
+
+
+# ---- lengths and held-out prompts --------------------------------------------------------------------------------
+
+
+def with_lengths(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
+    """Returns the jobs with the smallest lengths, in steps of 64 tokens, that 99 % of the first rows fit into.
+
+    If the tokenizer cannot be loaded or rows cannot be read, prints why and keeps the lengths of the profile.
+    """
+    sizes = {}
+    for stage in (stage for stage in TAKES if stage in jobs):
+        try:
+            sizes[stage] = longest(loaded(folder, stage))
+        except InputError as error:
+            print(f"warning: {stage} keeps the lengths of the profile: {error}")
+    completions = max((sizes[stage][1] for stage in ("sft", "rm", "kto") if stage in sizes), default=0)
+    made = {}
+    for job, text in jobs.items():
+        if (stage := ROWS_OF.get(job, job)) in sizes:
+            prompt, completion, room = sizes[stage]
+            if stage == "ppo":  # its completions come on top of data.max_length
+                answer = -(-completions // 16) * 16 or yaml.safe_load(text)["trainer"]["response_length"]
+                answer = min(answer, room // 2)
+                text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
+                room -= answer
+            most = min(-(-(prompt + completion) // 64) * 64, room)
+            text = with_key(text, "data.max_length", most, "tokens; 99 % of the first rows fit")
+        made[job] = text
+    return made
+
+
+def loaded(folder: Path, stage: str) -> Job:
+    """Returns the job of a stage; a ppo job may still lack its reward."""
+    return load_job(folder / f"{stage}.yaml", ["reward=models:/any/1"] if stage == "ppo" else [], stage)
+
+
+def longest(job: Job) -> tuple[int, int, int]:
+    """Returns the tokens that 99 % of the prompts and 99 % of the completions have at most, and the model's context."""
+    name, revision = job.model.name_or_path, job.model.revision
+    tokenizer = load_tokenizer(name, revision, job.model.chat_template, job.model.trust_remote_code)
+    context = context_length(base_config(name, revision)) or 1 << 20
+    as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
+    examples = []
+    for kind, found in itertools.groupby(first_records(job), key=itemgetter(0)):
+        encoder = Encoder(
+            tokenizer, kind, context, "truncate", as_chat, eos_ids(tokenizer), job.data.special_tokens
+        )
+        outcomes = itertools.chain.from_iterable(encoder.encode([record for _, record in found]))
+        examples += [outcome for outcome in outcomes if isinstance(outcome, Example)]
+    if not examples:
+        raise InputError(f"none of the first rows of {job.data.train} can be read; `validate` says why")
+    prompts = sorted(example.prompt_tokens for example in examples)
+    completions = sorted(example.completion_tokens for example in examples)
+    at = int(0.99 * (len(examples) - 1))
+    return prompts[at], completions[at], context
+
+
+def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
+    """Yields the first readable rows of each file of data.train."""
+    files = find(job.data.train, "data.train")
+    asked = {"train": lookahead.preprocessing(job.stage, job.data)["train"]}
+    preprocess = lookahead.settled(asked, {"train": files}, job.stage)["train"]
+    for file in files:
+        kind = kind_of(job.stage, preprocess[file.source])
+        chunk = chunks.plan([file], "train", kind)[0]
+        for _, row, _ in itertools.islice(chunks.rows(chunk), lookahead.ROWS):
+            for made in kind.rows(row):
+                record = checked(made, kind, chunk.format) if isinstance(made, dict) else None
+                if isinstance(record, Record):
+                    yield kind, record
+
+
+def with_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> dict[str, str]:
+    """Returns the evaluate job on prompts that the ppo job holds out, and an iteration of no more prompts than there are.
+
+    Args:
+        have_eval: whether the rows come with prompts for evaluation, which the evaluate job names already.
+    """
+    job = loaded(folder, "ppo")
+    data: Any = job.data
+    prompts = {record.prompt_content(): record.prompt for _, record in first_records(job)}
+    made = {"evaluate": jobs["evaluate"]}
+    if "iterate" in jobs:
+        drawn = re.compile(r"num_prompts: (\d+)")
+        made["iterate"] = drawn.sub(
+            lambda found: found[0] if int(found[1]) <= len(prompts) else "num_prompts: null", jobs["iterate"]
+        )
+    if not have_eval:
+        away = [prompt for content, prompt in prompts.items() if held_out(content, data)][:EVAL_PROMPTS]
+        path = folder / "eval_prompts.jsonl"
+        lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in away]
+        path.write_text("".join(lines), encoding="utf-8")
+        made["evaluate"] = with_key(jobs["evaluate"], "data.eval", str(path))
+        print(f"  {path}: {len(away)} prompts that ppo holds out, for evaluate")
+    return made

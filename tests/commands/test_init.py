@@ -1,14 +1,14 @@
 """`rlhf init`: jobs for a file whose columns nobody has named."""
 
 import json
+import shutil
 
 import datasets
 import pytest
-import yaml
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.commands import shipped
+from pipeline.commands import shipped, validate
 from pipeline.commands.init import EXAMPLES, name_of
 from pipeline.config import load_job
 from pipeline.data import lookahead
@@ -35,7 +35,6 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     assert main(["init", rows(here / "my.pairs.jsonl", PAIRS)]) == 0
     shown = capsys.readouterr().out
     assert "python -m pipeline rm jobs/my/rm.yaml" in shown
-    assert sorted(path.stem for path in (here / "jobs/my").iterdir()) == ["dpo", "kto", "ppo", "rm"]
     job = load_job("jobs/my/rm.yaml", [], "rm")
     assert job.data.columns == {
         "prompt": "question",
@@ -56,15 +55,68 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
         lookahead.settled(bare, {"train": find(job.data.train, "data.train")}, "rm")
 
 
-def test_rows_that_fit_as_they_are_get_no_columns_and_another_profile_is_named(here):
+def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
     plain = [{"prompt": f"Say {n}.", "completion": f"{n}, as you wish."} for n in range(10)]
-    assert main(["init", rows(here / "talks.jsonl", plain), "llama3-8b-qlora"]) == 0
-    text = yaml.safe_load((here / "jobs/talks/sft.yaml").read_text())
-    assert text["extends"] == "../llama3-8b-qlora/sft.yaml" and "columns" not in text["data"]
-    assert (here / "jobs/llama3-8b-qlora/llama3.jinja").exists() or (
-        here / "jobs/llama3-8b-qlora/sft.yaml"
-    ).exists()
-    assert load_job("jobs/talks/sft.yaml", [], "sft").data.eval_fraction == 0.1
+    assert main(["init", rows(here / "talks.jsonl", plain), "--profile", "llama3-8b-qlora"]) == 0
+    job = load_job("jobs/talks/sft.yaml", [], "sft")
+    assert job.model.load_in_4bit and job.data.columns is None and job.data.eval_fraction == 0.1
+    assert job.mlflow.registered_model == "talks-sft"
+    written = {path.stem for path in (here / "jobs/talks").glob("*.yaml")}
+    assert written == {"sft", "ppo", "generate", "serve", "export"}
+    assert load_job("jobs/talks/generate.yaml").policy == "models:/talks-sft@champion"
+    shown = capsys.readouterr().out
+    assert "set `reward` in jobs/talks/ppo.yaml" in shown  # no pairs, so no reward model
+    assert "warning: sft keeps the lengths of the profile: " in shown  # the model is gated
+    commands = [line.split()[3] for line in shown.partition("Run next:")[2].splitlines() if line]
+    assert commands == ["validate", "sft", "chat", "serve", "export"]
+
+
+def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
+    """The demo's files: those for evaluation are not trained on, and lengths come from rows and tokenizer."""
+    shutil.copytree(ROOT / "jobs/demo/data", here / "my")
+    model = str(ROOT / "jobs/demo/model")
+    assert main(["init", "my", "--name", "velo", "--model", model]) == 0
+    jobs = {
+        path.stem: load_job(path) for path in (here / "jobs/velo").glob("*.yaml") if path.stem != "iterate"
+    }
+    assert jobs.keys() | {"iterate"} == {path.stem for path in (ROOT / "jobs/own").glob("*.yaml")}
+    data = {name: (job.data.train, job.data.eval, job.data.max_length) for name, job in jobs.items()}
+    train, held_out = "my/{}.jsonl".format, "my/{}_eval.jsonl".format
+    assert data == {
+        "sft": (train("demonstrations"), held_out("demonstrations"), 64),
+        "rm": (train("preferences"), held_out("preferences"), 64),
+        "dpo": (train("preferences"), held_out("preferences"), 64),
+        "kto": (train("thumbs"), held_out("thumbs"), 64),
+        "ppo": (train("prompts"), held_out("prompts"), 64),
+        "evaluate": (None, held_out("prompts"), 64),
+        "collect": (train("prompts"), None, 64),
+        "generate": (train("prompts"), None, 64),
+        "score": (train("preferences"), None, 64),
+        "serve": (None, None, 64),
+        "export": (None, None, None),
+    }
+    assert {job.model.name_or_path for job in jobs.values()} == {model}
+    assert jobs["ppo"].trainer["response_length"] == jobs["serve"].trainer["response_length"] == 32
+    assert (
+        jobs["ppo"].policy == jobs["dpo"].policy == jobs["evaluate"].baseline == "models:/velo-sft@champion"
+    )
+    assert jobs["serve"].serve.policies.keys() == {"velo-ppo", "velo-sft"}
+    assert "num_prompts: null" in (here / "jobs/velo/iterate.yaml").read_text()
+    assert "rlhf-own" not in "".join(path.read_text() for path in (here / "jobs/velo").iterdir())
+    shown = capsys.readouterr().out
+    commands = [line.split()[3] for line in shown.partition("Run next:")[2].splitlines() if line]
+    assert commands == ["validate", "sft", "rm", "ppo", "evaluate"]
+    assert main(["validate", "jobs/velo/ppo.yaml"]) == 0
+
+
+def test_evaluate_gets_the_prompts_that_ppo_holds_out(here):
+    pairs = [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(80)]
+    model = str(ROOT / "jobs/demo/model")
+    assert main(["init", rows(here / "pairs.jsonl", pairs), "--model", model]) == 0
+    job = load_job("jobs/pairs/evaluate.yaml")
+    prompts = [json.loads(line)["prompt"] for line in (here / job.data.eval).read_text().splitlines()]
+    assert 0 < len(prompts) < 20 and load_job("jobs/pairs/ppo.yaml").policy == job.baseline == "base"
+    assert validate.run(load_job("jobs/pairs/ppo.yaml"))["splits"]["eval"]["kept"] == len(prompts)
 
 
 def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here):
@@ -77,7 +129,9 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here):
     ("made", "more", "message"),
     [
         ([{"a": 1}], [], "is of no shape that"),
-        (PAIRS, ["nonsense"], "there is no profile 'nonsense'"),
+        (PAIRS, ["--profile", "nonsense"], "there is no profile 'nonsense'"),
+        (PAIRS, ["--color", "red"], "unknown option 'color'"),
+        (PAIRS, ["--name", "own"], "choose another name"),
         (None, [], "there is no file"),
     ],
 )
@@ -93,7 +147,7 @@ def test_jobs_that_are_there_are_not_overwritten(here, capsys):
     assert main(["init", name]) == 0
     (here / "jobs/my/rm.yaml").write_text("mine\n")
     assert main(["init", name]) == 2
-    assert "there already" in capsys.readouterr().err and (here / "jobs/my/rm.yaml").read_text() == "mine\n"
+    assert "jobs/my exists" in capsys.readouterr().err and (here / "jobs/my/rm.yaml").read_text() == "mine\n"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +173,7 @@ def test_held_out_files_are_not_trained_on(here):
         rows(here / f"both/{name}.jsonl", PAIRS)
     assert main(["init", "both"]) == 0
     data = load_job("jobs/both/rm.yaml", [], "rm").data
-    assert data.train == ["both/train-0.jsonl", "both/train-1.jsonl"] and data.eval == "both/test.jsonl"
+    assert (data.train, data.eval) == ("both/train-*.jsonl", "both/test.jsonl")
     assert data.eval_fraction == 0
     one = datasets.Dataset.from_list(PAIRS)
     datasets.DatasetDict(train=one, validation=one).save_to_disk(here / "saved")
@@ -128,16 +182,22 @@ def test_held_out_files_are_not_trained_on(here):
     assert (data.train, data.eval) == ("saved", "saved/validation")
 
 
-def test_all_files_are_looked_at(here, capsys):
+def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
+    """Files of one kind may have different columns. A file that no stage reads is skipped."""
     (here / "two").mkdir()
     rows(here / "two/a.jsonl", PAIRS)
-    rows(here / "two/b.jsonl", [{"text": f"Say {n} to it."} for n in range(5)])
-    assert main(["init", "two"]) == 2
-    shown = capsys.readouterr().err
-    assert (
-        "two/a.jsonl has the columns question, output_1" in shown
-        and "two/b.jsonl has text: rows of two" in shown
+    rows(
+        here / "two/b.jsonl",
+        [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(9)],
     )
+    rows(here / "two/c.jsonl", [{"numbers": n} for n in range(5)])
+    assert main(["init", "two", "--model", str(ROOT / "jobs/demo/model")]) == 0
+    assert "two/c.jsonl: skipped, read by no stage; its columns are numbers" in capsys.readouterr().out
+    a, b = load_job("jobs/two/dpo.yaml", [], "dpo").data.train
+    assert (
+        a["path"] == "two/a.jsonl" and a["columns"]["label"] == "preference" and b == {"path": "two/b.jsonl"}
+    )
+    assert main(["validate", "jobs/two/dpo.yaml"]) == 0
 
 
 def test_what_is_trained_has_names_of_its_own(here):
@@ -150,21 +210,21 @@ def test_what_is_trained_has_names_of_its_own(here):
     assert jobs["dpo"].policy == jobs["ppo"].policy == "models:/all-sft@champion"
     assert jobs["ppo"].reward == "models:/all-rm@champion"
     assert main(["init", rows(here / "pairs.jsonl", PAIRS)]) == 0  # without demonstrations of their own
-    assert load_job("jobs/pairs/dpo.yaml", [], "dpo").policy == "models:/rlhf-own-sft@champion"
+    assert load_job("jobs/pairs/dpo.yaml", [], "dpo").policy == "base"
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES])
-def test_the_example_that_reads_such_rows_is_named(name, here, capsys):
+def test_rows_of_an_example_are_read_as_in_the_example(name, here):
     stage, _, example = name.partition("/")
     (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
-    assert main(["init", str(path)]) == 0
-    assert (
-        f"python -m pipeline {stage} jobs/examples/{example}.yaml data.train={path}"
-        in capsys.readouterr().out
+    assert main(["init", str(path), "--name", "mine"]) == 0
+    ours = load_job(f"jobs/mine/{stage}.yaml", [], stage).data
+    theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
+    assert ours.train == str(path) and (theirs.transform or theirs.label)
+    assert all(
+        getattr(ours, key) == getattr(theirs, key) for key in ("columns", "label", "transform", "group_by")
     )
-    data = load_job(f"jobs/examples/{example}.yaml", [], stage).data
-    assert data.transform or data.label
-    assert not (here / f"jobs/{name_of(str(path))}/{stage}.yaml").exists()
+    assert (here / f"jobs/examples/{example}.yaml").exists() == bool(theirs.transform)
 
 
 def test_every_example_with_a_transform_is_known_by_its_columns():
