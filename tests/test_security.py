@@ -232,14 +232,14 @@ def test_a_state_of_ppo_that_would_run_code_is_refused(file, tmp_path):
     """What `restore` reads, it reads with weights_only."""
     import torch
 
-    from pipeline.ppo import state
+    from pipeline.ppo import trainer as ppo
 
     path = tmp_path / file
     torch.save({"state": Touches(tmp_path / "ran")}, path)
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         torch.load(path, weights_only=True)
     assert not (tmp_path / "ran").exists()
-    source = Path(state.__file__).read_text()
+    source = Path(ppo.__file__).read_text()
     loads = re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", source)
     assert len(loads) == source.count("torch.load(") >= 2
     assert all("weights_only=True" in load for load in loads)

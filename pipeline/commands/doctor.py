@@ -56,7 +56,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
     from pipeline.planning import recompute
-    from pipeline.ppo import doctor
+    from pipeline.ppo.selfcheck import doctor
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.runtime import roles
 

@@ -7,11 +7,14 @@ elsewhere. An *episode* is one completion of one prompt; an *update* is one roll
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from pipeline.errors import InputError
 from pipeline.intervals import table
-from pipeline.ppo.settings import Settings
+from pipeline.ppo import estimators
+from pipeline.ppo.estimators import Estimator
+from pipeline.ppo.settings import SettingError, Settings
 
 # Allowed values of each number; `seed` is what numpy takes. Upper bounds are far above any sensible value, and below
 # what overflows.
@@ -125,10 +128,11 @@ class PPOConfig(Settings):
     """Updates between two such mixtures, at least 1."""
 
     # ---- advantages
-    advantage_estimator: Literal["gae", "rloo", "grpo", "remax", "reinforce_plus_plus"] = "gae"
-    """gae needs a critic. The others subtract from a completion's reward: rloo, the mean reward of the prompt's other
-    completions; grpo, the mean of all of them, and divide by their standard deviation; remax, the score of the greedy
-    completion; reinforce_plus_plus, nothing: its advantage is the reward to go, whitened over the batch."""
+    advantage_estimator: Literal["gae", "rloo", "grpo", "remax", "reinforce_plus_plus"] | str = "gae"
+    """gae uses a critic. The others compare a completion's reward with a baseline: rloo with the mean reward of the prompt's
+    other completions, grpo with the mean of all of them (divided by their standard deviation), remax with the score of the
+    greedy completion. reinforce_plus_plus has no baseline; it whitens the reward to go over the batch.
+    python:MODULE:FUNCTION is your own; ppo/estimators.py lists its parameters."""
     critic: Literal["adapter", "head"] = "adapter"
     """What predicts the values, for gae. adapter: a role of its own, a copy of the first reward adapter and its head where
     there is one. head: a linear head, from 0, on the hidden states of the policy, which learns from both losses: no forward
@@ -239,7 +243,7 @@ class PPOConfig(Settings):
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        estimator = self.advantage_estimator
+        self._check_estimator()
         self._require(
             "min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length"
         )
@@ -255,16 +259,16 @@ class PPOConfig(Settings):
             self.num_mini_batches <= self.batch_size,
             f"at most batch_size ({self.batch_size})",
         )
-        if estimator in ("rloo", "grpo"):
-            self._require(
-                "num_generations",
-                self.num_generations > 1,
-                f"2 or more: {estimator} compares completions to one prompt",
-            )
+        groups = self.estimator.compares_groups
+        self._require(
+            "num_generations",
+            self.num_generations > 1 or not groups,
+            f"2 or more: {self.advantage_estimator} compares completions to one prompt",
+        )
         self._require(
             "importance_sampling_level",
-            self.importance_sampling_level == "token" or estimator in ("rloo", "grpo"),
-            f"'token' with advantage_estimator {estimator}: its advantages differ from token to token",
+            self.importance_sampling_level == "token" or groups,
+            f"'token' with advantage_estimator {self.advantage_estimator}: its advantages differ from token to token",
         )
         if self.lr_scheduler_type == "polynomial":  # its final learning rate in transformers is 1e-7
             for key in ("learning_rate", "critic_learning_rate"):
@@ -298,30 +302,47 @@ class PPOConfig(Settings):
                 "off without a critic (advantage_estimator: gae)",
             )
 
+    def _check_estimator(self) -> None:
+        """Checks the estimator's name, and that each parameter of its formula is provided."""
+        name = self.advantage_estimator
+        known = name in estimators.ESTIMATORS or name.startswith("python:")
+        self._require(
+            "advantage_estimator", known, f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION"
+        )
+        try:
+            reads = self.estimator.reads
+        except InputError as error:
+            raise SettingError("advantage_estimator", str(error)) from error
+        unknown = sorted(reads - estimators.TENSORS - {field.name for field in fields(self)})
+        self._require(
+            "advantage_estimator",
+            not unknown,
+            f"a function whose parameters are among {', '.join(sorted(estimators.TENSORS))} and the keys of trainer; "
+            f"it has {', '.join(unknown)}",
+        )
+
+    @property
+    def estimator(self) -> Estimator:
+        """Returns the entry of `advantage_estimator`."""
+        return estimators.of(self.advantage_estimator)
+
     @property
     def whitens_advantages(self) -> bool:
-        """`whiten_advantages`, with the estimator's default where it is None."""
-        if self.whiten_advantages is None:
-            return self.advantage_estimator in ("gae", "reinforce_plus_plus")
-        return self.whiten_advantages
+        """Returns `whiten_advantages`, or the estimator's default if it is None."""
+        return self.estimator.whiten if self.whiten_advantages is None else self.whiten_advantages
 
     @property
     def aggregation(self) -> Literal["token", "sequence", "constant"]:
-        """`loss_aggregation`, with the estimator's default where it is None."""
-        return self.loss_aggregation or ("sequence" if self.advantage_estimator == "grpo" else "token")
-
-    @property
-    def compares_groups(self) -> bool:
-        """Whether an advantage compares the completions to one prompt."""
-        return self.advantage_estimator in ("rloo", "grpo")
+        """Returns `loss_aggregation`, or the estimator's default if it is None."""
+        return self.loss_aggregation or self.estimator.loss_aggregation
 
     @property
     def uses_critic(self) -> bool:
-        return self.advantage_estimator == "gae"
+        return self.estimator.needs_critic
 
     @property
     def has_critic_adapter(self) -> bool:
-        """Whether the critic is an adapter, with forwards and backwards of its own."""
+        """Returns True if the critic is an adapter, with its own forward and backward passes."""
         return self.uses_critic and self.critic == "adapter"
 
     @property

@@ -26,7 +26,7 @@ from pipeline.ppo.decode_memory import GIB, decoding_rows
 from pipeline.ppo.engine import Completion, Engine, Sampling, TransformersEngine
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Reward, Samples, raw_scores
-from pipeline.ppo.state import kept_rng_state
+from pipeline.ppo.rng import kept_rng_state
 
 
 class Sampler:
@@ -95,7 +95,7 @@ class Sampler:
         prompts = [ids for ids in chunk.prompt_ids for _ in range(chunk.generations)]
         completions = self.engine.generate(prompts, chunk.episodes, self.sampling)
         greedy = None
-        if self.args.advantage_estimator == "remax":
+        if self.args.estimator.needs_greedy:
             of_each = self.engine.generate(
                 chunk.prompt_ids, range(len(chunk.prompt_ids)), replace(self.sampling, temperature=0.0)
             )

@@ -15,8 +15,8 @@ import torch
 
 from pipeline.ppo.batch import Episodes, collate
 from pipeline.ppo.chunks import Chunk, Sampled
+from pipeline.ppo.clock import Span
 from pipeline.ppo.sampler import Sampler
-from pipeline.ppo.timeline import Span
 from pipeline.ppo.versions import Tensors, Versions
 
 

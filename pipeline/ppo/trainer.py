@@ -12,6 +12,7 @@ all-reduce of the adapters' gradients per step. How a step is split into micro-b
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
@@ -27,8 +28,7 @@ from pipeline.findings import require
 from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
 from pipeline.models.lora import cast_once
-from pipeline.ppo import forward, recomputed
-from pipeline.ppo.advantages import RunningMoments, estimate_advantages
+from pipeline.ppo import forward, losses
 from pipeline.ppo.batch import (
     Episodes,
     Totals,
@@ -38,48 +38,23 @@ from pipeline.ppo.batch import (
     prompt_order,
     world,
 )
-from pipeline.ppo.checks import (
-    check_first_ratio,
-    check_rollout,
-    delivered_as_asked,
-    learned_alike,
-    sampled_by_its_version,
-    weights_of,
-)
 from pipeline.ppo.chunks import Chunk, cut
+from pipeline.ppo.clock import Phases, Timeline
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.engine import Engine, Sampling
 from pipeline.ppo.forward import FORWARD_TOKENS
-from pipeline.ppo.functional import (
-    AdaptiveKLController,
-    kl_estimate,
-    loss_weights,
-    off_policy_weights,
-    policy_loss,
-    token_rewards,
-    value_loss,
-    whiten,
-)
+from pipeline.ppo.functional import AdaptiveKLController
+from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
 from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
-from pipeline.ppo.optimizer import adamw
-from pipeline.ppo.phases import Phases
 from pipeline.ppo.rewards import AdapterReward, Reward, combined
+from pipeline.ppo.rng import kept_rng_state, rng_state, set_rng_state
 from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.ppo.sampler import Sampler
 from pipeline.ppo.schedule import Rollout, Rollouts, RolloutWorkers, assembled, rows_of
-from pipeline.ppo.state import kept_rng_state, restore_state, save_state
-from pipeline.ppo.timeline import Timeline
+from pipeline.ppo.selfcheck import rollout as checks
 from pipeline.ppo.versions import Versions
 
-# Statistics of the optimizer steps, means per action, in the order in which the objectives return them.
-POLICY_STATS = (
-    "loss/policy_avg",
-    "policy/approxkl_avg",
-    "policy/clipfrac_avg",
-    "val/ratio",
-    "policy/entropy_avg",
-)
-VALUE_STATS = ("loss/value_avg", "val/clipfrac_avg")
+STATE_FILE = "ppo_state.json"  # in a checkpoint
 
 Rows = Sequence[dict[str, Any]]
 OnUpdate = Callable[[dict[str, float], int, int], bool | None]
@@ -240,18 +215,18 @@ class PPOTrainer:
         with self.phases("values"):
             self.reference_logprobs(rollout)
             self.logprobs_and_values(episodes)
-        if self.rollouts.workers:
-            require([sampled_by_its_version(self, rollout)])
+        if self.versions and self.rollouts.workers:
+            part = (self.versions, self.update, rollout.chunks, rollout.sampled)
+            require([checks.sampled_by_its_version(self, *part)])
         kl_coef = self.kl_coef
         rewards = self.rewards_and_advantages(episodes, greedy_scores)
         if self.update == 0:
-            compared = recomputed.check(self, episodes, rewards, greedy_scores)
-            require([*check_rollout(self, episodes, rewards), *compared])
-        weights = weights_of(self) if self.update == 0 else None
+            require(checks.check(self, episodes, rewards, greedy_scores))
+            sums = checks.sums_of(self)
         with self.phases("update"):
             learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)
-        if weights is not None:
-            require([learned_alike(self, weights, learning_metrics)])
+        if self.update == 0:
+            require([checks.ranks_learned_equally(self, sums, learning_metrics)])
         metrics = episode_metrics(args, episodes, rewards, raw, kl_coef) | learning_metrics
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
         metrics |= self.off_policy_metrics(episodes)
@@ -301,7 +276,7 @@ class PPOTrainer:
         """`num_generations` completions to each prompt of this worker's share of the next update."""
         chunks, sampled = self.rollouts.of(self.update)
         if self.versions and self.rollouts.workers:
-            require([delivered_as_asked(self.versions, chunks, sampled)])
+            require([checks.chunks_match_requests(self.versions, chunks, sampled)])
         n = self.args.num_generations
         # Indices in the global batch. Sampling is keyed by these, not by rank.
         indices = [place * n + g for place in self._share() for g in range(n)]
@@ -358,7 +333,7 @@ class PPOTrainer:
 
     def greedy_scores(self, rollout: Rollout) -> Tensor | None:
         """(B,) baseline of remax: the score of the greedy completion to each episode's prompt, after `score`. Else None."""
-        if self.args.advantage_estimator != "remax":
+        if not self.args.estimator.needs_greedy:
             return None
         baseline = torch.zeros(len(rollout.episodes), device=self.device)
         for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
@@ -431,39 +406,9 @@ class PPOTrainer:
         values = self.shared.head("critic", states)
         return values[:, :-1], values[:, -1]
 
-    @torch.no_grad()
     def rewards_and_advantages(self, episodes: Episodes, greedy_scores: Tensor | None) -> Tensor:
-        """Fill `advantages` and `returns` of the episodes. Returns the token rewards (B, R)."""
-        args = self.args
-        # Groups compare scores with each other: in fp32 the mean of equal scores may be another number than they are.
-        scores = episodes.scores if args.compares_groups else episodes.scores.float()
-        bootstrap = torch.zeros_like(episodes.bootstrap)
-        if args.bootstrap_truncated:
-            # The value replaces the score: with both, the completion would be rewarded twice.
-            scores, bootstrap = scores.where(episodes.ended, 0.0), episodes.bootstrap
-        kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
-        coefficient = self.kl_coef if args.kl_in == "reward" else 0.0
-        rewards = token_rewards(scores, kl, episodes.mask, coefficient)
-        if args.whiten_rewards:
-            # Keep the mean: shifting it would reward or punish length.
-            rewards = whiten(rewards, episodes.mask, shift_mean=False, all_reduce=all_reduce)
-        episodes.advantages, episodes.returns = estimate_advantages(
-            args, rewards, episodes.values, episodes.mask, bootstrap, greedy_scores, episodes.learn
-        )
-        weights = self.off_policy_weights(episodes)
-        if weights is not None:
-            episodes.advantages *= weights
-        return rewards
-
-    def off_policy_weights(self, episodes: Episodes) -> Tensor | None:
-        """(B, R) weights of the advantages, where the sampler was another policy or engine than the trainer's. None: of 1."""
-        return None if self.rollout_config.corrects is None else self._ratios(episodes)
-
-    def _ratios(self, episodes: Episodes) -> Tensor:
-        """(B, R) probability ratios trainer / sampler as the job's correction takes them, or would."""
-        config = self.rollout_config
-        logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
-        return off_policy_weights(*logprobs, config.corrects or "token", config.correction_cap)
+        """Fills `advantages` and `returns` of the episodes. Returns the token rewards (B, R)."""
+        return losses.fill_advantages(self.args, self.rollout_config, episodes, self.kl_coef, greedy_scores)
 
     def off_policy_metrics(self, episodes: Episodes) -> dict[str, float]:
         """What the ratios are like, after `learn`, from which old log-probs may come; {} without staleness and correction."""
@@ -472,7 +417,7 @@ class PPOTrainer:
             return {}
         # Of completions that nobody learned from there are then no old log-probs.
         mask = episodes.learn if self.old_from_training else episodes.mask
-        return off_policy_metrics(episodes, self._ratios(episodes), config, mask)
+        return off_policy_metrics(episodes, losses.off_policy_ratios(config, episodes), config, mask)
 
     # ----------------------------------------------------------------------------------------- learning
 
@@ -512,7 +457,7 @@ class PPOTrainer:
             if policy and not first_ratio:
                 rms = first_ratio["policy/first_ratio_rms"] = (2 * approxkl) ** 0.5
                 if self.update == args.critic_warmup_steps:
-                    check_first_ratio(self.shared, rms)
+                    checks.check_first_ratio(self.shared, rms)
             if args.early_stop_kl and approxkl > 1.5 * args.early_stop_kl:
                 break  # before this step, and without further ones
             stats |= self.optimizer_step()
@@ -549,68 +494,23 @@ class PPOTrainer:
                 with torch.set_grad_enabled(policy):
                     states = self.states("policy", part)
             if policy:
-                loss, stats = self.policy_objective(part, totals, states)
+                logprobs, entropy = self.logprobs("policy", part, args.entropy_coef > 0, states)
                 if self.old_from_training:
+                    part.old_logprobs = logprobs.detach()
                     episodes.old_logprobs[micro_batch, : part.mask.shape[1]] = part.old_logprobs
+                loss, stats = losses.policy_objective(args, part, totals, logprobs, entropy, self.kl_coef)
             if args.has_critic_adapter:
                 if policy:
                     loss.backward()
                 loss, states = torch.zeros_like(loss), self.states("critic", part)
             if args.uses_critic:
-                of_values, clipfrac = self.value_objective(part, totals.actions, states)
-                loss, stats = (
-                    loss + args.vf_coef * of_values,
-                    (*stats, of_values.detach(), clipfrac),
-                )
+                values, _ = self.values(part, states)
+                value_loss, value_stats = losses.value_objective(args, part, totals, values, self.moments)
+                loss, stats = loss + args.vf_coef * value_loss, (*stats, *value_stats)
             loss.backward()
             for name, value in zip(names, stats, strict=True):
                 total[name] += value
         return total
-
-    def policy_objective(
-        self, part: Episodes, totals: Totals, states: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The policy's loss (clipped surrogate, plus KL and entropy bonus if configured), and its POLICY_STATS.
-
-        `loss_aggregation` weighs the actions in all three; the statistics are means over actions. Fills the old log-probs of
-        `part` where they are these.
-        """
-        args = self.args
-        weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
-        logprobs, entropy = self.logprobs("policy", part, entropy=args.entropy_coef > 0, states=states)
-        if self.old_from_training:
-            part.old_logprobs = logprobs.detach()
-        loss, stats = policy_loss(
-            logprobs,
-            part.old_logprobs,
-            part.advantages,
-            part.learn,
-            args.cliprange,
-            args.dual_clip,
-            totals.actions,
-            args.cliprange_high,
-            args.importance_sampling_level,
-            weights,
-        )
-        if args.kl_in == "loss":
-            kl = kl_estimate(logprobs, part.ref_logprobs, args.kl_estimator)
-            loss = loss + self.kl_coef * (kl.where(part.learn, 0.0) * weights).sum()
-        if entropy is None:  # estimated from the sampled tokens alone
-            entropy = -part.old_logprobs
-        else:
-            loss = loss - args.entropy_coef * (entropy.where(part.learn, 0.0) * weights).sum()
-        mean_entropy = entropy.where(part.learn, 0.0).sum() / totals.actions
-        policy_stats = (loss, stats["approxkl"], stats["clipfrac"], stats["ratio"], mean_entropy)
-        return loss, tuple(value.detach() for value in policy_stats)
-
-    def value_objective(
-        self, part: Episodes, tokens: float, states: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Clipped value loss and its clip fraction, in the critic's units (normalised returns with `normalize_values`)."""
-        values, _ = self.values(part, states)
-        old, returns = ((x - self.moments.mean) / self.moments.std for x in (part.values, part.returns))
-        loss, stats = value_loss(values, old, returns, part.learn, self.args.cliprange_value, tokens)
-        return loss, stats["clipfrac"]
 
     def sync(self, stats: dict[str, Tensor], policy: bool) -> dict[str, float]:
         """Sum gradients and statistics over the workers, in one flat all-reduce. Returns the statistics."""
@@ -687,12 +587,58 @@ class PPOTrainer:
         return [*self.roles, "reference"] if self.args.sync_ref_model else self.roles
 
     def save(self, folder: str | Path) -> None:
-        """Write everything that `restore` needs. Called on every rank, with the same folder or one each."""
-        save_state(self, folder)
+        """Writes everything that `restore` needs, so that the run continues bit for bit on a CPU. Every rank calls it.
+
+        Rank 0 writes adapters, optimizer and state; every rank its random state. Not atomic: the caller commits the folder.
+        No pickle is ever loaded: tensors are safetensors, or torch.save read with weights_only; everything else is JSON.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(rng_state(), folder / f"rng_{self.rank}_of_{self.workers}.pt")
+        if self.rank != 0:
+            return
+        for role in self.stored_roles():
+            self.shared.save(role, folder / role)
+        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+        state = {
+            "update": self.update,
+            "kl_coef": self.kl_coef,
+            "returns": vars(self.moments),
+            "skipped_steps": self.skipped_steps,
+            "scheduler": self.scheduler.state_dict(),
+            "history": self.history,
+            "decoding": {"workers": self.workers, "rows": self.sampler.rows},
+        }
+        if self.versions:
+            self.versions.save(folder, self.update)
+        (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def restore(self, folder: str | Path) -> None:
-        """Continue from a folder that `save` wrote. Called on every rank."""
-        restore_state(self, folder)
+        """Continues from a folder that `save` wrote. Every rank calls it.
+
+        Random states need the same number of workers; only rewards in evaluations draw from them.
+        """
+        folder = Path(folder)
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        for role in self.stored_roles():
+            self.shared.load(role, folder / role)
+        self.optimizer.load_state_dict(
+            torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.device)
+        )
+        self.scheduler.load_state_dict(state["scheduler"])
+        for key in ("update", "kl_coef", "skipped_steps", "history"):
+            setattr(self, key, state[key])
+        vars(self.moments).update(state["returns"])
+        # How many rows are decoded at once decides the rounding. The free memory of today must not change it, unless it is less.
+        rows, now = state["decoding"]["rows"], self.sampler.rows
+        same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
+        if rows and now and same:
+            self.sampler.rows = min(rows, now)
+        if self.versions:
+            self.versions.load(folder)
+        random_state = folder / f"rng_{self.rank}_of_{self.workers}.pt"
+        if random_state.exists():
+            set_rng_state(torch.load(random_state, weights_only=True))
 
 
 def learning_rate_factors(
@@ -704,7 +650,7 @@ def learning_rate_factors(
     first update for nothing: here the n-th warm-up update of w has n / (w + 1) of the full rate. The full rate follows
     them, as there.
     """
-    parameter = torch.nn.Parameter(torch.zeros(()))
+    parameter = nn.Parameter(torch.zeros(()))
     schedule = get_scheduler(
         args.lr_scheduler_type,
         torch.optim.SGD([parameter], lr=learning_rate),
@@ -719,3 +665,29 @@ def learning_rate_factors(
         return (step + 1) / (args.warmup_steps + 1) if step < args.warmup_steps else schedule(step)
 
     return factor
+
+
+def adamw(args: PPOConfig, groups: Sequence[tuple[list[nn.Parameter], float]]) -> torch.optim.Optimizer:
+    """Returns the AdamW of `args.optim` for groups of parameters, each with its learning rate.
+
+    Raises:
+        ModuleNotFoundError: for an 8-bit or paged optimizer without bitsandbytes.
+    """
+    kinds = {
+        "adamw_8bit": "AdamW8bit",
+        "paged_adamw_32bit": "PagedAdamW32bit",
+        "paged_adamw_8bit": "PagedAdamW8bit",
+    }
+    make: Any = torch.optim.AdamW
+    options: dict[str, Any] = {"fused": True} if args.optim == "adamw_torch_fused" else {}
+    if args.optim in kinds:
+        import bitsandbytes
+
+        make = getattr(bitsandbytes.optim, kinds[args.optim])
+    return make(
+        [{"params": parameters, "lr": rate} for parameters, rate in groups],
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        **options,
+    )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import Failure, causes
-from pipeline.ppo.timeline import TRAINER, Span
+from pipeline.ppo.clock import TRAINER, Span
 
 if TYPE_CHECKING:
     from pipeline.ppo.chunks import Chunk, Sampled

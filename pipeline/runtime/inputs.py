@@ -132,6 +132,8 @@ def digests_of_functions(job: Job) -> dict[str, str]:
     for key, source in functions(job).items():
         if key != "judge" or not STAGE[job.stage].learns:
             found.setdefault(key.partition(".")[0], []).append(source)
+    if (estimator := str(job.trainer.get("advantage_estimator"))).startswith("python:"):
+        found["trainer.advantage_estimator"] = [estimator]
     return {key: digest_of(sources) for key, sources in found.items()}
 
 

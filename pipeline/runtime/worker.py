@@ -81,14 +81,14 @@ def like_a_worker(job: Job) -> Iterator[None]:
     """
     import torch
 
-    from pipeline.ppo import phases
+    from pipeline.ppo import clock
 
     if job.scaling.get("use_gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int((job.scaling.get("resources_per_worker") or {}).get("CPU", 1))))
-    phases.reset_peak(torch.device("cuda" if job.scaling.get("use_gpu") else "cpu"))  # that of stages before
+    clock.reset_peak(torch.device("cuda" if job.scaling.get("use_gpu") else "cpu"))  # that of stages before
     try:
         yield
     finally:
@@ -366,9 +366,9 @@ def peak_memory() -> int:
     """Bytes: the most that this worker held at once, on the GPU where there is one, else in resident memory."""
     import torch
 
-    from pipeline.ppo import phases
+    from pipeline.ppo import clock
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved()
     # macOS reports no peak that can be reset; its ru_maxrss is in bytes.
-    return phases.peak_bytes(torch.device("cpu")) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return clock.peak_bytes(torch.device("cpu")) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -31,7 +31,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline import evaluation
     from pipeline.models.tokenizer import warn_of_endless
     from pipeline.planning import recompute
-    from pipeline.ppo import timeline
+    from pipeline.ppo import clock
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.rollout.client import Client
     from pipeline.runtime import best, roles
@@ -103,7 +103,7 @@ def train(worker: Worker) -> dict[str, Any]:
         tracked.compare(comparison.of("policy")[0], trainer.update)
     kept = tracked.restore() if tracked else None
     worker.end = best.outcome(tracked, kept, trainer.update, trainer.total)
-    worker.end["timeline"] = timeline.typical(trainer.timelines)
+    worker.end["timeline"] = clock.typical(trainer.timelines)
     update = logged()[worker.end["kept"]["step"]]
     metrics = {name: value for name, value in update.items() if not name.endswith("/evaluate")}
     samples: list[dict[str, Any]] = []

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from pipeline.models import probes
 from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import linear_fp32, mm_fp32
-from pipeline.ppo import doctor
 from pipeline.ppo.batch import Totals, collate
 from pipeline.ppo.engine import Completion, Sampling, TransformersEngine
+from pipeline.ppo.selfcheck import doctor
 from tests.gpu import models
 from tests.gpu.models import DEVICE, SMALL, small
 from tests.gpu.record import Record
@@ -176,7 +176,7 @@ def _collect(record: Record, backend: str) -> None:
 
 def random_state(record: Record) -> None:
     """The state of the random numbers in a checkpoint is this device's, and that of no other GPU."""
-    from pipeline.ppo.state import rng_state, set_rng_state
+    from pipeline.ppo.rng import rng_state, set_rng_state
 
     torch.rand(5, device=DEVICE)
     with tempfile.TemporaryDirectory() as folder:

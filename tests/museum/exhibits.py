@@ -20,7 +20,7 @@ from pipeline.data import encode, kl_pairs, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import advantages, engine, forward, rewards, sampler, schedule
+from pipeline.ppo import engine, forward, functional, losses, rewards, sampler, schedule
 from pipeline.ppo import trainer as ppo
 from pipeline.ppo.engine import Completion
 from pipeline.runtime import roles, training
@@ -452,14 +452,14 @@ def _(patch):
         plain = original(torch.zeros_like(scores), kl, mask, coefficient)
         return plain + (original(scores, kl, mask, coefficient) - plain).roll(-1, -1)
 
-    wrapped(patch, ppo, "token_rewards", token_rewards)
+    wrapped(patch, losses, "token_rewards", token_rewards)
 
 
 @exhibit("the score is paid on every token", "ppo", "score is paid once|where the score is paid")
 def _(patch):
     wrapped(
         patch,
-        ppo,
+        losses,
         "token_rewards",
         lambda original, scores, kl, mask, c: original(scores * 0, kl, mask, c) + scores[:, None] * mask,
     )
@@ -467,19 +467,19 @@ def _(patch):
 
 @exhibit("the KL is rewarded instead of paid for", "ppo", "KL's sign")
 def _(patch):
-    wrapped(patch, ppo, "kl_estimate", lambda original, a, b, estimator: original(b, a, estimator))
+    wrapped(patch, losses, "kl_estimate", lambda original, a, b, estimator: original(b, a, estimator))
 
 
 @exhibit("the KL is paid for twice", "ppo", "KL's sign or coefficient")
 def _(patch):
-    wrapped(patch, ppo, "token_rewards", lambda original, s, kl, mask, c: original(s, kl, mask, 2 * c))
+    wrapped(patch, losses, "token_rewards", lambda original, s, kl, mask, c: original(s, kl, mask, 2 * c))
 
 
 @exhibit("GAE runs over the padding", "ppo", "advantages of .* differ")
 def _(patch):
     wrapped(
         patch,
-        advantages,
+        functional,
         "gae",
         lambda original, rewards, values, mask, *args: original(
             rewards.where(mask, 0.3), values.where(mask, 0.5), torch.ones_like(mask), *args
@@ -491,7 +491,7 @@ def _(patch):
 def _(patch):
     wrapped(
         patch,
-        advantages,
+        functional,
         "gae",
         lambda original, r, v, mask, gamma, lam, b: original(r, v, mask, gamma, 1.0, b),
     )
@@ -501,7 +501,7 @@ def _(patch):
 def _(patch):
     wrapped(
         patch,
-        advantages,
+        functional,
         "gae",
         lambda original, r, v, mask, gamma, lam, b: original(r, v, mask, gamma, lam, torch.full_like(b, 0.7)),
     )
@@ -511,7 +511,7 @@ def _(patch):
 def _(patch):
     wrapped(
         patch,
-        ppo,
+        losses,
         "whiten",
         lambda original, x, mask, shift_mean=True, **keys: original(x, mask, True, **keys),
     )
@@ -525,11 +525,7 @@ def _(patch):
     "trainer.num_generations=2",
 )
 def _(patch):
-    def estimate(original, *args, **keys):
-        found = original(*args, **keys)
-        return found[0] / 2, found[1]
-
-    wrapped(patch, ppo, "estimate_advantages", estimate)
+    wrapped(patch, losses, "estimate_advantages", lambda original, *args: original(*args) / 2)
 
 
 @exhibit(
@@ -555,7 +551,7 @@ def _(patch):
         found = original(*args, **keys)
         return -found[0], *found[1:]
 
-    wrapped(patch, ppo, "policy_loss", loss)
+    wrapped(patch, losses, "policy_loss", loss)
 
 
 @exhibit("the value loss has the wrong sign", "ppo", "values move away from the returns")
@@ -564,7 +560,7 @@ def _(patch):
         found = original(*args, **keys)
         return -found[0], *found[1:]
 
-    wrapped(patch, ppo, "value_loss", loss)
+    wrapped(patch, losses, "value_loss", loss)
 
 
 @exhibit(
@@ -575,19 +571,16 @@ def _(patch):
     "trainer.kl_estimator=k3",
 )
 def _(patch):
-    wrapped(patch, ppo, "kl_estimate", lambda original, a, b, estimator: -original(a, b, estimator))
+    wrapped(patch, losses, "kl_estimate", lambda original, a, b, estimator: -original(a, b, estimator))
 
 
 @exhibit("the policy's backward is forgotten", "ppo", "gradients reach the learning roles")
 def _(patch):
-    wrapped(
-        patch,
-        ppo.PPOTrainer,
-        "policy_objective",
-        lambda original, self, *args: (lambda loss, stats: ((loss * 0).nan_to_num(), stats))(
-            *original(self, *args)[:2]
-        ),
-    )
+    def objective(original, *args):
+        loss, stats = original(*args)
+        return (loss * 0).nan_to_num(), stats
+
+    wrapped(patch, losses, "policy_objective", objective)
 
 
 @exhibit("the saved policy lacks a layer", "ppo", "does not reload as it was|one side only")
@@ -604,7 +597,7 @@ def _(patch):
 
 @exhibit("whitening is per worker", "pair", "whitening over other rows")
 def _(patch):
-    wrapped(patch, advantages, "whiten", lambda original, x, mask, **keys: original(x, mask))
+    wrapped(patch, losses, "whiten", lambda original, x, mask, **keys: original(x, mask))
 
 
 @exhibit("both workers have the same episodes", "pair", "on several")

@@ -7,7 +7,7 @@ import pytest
 import scenes
 import toy_ppo as toy
 
-from pipeline.ppo import doctor
+from pipeline.ppo.selfcheck import doctor
 
 QUICK = {
     "ppo": [

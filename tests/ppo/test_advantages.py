@@ -6,7 +6,7 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.ppo import advantages as advantages_module
+from pipeline.ppo import losses
 from pipeline.ppo.engine import Completion, TransformersEngine
 from pipeline.ppo.functional import gae, whiten
 from pipeline.ppo.rewards import AdapterReward
@@ -69,17 +69,17 @@ def test_gae_skips_padding_and_returns_are_made_before_whitening():
 def test_advantages_are_whitened_over_the_batch_of_all_workers(monkeypatch):
     trainer = toy.trainer()
     episodes = toy.first_episodes(trainer)
-    rewards = trainer.rewards_and_advantages(episodes, None)
+    trainer.rewards_and_advantages(episodes, None)
     chosen = episodes.advantages[episodes.mask]
     assert chosen.mean().abs() < 1e-6 and chosen.std() == pytest.approx(1, rel=1e-5)
     doubled = []
 
     # a twin with the same share
-    monkeypatch.setattr(advantages_module, "all_reduce", lambda x: doubled.append(x) or 2 * x)
-    args = (trainer.args, rewards, episodes.values, episodes.mask, torch.zeros(16))
-    twin, _ = advantages_module.estimate_advantages(*args)
+    monkeypatch.setattr(losses, "all_reduce", lambda x: doubled.append(x) or 2 * x)
+    alone = episodes.advantages
+    trainer.rewards_and_advantages(episodes, None)
     n = int(episodes.mask.sum())
-    torch.testing.assert_close(twin * math.sqrt((2 * n) / (2 * n - 1) * (n - 1) / n), episodes.advantages)
+    torch.testing.assert_close(episodes.advantages * math.sqrt((2 * n) / (2 * n - 1) * (n - 1) / n), alone)
     assert len(doubled) == 2
 
 

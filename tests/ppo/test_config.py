@@ -18,7 +18,12 @@ from pipeline.ppo.settings import SettingError
         ("kl_coef", math.nan, "a number", {}),
         ("bf16", 1, "true or false", {}),
         ("kl_estimator", "k4", "'k1', 'k2', 'k3' or 'abs'", {}),
-        ("advantage_estimator", "group", "'gae', 'rloo', 'grpo', 'remax' or 'reinforce_plus_plus'", {}),
+        (
+            "advantage_estimator",
+            "group",
+            "gae, rloo, grpo, remax, reinforce_plus_plus or python:MODULE:FUNCTION",
+            {},
+        ),
         ("num_generations", 1, "2 or more", dict(advantage_estimator="rloo")),
         ("batch_size", 10, "multiple of num_generations", dict(num_generations=4)),
         ("kl_estimator", "k1", "kl_in: loss", dict(kl_in="loss")),

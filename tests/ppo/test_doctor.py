@@ -9,11 +9,12 @@ from running import stage
 from pipeline.errors import SelfCheckFailed
 from pipeline.findings import Finding
 from pipeline.models import probes
-from pipeline.ppo import checks, doctor, recomputed
 from pipeline.ppo import trainer as ppo_trainer
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.definitions import advantages_by_definition
 from pipeline.ppo.engine import TransformersEngine
+from pipeline.ppo.selfcheck import doctor
+from pipeline.ppo.selfcheck import rollout as checks
+from pipeline.ppo.selfcheck.definitions import advantages_by_definition
 
 
 def rolled(**settings):
@@ -70,27 +71,26 @@ def test_the_start_of_a_run_raises_what_the_checks_find(monkeypatch):
 
 
 BREAKS = {
-    "reference_is_policy": lambda t, e, r: e.ref_logprobs.sub_(0.1),
-    "sampler_agrees": lambda t, e, r: e.sampler_logprobs.mul_(1.2),
-    "ends_inside": lambda t, e, r: e.ended.logical_not_(),
-    "frozen": lambda t, e, r: t.shared.parameters_of("reference")[0].requires_grad_(True),
+    "reference_is_policy": lambda episodes: episodes.ref_logprobs.sub_(0.1),
+    "sampler_agrees": lambda episodes: episodes.sampler_logprobs.mul_(1.2),
+    "ends_inside": lambda episodes: episodes.ended.logical_not_(),
 }
 
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_check_sees_what_it_is_about(name):
-    trainer, episodes, rewards = rolled()
+    trainer, episodes, _ = rolled()
     check = getattr(checks, name)
-    assert check(trainer, episodes, rewards).holds is True
-    BREAKS[name](trainer, episodes, rewards)
-    assert check(trainer, episodes, rewards).holds is False
+    assert check(trainer, episodes).holds is True
+    BREAKS[name](episodes)
+    assert check(trainer, episodes).holds is False
 
 
 def test_an_end_that_the_mask_leaves_out_is_seen():
-    trainer, episodes, rewards = rolled()
+    trainer, episodes, _ = rolled()
     row = int(episodes.ended.nonzero()[0])
     episodes.mask[row, int(episodes.counts[row]) - 1] = False
-    assert checks.ends_inside(trainer, episodes, rewards).holds is False
+    assert checks.ends_inside(trainer, episodes).holds is False
 
 
 def test_a_score_paid_elsewhere_is_seen():
@@ -108,20 +108,26 @@ def test_a_score_paid_elsewhere_is_seen():
 def test_another_order_of_prompts_is_seen(draws, monkeypatch):
     trainer = toy.trainer()
     trainer.draws, trainer.prompts_per_epoch = draws, 8 if draws else 32
-    assert recomputed.each_episode_once(trainer, trainer.rollout().episodes).holds is True
+    assert checks.each_episode_once(trainer, trainer.rollout().episodes).holds is True
     order = ppo_trainer.prompt_order
-    for module in (ppo_trainer, recomputed):
-        monkeypatch.setattr(module, "prompt_order", lambda *args: order(*args)[::-1], raising=False)
-    assert recomputed.each_episode_once(trainer, trainer.rollout().episodes).holds is False
+    monkeypatch.setattr(ppo_trainer, "prompt_order", lambda *args: order(*args)[::-1])
+    assert checks.each_episode_once(trainer, trainer.rollout().episodes).holds is False
 
 
-def test_dropout_and_half_precision_are_seen():
-    trainer, episodes, rewards = rolled()
-    trainer.shared.heads["critic"].append = torch.nn.Dropout(0.1)
-    assert checks.frozen(trainer, episodes, rewards).holds is False
-    trainer, episodes, rewards = rolled()
-    trainer.shared.parameters_of("policy")[0].data = trainer.shared.parameters_of("policy")[0].data.half()
-    assert checks.frozen(trainer, episodes, rewards).holds is False
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda shared: setattr(shared.heads["critic"], "append", torch.nn.Dropout(0.1)),
+        lambda shared: shared.heads["critic"].half(),
+        lambda shared: shared.parameters_of("reference")[0].requires_grad_(True),
+    ],
+    ids=["dropout", "half precision", "a reference that learns"],
+)
+def test_what_should_not_learn_is_seen(change):
+    trainer = toy.trainer()
+    assert checks.only_adapters_learn(trainer).holds is True
+    change(trainer.shared)
+    assert checks.only_adapters_learn(trainer).holds is False
 
 
 def test_a_sampler_with_a_temperature_of_its_own_is_seen():

@@ -5,8 +5,8 @@ import torch
 import toy_ppo as toy
 
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.optimizer import adamw
 from pipeline.ppo.settings import SettingError
+from pipeline.ppo.trainer import adamw
 
 KINDS = ["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"]
 

@@ -246,10 +246,10 @@ class Short(Elsewhere):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (Skewed, "version 1 with the parameters"),
+        (Skewed, "is of version 1 with parameters .*; requested version 1 with"),
         (Forgetful, "a cache of another version"),
-        (Twice, "one was lost, or came twice"),
-        (Short, "one was lost, or came twice"),
+        (Twice, "a chunk was lost, or came twice"),
+        (Short, "a chunk was lost, or came twice"),
     ],
 )
 def test_a_worker_that_is_not_what_it_says_ends_the_run(fault, message):

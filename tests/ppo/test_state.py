@@ -6,7 +6,7 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.ppo.state import rng_state, set_rng_state
+from pipeline.ppo.rng import rng_state, set_rng_state
 
 
 @pytest.fixture

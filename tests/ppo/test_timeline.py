@@ -2,7 +2,7 @@
 
 import toy_ppo as toy
 
-from pipeline.ppo.timeline import Span, Timeline, typical
+from pipeline.ppo.clock import Span, Timeline, typical
 
 
 def update(number, begin, seconds, *others):

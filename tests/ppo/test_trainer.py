@@ -9,10 +9,12 @@ import torch
 import torch.multiprocessing as mp
 import toy_ppo as toy
 
+from pipeline.findings import Finding
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import checks, decode_memory
+from pipeline.ppo import decode_memory
 from pipeline.ppo.engine import Completion, Sampling
 from pipeline.ppo.rewards import FunctionReward
+from pipeline.ppo.selfcheck import rollout as checks
 
 GROUP = dict(num_generations=4)
 
@@ -147,7 +149,7 @@ def test_early_stop_ends_the_epochs_of_an_update():
 @pytest.fixture
 def made_up_logprobs(monkeypatch):
     """Skips the check of the engine's log-probs, for engines that make them up."""
-    monkeypatch.setattr(checks, "sampler_agrees", lambda *_: checks.Finding("", "", None))
+    monkeypatch.setattr(checks, "sampler_agrees", lambda *_: Finding("", "", None))
 
 
 def test_another_engine_fits_in(made_up_logprobs):

@@ -7,6 +7,7 @@ import torch
 import toy_ppo as toy
 
 from pipeline.errors import SelfCheckFailed
+from pipeline.ppo import losses
 from pipeline.ppo.batch import Totals, collate
 from pipeline.ppo.engine import Completion, Sampling
 from pipeline.ppo.rewards import AdapterReward
@@ -71,7 +72,7 @@ def test_value_loss_is_clipped_against_the_values_of_the_rollout():
     old, returns, mask = episodes.values, episodes.returns, episodes.mask
     free, clipped = (new - returns) ** 2, (old + (new - old).clamp(-0.05, 0.05) - returns) ** 2
     toy.in_some_rows((clipped > free)[mask])
-    loss, _ = trainer.value_objective(episodes, float(mask.sum()))
+    loss, _ = losses.value_objective(trainer.args, episodes, Totals.of(mask), new, trainer.moments)
     assert loss.item() == pytest.approx(0.5 * torch.maximum(free, clipped)[mask].mean().item(), rel=1e-5)
 
 
@@ -108,8 +109,8 @@ def test_policy_loss_kl_and_entropy_are_aggregated_alike(aggregation):
     for parameter in trainer.shared.parameters_of("policy"):
         parameter.data += 0.02 * torch.randn_like(parameter)
     totals = Totals.of(episodes.learn)
-    loss, _ = trainer.policy_objective(episodes, totals)
     logprobs, entropy = trainer.logprobs("policy", episodes, entropy=True)
+    loss, _ = losses.policy_objective(trainer.args, episodes, totals, logprobs, entropy, trainer.kl_coef)
     rows = []
     for row in toy.in_some_rows(episodes.ended).nonzero().flatten().tolist():
         here = slice(0, int(episodes.counts[row]))
@@ -217,8 +218,9 @@ def test_log_ratio_loss_heads_and_adapters_are_fp32_over_a_bf16_base():
     trainer = toy.trainer(shared, bf16=True)
     episodes = toy.first_episodes(trainer)
     trainer.rewards_and_advantages(episodes, None)
-    loss, stats = trainer.policy_objective(episodes, Totals(10.0, 4.0))
-    value, _ = trainer.value_objective(episodes, 10.0)
+    settings = (trainer.args, episodes, Totals(10.0, 4.0))
+    loss, stats = losses.policy_objective(*settings, *trainer.logprobs("policy", episodes), trainer.kl_coef)
+    value, _ = losses.value_objective(*settings, trainer.values(episodes)[0], trainer.moments)
     floats = (
         loss,
         value,

@@ -11,7 +11,7 @@ from running import ROOT
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.errors import OutOfMemory
-from pipeline.ppo.phases import Phases
+from pipeline.ppo.clock import Phases
 from pipeline.runtime import memory
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"

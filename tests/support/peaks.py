@@ -34,7 +34,7 @@ from pipeline.data.kl_pairs import PairedBatches
 from pipeline.models.adapters import SharedBase
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.planning import plan
-from pipeline.ppo.phases import Phases
+from pipeline.ppo.clock import Phases
 
 ROWS, WIDTH = 8, 128
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}

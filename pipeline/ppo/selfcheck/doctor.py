@@ -17,10 +17,10 @@ from pipeline.findings import Finding, same_tensors
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.tokenizer import warn_of_endless
-from pipeline.ppo import recomputed
 from pipeline.ppo.batch import Episodes, Totals, collate
-from pipeline.ppo.checks import check_rollout, tolerance
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.selfcheck import rollout as checks
+from pipeline.ppo.selfcheck.rollout import tolerance
 from pipeline.ppo.trainer import PPOTrainer
 
 ROUNDING = 1e-3  # relative to a gradient's norm: what another order of summation may change in fp32
@@ -44,8 +44,7 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
         trainer.reference_logprobs(rollout)
         trainer.logprobs_and_values(episodes)
     rewards = trainer.rewards_and_advantages(episodes, greedy_scores)
-    findings = check_rollout(trainer, episodes, rewards)
-    findings += recomputed.check(trainer, episodes, rewards, greedy_scores)
+    findings = checks.check(trainer, episodes, rewards, greedy_scores)
     with trainer.phases("update"):
         findings += one_minibatch(trainer, episodes)
     findings += [same_as_file(trainer, role, folder) for role, folder in folders.items()]

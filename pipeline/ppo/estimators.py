@@ -1,0 +1,205 @@
+"""Advantage estimators: one entry each, with its formula, its definition and its defaults.
+
+To add an estimator, write a formula and a definition here and one line in ESTIMATORS. Without a change to this file, a job
+can name its own formula: `trainer.advantage_estimator: python:MODULE:FUNCTION`. Its definition is the function's attribute
+`definition`, if it has one.
+
+A formula and a definition name in their signature what they read:
+
+* `rewards` (B, R): reward of each action. The `num_generations` completions of a prompt are adjacent rows.
+* `mask` (B, R): bool, on at actions.
+* `values` (B, R) and `bootstrap` (B,): the critic's value before each action, and after the last action of a truncated
+  completion (0 if it ended). An estimator that names one of them needs a critic.
+* `greedy_scores` (B,): score of the greedy completion of each row's prompt. It is sampled only for an estimator that names it.
+* any key of the job's `trainer` section. An estimator that names `num_generations` compares the completions of a prompt:
+  it needs at least 2 of them, and gets its rewards in float64.
+
+A formula takes and returns tensors. A definition computes the same for the completions of one prompt with plain loops and
+shares no code with the formula: it takes lists of numbers per completion, without padding and mask. The self-check of the
+first rollout compares the two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.system.functions import imported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Rows = list[list[float]]  # numbers of each action, for each completion of one prompt
+
+TENSORS = frozenset(
+    ("rewards", "mask", "values", "bootstrap", "greedy_scores")
+)  # parameters that are no keys of trainer
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Turns token rewards into advantages.
+
+    Args:
+        formula: returns the advantages (B, R). Values off the mask are ignored.
+        definition: returns the advantages of one prompt's completions. None: the self-check skips the advantages.
+        whiten: default of `whiten_advantages`.
+        loss_aggregation: default of `loss_aggregation`.
+    """
+
+    formula: Callable[..., Tensor]
+    definition: Callable[..., Rows] | None = None
+    whiten: bool = False
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the formula's parameters."""
+        return frozenset(inspect.signature(self.formula).parameters)
+
+    @property
+    def needs_critic(self) -> bool:
+        return not self.reads.isdisjoint(("values", "bootstrap"))
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Returns True if it reads the score of a greedy completion to each prompt."""
+        return "greedy_scores" in self.reads
+
+    @property
+    def compares_groups(self) -> bool:
+        """Returns True if it compares the completions of a prompt."""
+        return "num_generations" in self.reads
+
+
+def call(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> Any:
+    """Returns what a formula or definition makes of the parameters that it names.
+
+    Args:
+        args: a PPOConfig, for the parameters that are keys of the trainer section.
+        known: tensors or lists by name.
+    """
+    names = inspect.signature(function).parameters
+    return function(**{name: known[name] if name in known else getattr(args, name) for name in names})
+
+
+# ------------------------------------------------------------------------------------------------------ formulas
+
+
+def _gae(
+    rewards: Tensor, mask: Tensor, values: Tensor, bootstrap: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """Generalized advantage estimation (Schulman et al. 2015, eq. 16)."""
+    from pipeline.ppo import functional
+
+    return functional.gae(rewards, values, mask, gamma, lam, bootstrap)[0]
+
+
+def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Discounted sum of the rewards from each action on (Hu 2025, REINFORCE++, 2501.03262)."""
+    from pipeline.ppo import functional
+
+    return functional.rewards_to_go(rewards, mask, gamma)
+
+
+def _remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor, gamma: float) -> Tensor:
+    """Reward to go minus the score of the greedy completion (Li et al. 2023, 2310.10505, algorithm 1)."""
+    return _reward_to_go(rewards, mask, gamma) - greedy_scores.unsqueeze(-1)
+
+
+def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
+    """Returns each group's total rewards minus their mean, and the totals, both (prompts, num_generations).
+
+    Equal totals give exactly 0, which their mean in floating point may not.
+    """
+    group = rewards.double().where(mask, 0.0).sum(-1).view(-1, num_generations)
+    tied = group.amax(-1, keepdim=True) == group.amin(-1, keepdim=True)
+    return (group - group.mean(-1, keepdim=True)).where(~tied, 0.0), group
+
+
+def _rloo(rewards: Tensor, mask: Tensor, num_generations: int) -> Tensor:
+    """A completion's reward minus the mean reward of the prompt's others (Ahmadian et al. 2024, 2402.14740, section 2.3)."""
+    relative, _ = _above_group_mean(rewards, mask, num_generations)
+    relative = (
+        relative * num_generations / (num_generations - 1)
+    )  # R - mean of others = n / (n - 1) * (R - mean)
+    return relative.reshape(-1, 1).expand_as(rewards)
+
+
+def _grpo(rewards: Tensor, mask: Tensor, num_generations: int, scale_rewards: bool) -> Tensor:
+    """A completion's reward minus its group's mean, divided by its standard deviation (Shao et al. 2024, section 4.1.2).
+
+    Without the division: Dr. GRPO (Liu et al. 2025).
+    """
+    relative, group = _above_group_mean(rewards, mask, num_generations)
+    if scale_rewards:
+        relative = relative / (group.std(-1, keepdim=True) + 1e-4)
+    return relative.reshape(-1, 1).expand_as(rewards)
+
+
+# --------------------------------------------------------------------------------------------------- definitions
+
+
+def _defined_gae(rewards: Rows, values: Rows, bootstrap: list[float], gamma: float, lam: float) -> Rows:
+    """delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lambda A_{t+1}."""
+    rows = []
+    for paid, valued, later in zip(rewards, values, bootstrap, strict=True):
+        row, advantage = [], 0.0
+        for reward, value in zip(reversed(paid), reversed(valued), strict=True):
+            advantage = reward + gamma * later - value + gamma * lam * advantage
+            later = value
+            row.append(advantage)
+        rows.append(row[::-1])
+    return rows
+
+
+def _defined_reward_to_go(rewards: Rows, gamma: float) -> Rows:
+    return [
+        [sum(gamma ** (i - t) * paid[i] for i in range(t, len(paid))) for t in range(len(paid))]
+        for paid in rewards
+    ]
+
+
+def _defined_remax(rewards: Rows, greedy_scores: list[float], gamma: float) -> Rows:
+    rows = zip(_defined_reward_to_go(rewards, gamma), greedy_scores, strict=True)
+    return [[value - greedy for value in row] for row, greedy in rows]
+
+
+def _defined_rloo(rewards: Rows) -> Rows:
+    totals = [sum(paid) for paid in rewards]
+    others = [(sum(totals) - total) / (len(totals) - 1) for total in totals]
+    return [[total - mean] * len(paid) for total, mean, paid in zip(totals, others, rewards, strict=True)]
+
+
+def _defined_grpo(rewards: Rows, scale_rewards: bool) -> Rows:
+    totals = [sum(paid) for paid in rewards]
+    mean = sum(totals) / len(totals)
+    deviation = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))
+    scale = deviation + 1e-4 if scale_rewards else 1.0
+    return [[(total - mean) / scale] * len(paid) for total, paid in zip(totals, rewards, strict=True)]
+
+
+ESTIMATORS = {
+    "gae": Estimator(_gae, _defined_gae, whiten=True),
+    "rloo": Estimator(_rloo, _defined_rloo),
+    "grpo": Estimator(_grpo, _defined_grpo, loss_aggregation="sequence"),
+    "remax": Estimator(_remax, _defined_remax),
+    "reinforce_plus_plus": Estimator(_reward_to_go, _defined_reward_to_go, whiten=True),
+}
+
+
+@cache
+def of(name: str) -> Estimator:
+    """Returns the estimator of a name in ESTIMATORS, or of python:MODULE:FUNCTION.
+
+    Raises:
+        InputError: if a Python function cannot be imported.
+    """
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    formula = imported(name)
+    return Estimator(formula, getattr(formula, "definition", None))

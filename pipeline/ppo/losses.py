@@ -1,0 +1,182 @@
+"""An update's numbers as pure functions of episodes: token rewards, advantages, off-policy ratios, losses.
+
+The trainer and the self-checks call the same functions; nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import Failure
+from pipeline.ppo import estimators
+from pipeline.ppo.batch import Episodes, Totals, all_reduce
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.functional import (
+    kl_estimate,
+    loss_weights,
+    off_policy_weights,
+    policy_loss,
+    token_rewards,
+    value_loss,
+    whiten,
+)
+from pipeline.ppo.rollout_config import RolloutConfig
+
+# Statistics of the optimizer steps, means per action, in the order in which the objectives return them.
+POLICY_STATS = (
+    "loss/policy_avg",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "val/ratio",
+    "policy/entropy_avg",
+)
+VALUE_STATS = ("loss/value_avg", "val/clipfrac_avg")
+
+
+@torch.no_grad()
+def fill_advantages(
+    args: PPOConfig,
+    config: RolloutConfig,
+    episodes: Episodes,
+    kl_coef: float,
+    greedy_scores: Tensor | None = None,
+) -> Tensor:
+    """Fills `advantages` and `returns` of the episodes. Returns the token rewards (B, R).
+
+    Args:
+        kl_coef: KL coefficient of this update.
+        greedy_scores: (B,) score of the greedy completion to each row's prompt, for estimators that read it.
+    """
+    estimator, mask = args.estimator, episodes.mask
+    # Groups compare scores with each other: in fp32 the mean of equal scores may be another number than they are.
+    scores = episodes.scores if estimator.compares_groups else episodes.scores.float()
+    bootstrap = torch.zeros_like(episodes.bootstrap)
+    if args.bootstrap_truncated:
+        # The value replaces the score: with both, the completion would be rewarded twice.
+        scores, bootstrap = scores.where(episodes.ended, 0.0), episodes.bootstrap
+    kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
+    rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
+    if args.whiten_rewards:
+        # Keep the mean: shifting it would reward or punish length.
+        rewards = whiten(rewards, mask, shift_mean=False, all_reduce=all_reduce)
+    advantages = estimate_advantages(args, rewards, episodes.values, mask, bootstrap, greedy_scores)
+    episodes.returns = (advantages + episodes.values).where(mask, 0.0)
+    if args.whitens_advantages:
+        advantages = whiten(advantages, episodes.learn, all_reduce=all_reduce)
+    if config.corrects is not None:
+        advantages = advantages * off_policy_ratios(config, episodes)
+    episodes.advantages = advantages
+    return rewards
+
+
+def estimate_advantages(
+    args: PPOConfig,
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    bootstrap: Tensor,
+    greedy_scores: Tensor | None = None,
+) -> Tensor:
+    """Returns the advantages (B, R) by the estimator of `args`, not whitened, and 0 off the mask; see estimators.py.
+
+    Raises:
+        Failure: if an estimator of the job's own returns another shape.
+    """
+    known = {
+        "rewards": rewards,
+        "mask": mask,
+        "values": values,
+        "bootstrap": bootstrap,
+        "greedy_scores": greedy_scores,
+    }
+    advantages = estimators.call(args.estimator.formula, args, known)
+    if getattr(advantages, "shape", None) != mask.shape:
+        found = getattr(advantages, "shape", type(advantages).__name__)
+        raise Failure(
+            f"{args.advantage_estimator} returned {found}, expected a tensor of shape {tuple(mask.shape)}"
+        )
+    return advantages.float().where(mask, 0.0)
+
+
+def off_policy_ratios(config: RolloutConfig, episodes: Episodes) -> Tensor:
+    """Returns the probability ratios trainer / sampler (B, R), truncated as the job's correction does or would do."""
+    logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
+    return off_policy_weights(*logprobs, config.corrects or "token", config.correction_cap)
+
+
+def policy_objective(
+    args: PPOConfig,
+    part: Episodes,
+    totals: Totals,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    kl_coef: float,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Returns the policy's loss and its POLICY_STATS: clipped surrogate, plus KL and entropy bonus if configured.
+
+    `loss_aggregation` weighs the actions in all three; the statistics are means over actions.
+
+    Args:
+        totals: of the whole optimizer step over all workers.
+        logprobs: (B, R) of the policy, in nats.
+        entropy: (B, R), with gradient if there is a bonus. None: estimated from the sampled tokens.
+    """
+    weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
+    loss, stats = policy_loss(
+        logprobs,
+        part.old_logprobs,
+        part.advantages,
+        part.learn,
+        args.cliprange,
+        args.dual_clip,
+        totals.actions,
+        args.cliprange_high,
+        args.importance_sampling_level,
+        weights,
+    )
+    if args.kl_in == "loss":
+        kl = kl_estimate(logprobs, part.ref_logprobs, args.kl_estimator)
+        loss = loss + kl_coef * (kl.where(part.learn, 0.0) * weights).sum()
+    if entropy is None:
+        entropy = -part.old_logprobs
+    else:
+        loss = loss - args.entropy_coef * (entropy.where(part.learn, 0.0) * weights).sum()
+    mean_entropy = entropy.where(part.learn, 0.0).sum() / totals.actions
+    policy_stats = (loss, stats["approxkl"], stats["clipfrac"], stats["ratio"], mean_entropy)
+    return loss, tuple(value.detach() for value in policy_stats)
+
+
+def value_objective(
+    args: PPOConfig, part: Episodes, totals: Totals, values: Tensor, moments: RunningMoments
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Returns the clipped value loss and its VALUE_STATS.
+
+    Args:
+        values: (B, R) of the critic, in its units: returns normalized by `moments`.
+    """
+    old, returns = ((x - moments.mean) / moments.std for x in (part.values, part.returns))
+    loss, stats = value_loss(values, old, returns, part.learn, args.cliprange_value, totals.actions)
+    return loss, (loss.detach(), stats["clipfrac"])
+
+
+class RunningMoments:
+    """Running mean and standard deviation of all returns so far (`normalize_values`), the same on all workers."""
+
+    def __init__(self) -> None:
+        self.mean, self.std, self.count = 0.0, 1.0, 0.0
+
+    def update(self, x: Tensor, mask: Tensor) -> None:
+        """Adds the values of `x` where `mask` is on, from all workers (parallel variance, Chan et al. 1979)."""
+        added = x[mask.bool()].double()
+        total, count = all_reduce(torch.stack([added.sum(), mask.sum().double()])).tolist()
+        if count == 0:
+            return
+        mean = total / count
+        squares = float(all_reduce(((added - mean) ** 2).sum()))
+        new_count = self.count + count
+        old_squares = self.std**2 * self.count
+        squares += old_squares + (mean - self.mean) ** 2 * self.count * count / new_count
+        self.mean += (mean - self.mean) * count / new_count
+        self.count = new_count
+        self.std = max((squares / new_count) ** 0.5, 1e-4)

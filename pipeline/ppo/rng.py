@@ -1,0 +1,51 @@
+"""Random states: of Python, numpy and torch, in types that `torch.load(weights_only=True)` accepts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def rng_state() -> dict[str, Any]:
+    """Returns the states of the global generators, on a GPU of the current device alone: the others are other workers'."""
+    version, words, gauss = random.getstate()
+    numpy: Any = np.random.get_state()
+    kind, keys, position, has_gauss, cached = numpy
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [
+            str(kind),
+            torch.from_numpy(keys.astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+@contextmanager
+def kept_rng_state() -> Iterator[None]:
+    """Restores the global generators after the block, so that numbers drawn in it change nothing later."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restores what `rng_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

@@ -1,0 +1,44 @@
+"""`Learner`: the part of a PPO trainer that the self-checks read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo.batch import Episodes
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.losses import RunningMoments
+from pipeline.ppo.rewards import Reward
+from pipeline.ppo.rollout_config import RolloutConfig
+from pipeline.ppo.sampler import Sampler
+
+
+class Learner(Protocol):
+    """A trainer as the self-checks see it; `PPOTrainer` documents the attributes."""
+
+    args: PPOConfig
+    rollout_config: RolloutConfig
+    shared: SharedBase
+    tokenizer: Any
+    sampler: Sampler
+    rewards: list[Reward]
+    prompts: Sequence[dict[str, Any]]
+    draws: Callable[[int], Any] | None
+    prompts_per_epoch: int
+    prompts_per_update: int
+    roles: list[str]  # that learn
+    optimizer: torch.optim.Optimizer
+    moments: RunningMoments
+    kl_coef: float
+    workers: int
+    skipped_steps: int
+
+    def logprobs(self, role: str | None, part: Episodes) -> tuple[Tensor, Tensor | None]: ...
+
+    def logprobs_and_values(self, episodes: Episodes) -> None: ...
+
+    def rewards_and_advantages(self, episodes: Episodes, greedy_scores: Tensor | None) -> Tensor: ...

@@ -1,0 +1,487 @@
+"""Checks the first rollout and update of every run: invariants, and numbers recomputed by independent code.
+
+Most faults of a PPO implementation (dropout left on, a temperature on one side only, a shifted mask, the wrong adapter)
+break an invariant long before a reward curve shows them. A fault on both sides keeps the invariants. So log-probs, values
+and scores are also computed by plain forwards of single rows, and rewards and advantages by their definitions
+(definitions.py). Only the beginnings of some completions go through the model: it costs little compared with an update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import SelfCheckFailed
+from pipeline.findings import Finding
+from pipeline.models.adapters import SharedBase
+from pipeline.models.template import user_header_and_generation_prompt
+from pipeline.models.tokenizer import eos_ids
+from pipeline.ppo.batch import Episodes, all_reduce, gather
+from pipeline.ppo.chunks import Chunk, Sampled
+from pipeline.ppo.rewards import AdapterReward
+from pipeline.ppo.selfcheck.definitions import advantages_by_definition
+from pipeline.ppo.selfcheck.gradients import losses_pull_the_right_way
+from pipeline.ppo.selfcheck.learner import Learner
+from pipeline.ppo.versions import Versions
+
+MAX_ACTIONS = 64  # checked actions per completion, from its first
+MAX_TOKENS = 1024  # checked actions in total
+CHECKED_COMPLETIONS = 4  # per update, of those that rollout workers sampled
+TAILS = (0.8, 0.9, 0.95, 0.99)  # probability mass of the tokens before a tail
+Z_LIMIT = 5.0  # standard deviations below the mean: chance exceeds it once in two million runs
+MAX_SURPRISAL = 20.0  # nats: a less likely token counts as this likely
+
+
+def check(
+    trainer: Learner, episodes: Episodes, rewards: Tensor, greedy_scores: Tensor | None
+) -> list[Finding]:
+    """Returns all findings on the first update's episodes. Every rank calls it.
+
+    Args:
+        rewards: (B, R), the token rewards.
+        greedy_scores: (B,) of remax, as `PPOTrainer.greedy_scores` returns them.
+    """
+    return [
+        reference_is_policy(trainer, episodes),
+        sampler_agrees(trainer, episodes),
+        ends_inside(trainer, episodes),
+        only_adapters_learn(trainer),
+        each_episode_once(trainer, episodes),
+        prompts_as_templated(trainer, episodes),
+        stops_on_every_eos(trainer),
+        logprobs_of_the_model(trainer, episodes),
+        drawn_from_the_policy(trainer, episodes),
+        values_before_actions(trainer, episodes),
+        scores_at_the_end(trainer, episodes),
+        advantages_by_definition(trainer, episodes, rewards, greedy_scores),
+        losses_pull_the_right_way(trainer, episodes),
+    ]
+
+
+def tolerance(shared: SharedBase) -> float:
+    """Returns the largest root mean square difference of log-probs, in nats, that rounding explains."""
+    low = shared.autocast is not None or shared.base.dtype != torch.float32
+    return 0.1 if low or getattr(shared.base, "is_quantized", False) else 1e-3
+
+
+def check_first_ratio(shared: SharedBase, rms: float) -> None:
+    """Checks that every ratio is 1, up to rounding, before the first optimizer step: the policy *is* the old policy.
+
+    It runs in the first update that trains the policy. Later updates report the same number as `policy/first_ratio_rms`:
+    in low precision rounding has no sharp limit, and no run of days should end over one outlier.
+
+    Args:
+        rms: root mean square of the log-ratio, over all workers.
+
+    Raises:
+        SelfCheckFailed: if the ratios differ from 1 by more than rounding.
+    """
+    if not rms <= tolerance(shared):  # written so that NaN raises, too
+        raise SelfCheckFailed(
+            f"the first ratios are not 1 (log-ratio {rms:.2g} on average, rounding is up to {tolerance(shared):.2g}). "
+            "Old and new log-probs differ before any step: dropout, another temperature or mask, or another adapter on one "
+            "of the sides"
+        )
+
+
+def reference_is_policy(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks that the policy starts as a copy of the reference: equal log-probs, KL 0."""
+    name = "KL to the reference is 0 before the first step"
+    if not trainer.args.check_reference:
+        return Finding(name, "skipped (check_reference: false)", None)
+    rms = _rms(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
+    found, holds = f"log-probs differ by {rms:.2g} nats", rms <= tolerance(trainer.shared)
+    if not holds:
+        found += ". The policy must start as a copy of the reference (the sft adapter); set check_reference=false if it should not"
+    return Finding(name, found, holds)
+
+
+def sampler_agrees(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks that sampler and trainer give the tokens the same log-probs: same temperature, mask and adapter."""
+    rms = _rms(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
+    holds = rms <= 3 * tolerance(trainer.shared)  # another engine may use other kernels
+    return Finding("sampler and trainer agree on log-probs", f"they differ by {rms:.2g} nats", holds)
+
+
+def chunks_match_requests(versions: Versions, chunks: Sequence[Chunk], sampled: Sequence[Sampled]) -> Finding:
+    """Checks that each chunk came back complete, once, and from a sampler with the requested version's parameters."""
+    name = "rollout workers deliver the requested chunks"
+    for chunk, one in zip(chunks, sampled, strict=True):
+        if one.key != chunk.key or len(one.completions) != len(chunk.episodes):
+            found = (
+                f"requested chunk {chunk.key} (update, rank, number) with {len(chunk.episodes)} completions, got chunk "
+                f"{one.key} with {len(one.completions)}: a chunk was lost, or came twice"
+            )
+            return Finding(name, found, False)
+        if (one.version, one.digest) != (chunk.version, versions.digests[chunk.version]):
+            found = (
+                f"chunk {chunk.key} is of version {one.version} with parameters {one.digest}; requested version "
+                f"{chunk.version} with {versions.digests[chunk.version]}"
+            )
+            return Finding(name, found, False)
+    return Finding(name, f"{len(chunks)} chunks", True)
+
+
+def sampled_by_its_version(
+    trainer: Learner, versions: Versions, update: int, chunks: Sequence[Chunk], sampled: Sequence[Sampled]
+) -> Finding:
+    """Checks some completions of a random chunk: their log-probs are those of the chunk's version, by our own forward.
+
+    An engine may hold the right parameters, and still sample from cached states of other parameters.
+    """
+    name = "rollout workers sample from the requested version"
+    drawn = np.random.default_rng([trainer.args.seed, update])
+    number = int(drawn.integers(len(chunks)))
+    chunk = chunks[number]
+    episodes = trainer.sampler.episodes(chunk, sampled[number])
+    part = episodes.take(drawn.permutation(len(episodes))[:CHECKED_COMPLETIONS].tolist())
+    with versions.use(chunk.version), torch.no_grad():
+        logprobs, _ = trainer.logprobs("policy", part)
+    difference = float((logprobs - part.sampler_logprobs)[part.mask].square().mean().sqrt())
+    found = f"log-probs of version {chunk.version} differ by {difference:.2g} nats"
+    holds = difference <= 3 * tolerance(trainer.shared)
+    if not holds:
+        found += (
+            f" on completions of chunk {chunk.key}: they were sampled from other parameters than their worker holds (a cache of "
+            "another version), or from other prompts"
+        )
+    return Finding(name, found, holds)
+
+
+def ends_inside(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks that EOS is the last action of a completion that ended, and no other action is EOS."""
+    mask, counts = episodes.mask, episodes.counts
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    positions = (episodes.starts.unsqueeze(-1) + steps).clamp(max=episodes.input_ids.shape[1] - 1)
+    ends = torch.tensor(trainer.sampler.sampling.eos, device=mask.device)
+    is_end = torch.isin(episodes.input_ids.gather(1, positions), ends) & mask
+    last = steps == (counts - 1).unsqueeze(-1)
+    holds = (is_end == (last & episodes.ended.unsqueeze(-1))).all(-1)
+    holds &= mask.sum(-1) == counts
+    holds &= episodes.ended | (counts == trainer.sampler.sampling.max_new_tokens)
+    found = (
+        f"in {int(holds.sum())} of {len(episodes)} completions; {int(episodes.ended.sum())} ended with EOS"
+    )
+    return Finding("the end token is inside the mask, as the last action", found, bool(holds.all()))
+
+
+def only_adapters_learn(trainer: Learner) -> Finding:
+    """Checks that only the learning roles require gradients, in fp32, and the optimizer has them all; no dropout is on."""
+    shared = trainer.shared
+    learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
+    trainable = [p for p in shared.parameters() if p.requires_grad]
+    strays = sum(id(p) not in learning for p in trainable) + len(learning - {id(p) for p in trainable})
+    optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    forgotten = len(learning ^ optimized)
+    low = sum(p.dtype != torch.float32 for p in [*trainable, *shared.heads.parameters()])
+    dropouts = sum(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in shared.modules())
+    found = f"{sum(p.numel() for p in trainable):,} parameters learn ({', '.join(trainer.roles)})"
+    if strays or forgotten or low or dropouts:
+        found += f"; {strays} tensors learn or rest that should not, {low} are not fp32, {dropouts} dropouts are on, "
+        found += f"{forgotten} are on one side only of optimizer and roles"
+    return Finding("only adapters and heads learn", found, not (strays or forgotten or low or dropouts))
+
+
+# ------------------------------------------------------------------------------------------------- after learning
+
+
+Sums = dict[str, tuple[float, float]]  # role -> sum and sum of squares of its parameters
+
+
+def sums_of(trainer: Learner) -> Sums:
+    """Returns the sums of what learns, which show whether it has changed."""
+    sums = {}
+    for role in trainer.roles:
+        parameters = [parameter.detach() for parameter in trainer.shared.parameters_of(role)]
+        total = sum(float(p.sum(dtype=torch.float64)) for p in parameters)
+        sums[role] = (total, sum(float(p.double().square().sum()) for p in parameters))
+    return sums
+
+
+def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, float]) -> Finding:
+    """Checks after the first update that the learning roles have changed, and are equal on all workers.
+
+    Args:
+        before: `sums_of` before the update.
+        metrics: of `PPOTrainer.learn`.
+    """
+    after = sums_of(trainer)
+    rates = dict(zip(trainer.roles, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
+    still = [
+        role
+        for role in trainer.roles
+        if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0 and after[role] == before[role]
+    ]
+    if trainer.skipped_steps > 0:
+        still = []
+    of_ranks: list[Sums] = gather(after)
+    # Up to the order of additions, which differs between GPUs of different types.
+    differs = [
+        role
+        for role in trainer.roles
+        if any(not np.allclose(sums[role], after[role], rtol=1e-9, atol=1e-12) for sums in of_ranks)
+    ]
+    found = f"{', '.join(trainer.roles)}; workers: {trainer.workers}"
+    if still:
+        found += (
+            f"; {', '.join(still)} got a gradient and did not move: its parameters are not the optimizer's"
+        )
+    if differs:
+        found += f"; {', '.join(differs)} differs between workers: gradients are not summed over all of them"
+    return Finding("adapters have learned, equally on all workers", found, not (still or differs))
+
+
+# ------------------------------------------------------------------------------------------- episodes and prompts
+
+
+def each_episode_once(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks that every episode of the update is on one worker, with the prompt that the seed gives it."""
+    args = trainer.args
+    seen = torch.zeros(args.batch_size, device=episodes.mask.device)
+    seen.index_add_(0, episodes.indices, torch.ones(len(episodes), device=seen.device))
+    order = _prompts_by_definition(trainer)
+    wrong_prompts = 0
+    for index, prompt in zip(episodes.indices.tolist(), _prompts(episodes), strict=True):
+        expected = trainer.prompts[order[index // args.num_generations]]["input_ids"]
+        wrong_prompts += prompt != [int(i) for i in expected]
+    seen = all_reduce(seen)
+    missing, twice = int((seen == 0).sum()), int((seen > 1).sum())
+    wrong_prompts = int(all_reduce(torch.tensor(float(wrong_prompts), device=seen.device)))
+    found = f"{args.batch_size} episodes, workers: {trainer.workers}"
+    if missing or twice or wrong_prompts:
+        found += f": {missing} are on none, {twice} on several, {wrong_prompts} have another prompt than the seed gives them"
+    return Finding("each episode is on one worker", found, not (missing or twice or wrong_prompts))
+
+
+def _prompts_by_definition(trainer: Learner) -> list[int]:
+    """Returns the indices of the first update's prompts: one seeded permutation of each epoch's prompts after another."""
+    seed, size, order = trainer.args.seed, trainer.prompts_per_epoch, []
+    for epoch in range(-(-trainer.prompts_per_update // size)):
+        drawn = range(size) if trainer.draws is None else trainer.draws(epoch)
+        order += [int(drawn[i]) for i in np.random.default_rng([seed, epoch]).permutation(size)]
+    return order[: trainer.prompts_per_update]
+
+
+def _prompts(episodes: Episodes) -> list[list[int]]:
+    """Returns the token ids of each row's prompt."""
+    starts = episodes.starts.tolist()
+    return [ids[:start] for ids, start in zip(episodes.input_ids.tolist(), starts, strict=True)]
+
+
+def prompts_as_templated(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks that prompts begin with at most one BOS, and chats end with the template's generation prompt."""
+    tokenizer, prompts = trainer.tokenizer, _prompts(episodes)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    twice = sum(bos is not None and ids[:2] == [bos, bos] for ids in prompts)
+    question, asks = user_header_and_generation_prompt(tokenizer)
+    texts = [tokenizer.decode(ids) for ids in prompts] if question and asks else []
+    chats = [text for text in texts if question in text]
+    without = len(chats) * all(not text.rstrip().endswith(asks) for text in chats)
+    found = f"{len(prompts)} prompts"
+    if twice:
+        found += f"; {twice} begin with BOS twice (the template writes one, and so does the tokenizer)"
+    if without:
+        found += f"; {without} do not end with {asks!r} (the template's generation prompt)"
+    name = "prompts have one BOS and end with the generation prompt"
+    return Finding(name, found, not (twice or without))
+
+
+def stops_on_every_eos(trainer: Learner) -> Finding:
+    """Checks that sampling stops on all EOS tokens of tokenizer and base (Llama 3 has two)."""
+    shared, stops = trainer.shared, trainer.sampler.sampling.eos
+    ends = [i for i in eos_ids(trainer.tokenizer, shared.base.generation_config) if i < shared.vocab_size]
+    found = f"completions end with the token ids {ends}"
+    if missing := sorted(set(ends) - set(stops)):
+        found += f", sampling goes on after {missing}"
+    return Finding("sampling stops on every EOS token", found, not missing)
+
+
+# ------------------------------------------------------------------------------------- the model on single rows
+
+
+@dataclass
+class RowLogprobs:
+    """The first n actions of one completion, and their log-probs by the model's own forward without padding."""
+
+    actions: Tensor  # (n,) token ids
+    logprobs: Tensor  # (n, V)
+
+    def of_actions(self) -> Tensor:
+        """Returns the log-probs of the actions (n,)."""
+        return self.logprobs.gather(-1, self.actions.unsqueeze(-1)).squeeze(-1)
+
+
+@torch.no_grad()
+def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: int) -> RowLogprobs:
+    """Returns the log-probs of a row's first actions under a role, with the sampling's temperature and minimum length."""
+    shared, sampling = trainer.shared, trainer.sampler.sampling
+    start = int(episodes.starts[row])
+    count = min(int(episodes.counts[row]), MAX_ACTIONS)
+    ids = episodes.input_ids[row : row + 1, : start + count]
+    precision = torch.autocast(ids.device.type, shared.autocast, enabled=shared.autocast is not None)
+    with shared.use(role), precision:
+        logits = shared.base(input_ids=ids, use_cache=False, logits_to_keep=count + 1).logits[0, :-1].float()
+    logits = logits / sampling.temperature
+    if sampling.min_new_tokens:
+        logits[: sampling.min_new_tokens, list(sampling.eos)] = float("-inf")
+    return RowLogprobs(ids[0, start:], logits.log_softmax(-1))
+
+
+def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks old and reference log-probs against the model's own forward of a single row."""
+    row = int(episodes.counts.argmin())  # the one with the most padding
+    differences = {}
+    for role, ours in (("policy", episodes.old_logprobs), (trainer.sampler.reference, episodes.ref_logprobs)):
+        plain = plain_logprobs(trainer, role, episodes, row).of_actions()
+        difference = (ours[row, : len(plain)] - plain).square().mean().sqrt() if len(plain) else 0.0
+        differences[role or "base"] = float(difference)
+    found = "; ".join(f"{role} differs by {value:.2g} nats" for role, value in differences.items())
+    holds = all(value <= tolerance(trainer.shared) for value in differences.values())
+    if not holds:
+        found += ". Padding, position, temperature, minimum length or adapter differ from a plain forward's"
+    return Finding("log-probs are those of the model's own forward", found, holds)
+
+
+def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks that completions are samples of the policy's full distribution: neither sharper (top-k, top-p) nor flatter.
+
+    For a token x drawn from p, -log p(x) has the mean H(p), the entropy; and the least likely tokens of p are drawn as
+    often as their mass says. Both sums over all tokens are compared with their expected values.
+    """
+    name = "completions are drawn from the policy's whole distribution"
+    sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)
+    until = episodes.counts.clamp(max=MAX_ACTIONS).cumsum(0)
+    for row in range(min(int((until < MAX_TOKENS).sum()) + 1, len(episodes))):
+        plain = plain_logprobs(trainer, "policy", episodes, row)
+        p, surprisal = plain.logprobs.exp().double(), -plain.logprobs.double()
+        surprisal = surprisal.where(p > 0, 0.0).clamp(max=MAX_SURPRISAL)
+        entropy = (p * surprisal).sum(-1)
+        drawn = plain.actions.unsqueeze(-1)
+        sums[0, 0] += (surprisal.gather(-1, drawn).squeeze(-1) - entropy).sum()
+        sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
+        above = (p * (p > p.gather(-1, drawn))).sum(-1)  # mass of the tokens more likely than the drawn one
+        ordered = p.sort(descending=True).values
+        first = torch.ones_like(ordered, dtype=torch.bool)  # of equally likely tokens, which count as one
+        first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        before = (ordered.cumsum(-1) - ordered).where(first, 0.0).cummax(-1).values
+        for i, tail in enumerate(TAILS, 1):
+            sums[i, 0] += (above >= tail).sum()
+            sums[i, 1] += (ordered * (before >= tail)).sum()
+    (excess, variance), *tails = all_reduce(sums).tolist()
+    if copies := _copied(trainer, episodes):
+        return Finding(name, copies, False)
+    deviations = excess / math.sqrt(max(variance, 1.0))
+    found = f"log-probs are {-deviations:+.1f} standard deviations from their mean"
+    # Rare tokens have a large surprisal, and its sum no normal distribution: Bernstein's inequality, once in a million.
+    sharp = deviations < -Z_LIMIT
+    flat = excess > 0 and excess**2 > 28 * (variance + MAX_SURPRISAL * excess / 3)
+    for tail, (count, expected) in zip(TAILS, tails, strict=True):
+        if _improbable(count, expected):
+            found += (
+                f"; the least likely {1 - tail:.0%} are drawn {count:.0f} times instead of {expected:.0f}"
+            )
+            sharp, flat = sharp or count < expected, flat or count > expected
+    if sharp:
+        found += ": top-k, top-p or a lower temperature is on"
+    elif flat:
+        found += ": another temperature, or another policy"
+    return Finding(name, found, not (sharp or flat))
+
+
+def _improbable(count: float, expected: float) -> bool:
+    """Returns True if a count this far from its mean has a probability below 1e-6 (Chernoff's bound, independent events)."""
+    if expected == 0:
+        return False
+    exponent = count - expected - (count * math.log(count / expected) if count else 0.0)
+    return exponent < math.log(1e-6)
+
+
+def _copied(trainer: Learner, episodes: Episodes) -> str:
+    """Returns a message if all completions of each prompt are equal, more often than chance explains; else ""."""
+    n = trainer.args.num_generations
+    ids, starts, counts = (x.tolist() for x in (episodes.input_ids, episodes.starts, episodes.counts))
+    completions = [
+        tuple(row[start : start + count]) for row, start, count in zip(ids, starts, counts, strict=True)
+    ]
+    groups = [set(completions[i : i + n]) for i in range(0, len(completions), n)]
+    surprisal = -float(episodes.old_logprobs[::n][episodes.mask[::n]].sum())
+    if n == 1 or any(len(group) > 1 for group in groups) or surprisal < 20.0:
+        return ""
+    return f"the {n} completions of each prompt are the same: they are sampled with the same random numbers, or greedily"
+
+
+@torch.no_grad()
+def values_before_actions(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks two values: the first is the head's output on the prompt alone, the last one on all before the last action."""
+    name = "values are read before each action"
+    if not trainer.args.uses_critic:
+        return Finding(name, f"no critic ({trainer.args.advantage_estimator})", None)
+    shared, largest = trainer.shared, 0.0
+    row = int(episodes.counts.argmin())
+    start, count = int(episodes.starts[row]), int(episodes.counts[row])
+    head = shared.parameters_of("critic")[-1]
+    with _not_zero(head) as is_new:
+        if is_new:  # all its values are 0, wherever they are read: compute those of another head
+            episodes = episodes.take([row])
+            trainer.logprobs_and_values(episodes)
+            row = 0
+        for t in {0, count - 1} if count else ():
+            ids = episodes.input_ids[row : row + 1, : start + t]
+            value = float(head.float() @ shared.hidden("critic", ids)[0, -1].float())
+            value = value * trainer.moments.std + trainer.moments.mean
+            largest = max(largest, abs(value - float(episodes.values[row, t])) / max(1.0, abs(value)))
+    found = f"they differ by up to {largest:.2g} from the head's output on what stands before the action"
+    spread = float(episodes.values[episodes.mask].std()) if int(episodes.mask.sum()) > 1 else 0.0
+    return Finding(name, found, largest <= tolerance(shared) * max(1.0, spread))
+
+
+@contextmanager
+def _not_zero(head: Tensor) -> Iterator[bool]:
+    """Replaces a head of zeros by equal entries with values of order 1 within the block. Yields whether it did."""
+    is_new = not head.any()
+    if is_new:
+        head.data.fill_(head.numel() ** -0.5)
+    try:
+        yield is_new
+    finally:
+        if is_new:
+            head.data.zero_()
+
+
+@torch.no_grad()
+def scores_at_the_end(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks two scores: heads' outputs at the last token of a single row, normalized, weighted, clipped, penalized."""
+    name, args = "scores are read at the last token of the completion", trainer.args
+    rewards = [reward for reward in trainer.rewards if isinstance(reward, AdapterReward)]
+    if len(rewards) < len(trainer.rewards):
+        return Finding(name, "not checked: a reward is no adapter on the base", None)
+    shared, largest, unit = trainer.shared, 0.0, 0.0
+    for row in {int(episodes.counts.argmin()), int(episodes.counts.argmax())}:
+        ids = episodes.input_ids[row : row + 1, : int(episodes.starts[row] + episodes.counts[row])]
+        total = 0.0
+        for reward in rewards:
+            last = shared.hidden(reward.role, ids)[0, -1].float()
+            score = float(shared.parameters_of(reward.role)[-1].float() @ last)
+            score = (score - reward.mean) / reward.std if args.normalize_rewards else score
+            total += reward.weight * score
+            unit = max(unit, abs(reward.weight) * (1.0 if args.normalize_rewards else reward.std))
+        if args.reward_clip is not None:
+            total = min(max(total, -args.reward_clip), args.reward_clip)
+        if not episodes.ended[row]:
+            total -= args.missing_eos_penalty or 0.0
+        largest = max(largest, abs(total - float(episodes.scores[row])))
+    found = f"they differ by up to {largest:.2g} from the head's output on the completion alone"
+    return Finding(name, found, largest <= tolerance(shared) * max(1.0, unit))
+
+
+def _rms(difference: Tensor, mask: Tensor) -> float:
+    """Returns the root mean square over the mask, over all workers."""
+    squares = difference.square().where(mask, 0.0).sum()
+    total, count = all_reduce(torch.stack([squares, mask.sum().float()])).tolist()
+    return (total / max(count, 1)) ** 0.5

@@ -1,0 +1,111 @@
+"""Advantage estimators: every entry agrees with its definition, and a job can bring its own."""
+
+import sys
+import textwrap
+
+import pytest
+import torch
+import toy_ppo as toy
+
+from pipeline.errors import Failure
+from pipeline.findings import Finding
+from pipeline.ppo import estimators
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.settings import SettingError
+
+
+@pytest.mark.parametrize("name", estimators.ESTIMATORS)
+@pytest.mark.parametrize("more", [{}, dict(scale_rewards=False, gamma=0.7, lam=0.3)], ids=["", "others"])
+def test_a_formula_is_what_its_definition_says(name, more):
+    estimator = estimators.ESTIMATORS[name]
+    n = 3 if estimator.compares_groups else 1
+    args = PPOConfig(advantage_estimator=name, num_generations=n, batch_size=6, **more)
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([4, 1, 5, 2, 5, 3])
+    mask = torch.arange(5) < counts.unsqueeze(-1)
+    tensors = {key: torch.randn(6, 5, generator=generator).double() for key in ("rewards", "values")}
+    tensors = {key: tensor.where(mask, 0.0) for key, tensor in tensors.items()}
+    vectors = {key: torch.randn(6, generator=generator).double() for key in ("bootstrap", "greedy_scores")}
+    found = estimators.call(estimator.formula, args, {"mask": mask, **tensors, **vectors})
+    for start in range(0, 6, n):
+        rows = range(start, start + n)
+        lists = {key: [tensor[i, : counts[i]].tolist() for i in rows] for key, tensor in tensors.items()}
+        lists |= {key: vector[start : start + n].tolist() for key, vector in vectors.items()}
+        for i, defined in zip(rows, estimators.call(estimator.definition, args, lists), strict=True):
+            assert found[i, : counts[i]].tolist() == pytest.approx(defined, abs=1e-5)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module of estimators, importable as `mine`."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent("""
+        def best_of_group(rewards, mask, num_generations):
+            total = (rewards * mask).sum(-1).view(-1, num_generations)
+            best = (total == total.amax(-1, keepdim=True)).double()
+            return best.reshape(-1, 1).expand_as(rewards)
+
+        def with_critic(rewards, mask, values, gamma):
+            return rewards - gamma * values
+
+        def wrong_shape(rewards, mask):
+            return rewards.sum(-1)
+
+        def unknown(rewards, weather):
+            return rewards
+
+        def wrong_definition(rewards, mask):
+            return rewards
+
+        wrong_definition.definition = lambda rewards: [[0.0] * len(paid) for paid in rewards]
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    estimators.of.cache_clear()
+    yield "python:mine:"
+    sys.modules.pop("mine", None)
+
+
+def test_a_job_brings_its_own_formula(mine):
+    trainer = toy.trainer(advantage_estimator=f"{mine}best_of_group", num_generations=4)
+    assert not trainer.args.uses_critic and trainer.roles == ["policy"]
+    episodes = toy.first_episodes(trainer)
+    trainer.rewards_and_advantages(episodes, None)
+    assert set(episodes.advantages[episodes.mask].unique().tolist()) == {0.0, 1.0}
+    assert len(trainer.train()) == trainer.total
+    with pytest.raises(SettingError, match="2 or more: python:mine:best_of_group compares"):
+        PPOConfig(advantage_estimator=f"{mine}best_of_group")
+
+
+def test_a_formula_that_reads_values_gets_a_critic(mine):
+    trainer = toy.trainer(advantage_estimator=f"{mine}with_critic", gamma=0.5)
+    assert trainer.roles == ["policy", "critic"]
+    trainer.train()
+
+
+def test_the_self_check_compares_with_the_definition_if_there_is_one(mine, monkeypatch):
+    found: list[Finding] = []
+    monkeypatch.setattr("pipeline.ppo.trainer.require", found.extend)
+    toy.trainer(advantage_estimator=f"{mine}best_of_group", num_generations=4).run_update()
+    toy.trainer(advantage_estimator=f"{mine}wrong_definition").run_update()
+    without, wrong = [one for one in found if one.check == "rewards and advantages are as defined"]
+    assert without.holds and "no definition" in without.found
+    assert wrong.holds is False and "advantages of" in wrong.found
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("unknown", "it has weather"),
+        ("missing", "has no function 'missing'"),
+    ],
+)
+def test_a_function_that_cannot_be_one_is_refused(mine, name, message):
+    with pytest.raises(SettingError, match=message) as caught:
+        PPOConfig(advantage_estimator=mine + name)
+    assert caught.value.key == "advantage_estimator"
+
+
+def test_another_shape_ends_the_run(mine):
+    with pytest.raises(Failure, match=r"python:mine:wrong_shape returned .*\[16\].*expected .* \(16, 8\)"):
+        toy.trainer(advantage_estimator=f"{mine}wrong_shape").run_update()
