@@ -12,7 +12,7 @@ from pipeline.data.sets import NAME as DATA_SET
 from pipeline.data.versions import counted, most_frequent
 from pipeline.errors import InputError
 from pipeline.models import hub
-from pipeline.models.base_files import base_file, local
+from pipeline.models.hub import base_file, local
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host
 

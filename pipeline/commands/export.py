@@ -23,8 +23,7 @@ from pipeline.commands import push
 from pipeline.commands.card import card
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.models.base_files import announcement
-from pipeline.models.hub import ADAPTER
+from pipeline.models.hub import ADAPTER, announcement
 from pipeline.runtime.host import Host
 from pipeline.runtime.run import open_run, unless_finished
 from pipeline.system import console, storage

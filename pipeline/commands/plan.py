@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.config.stages import STAGE, TRAINED
+from pipeline.config.stages import TRAINED
 from pipeline.errors import Failure, InputError, about
 from pipeline.planning import plan
 from pipeline.planning.known import config_of
@@ -111,8 +111,8 @@ def check(job: Job, folders: dict[str, str]) -> None:
         InputError: naming what is wrong.
     """
     from pipeline.models import adapter_files
-    from pipeline.models.base_files import local, weight_files
-    from pipeline.models.fit import check_base, check_lora
+    from pipeline.models.compatibility import check_base, check_lora
+    from pipeline.models.hub import local, weight_files
     from pipeline.runtime.inputs import key_of, makes_adapter
 
     _, unread = config_of(job.model)
@@ -124,7 +124,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
         with about(key_of(job, name)):
             adapter_files.check(base, folder, scores=name != "policy")
     if makes_adapter(job, folders):
-        check_lora(base, job.lora, scorer=STAGE[job.stage].learns == "reward")
+        check_lora(base, job.lora)
 
 
 def table(planned: Plan) -> list[str]:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, HEAD_NAMES, is_head
 from pipeline.models.logprobs import per_action
@@ -134,10 +134,10 @@ class SharedBase(nn.Module):
             if not trainable and key in self._folders and (not head or self._folders[key] in self.heads):
                 self._stored[role] = self._folders[key]
                 return
-            self._inject(role, _read_config(Path(folder)), trainable)
+            self._inject(role, _read_config(Path(folder)), trainable, str(folder))
             try:
                 self.load(role, folder)
-            except InputError:
+            except Exception:
                 self.remove(role)
                 raise
             if not trainable:
@@ -155,15 +155,19 @@ class SharedBase(nn.Module):
             self._new_head(role, torch.zeros(1, self.hidden_size))
         self.set_trainable(role, trainable)
 
-    def _inject(self, role: str, config: LoraConfig, trainable: bool) -> None:
-        """Add the adapter's layers, freshly initialised, to the base."""
+    def _inject(self, role: str, config: LoraConfig, trainable: bool, where: str = "lora") -> None:
+        """Adds the adapter's layers, newly initialized, to the base.
+
+        Args:
+            where: the settings come from, for messages.
+        """
         if not role.isidentifier():
             raise ValueError(
                 f"role {role!r}: a role is a Python identifier, since parameter names contain it"
             )
         if config.bias != "none" or (set(config.modules_to_save or []) - set(HEAD_NAMES)):
             raise InputError(
-                f"lora: bias={config.bias!r}, modules_to_save={config.modules_to_save}: these train weights of the base, "
+                f"{where}: bias={config.bias!r}, modules_to_save={config.modules_to_save}: these train weights of the base, "
                 "which all roles share; expected bias: none and no modules_to_save but the head"
             )
         if self.sharded and config.use_dora:
@@ -172,11 +176,14 @@ class SharedBase(nn.Module):
             )
         config.lora_dropout = 0.0  # dropout makes the first ratio differ from 1 and the KL from 0
         config.modules_to_save, config.inference_mode = None, False
-        inject_adapter_in_model(config, self.base, role)
-        self.configs[role] = config
-        self._stored[role] = role
+        self.configs[role], self._stored[role] = config, role
+        try:
+            inject_adapter_in_model(config, self.base, role)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            self.remove(role)
+            raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error
         fuse(self.base)
-        self._layers = [m for m in self.base.modules() if isinstance(m, BaseTunerLayer)]
+        self._layers = self._tuner_layers()
         self._mixing = [handle.remove() for handle in self._mixing][:0]  # they are put on all layers anew
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
@@ -184,6 +191,9 @@ class SharedBase(nn.Module):
             self.set_trainable(name, self.trainable.get(name, trainable))
         self._no_dropout()
         self._switch(self._role)
+
+    def _tuner_layers(self) -> list[BaseTunerLayer]:
+        return [module for module in self.base.modules() if isinstance(module, BaseTunerLayer)]
 
     def _new_head(self, role: str, weight: Tensor) -> None:
         head = nn.Linear(weight.shape[1], 1, bias=False, device=self.device, dtype=torch.float32)
@@ -294,6 +304,7 @@ class SharedBase(nn.Module):
         stored = self._stored.pop(role)
         if stored in self._stored.values():
             return
+        self._layers = self._tuner_layers()
         for layer in self._layers:
             layer._active_adapter = []  # else peft warns that it chooses another
             layer.delete_adapter(stored)
@@ -523,10 +534,6 @@ class SharedBase(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             return head(hidden.float()).squeeze(-1)
 
-    def values(self, role: str, input_ids: Tensor) -> Tensor:
-        """(B, T) fp32 output of the role's head at every position of `input_ids` (B, T), padded on the right."""
-        return self.head(role, self.hidden(role, input_ids))
-
     def scores(
         self,
         role: str,
@@ -602,6 +609,15 @@ class SharedBase(nn.Module):
 
 def _read_config(folder: Path) -> LoraConfig:
     adapter_files.settings(folder)
-    config = PeftConfig.from_pretrained(str(folder))
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # of wrong types, or of another peft
+        path = folder / adapter_files.SETTINGS
+        raise InputError(f"{path}: peft rejects it ({in_brief(error)}); {adapter_files.FIX}") from error
     assert isinstance(config, LoraConfig)
     return config

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError, in_brief
 from pipeline.models.adapter_files import HEAD_NAMES
-from pipeline.models.base_files import base_config, base_file, local, source, weight_files
-from pipeline.models.config_types import CONTEXT_KEYS
+from pipeline.models.hub import base_config, base_file, local, source, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,20 +29,23 @@ WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger ones, the header and 64 pieces of 64 KiB
 # Keys of config.json that are left out of the digest.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-MIN_DISTANCE = (
-    0.01  # of two rows of an lm head, relative to their norm; tokens that were trained are 1 apart, or so
-)
-KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantised
+# Names of the number of positions in config.json.
+CONTEXT_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
+)  # fmt: skip
+# Distance of two rows of an lm head, relative to their norm, below which they count as equal. Trained rows are about 1 apart.
+MIN_DISTANCE = 0.01
+KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantized
 
 
 # ------------------------------------------------------------------------------------------------- identity
 
 
 def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
-    """The identity of a base: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
+    """Returns the identity of a base: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
 
-    The digest of a hub id is its commit; that of a folder is a sha256 over configuration and weights (of files over 1 GiB,
-    the header and 64 evenly spaced pieces), which changes when a weight does. Imports no torch.
+    A hub id has its commit as digest. A folder has a sha256 over configuration and weights; of files over 1 GiB it covers the
+    header and 64 evenly spaced pieces. Imports no torch.
     """
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
@@ -65,7 +67,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """The number of positions in config.json, or None if it names no limit."""
+    """Returns the number of positions in config.json, or None if it names no limit."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(part.get(key), int):
@@ -74,14 +76,9 @@ def context_length(config: dict[str, Any]) -> int | None:
 
 
 def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
-    files = weight_files(folder)
-    if not files:
-        raise InputError(
-            f"{str(folder)!r} holds no weights; expected *.safetensors in it", key="model.name_or_path"
-        )
     lasting = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
     digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
-    for path in files:
+    for path in weight_files(folder):
         try:
             digest.update(path.name.encode() + _file_digest(path))
         except OSError as error:
@@ -114,16 +111,16 @@ def load_base(
     scorer_tokenizer: PreTrainedTokenizerBase | None = None,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load the base of a job: frozen, in eval mode, every dropout 0, from safetensors unless `allow_pickle`.
+    """Loads the base of a job: frozen, in eval mode, every dropout 0, from safetensors unless `allow_pickle`.
 
     Args:
-        model: the job's `model` section. `load_in_4bit` gives nf4 with double quantisation, on a CPU too.
-        scorer_tokenizer: asks for an AutoModelForSequenceClassification of one label, with this tokenizer's `pad_token_id`
-            and an (untrained) head that computes in fp32. None: an AutoModelForCausalLM.
-        device: to load it to, and to quantise it on: on a CPU that takes half an hour for 70B. None: the CPU.
+        model: the job's `model` section. `load_in_4bit` gives nf4 with double quantization, on a CPU too.
+        scorer_tokenizer: if given, the model is an AutoModelForSequenceClassification of one label, with this tokenizer's
+            `pad_token_id` and an (untrained) head that computes in fp32. None: an AutoModelForCausalLM.
+        device: to load it to, and to quantize it on: on a CPU that takes half an hour for 70B. None: the CPU.
 
     Raises:
-        InputError: when the base is missing or damaged, or has no such model class.
+        InputError: if the base is missing or damaged, or has no such model class.
     """
     import torch
 
@@ -139,7 +136,7 @@ def load_base(
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # report them, for check_loaded to refuse
+        "ignore_mismatched_sizes": True,  # report them, for check_loaded to reject
         "tqdm_class": Bar,
     }
     if model.attn_implementation is not None:
@@ -149,7 +146,7 @@ def load_base(
     if device is not None:
         options["device_map"] = {"": device}
     where = source(model.name_or_path)
-    # The report also names a scorer's new head; check_loaded refuses what is really missing.
+    # The report also names a scorer's new head; check_loaded rejects what is really missing.
     with without_load_report(), loading_shown(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
     check_loaded(where, info, scorer)
@@ -162,51 +159,49 @@ def load_base(
 
 
 def configured(model: Model, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[Any, Any]:
-    """Configuration and Auto class to load a base with: every dropout 0, the pad token of a scorer, its files looked at."""
-    from pipeline.models.fit import check_weights
+    """Returns configuration and Auto class to load a base with: every dropout 0, a scorer's pad token. Checks its files."""
+    from pipeline.models.compatibility import check_weights
 
     config, auto = architecture(model, scorer_tokenizer is not None)
     check_weights(model)
-    _no_dropout_in(config)
+    # Attention reads its dropout from the configuration and not from a module.
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for key, value in part.to_dict().items():
+            if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
+                setattr(part, key, 0.0)
     if scorer_tokenizer is not None:
         config.get_text_config().pad_token_id = scorer_tokenizer.pad_token_id
     return config, auto
 
 
-def model_classes(scorer: bool) -> Any:
-    """{configuration class: model class} of transformers' causal language models, or of its sequence classifiers."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
-
-
 def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
-    """The base's transformers configuration, of one label for a scorer, and the Auto class to load it with.
+    """Returns the base's transformers configuration, of one label for a scorer, and the Auto class to load it with.
 
     Raises:
-        InputError: when transformers does not know the architecture, or refuses config.json.
+        InputError: if transformers does not know the architecture, or rejects config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    _check_remote_code(model, base_config(model.name_or_path, model.revision))
-    where = source(model.name_or_path)
+    raw = base_config(model.name_or_path, model.revision)
+    kind = raw.get("model_type")
+    if raw.get("auto_map") and kind not in CONFIG_MAPPING and not model.trust_remote_code:
+        raise InputError(  # transformers would ask on the terminal
+            f"{model.name_or_path!r} ({kind!r}) runs its own Python code; read it, then set model.trust_remote_code=true",
+            key="model.name_or_path",
+        )
     with without_load_report(), unreadable(model):
         config = AutoConfig.from_pretrained(
-            where, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    auto = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
-    if type(config) not in model_classes(scorer) and not model.trust_remote_code:
-        raise InputError(
-            f"{where!r} ({config.model_type}) cannot be loaded as {auto.__name__}", key="model.name_or_path"
+            source(model.name_or_path), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     if scorer:
         config.num_labels = 1
-    return config, auto
+    return config, AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
 
 
 @contextmanager
 def unreadable(model: Model) -> Iterator[None]:
-    """Turn what transformers raises over a model's files, of any type, into an InputError."""
+    """Turns any error of transformers over a model's files into an InputError."""
     import torch
 
     try:
@@ -232,14 +227,6 @@ def freeze(model: torch.nn.Module) -> None:
             module.p = 0.0
 
 
-def _no_dropout_in(config: Any) -> None:
-    """Set every dropout probability of a configuration to 0: attention reads it there and not from a module."""
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for key, value in part.to_dict().items():
-            if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
-                setattr(part, key, 0.0)
-
-
 def _nf4(dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
@@ -253,7 +240,7 @@ def _nf4(dtype: torch.dtype) -> Any:
 
 
 def _one_nf4_path(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes 0.50 from repacking nf4 weights at the first inference on a CPU with avx512_bf16.
+    """Keeps bitsandbytes 0.50 from repacking nf4 weights at the first inference on a CPU with avx512_bf16.
 
     The packed form needs widths that are multiples of 64, rounds differently from the form used in training, and is not
     unpacked again; without it, sampling and training see the same weights. The flag is private; the kernel came with
@@ -264,27 +251,9 @@ def _one_nf4_path(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _check_remote_code(model: Model, raw: dict[str, Any]) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    model_type = raw.get("model_type")
-    if model_type in CONFIG_MAPPING or model.trust_remote_code:
-        return
-    if raw.get("auto_map"):
-        raise InputError(
-            f"{model.name_or_path!r} ({model_type!r}) runs its own Python code; read it, then set "
-            "model.trust_remote_code=true",
-            key="model.name_or_path",
-        )
-    raise InputError(
-        f"config.json of {model.name_or_path!r} names model_type {model_type!r}, unknown here",
-        key="model.name_or_path",
-    )
-
-
 @contextmanager
 def without_load_report() -> Iterator[None]:
-    """Silence transformers' warnings within the block."""
+    """Silences transformers' warnings within the block."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -296,7 +265,7 @@ def without_load_report() -> Iterator[None]:
 
 
 def check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
-    """Raises InputError if weights were missing or misshapen: transformers only warns, and initialises them at random."""
+    """Raises InputError if weights were missing or misshapen: transformers only warns, and initializes them at random."""
     missing = sorted(key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES)))
     problems = [f"{key!r} is missing" for key in missing] + [
         f"{key!r} has shape {tuple(shape)} and config.json promises {tuple(promised)}"
@@ -313,7 +282,7 @@ def check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
 def check_ends(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:
     """Raises InputError if the lm head, which stays frozen, gives an end token the row of other tokens.
 
-    Their logits are then equal, whatever an adapter learns: pre-training moved all tokens that it never saw alike.
+    Their logits are then always equal, because pre-training moved all tokens that it never saw in the same way.
 
     Args:
         ends: ids of the tokens that end training rows.
@@ -338,7 +307,7 @@ def check_ends(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, ends:
 
 
 def score_head(model: torch.nn.Module) -> torch.nn.Module:
-    """The scalar head of a sequence-classification model. Raises InputError if there is none."""
+    """Returns the scalar head of a sequence-classification model. Raises InputError if there is none."""
     for name in HEAD_NAMES:
         if hasattr(model, name):
             return getattr(model, name)
@@ -346,7 +315,7 @@ def score_head(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def fp32_head(model: torch.nn.Module) -> None:
-    """The scalar head of a sequence-classification model computes in fp32, whatever the dtype of its body."""
+    """Makes the scalar head of a sequence-classification model compute in fp32, for any dtype of its body."""
     head = score_head(model).float()
     kind = type(head)
     # Not a forward of this one module: peft trains a copy of it.
@@ -354,9 +323,9 @@ def fp32_head(model: torch.nn.Module) -> None:
 
 
 class _InFp32:
-    """Mixin of a scalar head: it computes in fp32, under autocast and on a half-precision body alike.
+    """Mixin of a scalar head: it computes in fp32, also under autocast and on a half-precision body.
 
-    bf16 has 8 bits for a score: 15.13 becomes 15.125, and pairs that lie closer together come out equal.
+    bf16 has 8 bits for a score: 15.13 becomes 15.125, and closer scores become equal.
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

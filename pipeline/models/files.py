@@ -10,25 +10,25 @@ from typing import Any
 from pipeline.errors import InputError, in_brief
 
 
-def json_object(path: str | Path, mend: str = "fetch or save it again") -> dict[str, Any]:
-    """The content of a JSON file.
+def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
+    """Returns the content of a JSON file.
 
     Args:
-        mend: ends the message of an error: what to do about it.
+        fix: the end of an error's message, what to do about it.
 
     Raises:
-        InputError: when it is not a regular file, cannot be read, is not UTF-8, not JSON, nested too deeply, holds NaN, or
-            is not an object.
+        InputError: if it is not a regular file, cannot be read, is not UTF-8, not JSON, nested too deeply, holds NaN, or
+            not an object.
     """
-    require_file(path, mend)
+    require_file(path, fix)
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_constant)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {mend}") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {fix}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {mend}") from error
+        raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {fix}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object; {mend}")
+        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object; {fix}")
     return content
 
 
@@ -38,7 +38,7 @@ def _constant(name: str) -> float:
     return float(name)  # Infinity: in Mamba's configurations
 
 
-def require_file(path: str | Path, mend: str) -> None:
+def require_file(path: str | Path, fix: str) -> None:
     """Raises InputError unless `path` is a regular file: reading a pipe, for example, would not end."""
     if os.path.isfile(path):
         return
@@ -48,4 +48,4 @@ def require_file(path: str | Path, mend: str) -> None:
         found = "a folder"
     else:
         found = "no regular file" if os.path.exists(path) else "nothing"
-    raise InputError(f"{path}: found {found}, expected a file; {mend}")
+    raise InputError(f"{path}: found {found}, expected a file; {fix}")

@@ -1,35 +1,181 @@
-"""Models and adapters on the Hugging Face hub: `org/name` or `org/name@REVISION`, pinned to a commit (no torch import).
+"""The files of models and adapters: a folder, or `org/name` or `org/name@REVISION` on the Hugging Face hub (no torch import).
 
+config = base_config("org/base")       # of a folder or a hub repository; fetched once per machine
 reference = pin("org/name@v1")         # hf://org/name@<commit>
-folder = fetch(reference)              # of an adapter: its folder in the hub's cache, downloaded once per machine
+folder = fetch(reference)              # of an adapter: its folder in the hub's cache
 """
 
 from __future__ import annotations
 
 import os
 import re
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, about
 from pipeline.models.adapter_files import SETTINGS, TENSORS
+from pipeline.models.files import json_object
 
 SCHEME = "hf://"
 REFERENCE = re.compile(rf"(?:{SCHEME})?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-# What a job reads of an adapter. Its base is where the tokenizer comes from, and a pickle is never read.
+# The files of an adapter that a job reads. The tokenizer comes from its base, and a pickle is never read.
 ADAPTER = (SETTINGS, TENSORS, "lineage.json", "chat_template.jinja")
+KEY = "model.name_or_path"
+
+# The fix for each error of huggingface_hub. The first class that matches counts.
+ERRORS = {
+    "GatedRepoError": "is gated (HTTP {status}); accept its license at https://huggingface.co/{repo}, and set HF_TOKEN to a "
+    "token of the account that did",
+    "RepositoryNotFoundError": "is neither a folder here nor a model on the hub (HTTP {status}); check the spelling, and set "
+    "HF_TOKEN if the repository is private",
+    "HFValidationError": "is neither a folder here nor a possible hub id ('owner/name')",
+    "LocalEntryNotFoundError": "is not a folder here, and the hub cannot be reached nor is it in the hub cache; give a folder, "
+    "or run `hf download {repo}` on a machine with a network (HF_HUB_OFFLINE must be unset)",
+    "HTTPError": "cannot be read: the hub answered with an error: {line}",
+}
+
+
+# ---------------------------------------------------------------------------------------------- files of a base
+
+
+def local(name_or_path: str) -> Path:
+    """A base's name as a path, `~` expanded. Test it with os.path.isdir: Path.is_dir can raise on arbitrary names."""
+    return Path(os.path.expanduser(name_or_path))
+
+
+def source(name_or_path: str) -> str:
+    """A base's name as libraries expect it: an existing folder, or a hub id."""
+    folder = local(name_or_path)
+    return str(folder) if os.path.isdir(folder) else name_or_path
+
+
+def require_local(name_or_path: str) -> None:
+    """Raises InputError if the name is that of a file, or of a folder that does not exist."""
+    folder = local(name_or_path)
+    if os.path.isdir(folder):
+        return
+    if os.path.lexists(folder):
+        raise InputError(
+            f"{name_or_path!r} is a file; expected the folder with config.json and "
+            f"*.safetensors in it, perhaps {str(folder.parent)!r}",
+            KEY,
+        )
+    if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
+        raise InputError(f"there is no folder {name_or_path!r}; expected a model folder or a hub id", KEY)
+
+
+def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
+    """Returns the path of one file of a base, fetched from the hub if necessary, or None if the base has no such file.
+
+    Raises:
+        InputError: if the base is neither a folder nor on the hub, or the hub does not give it.
+    """
+    folder = local(name_or_path)
+    if os.path.isdir(folder):
+        return folder / filename if os.path.lexists(folder / filename) else None
+    require_local(name_or_path)
+    return _hub_file(name_or_path, filename, revision)
+
+
+def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
+    from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
+
+    from pipeline.system.progress import Bar
+
+    offline = not _hub_answers()
+    try:
+        return Path(
+            hf_hub_download(repo, filename, revision=revision, local_files_only=offline, tqdm_class=Bar)
+        )
+    except errors.RevisionNotFoundError as error:
+        raise InputError(
+            f"{repo!r} has no revision {revision!r}; leave it out for the newest", key="model.revision"
+        ) from error
+    except (errors.HTTPError, errors.HFValidationError, errors.EntryNotFoundError) as error:
+        if isinstance(error, errors.EntryNotFoundError):
+            away = isinstance(error, errors.LocalEntryNotFoundError)
+            cached = away and try_to_load_from_cache(repo, "config.json", revision=revision)
+            # Offline, a cached model that lacks an optional file raises LocalEntryNotFoundError, too.
+            if not away or (filename != "config.json" and isinstance(cached, str)):
+                return None
+        text = next(text for name, text in ERRORS.items() if isinstance(error, getattr(errors, name)))
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        where = f"{repo!r}" + (f" (revision {revision!r})" if revision else "")
+        message = text.format(repo=repo, status=status, line=next(iter(str(error).splitlines()), ""))
+        raise InputError(f"{where} {message}", KEY) from error
+
+
+@cache
+def _hub_answers() -> bool:
+    """Returns whether the hub can be reached. Tested once: without a network, hf_hub_download retries for 23 s per file."""
+    from huggingface_hub import constants, errors, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except (errors.HTTPError, errors.OfflineModeIsEnabled):
+        return False
+    return True
+
+
+def base_json(name_or_path: str, filename: str, revision: str | None = None) -> dict[str, Any] | None:
+    """Returns the content of one JSON file of a base, or None if it has no such file. Raises InputError if it is damaged."""
+    path = base_file(name_or_path, filename, revision)
+    if path is None:
+        return None
+    with about(KEY):
+        return json_object(path)
+
+
+def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
+    """Returns the base's config.json. Raises InputError if there is none, as in the folder of an adapter."""
+    config = base_json(name_or_path, "config.json", revision)
+    if config is not None:
+        return config
+    if base_file(name_or_path, SETTINGS, revision) is not None:
+        raise InputError(
+            f"{name_or_path!r} is an adapter, not a base: name its base here, and the adapter as "
+            "`policy` or `reward`",
+            KEY,
+        )
+    raise InputError(f"{name_or_path!r} has no config.json; expected a model folder or a hub id", KEY)
+
+
+def announcement(name_or_path: str, revision: str | None = None) -> str:
+    """Returns the line that announces the loading of a base, with its size, or that it is downloaded first."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from pipeline.system.progress import size
+
+    folder = local(name_or_path)
+    if not os.path.isdir(folder):
+        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    total = sum(file.stat().st_size for file in weight_files(folder))
+    return f"loading {name_or_path} ({size(total)})" if total else f"downloading and loading {name_or_path}"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a model folder: safetensors, or pickles if there are none."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    return [file for file in files if file.is_file()]  # reading a pipe would not end
+
+
+# ----------------------------------------------------------------------------------------------- pinned references
 
 
 def is_reference(name: str) -> bool:
-    """Whether a name is that of a repository on the hub: it has the shape of one, and there is no such folder here."""
+    """Returns whether a name is a hub repository: it looks like one, and no file or folder of that name exists here."""
     if name.startswith(SCHEME):
         return True
     return bool(REFERENCE.fullmatch(name)) and not name.startswith(".") and not os.path.lexists(name)
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """(repository, revision or None) of a reference; of any other name, the name and None.
+    """Returns (repository, revision or None) of a reference, and (name, None) of any other name.
 
     Raises:
-        InputError: when it begins like a reference and is none.
+        InputError: if it begins like a reference and is none.
     """
     if not is_reference(name):
         return name, None
@@ -40,17 +186,16 @@ def split(name: str) -> tuple[str, str | None]:
 
 
 def pin(name: str) -> str:
-    """`hf://org/name@<commit>`: what a reference means now, so that a run's inputs do not change under it.
+    """Returns `hf://org/name@<commit>`, the commit that a reference means now, so that the inputs of a run stay the same.
 
     Raises:
-        InputError: when there is no such repository or revision, it is gated or out of reach, or holds no model.
+        InputError: if the hub does not give the repository or revision, or it holds no model.
     """
-    from pipeline.models.base_files import base_file  # with its progress bars, which a notebook would warn of
-
     repo, revision = split(name)
     if os.path.isdir(repo):
         raise InputError(
-            f"{name}: there is a folder {repo!r} here, too; type ./{repo}, or run this elsewhere"
+            f"{name}: ambiguous: a folder {repo!r} exists here. Use ./{repo} for the folder; for the hub's model, run this in "
+            "another directory"
         )
     try:
         found = base_file(repo, SETTINGS, revision) or base_file(repo, "config.json", revision)
@@ -64,14 +209,12 @@ def pin(name: str) -> str:
 
 
 def fetch(reference: str) -> str:
-    """The local folder of a pinned adapter. What is no adapter comes back as it is: whoever loads it downloads it.
+    """Returns the local folder of a pinned adapter. A reference to a full model is returned as it is.
 
     Raises:
-        InputError: when the hub does not give its files, or has no weights but pickled ones.
+        InputError: if the hub does not give its files, or its only weights are pickled.
     """
     from huggingface_hub import try_to_load_from_cache
-
-    from pipeline.models.base_files import base_file  # with its progress bars, which a notebook would warn of
 
     repo, commit = split(reference)
     settings = base_file(repo, SETTINGS, commit)

@@ -24,7 +24,7 @@ from pipeline.errors import InputError
 from pipeline.models import lockstep
 from pipeline.models.adapter_files import HEAD_NAMES
 from pipeline.models.base import configured, fp32_head, freeze, score_head, source, unreadable
-from pipeline.models.base_files import base_file, base_json, local
+from pipeline.models.hub import base_file, base_json, local
 from pipeline.models.weights import INDEX, SINGLE, stored_in
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import re
 from typing import Any
 
 from pipeline.errors import InputError, about, in_brief
-from pipeline.models.base_files import base_config, base_file, base_json, source
 from pipeline.models.files import require_file
+from pipeline.models.hub import base_config, base_file, base_json, source
 from pipeline.models.template import set_template
 
 # Tokens that end a turn in common chat templates, even if tokenizer.eos_token is another one.

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import InputError, in_brief
-from pipeline.models.files import json_object, require_file
+from pipeline.models.files import require_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")
-MEND = "fetch or save the model again"
+FIX = "fetch or save the model again"
 
 
 class Stored(NamedTuple):
@@ -25,15 +23,15 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-def stored_in(file: Path, mend: str = MEND) -> dict[str, Stored]:
-    """{name: dtype and shape} of the tensors of one file, from its header.
+def stored_in(file: Path, fix: str = FIX) -> dict[str, Stored]:
+    """Returns {name: dtype and shape} of the tensors of one file, from its header.
 
     Raises:
-        InputError: when it is not a safetensors file, or is truncated; `mend` ends the message.
+        InputError: if it is not a safetensors file, or is truncated; `fix` ends the message.
     """
     from safetensors import SafetensorError, safe_open
 
-    require_file(file, mend)
+    require_file(file, fix)
     try:
         # Opening checks header, offsets, sizes and the file's length.
         with safe_open(file, framework="numpy") as tensors:
@@ -41,54 +39,36 @@ def stored_in(file: Path, mend: str = MEND) -> dict[str, Stored]:
             return {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"{file}: not a whole safetensors file of {file.stat().st_size} bytes ({in_brief(error)}); {mend}"
+            f"{file}: not a complete safetensors file of {file.stat().st_size} bytes ({in_brief(error)}); {fix}"
         ) from error
 
 
-def stored_in_model(folder: Path) -> dict[str, Stored]:
-    """{name: dtype and shape} of all tensors of a model folder; empty if it has no safetensors.
+def stored_by_index(folder: Path, file_of: dict[str, str]) -> dict[str, Stored]:
+    """Returns {name: dtype and shape} of the tensors of a model in several files.
+
+    Args:
+        file_of: the `weight_map` of its index, {tensor: file}.
 
     Raises:
-        InputError: when a file is damaged, or index and files do not agree.
+        InputError: if a file is missing or damaged, or lacks a tensor.
     """
-    if os.path.lexists(folder / SINGLE):
-        return stored_in(folder / SINGLE)
-    if os.path.lexists(folder / INDEX):
-        return _indexed(folder)
-    return {}
+    files = {name: stored_in(folder / name) for name in sorted(set(file_of.values()))}
+    if missing := sorted(tensor for tensor, name in file_of.items() if tensor not in files[name]):
+        raise InputError(
+            f"{folder / file_of[missing[0]]}: lacks {missing[0]!r}, which {INDEX} places there ({len(missing)} such tensors); {FIX}"
+        )
+    return {tensor: files[name][tensor] for tensor, name in file_of.items()}
 
 
-def _indexed(folder: Path) -> dict[str, Stored]:
-    index = folder / INDEX
-    file_of = json_object(index, MEND).get("weight_map")
-    if not isinstance(file_of, dict) or not file_of or not all(isinstance(f, str) for f in file_of.values()):
-        raise InputError(f"{index}: `weight_map` is not a mapping of tensors to files; {MEND}")
-    tensors: dict[str, Stored] = {}
-    for name in sorted(set(file_of.values())):
-        if not re.fullmatch(r"[\w.-]{1,250}\.safetensors", name):
-            raise InputError(
-                f"{index}: names the file {name!r:.100}, expected a .safetensors file beside it; {MEND}"
-            )
-        listed = {tensor for tensor, file in file_of.items() if file == name}
-        stored = stored_in(folder / name)
-        if missing := sorted(listed - stored.keys()):
-            raise InputError(
-                f"{folder / name}: lacks {len(missing)} tensors that {INDEX} places there, {missing[0]!r} for one; {MEND}"
-            )
-        tensors |= {tensor: stored[tensor] for tensor in listed}
-    return tensors
-
-
-def not_finite(file: Path, mend: str = MEND) -> str | None:
-    """The name of the first tensor in a (small) file that holds NaN or infinity; None if all numbers are finite."""
+def not_finite(file: Path) -> str | None:
+    """Returns the name of the first tensor with NaN or infinity in a file that `stored_in` has checked, or None."""
     import numpy as np
 
-    stored_in(file, mend)
     return next((name for name, values in numbers_in(file) if not np.isfinite(values).all()), None)
 
 
 def numbers_in(file: Path) -> Iterator[tuple[str, Any]]:
-    """(name, flat numpy array) of each floating-point tensor of a file that `stored_in` has checked."""
+    """Yields (name, flat numpy array) for each floating-point tensor of a file that `stored_in` has checked."""
     import numpy as np
 
     with file.open("rb") as stream:

@@ -4,7 +4,7 @@ from typing import Any
 
 from pipeline.config import Model
 from pipeline.errors import InputError
-from pipeline.models.base_files import base_config
+from pipeline.models.hub import base_config
 
 _LLAMA_3 = {
     "architectures": ["LlamaForCausalLM"],

@@ -82,7 +82,7 @@ def check_paths(job: Job) -> None:
     """
     from pipeline.data import files, lookahead
     from pipeline.data.sets import HUB
-    from pipeline.models.base_files import require_local
+    from pipeline.models.hub import require_local
 
     for key, source in transforms(job.data).items():
         with about(key):
@@ -179,7 +179,7 @@ def check_shards(job: Job, files: Any) -> None:
     """Refuses model.fsdp for a base whose files cannot be read in shards.
 
     Args:
-        files: of the base, models.fit.Base.
+        files: of the base, models.compatibility.Base.
     """
     if not job.model.fsdp:
         return
@@ -197,7 +197,7 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
 
     Args:
         base: its identity.
-        files: its files, models.fit.Base.
+        files: its files, models.compatibility.Base.
 
     Raises:
         InputError: when an adapter is missing or damaged, or belongs to another base.
@@ -234,7 +234,7 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
 def _check_lm_head(job: Job, folder: str) -> None:
     """Refuses an adapter on the lm head where TRL would copy it, or where merging it would change the embeddings."""
     from pipeline.models import adapter_files
-    from pipeline.models.base_files import base_config
+    from pipeline.models.hub import base_config
 
     if not adapter_files.adapts_lm_head(adapter_files.settings(folder).get("target_modules")):
         return
@@ -278,8 +278,8 @@ def check_reward_model(job: Job, where: str) -> None:
     Raises:
         InputError: naming what it is.
     """
-    from pipeline.models.base_files import base_config
-    from pipeline.models.fit import check_base
+    from pipeline.models.compatibility import check_base
+    from pipeline.models.hub import base_config
     from pipeline.models.tokenizer import load_tokenizer
 
     name, revision = hub.split(where)
@@ -395,7 +395,7 @@ def unfilled(source: str, columns: set[str]) -> str | None:
 
 def check_experts(job: Job) -> None:
     """Refuses a loss that balances experts, of a base that has none: TRL says so when it has loaded the model."""
-    from pipeline.models.base_files import base_config
+    from pipeline.models.hub import base_config
 
     if not job.trainer.get("router_aux_loss_coef"):
         return

@@ -180,7 +180,7 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
         sampler: whether completions will be sampled here, by what the job names.
     """
     from pipeline.models.base import base_identity
-    from pipeline.models.fit import check_base, check_lora
+    from pipeline.models.compatibility import check_base, check_lora
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
@@ -198,7 +198,7 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
     job = replace(job, model=model)
     adapters = check_adapters(job, inputs, base, files)
     if makes_adapter(job, adapters):
-        check_lora(files, job.lora, scorer=STAGE[job.stage].learns == "reward")
+        check_lora(files, job.lora)
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
             f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of those it starts from; "
@@ -234,7 +234,7 @@ def load_host(job: Job) -> Host:
     Raises:
         InputError: when one of them is not there or does not fit.
     """
-    from pipeline.models.base_files import announcement
+    from pipeline.models.hub import announcement
 
     driver.set_environment()
     driver.check_scaling(job)

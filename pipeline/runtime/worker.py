@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.models import base_files
+from pipeline.models import hub
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.claim import announce_worker
@@ -59,7 +59,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         if worker.rank == 0:
             if resume:
                 print(f"continuing from {os.path.basename(resume)}", flush=True)
-            print(base_files.announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
+            print(hub.announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
         try:
             with memory.explained(work.job):
                 outcome = config["train"](worker)

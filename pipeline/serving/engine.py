@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import adapter_files
-from pipeline.models.base_files import base_config, base_json
+from pipeline.models.hub import base_config, base_json
 from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime import roles
 from pipeline.runtime.host import Host

@@ -21,7 +21,7 @@ def test_left_and_right_padding_give_the_same_scores(kind):
     shared = toy.shared_base(kind, spread=0.2)
     ids, pad = [5, 9, 30, 7], [0, 0, 0]
     right, left, bare = (torch.tensor([x]) for x in (ids + pad, pad + ids, ids))
-    expected = shared.values("critic", bare)[0, -1].item()
+    expected = toy.values(shared, "critic", bare)[0, -1].item()
     for tokens, mask in ((right, [1] * 4 + [0] * 3), (left, [0] * 3 + [1] * 4), (bare, [1] * 4)):
         assert shared.scores("critic", tokens, torch.tensor([mask])).item() == pytest.approx(
             expected, abs=1e-5
@@ -43,7 +43,7 @@ def test_checkpointing_gives_the_same_gradients_even_if_another_role_runs_in_bet
         return (
             shared.logprobs(name, ids, starts, mask)[0].sum()
             if name == "policy"
-            else shared.values(name, ids).square().sum()
+            else toy.values(shared, name, ids).square().sum()
         )
 
     expected = torch.autograd.grad(output(role), shared.parameters_of(role))
@@ -66,7 +66,7 @@ def test_switching_roles_does_not_touch_requires_grad():
     with shared.use("critic"), shared.use(None), shared.use("reference"):
         pass
     ids, starts, _, mask = toy.batch()
-    shared.values("critic", ids), shared.logprobs("policy", ids, starts, mask)
+    toy.values(shared, "critic", ids), shared.logprobs("policy", ids, starts, mask)
     assert before == {n: p.requires_grad for n, p in shared.named_parameters()}
     trained = {n for n, needed in before.items() if needed}
     assert trained and all(".policy." in n or ".critic." in n or n == "heads.critic.weight" for n in trained)
@@ -77,7 +77,7 @@ def test_roles_are_separate_and_copies_start_equal():
     ids, starts, _, mask = toy.batch()
     at_start = shared.logprobs("reference", ids, starts, mask)[0]
     assert torch.equal(at_start, shared.logprobs("policy", ids, starts, mask)[0])
-    assert torch.equal(shared.values("reward", ids), shared.values("critic", ids))
+    assert torch.equal(toy.values(shared, "reward", ids), toy.values(shared, "critic", ids))
     for parameter in shared.parameters_of("policy"):
         parameter.data += 0.1
     assert torch.equal(at_start, shared.logprobs("reference", ids, starts, mask)[0])
@@ -114,7 +114,7 @@ def test_adapters_and_heads_are_fp32_on_a_bf16_base():
         assert {p.dtype for p in shared.parameters_of(role)} == {torch.float32}
     ids, starts, _, mask = toy.batch()
     assert shared.logprobs("policy", ids, starts, mask)[0].dtype == torch.float32
-    assert shared.values("critic", ids).dtype == torch.float32
+    assert toy.values(shared, "critic", ids).dtype == torch.float32
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -349,12 +349,12 @@ def test_an_nf4_base_learns_and_shares(tmp_path):
     packed = {n: p.clone() for n, p in shared.named_parameters() if p.dtype == torch.uint8}
     for _ in range(2):
         (-shared.logprobs("policy", ids, starts, mask)[0].sum()).backward()
-        (shared.values("critic", ids) - 1).square().sum().backward()
+        (toy.values(shared, "critic", ids) - 1).square().sum().backward()
         optimizer.step()
     assert packed and all(torch.equal(p, packed[n]) for n, p in shared.named_parameters() if n in packed)
     after = shared.logprobs("policy", ids, starts, mask)[0]
     assert after.sum() > before.sum()
     shared.save("critic", tmp_path / "critic")
     shared.add("reward", folder=tmp_path / "critic")
-    assert torch.equal(shared.values("reward", ids), shared.values("critic", ids))
+    assert torch.equal(toy.values(shared, "reward", ids), toy.values(shared, "critic", ids))
     assert json.loads((tmp_path / "critic" / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"

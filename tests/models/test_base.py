@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import InputError
 from pipeline.models import base as base_module
-from pipeline.models import base_files
+from pipeline.models import hub
 from pipeline.models.base import base_identity, load_base, score_head
 from pipeline.models.tokenizer import load_tokenizer
 
@@ -219,7 +219,7 @@ def test_hub_id_is_its_commit(monkeypatch, folders, tmp_path):
         return str(snapshot / filename)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.setattr(base_files, "_hub_answers", lambda: True)
+    monkeypatch.setattr(hub, "_hub_answers", lambda: True)
     identity = base_identity("owner/model", "main")
     assert identity["digest"] == f"commit:{commit}" and identity["revision"] == commit
 

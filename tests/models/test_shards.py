@@ -55,7 +55,7 @@ def computed(base):
     ids, starts, _, mask = toy.batch()
     logprobs = shared.logprobs("policy", ids, starts, mask)[0]
     logprobs.sum().backward()
-    values = shared.values("critic", ids)
+    values = shared.head("critic", shared.hidden("critic", ids))
     values.square().sum().backward()
     gradients = [p.grad for role in ("policy", "critic") for p in shared.parameters_of(role)]
     return [logprobs.detach(), values.detach(), *gradients]

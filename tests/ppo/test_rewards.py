@@ -293,7 +293,7 @@ def test_a_reward_adapter_reads_the_last_token_whatever_the_batch():
     for i in (0, 7, 15):
         text = torch.tensor([samples.prompt_ids[i] + samples.completion_ids[i]])
         assert episodes.scores[i].item() == pytest.approx(
-            shared.values("reward", text)[0, -1].item(), abs=1e-5
+            toy.values(shared, "reward", text)[0, -1].item(), abs=1e-5
         )
 
 

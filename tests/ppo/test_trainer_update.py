@@ -53,7 +53,7 @@ def test_log_probs_and_values_are_shifted_together():
         assert torch.equal(a[:3], b[:3]) and a[3] != b[3]
         (values, after), (values2, after2) = trainer.values(part), trainer.values(other)
         assert torch.equal(values, values2) and after != after2
-        everywhere = trainer.shared.values("critic", part.input_ids)[0]
+        everywhere = toy.values(trainer.shared, "critic", part.input_ids)[0]
         torch.testing.assert_close(torch.cat([values[0], after]), everywhere[2:])
         logits = trainer.shared.logits(trainer.shared.hidden(None, part.input_ids))[0]
         bare = trainer.logprobs(None, part)[0][0]

@@ -122,7 +122,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
             "policy=org/pickled", "reward=null")  # fmt: skip
     refuses(
         storage,
-        r"policy: 'org/gated' is gated and no valid HF_TOKEN is set",
+        r"policy: 'org/gated' is gated \(HTTP 401\); accept its license",
         "policy=org/gated",
         "reward=null",
     )
@@ -169,12 +169,12 @@ def test_offline_an_adapter_comes_from_the_cache_or_not_at_all(adapter, hub, sto
     refuses(storage, r"policy: 'org/mine' is not a folder here, and the hub cannot be reached nor is it in the hub cache",
             "policy=org/mine", "reward=null")  # fmt: skip
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    from pipeline.models import base_files
+    from pipeline.models.hub import _hub_answers
 
-    base_files._hub_answers.cache_clear()
+    _hub_answers.cache_clear()
     registry.fetch(registry.pin("org/mine", ""), "")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    base_files._hub_answers.cache_clear()
+    _hub_answers.cache_clear()
     assert host(storage, "policy=org/mine", "reward=null").work.inputs == {
         "policy": f"hf://org/mine@{commit}"
     }

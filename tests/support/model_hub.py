@@ -274,7 +274,7 @@ def connected(cache):
     import huggingface_hub.hf_api
     from huggingface_hub import constants
 
-    from pipeline.models import base_files
+    from pipeline.models.hub import _hub_answers
 
     with serve() as hub, pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", hub.address)
@@ -287,6 +287,6 @@ def connected(cache):
         patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.delenv("HF_TOKEN", raising=False)
-        base_files._hub_answers.cache_clear()
+        _hub_answers.cache_clear()
         yield hub
-    base_files._hub_answers.cache_clear()
+    _hub_answers.cache_clear()

@@ -90,6 +90,11 @@ def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
     return shared
 
 
+def values(shared, role, ids):
+    """(B, T) output of the role's head at every position of `ids` (B, T), padded on the right."""
+    return shared.head(role, shared.hidden(role, ids))
+
+
 def prompts(count=32, seed=1):
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(4, VOCAB, (3 + i % 5,), generator=generator).tolist() for i in range(count)]

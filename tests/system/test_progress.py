@@ -90,7 +90,7 @@ DOWNLOAD = """
 from huggingface_hub import constants
 from pipeline.config import load_job
 from pipeline.models.base import load_base
-from pipeline.models.base_files import announcement
+from pipeline.models.hub import announcement
 from pipeline.system import progress
 progress.EVERY, constants.DOWNLOAD_CHUNK_SIZE = 0.1, 100_000
 job = load_job("jobs/demo/sft.yaml", ["model.name_or_path=org/model"], "sft")

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import errors
 
 from pipeline.errors import InputError
-from pipeline.models import base_files
+from pipeline.models import hub
 
 
 def answer(status: int):
@@ -16,8 +16,11 @@ def answer(status: int):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (lambda: errors.GatedRepoError("gated", response=answer(401)), "no valid HF_TOKEN is set"),
-        (lambda: errors.GatedRepoError("gated", response=answer(403)), "accept its licence"),
+        (
+            lambda: errors.GatedRepoError("gated", response=answer(401)),
+            r"is gated \(HTTP 401\); accept its license",
+        ),
+        (lambda: errors.GatedRepoError("gated", response=answer(403)), r"is gated \(HTTP 403\)"),
         (
             lambda: errors.RepositoryNotFoundError("none", response=answer(404)),
             "neither a folder here nor a model on the hub",
@@ -32,6 +35,6 @@ def test_hub_errors_say_what_to_do(monkeypatch, error, message):
         raise error()
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    monkeypatch.setattr(base_files, "_hub_answers", lambda: True)
+    monkeypatch.setattr(hub, "_hub_answers", lambda: True)
     with pytest.raises(InputError, match=message):
-        base_files.base_config("owner/model", "v1")
+        hub.base_config("owner/model", "v1")

@@ -1,0 +1,218 @@
+"""Checks a base's weights, its config.json, `lora` settings and adapters against each other, before a run starts.
+
+    base = check_base(job.model)   # its files are complete and of the sizes that its config.json states
+    check_lora(base, job.lora)     # the settings of a new adapter match modules of the base
+
+Everything is read from the headers of the safetensors files, in milliseconds and for any architecture. Deeper contradictions
+are found when a worker loads the model: transformers, peft and `base.check_loaded` then reject them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import InputError, about, in_brief
+from pipeline.models.adapter_files import HEAD_NAMES
+from pipeline.models.hub import KEY, base_config, base_file, base_json, local, weight_files
+from pipeline.models.weights import INDEX, SINGLE, Stored, stored_by_index, stored_in
+
+if TYPE_CHECKING:
+    from pipeline.config import Model
+
+LAYER = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")  # of a language model
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight", "gpt_neox.embed_in.weight")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base as its files describe it."""
+
+    model: Model
+    config: dict[str, Any]
+    tensors: dict[str, Stored]  # empty if its weights are not local, or not safetensors
+
+    @property
+    def plain_names(self) -> bool:
+        """False if transformers may rename or repack the tensors as it loads them."""
+        special = self.config.get("quantization_config") or self.config.get("text_config")
+        return not (
+            special or self.model.trust_remote_code or any(".experts." in name for name in self.tensors)
+        )
+
+    def weight_shape(self, module: str) -> tuple[int, ...] | None:
+        """Returns the shape of a module's weight, or None if the files have no such name."""
+        # Some files of GPT-2 lack the `transformer.` before each name.
+        names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
+        stored = next((self.tensors[name] for name in names if name in self.tensors), None)
+        return stored.shape if stored and self.plain_names else None
+
+
+def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: bool = True) -> Base:
+    """Checks the files of a base.
+
+    Args:
+        scorer: whether it is a reward model, with a scalar head.
+        gpu: whether the run uses GPUs, which this process may lack.
+        weights: whether to check its weights, or config.json alone.
+
+    Raises:
+        InputError: with the file, tensor or key that is wrong.
+    """
+    config = base_config(model.name_or_path, model.revision)
+    if model.attn_implementation not in (None, "eager", "sdpa"):
+        _check_attention(model, scorer, gpu)
+    tensors = check_weights(model) if weights else {}
+    heads = [tensor for name, tensor in tensors.items() if name.startswith(HEAD_NAMES)]
+    if scorer and tensors and not any(head.shape[:1] == (1,) for head in heads):
+        raise InputError(  # transformers would make one of random numbers
+            f"the weight files of {model.name_or_path!r} have no head of one score, such as score.weight of shape (1, hidden size); "
+            "use the folder of a trained reward model",
+            KEY,
+        )
+    return Base(model, config, tensors)
+
+
+def check_weights(model: Model) -> dict[str, Stored]:
+    """Returns {name: dtype and shape} of a base's tensors, from the headers of its files.
+
+    The result is empty for pickles, and for weights on the hub that are split into several files.
+
+    Raises:
+        InputError: if a file is damaged or missing, the weights are pickles without `allow_pickle`, or config.json states
+            other sizes.
+    """
+    name, revision = model.name_or_path, model.revision
+    single = base_file(name, SINGLE, revision)
+    index = None if single else base_json(name, INDEX, revision)
+    if single is None and index is None:
+        _check_pickles(model)
+        return {}
+    tensors, file_of = dict[str, Stored](), (index or {}).get("weight_map", {})
+    with about(KEY):
+        if single is not None:
+            tensors = stored_in(single)
+        elif os.path.isdir(local(name)):
+            tensors = stored_by_index(local(name), file_of)
+    _check_sizes(Base(model, base_config(name, revision), tensors), list(tensors or file_of))
+    return tensors
+
+
+def _check_pickles(model: Model) -> None:
+    """Raises InputError if a base has no weights under their usual names, or pickled ones without `allow_pickle`."""
+    name, folder = model.name_or_path, local(model.name_or_path)
+    files = weight_files(folder) if os.path.isdir(folder) else []
+    if os.path.isdir(folder) and not files:
+        raise InputError(f"{name!r} holds no weights; expected *.safetensors in it", KEY)
+    if files and files[0].suffix == ".safetensors":
+        raise InputError(
+            f"{name!r} holds {files[0].name}, but neither {SINGLE} nor {INDEX}; fetch or save the model again",
+            KEY,
+        )
+    if not model.allow_pickle:
+        raise InputError(
+            f"{name!r} has pickled weights only (pytorch_model.bin), which can run any code when loaded; convert them to "
+            "safetensors, or, if you trust them, set model.allow_pickle=true",
+            KEY,
+        )
+
+
+def _check_sizes(base: Base, names: list[str]) -> None:
+    """Compares the number of layers and the embedding with config.json: transformers drops the layers that it does not build.
+
+    Args:
+        names: of all tensors.
+    """
+    config, where = base.config, f"the weight files of {base.model.name_or_path!r}"
+    if not base.plain_names:
+        return
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    found = max((int(match[1]) + 1 for name in names if (match := LAYER.match(name))), default=0)
+    # Layers that predict further tokens (DeepSeek-V3) follow the others; transformers leaves them out.
+    most = (layers or 0) + (config.get("num_nextn_predict_layers") or 0)
+    if found and layers is not None and not layers <= found <= most:
+        raise InputError(
+            f"{where} have {found} layers, and config.json promises {layers}; fetch or save the model again",
+            KEY,
+        )
+    promised = (config.get("vocab_size"), config.get("hidden_size", config.get("n_embd")))
+    for name in EMBEDDINGS:
+        if name in base.tensors and None not in promised and base.tensors[name].shape != promised:
+            raise InputError(
+                f"{where}: {name!r} has shape {base.tensors[name].shape} and config.json promises {promised}; "
+                "fetch or save the model again",
+                KEY,
+            )
+
+
+def _check_attention(model: Model, scorer: bool, gpu: bool) -> None:
+    """Raises InputError if `model.attn_implementation` is unknown, not for this architecture, or its package is missing."""
+    import importlib.util
+
+    import torch
+
+    from pipeline.models.base import architecture
+
+    attention = model.attn_implementation
+    config, auto = architecture(model, scorer)
+    try:
+        with torch.device("meta"):
+            auto.from_config(config, attn_implementation=attention)
+        if attention == "flex_attention" and not gpu:
+            raise ValueError("it has no backward on a CPU")
+    except Exception as error:  # the hub, kernels and each package raise types of their own
+        if importlib.util.find_spec("flash_attn") and gpu and not torch.cuda.is_available():
+            return  # installed, but it needs a GPU, which the workers have and this process lacks
+        raise InputError(
+            f"{attention!r} cannot be used with {config.model_type} here ({in_brief(error)}); remove the key, or set "
+            "model.attn_implementation=sdpa (or eager)",
+            key="model.attn_implementation",
+        ) from error
+
+
+def check_lora(base: Base, lora: dict[str, Any]) -> None:
+    """Checks that the names and patterns of a new adapter match modules of the base. peft ignores some that match none.
+
+    Args:
+        lora: the job's `lora` section.
+
+    Raises:
+        InputError: with the name or pattern.
+    """
+    modules = [name.removesuffix(".weight") for name, tensor in base.tensors.items() if len(tensor.shape) > 1]
+    modules = [name for name in modules if not name.startswith(HEAD_NAMES)]
+    if not base.plain_names or not modules:
+        return
+    modules.append("lm_head")  # without a tensor, if it is tied to the embedding
+    endings = list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        given = lora.get(key)
+        for name in [given] if isinstance(given, str) else given or ():
+            if name == "all-linear":
+                continue
+            # peft matches a list by the end of the names, and patterns as regular expressions.
+            listed = isinstance(given, list)
+            pattern = name if isinstance(given, str) else rf"(.*\.)?({name})"
+            try:
+                matches = (
+                    name.rpartition(".")[2] in endings
+                    if listed
+                    else any(re.fullmatch(pattern, module) for module in modules)
+                )
+            except re.error as error:
+                raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
+            if not matches:
+                raise InputError(
+                    f"{name!r} matches no module of this base; expected "
+                    + "all-linear, or " * (key == "target_modules")
+                    + f"some of {', '.join(endings)}",
+                    f"lora.{key}",
+                )
+    layers, count = lora.get("layers_to_transform"), base.config.get("num_hidden_layers")
+    for layer in [layers] if isinstance(layers, int) else layers or ():
+        if count is not None and not 0 <= layer < count:
+            raise InputError(
+                f"found {layer}, but this base has the layers 0 to {count - 1}", "lora.layers_to_transform"
+            )
