@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import reference
 import yaml
 from running import ROOT
 from sockets import on_loopback, sockets
@@ -112,6 +113,11 @@ def test_every_file_of_the_tree_exists():
     known = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     missing = [name for name in named if name not in known]
     assert not missing
+
+
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_a_generated_page_is_up_to_date(page):
+    assert PAGES[page] == reference.PAGES[page](), "run `.venv/bin/python docs/reference.py`"
 
 
 @pytest.mark.parametrize("page", TEXTS)

@@ -1,0 +1,143 @@
+"""Writes docs/configuration.md and docs/cli.md from the schema of job files, the parser and the Makefile.
+
+    .venv/bin/python docs/reference.py
+
+tests/test_readme.py checks that both pages are up to date.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.__main__ import EXAMPLES, parser
+from pipeline.commands import SUMMARIES
+from pipeline.config import schema
+from pipeline.config.stages import STAGE
+from pipeline.errors import show
+
+DOCS = Path(__file__).parent
+TRL = [stage for stage, facts in STAGE.items() if facts.trainer.startswith("trl.")]
+CONFIGURATION = """\
+# Configuration: every key of a job file
+
+Made by `docs/reference.py` from [schema.json](../pipeline/config/schema.json). `rlhf help KEY`
+prints the same for one key. The first line of a job file lets an editor complete and check keys.
+
+A job file names its `stage` and has a `gate` and the sections below. On the command line, set a key
+with `section.key=value` or `--section.key value`. Values are YAML. A key that is not listed is an
+error, and the message names the nearest one.
+"""
+CLI = """\
+# Command line
+
+Made by `docs/reference.py` from the parser and the Makefile. `rlhf` and `python -m pipeline` are
+the same command. In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`. All
+subcommands have the same [exit statuses](runs.md#exit-statuses).
+"""
+
+
+def configuration() -> str:
+    """Returns the page about the keys of job files."""
+    pages = [CONFIGURATION]
+    for title, dotted, intro in (
+        ("Top level", "pipeline.config.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
+        ("model", "pipeline.config.Model", "The frozen base model."),
+        ("data", "pipeline.config.Data", "Rows: see [data.md](data.md)."),
+        ("An entry of data.train, data.eval or data.pairs", "pipeline.config.sources.Source", "A path, or a mapping:"),
+        ("lora", schema.LIBRARIES["lora"], "Keys of peft's `LoraConfig`."),
+        ("scaling", schema.LIBRARIES["scaling"], "Ray Train's `ScalingConfig`. With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
+        ("run", "pipeline.config.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
+        ("mlflow", "pipeline.config.MLflow", "Tracking and registration."),
+        ("rollout", schema.class_of("rollout", "ppo"), "Who samples: see [rollouts.md](rollouts.md)."),
+        ("serve", "pipeline.config.Serve", "The endpoint: see [serving.md](serving.md)."),
+        ("sweep", "pipeline.sweep.space.Settings", "Of the subcommand `sweep`: see [training.md](training.md#sweeps)."),
+        ("iterate", "pipeline.iteration.plan.Settings", "Of `stage: iterate`: see [loop.md](loop.md)."),
+    ):  # fmt: skip
+        sections = {"policy", "baseline", "reference", "reward", "judge"} if title == "Top level" else None
+        known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
+        pages.append(table(f"## {title}", known, intro))
+    trainers = {STAGE[stage].trainer: stage for stage in STAGE if stage not in TRL}
+    for dotted in trainers:
+        stages = [stage for stage in STAGE if STAGE[stage].trainer == dotted]
+        pages.append(table(f"## trainer of {', '.join(stages)}", schema.keys(dotted), ""))
+    keys = [schema.keys(STAGE[stage].trainer) for stage in TRL]
+    shared = {key: one for key, one in keys[0].items() if all(other.get(key) == one for other in keys[1:])}
+    intro = "Keys of TRL's and transformers' configurations that are the same in all of these stages."
+    pages.append(table(f"## trainer of {', '.join(TRL)}", shared, intro))
+    for stage, own in zip(TRL, keys, strict=True):
+        name = STAGE[stage].trainer.rpartition(".")[2]
+        rest = {key: one for key, one in own.items() if key not in shared}
+        pages.append(
+            table(f"## trainer of {stage} alone", rest, f"Further keys of TRL's `{name}`, or other defaults.")
+        )
+    return "\n".join(pages)
+
+
+def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str) -> str:
+    """Returns a section with a row for each key that a job may have."""
+    rows = [
+        (
+            f"`{key}`",
+            schema.expected(one) + (f", {outside}" if (outside := range_of(one)) else ""),
+            "required" if one.get("needed") else f"`{show(one.get('default'))}`",
+            meaning(one.get("description", "")),
+        )
+        for key, one in keys.items()
+        if "not" not in one
+    ]
+    return "\n".join(
+        [
+            title,
+            "",
+            *([intro, ""] if intro else []),
+            *markdown(("key", "type", "default", "meaning"), rows),
+            "",
+        ]
+    )
+
+
+def range_of(one: Mapping[str, Any]) -> str:
+    return schema.outside(float("nan"), one["range"]) or "" if "range" in one else ""
+
+
+def meaning(text: str) -> str:
+    """Returns the first sentence of a description, or several short ones, with YAML's word for None."""
+    text = re.sub(r"\bNone\b", "null", " ".join(text.split()))
+    ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)[.](?= [A-Z`(])", text)] + [len(text)]
+    return text[: max([end for end in ends if end <= 160], default=ends[0])]
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """Returns the lines of a table."""
+    head = list(head)
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)]
+
+
+def cli() -> str:
+    """Returns the page about subcommands and make targets."""
+    top = parser()
+    (subparsers,) = [action for action in top._actions if action.dest == "verb"]
+    rows = []
+    for name, sub in subparsers.choices.items():  # type: ignore[union-attr, attr-defined]
+        arguments = [str(action.metavar) for action in sub._actions if action.dest in ("job", "overrides")]
+        rows.append((f"`{name}`", " ".join(f"`{one}`" for one in arguments), SUMMARIES[name]))
+    targets: list[str] = []
+    for line in (DOCS.parent / "Makefile").read_text().splitlines():
+        if title := re.match(r"##@ (.*)", line):
+            targets += ["", f"### {title[1]}", "", *markdown(("target", "what it does"), [])]
+        elif targets and (target := re.match(r"([a-z-]+):.*## (.*)", line)):
+            targets += markdown((f"`make {target[1]}`", target[2]), [])[:1]
+    lines = [CLI, "## Subcommands", "", *markdown(("subcommand", "arguments", "what it does"), rows), ""]
+    lines += ["## Examples", "", "```text", *EXAMPLES.splitlines()[1:], "```", ""]
+    lines += ["## Targets of make", "", "`make help` prints the same.", *targets, ""]
+    return "\n".join(lines)
+
+
+PAGES = {"configuration.md": configuration, "cli.md": cli}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+        print(f"wrote docs/{name}")
