@@ -34,7 +34,7 @@ from pipeline.data.tasks import checked, held_out
 from pipeline.data.values import some
 from pipeline.errors import InputError
 from pipeline.models.base import context_length
-from pipeline.models.base_files import base_config
+from pipeline.models.hub import base_config
 from pipeline.models.template import text_as_chat
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
