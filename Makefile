@@ -52,7 +52,7 @@ $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
 .PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep iterate validate plan doctor generate collect score serve export \
-        up status dashboard jobs logs stop down notebook test test-all lint format bench chaos museum gpu
+        up status dashboard jobs logs stop down notebook test test-all lint format bench chaos seeded-faults gpu
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -150,8 +150,8 @@ bench: setup .bench/trl ## speed and memory compared with TRL: ARGS="ppo --size 
 	@$(PY) tests/bench $(ARGS)
 chaos: setup ## kill workers, drivers, nodes; runs must end with equal numbers
 	@$(PY) tests/chaos $(ARGS)
-museum: $(VENV)/.dev ## plant known bugs one at a time; the self-checks must name them
-	@$(PY) tests/museum $(ARGS)
+seeded-faults: $(VENV)/.dev ## plant known bugs one at a time; the self-checks must name them
+	@$(PY) tests/seeded_faults $(ARGS)
 # Without `setup`: a machine with a GPU often has an environment with torch, and needs no other.
 gpu: ## check and measure one GPU (docs/gpu.md); SMALL=1: on a CPU
 	@PYTHONPATH=. $(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) -m tests.gpu $(ARGS)

@@ -1,6 +1,6 @@
-"""Known bugs, each planted by a patch of a few lines: its name, the run that has it, and what must be said.
+"""Known bugs, each planted by a patch of a few lines.
 
-`cause` is a regular expression that what is said must match: a message that points at the fault, not just any failure.
+`cause` is a regular expression that one of the messages must match: it points at the fault; any failure is not enough.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Patch = Any  # pytest's MonkeyPatch
 
 
 @dataclass(frozen=True)
-class Exhibit:
+class Fault:
     name: str
-    scene: str  # of scenes.py: ppo, pair (ppo on two workers), sft, rm, dpo, kto
+    run: str  # of faulty_runs.py: ppo, pair (ppo on two workers), sft, rm, dpo, kto
     plant: Callable[[Patch], None]
     cause: str
     settings: Sequence[str] = ()
     unnamed: str = ""  # the reason, where nothing can name it
 
 
-EXHIBITS: list[Exhibit] = []
+FAULTS: list[Fault] = []
 
 
-def exhibit(name: str, scene: str, cause: str, *settings: str, unnamed: str = "") -> Callable:
+def fault(name: str, run: str, cause: str, *settings: str, unnamed: str = "") -> Callable:
     def add(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        EXHIBITS.append(Exhibit(name, scene, plant, cause, settings, unnamed))
+        FAULTS.append(Fault(name, run, plant, cause, settings, unnamed))
         return plant
 
     return add
@@ -58,7 +58,7 @@ def wrapped(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> 
 # ------------------------------------------------------------------------------------------------ roles, adapters
 
 
-@exhibit("the reference is the bare base", "ppo", "KL to the reference is 0.*copy of the reference")
+@fault("the reference is the bare base", "ppo", "KL to the reference is 0.*copy of the reference")
 def _(patch):
     def add(original, worker, shared, args):
         shared.add("policy", folder=worker.input("policy"), trainable=True)
@@ -66,7 +66,7 @@ def _(patch):
     wrapped(patch, roles, "add_policy", add)
 
 
-@exhibit("the reference is another adapter", "ppo", "KL to the reference is 0.*copy of the reference")
+@fault("the reference is another adapter", "ppo", "KL to the reference is 0.*copy of the reference")
 def _(patch):
     def add(original, worker, shared, args):
         shared.add("policy", folder=worker.input("policy"), trainable=True)
@@ -76,12 +76,12 @@ def _(patch):
     wrapped(patch, roles, "add_policy", add)
 
 
-@exhibit("the adapter is not switched", "ppo", "as when it was trained.*another|policy writes as when")
+@fault("the adapter is not switched", "ppo", "as when it was trained.*another|policy writes as when")
 def _(patch):
     patch.setattr(SharedBase, "_switch", lambda self, role: setattr(self, "_role", role))
 
 
-@exhibit("adapters are off outside of training", "ppo", "policy writes as when it was trained")
+@fault("adapters are off outside of training", "ppo", "policy writes as when it was trained")
 def _(patch):
     original = SharedBase._switch
     patch.setattr(
@@ -89,7 +89,7 @@ def _(patch):
     )
 
 
-@exhibit("LoRA's scaling is lost on loading", "ppo", r"as when it was trained.*scaling")
+@fault("LoRA's scaling is lost on loading", "ppo", r"as when it was trained.*scaling")
 def _(patch):
     from pipeline.models import adapters
 
@@ -101,7 +101,7 @@ def _(patch):
     wrapped(patch, adapters, "_read_config", config)
 
 
-@exhibit("an adapter is loaded onto another base", "ppo", r"as when it was trained.*[Aa]nother base")
+@fault("an adapter is loaded onto another base", "ppo", r"as when it was trained.*[Aa]nother base")
 def _(patch):
     def load(original, *args, **keys):
         model = original(*args, **keys)
@@ -112,7 +112,7 @@ def _(patch):
     wrapped(patch, base, "load_base", load)
 
 
-@exhibit(
+@fault(
     "the reward's head is lost on loading", "ppo", "reward is the adapter of its file|reward scores as when"
 )
 def _(patch):
@@ -124,7 +124,7 @@ def _(patch):
     wrapped(patch, SharedBase, "load", load)
 
 
-@exhibit("the critic's head is frozen", "ppo", "only adapters and heads learn.*that should not|only one side")
+@fault("the critic's head is frozen", "ppo", "only adapters and heads learn.*that should not|only one side")
 def _(patch):
     def trainable(original, self, role, on):
         original(self, role, on)
@@ -134,7 +134,7 @@ def _(patch):
     wrapped(patch, SharedBase, "set_trainable", trainable)
 
 
-@exhibit("heads are rounded to bf16", "ppo", "reward is the adapter of its file")
+@fault("heads are rounded to bf16", "ppo", "reward is the adapter of its file")
 def _(patch):
     def add(original, self, role, **keys):
         original(self, role, **keys)
@@ -144,7 +144,7 @@ def _(patch):
     wrapped(patch, SharedBase, "add", add)
 
 
-@exhibit("adapters are bf16", "ppo", "only adapters and heads learn.*are not fp32")
+@fault("adapters are bf16", "ppo", "only adapters and heads learn.*are not fp32")
 def _(patch):
     def add(original, self, role, **keys):
         original(self, role, **keys)
@@ -156,7 +156,7 @@ def _(patch):
     wrapped(patch, SharedBase, "add", add)
 
 
-@exhibit("the base learns, too", "ppo", "only adapters and heads learn.*that should not")
+@fault("the base learns, too", "ppo", "only adapters and heads learn.*that should not")
 def _(patch):
     def init(original, self, *args, **keys):
         original(self, *args, **keys)
@@ -165,7 +165,7 @@ def _(patch):
     wrapped(patch, ppo.PPOTrainer, "__init__", init)
 
 
-@exhibit(
+@fault(
     "the optimizer lost the policy's parameters",
     "ppo",
     r"[1-9]\d* are on one side only of optimizer|not the optimizer's",
@@ -179,7 +179,7 @@ def _(patch):
     wrapped(patch, ppo.PPOTrainer, "__init__", init)
 
 
-@exhibit("dropout is on while the policy learns", "ppo", "dropout")
+@fault("dropout is on while the policy learns", "ppo", "dropout")
 def _(patch):
     def body(original, self, **inputs):
         learning = torch.is_grad_enabled()
@@ -193,7 +193,7 @@ def _(patch):
     wrapped(patch, SharedBase, "body", body)
 
 
-@exhibit(
+@fault(
     "a checkpointed layer is recomputed with another role",
     "ppo",
     "checkpointed gradients are the plain ones",
@@ -209,17 +209,17 @@ def _(patch):
 # ---------------------------------------------------------------------------------------- prompts, ends of text
 
 
-@exhibit("prompts begin with two begin tokens", "ppo", "begin with BOS twice")
+@fault("prompts begin with two begin tokens", "ppo", "begin with BOS twice")
 def _(patch):
     wrapped(patch, encode.Encoder, "one_bos", lambda original, self, ids: [self.bos, *original(self, ids)])
 
 
-@exhibit("prompts lack the generation prompt", "ppo", "generation prompt")
+@fault("prompts lack the generation prompt", "ppo", "generation prompt")
 def _(patch):
     wrapped(patch, ChatTemplate, "render", lambda original, self, turns, asks: original(self, turns, False))
 
 
-@exhibit("the end token is outside the mask", "ppo", "end token is inside the mask")
+@fault("the end token is outside the mask", "ppo", "end token is inside the mask")
 def _(patch):
     def collate(original, *args):
         episodes = original(*args)
@@ -231,7 +231,7 @@ def _(patch):
         wrapped(patch, owner, "collate", collate)
 
 
-@exhibit(
+@fault(
     "sampling stops on one of two end tokens",
     "ppo",
     "sampling goes on after",
@@ -245,7 +245,7 @@ def _(patch):
     patch.setattr(engine.Sampling, "of", staticmethod(lambda *args: of(original, *args)))
 
 
-@exhibit("no token ends a completion", "ppo", "sampling goes on after")
+@fault("no token ends a completion", "ppo", "sampling goes on after")
 def _(patch):
     original = engine.Sampling.of
     patch.setattr(engine.Sampling, "of", staticmethod(lambda *args: replace(original(*args), eos=())))
@@ -254,7 +254,7 @@ def _(patch):
 # -------------------------------------------------------------------------------------------------- the sampler
 
 
-@exhibit("the sampler has no temperature", "ppo", "sampler and trainer agree", "trainer.temperature=0.7")
+@fault("the sampler has no temperature", "ppo", "sampler and trainer agree", "trainer.temperature=0.7")
 def _(patch):
     wrapped(
         patch,
@@ -273,7 +273,7 @@ def nucleus(logits: torch.Tensor, p: float) -> torch.Tensor:
 MANY = ("trainer.batch_size=256", "trainer.total_episodes=256", "trainer.per_device_train_batch_size=256")
 
 
-@exhibit("top-p is on, log-probs are of the whole distribution", "ppo", "whole distribution.*top-p", *MANY)
+@fault("top-p is on, log-probs are of the whole distribution", "ppo", "whole distribution.*top-p", *MANY)
 def _(patch):
     def sample(original, logits, noise, temperature, barred=()):
         token, _ = original(nucleus(logits, 0.8), noise, temperature, barred)
@@ -282,7 +282,7 @@ def _(patch):
     wrapped(patch, engine, "sample", sample)
 
 
-@exhibit("top-p is on, log-probs are of what it leaves", "ppo", "sampler and trainer agree")
+@fault("top-p is on, log-probs are of what it leaves", "ppo", "sampler and trainer agree")
 def _(patch):
     wrapped(
         patch,
@@ -292,7 +292,7 @@ def _(patch):
     )
 
 
-@exhibit("completions are greedy", "ppo", "whole distribution.*top-p")
+@fault("completions are greedy", "ppo", "whole distribution.*top-p")
 def _(patch):
     def sample(original, logits, noise, temperature, barred=()):
         token = logits.argmax(-1)
@@ -301,7 +301,7 @@ def _(patch):
     wrapped(patch, engine, "sample", sample)
 
 
-@exhibit(
+@fault(
     "a prompt's completions share their random numbers",
     "ppo",
     "completions of each prompt are the same",
@@ -316,7 +316,7 @@ def _(patch):
     )
 
 
-@exhibit("the sampler keeps the first policy", "ppo", "the sampler follows the policy")
+@fault("the sampler keeps the first policy", "ppo", "the sampler follows the policy")
 def _(patch):
     def init(original, self, *args, **keys):
         original(self, *args, **keys)
@@ -325,7 +325,7 @@ def _(patch):
     wrapped(patch, sampler.Sampler, "__init__", init)
 
 
-@exhibit("the sampler attends to padding", "ppo", "sampler and trainer agree")
+@fault("the sampler attends to padding", "ppo", "sampler and trainer agree")
 def _(patch):
     def pad_left(original, rows, pad, device):
         ids, mask = original(rows, pad, device)
@@ -335,7 +335,7 @@ def _(patch):
     patch.setattr(engine.TransformersEngine, "_mask", lambda *_: None)
 
 
-@exhibit(
+@fault(
     "the minimum length holds in sampling only",
     "ppo",
     "sampler and trainer agree|minimum length",
@@ -351,7 +351,7 @@ def _(patch):
 # -------------------------------------------------------------------------------------- log-probs, values, scores
 
 
-@exhibit("log-probs are read one place late", "ppo", "log-probs are those of the model's own forward")
+@fault("log-probs are read one place late", "ppo", "log-probs are those of the model's own forward")
 def _(patch):
     def states(original, shared, role, part, **keys):
         found = original(shared, role, part, **keys)
@@ -368,8 +368,8 @@ def values_late(patch):
     wrapped(patch, ppo.PPOTrainer, "values", values)
 
 
-exhibit("values are read after the action", "ppo", "values are read before each action")(values_late)
-exhibit(
+fault("values are read after the action", "ppo", "values are read before each action")(values_late)
+fault(
     "a head's values are read after the action",
     "ppo",
     "values are read before each action",
@@ -377,7 +377,7 @@ exhibit(
 )(values_late)
 
 
-@exhibit("the critic reads the bare base", "ppo", "values are read before each action", "trainer.critic=head")
+@fault("the critic reads the bare base", "ppo", "values are read before each action", "trainer.critic=head")
 def _(patch):
     def values(original, self, part, states=None):
         return original(self, part, self.states(None, part))
@@ -385,7 +385,7 @@ def _(patch):
     wrapped(patch, ppo.PPOTrainer, "values", values)
 
 
-@exhibit(
+@fault(
     "completions in one row see each other", "ppo", "sampler and trainer agree", "trainer.num_generations=8"
 )
 def _(patch):
@@ -396,7 +396,7 @@ def _(patch):
     wrapped(patch, forward, "packed", packed)
 
 
-@exhibit(
+@fault(
     "positions go on from completion to completion",
     "ppo",
     "sampler and trainer agree",
@@ -421,19 +421,17 @@ def scored(patch, change):
     wrapped(patch, rewards, "collate", collate)
 
 
-@exhibit("the reward is read at the end of the padding", "ppo", "last token of the completion")
+@fault("the reward is read at the end of the padding", "ppo", "last token of the completion")
 def _(patch):
     scored(patch, lambda tokens, longest: tokens + [0] * (longest - len(tokens)))
 
 
-@exhibit(
-    "the reward is read before the end token", "ppo", "last token of the completion|reward scores as when"
-)
+@fault("the reward is read before the end token", "ppo", "last token of the completion|reward scores as when")
 def _(patch):
     scored(patch, lambda tokens, longest: tokens[:-1])
 
 
-@exhibit("rewards are not normalised as the reward model says", "ppo", "last token of the completion")
+@fault("rewards are not normalised as the reward model says", "ppo", "last token of the completion")
 def _(patch):
     wrapped(
         patch,
@@ -446,7 +444,7 @@ def _(patch):
 # ------------------------------------------------------------------------------------------- rewards, advantages
 
 
-@exhibit("the score is paid one place early", "ppo", "score is paid once|where the score is paid")
+@fault("the score is paid one place early", "ppo", "score is paid once|where the score is paid")
 def _(patch):
     def token_rewards(original, scores, kl, mask, coefficient):
         plain = original(torch.zeros_like(scores), kl, mask, coefficient)
@@ -455,7 +453,7 @@ def _(patch):
     wrapped(patch, losses, "token_rewards", token_rewards)
 
 
-@exhibit("the score is paid on every token", "ppo", "score is paid once|where the score is paid")
+@fault("the score is paid on every token", "ppo", "score is paid once|where the score is paid")
 def _(patch):
     wrapped(
         patch,
@@ -465,17 +463,17 @@ def _(patch):
     )
 
 
-@exhibit("the KL is rewarded instead of paid for", "ppo", "KL's sign")
+@fault("the KL is rewarded instead of paid for", "ppo", "KL's sign")
 def _(patch):
     wrapped(patch, losses, "kl_estimate", lambda original, a, b, estimator: original(b, a, estimator))
 
 
-@exhibit("the KL is paid for twice", "ppo", "KL's sign or coefficient")
+@fault("the KL is paid for twice", "ppo", "KL's sign or coefficient")
 def _(patch):
     wrapped(patch, losses, "token_rewards", lambda original, s, kl, mask, c: original(s, kl, mask, 2 * c))
 
 
-@exhibit("GAE runs over the padding", "ppo", "advantages of .* differ")
+@fault("GAE runs over the padding", "ppo", "advantages of .* differ")
 def _(patch):
     wrapped(
         patch,
@@ -487,7 +485,7 @@ def _(patch):
     )
 
 
-@exhibit("GAE ignores lambda", "ppo", "advantages of .* differ")
+@fault("GAE ignores lambda", "ppo", "advantages of .* differ")
 def _(patch):
     wrapped(
         patch,
@@ -497,7 +495,7 @@ def _(patch):
     )
 
 
-@exhibit("the value after the end is not 0", "ppo", "value after the end|what follows the last action")
+@fault("the value after the end is not 0", "ppo", "value after the end|what follows the last action")
 def _(patch):
     wrapped(
         patch,
@@ -507,7 +505,7 @@ def _(patch):
     )
 
 
-@exhibit("rewards lose their mean in whitening", "ppo", "token rewards of", "trainer.whiten_rewards=true")
+@fault("rewards lose their mean in whitening", "ppo", "token rewards of", "trainer.whiten_rewards=true")
 def _(patch):
     wrapped(
         patch,
@@ -517,7 +515,7 @@ def _(patch):
     )
 
 
-@exhibit(
+@fault(
     "rloo's baseline contains the completion itself",
     "ppo",
     "advantages of .* differ",
@@ -528,7 +526,7 @@ def _(patch):
     wrapped(patch, losses, "estimate_advantages", lambda original, *args: original(*args) / 2)
 
 
-@exhibit(
+@fault(
     "groups are made of other prompts' completions",
     "ppo",
     "another prompt than the seed gives",
@@ -545,7 +543,7 @@ def _(patch):
 # ------------------------------------------------------------------------------------------------------- losses
 
 
-@exhibit("the policy loss has the wrong sign", "ppo", "sign of the policy loss")
+@fault("the policy loss has the wrong sign", "ppo", "sign of the policy loss")
 def _(patch):
     def loss(original, *args, **keys):
         found = original(*args, **keys)
@@ -554,7 +552,7 @@ def _(patch):
     wrapped(patch, losses, "policy_loss", loss)
 
 
-@exhibit("the value loss has the wrong sign", "ppo", "values move away from the returns")
+@fault("the value loss has the wrong sign", "ppo", "values move away from the returns")
 def _(patch):
     def loss(original, *args, **keys):
         found = original(*args, **keys)
@@ -563,7 +561,7 @@ def _(patch):
     wrapped(patch, losses, "value_loss", loss)
 
 
-@exhibit(
+@fault(
     "the KL in the loss has the wrong sign",
     "ppo",
     "sign of the KL in the loss",
@@ -574,7 +572,7 @@ def _(patch):
     wrapped(patch, losses, "kl_estimate", lambda original, a, b, estimator: -original(a, b, estimator))
 
 
-@exhibit("the policy's backward is forgotten", "ppo", "gradients reach the learning roles")
+@fault("the policy's backward is forgotten", "ppo", "gradients reach the learning roles")
 def _(patch):
     def objective(original, *args):
         loss, stats = original(*args)
@@ -583,7 +581,7 @@ def _(patch):
     wrapped(patch, losses, "policy_objective", objective)
 
 
-@exhibit("the saved policy lacks a layer", "ppo", "does not reload as it was|one side only")
+@fault("the saved policy lacks a layer", "ppo", "does not reload as it was|one side only")
 def _(patch):
     def tensors(original, self, role):
         found = original(self, role)
@@ -595,12 +593,12 @@ def _(patch):
 # -------------------------------------------------------------------------------------------------- two workers
 
 
-@exhibit("whitening is per worker", "pair", "whitening over other rows")
+@fault("whitening is per worker", "pair", "whitening over other rows")
 def _(patch):
     wrapped(patch, losses, "whiten", lambda original, x, mask, **keys: original(x, mask))
 
 
-@exhibit("both workers have the same episodes", "pair", "on several")
+@fault("both workers have the same episodes", "pair", "on several")
 def _(patch):
     def rollout_(original, self):
         rank, self.rank = self.rank, 0
@@ -612,7 +610,7 @@ def _(patch):
     wrapped(patch, ppo.PPOTrainer, "rollout", rollout_)
 
 
-@exhibit("gradients are not summed over the workers", "pair", "not summed over all of them")
+@fault("gradients are not summed over the workers", "pair", "not summed over all of them")
 def _(patch):
     def sync(original, self, stats, policy):
         workers, self.workers = self.workers, 1
@@ -627,7 +625,7 @@ def _(patch):
 # ----------------------------------------------------------------------------------------------- demonstrations
 
 
-@exhibit("the loss is over prompts, too", "sft", "prompt is trained")
+@fault("the loss is over prompts, too", "sft", "prompt is trained")
 def _(patch):
     wrapped(
         patch,
@@ -637,7 +635,7 @@ def _(patch):
     )
 
 
-@exhibit("the end token is not trained", "sft", "completions end with a trained EOS")
+@fault("the end token is not trained", "sft", "completions end with a trained EOS")
 def _(patch):
     wrapped(
         patch,
@@ -647,7 +645,7 @@ def _(patch):
     )
 
 
-@exhibit("rows begin with two begin tokens", "sft", "at most one BOS per row")
+@fault("rows begin with two begin tokens", "sft", "at most one BOS per row")
 def _(patch):
     def write(original, self, name, example):
         columns = example.columns
@@ -658,7 +656,7 @@ def _(patch):
     wrapped(patch, tasks.Task, "write", write)
 
 
-@exhibit("the template's header is trained", "sft", "the loss starts after the generation prompt")
+@fault("the template's header is trained", "sft", "the loss starts after the generation prompt")
 def _(patch):
     def fit(original, encoder, ids, trained):
         first = trained.index(True)
@@ -692,12 +690,12 @@ def of_collator(patch: Patch, change: Callable[[dict[str, Any]], None]) -> None:
     wrapped(patch, training, "run", run)
 
 
-@exhibit("labels are shifted twice", "sft", "labels are the rows' tokens|not the token that stands there")
+@fault("labels are shifted twice", "sft", "labels are the rows' tokens|not the token that stands there")
 def _(patch):
     of_collator(patch, lambda batch: batch.update(labels=batch["labels"].roll(-1, 1)))
 
 
-@exhibit("the collator masks the end token", "sft", "collator masks labels")
+@fault("the collator masks the end token", "sft", "collator masks labels")
 def _(patch):
     of_collator(patch, _mask_ends)
 
@@ -710,7 +708,7 @@ def _mask_ends(batch):
             row[int(trained[-1])] = -100
 
 
-@exhibit("packed rows attend to each other", "sft", "loss is that of the rows alone", "trainer.packing=true")
+@fault("packed rows attend to each other", "sft", "loss is that of the rows alone", "trainer.packing=true")
 def _(patch):
     def joined(batch):
         if "position_ids" in batch:
@@ -721,7 +719,7 @@ def _(patch):
     of_collator(patch, joined)
 
 
-@exhibit("pad is the end token", "sft", "the pad token is no EOS token")
+@fault("pad is the end token", "sft", "the pad token is no EOS token")
 def _(patch):
     import alone
 
@@ -733,7 +731,7 @@ def _(patch):
     wrapped(patch, alone, "load_tokenizer", load)
 
 
-@exhibit("sft's optimizer lost the adapter", "sft", "are not in the optimizer")
+@fault("sft's optimizer lost the adapter", "sft", "are not in the optimizer")
 def _(patch):
     def run(original, worker, trainer):
         def create(*args, **keys):
@@ -765,7 +763,7 @@ def at_the_start(patch: Patch, change: Callable[[Any], None]) -> None:
     wrapped(patch, training, "run", run)
 
 
-@exhibit("sft's adapter is bf16", "sft", "are not fp32")
+@fault("sft's adapter is bf16", "sft", "are not fp32")
 def _(patch):
     def cast(trainer):
         for parameter in trainer.model.parameters():
@@ -775,7 +773,7 @@ def _(patch):
     at_the_start(patch, cast)
 
 
-@exhibit("the saved adapter has another scaling", "sft", "does not reload as it was")
+@fault("the saved adapter has another scaling", "sft", "does not reload as it was")
 def _(patch):
     def write(original, folder, config, tensors):
         changed = copy.deepcopy(config)
@@ -788,7 +786,7 @@ def _(patch):
 # -------------------------------------------------------------------------------------------------- reward models
 
 
-@exhibit("the head is frozen and random", "rm", "it is frozen, and random|of the adapter are frozen")
+@fault("the head is frozen and random", "rm", "it is frozen, and random|of the adapter are frozen")
 def _(patch):
     def run(original, worker, trainer):
         for name, parameter in trainer.model.named_parameters():
@@ -799,12 +797,12 @@ def _(patch):
     wrapped(patch, training, "run", run)
 
 
-@exhibit("the head computes in bf16", "rm", "the head computes in", "trainer.bf16=true")
+@fault("the head computes in bf16", "rm", "the head computes in", "trainer.bf16=true")
 def _(patch):
     patch.setattr(base, "fp32_head", lambda model: None)
 
 
-@exhibit("pooling stops before the end token", "rm", "scores are read at the last token")
+@fault("pooling stops before the end token", "rm", "scores are read at the last token")
 def _(patch):
     def pad(trainer):
         trainer.model.config.pad_token_id = trainer.processing_class.convert_tokens_to_ids("<|eot_id|>")
@@ -812,7 +810,7 @@ def _(patch):
     at_the_start(patch, pad)
 
 
-@exhibit("truncation makes both sides equal", "rm", "same tokens on both sides")
+@fault("truncation makes both sides equal", "rm", "same tokens on both sides")
 def _(patch):
     def write(original, self, name, example):
         for side in ("chosen_ids", "rejected_ids"):
@@ -822,7 +820,7 @@ def _(patch):
     wrapped(patch, tasks.Task, "write", write)
 
 
-@exhibit(
+@fault(
     "chosen and rejected are swapped",
     "rm",
     "",
@@ -840,7 +838,7 @@ def _(patch):
 # ------------------------------------------------------------------------------------------------------------ dpo
 
 
-@exhibit("dpo's reference is the bare base", "dpo", "policy starts as the reference")
+@fault("dpo's reference is the bare base", "dpo", "policy starts as the reference")
 def _(patch):
     def run(original, worker, trainer):
         for name, parameter in trainer.model.named_parameters():
@@ -851,12 +849,12 @@ def _(patch):
     wrapped(patch, training, "run", run)
 
 
-@exhibit("dpo's log-probs include the prompt", "dpo", "log-probs are those of the completions alone")
+@fault("dpo's log-probs include the prompt", "dpo", "log-probs are those of the completions alone")
 def _(patch):
     of_collator(patch, lambda batch: batch.update(completion_mask=batch["attention_mask"].clone()))
 
 
-@exhibit("dpo's policy is a new adapter on the bare base", "dpo", "policy is the adapter of its file")
+@fault("dpo's policy is a new adapter on the bare base", "dpo", "policy is the adapter of its file")
 def _(patch):
     def load(*args, **keys):
         model = original(*args, **keys)
@@ -869,7 +867,7 @@ def _(patch):
     patch.setattr(peft.PeftModel, "from_pretrained", load)
 
 
-@exhibit("dpo's pairs are equal", "dpo", "same tokens on both sides")
+@fault("dpo's pairs are equal", "dpo", "same tokens on both sides")
 def _(patch):
     def write(original, self, name, example):
         example.columns["rejected_ids"] = list(example.columns["chosen_ids"])
@@ -881,17 +879,17 @@ def _(patch):
 # ------------------------------------------------------------------------------------------------------------ kto
 
 
-@exhibit("kto's labels are swapped in the loss", "kto", "the loss is the paper's")
+@fault("kto's labels are swapped in the loss", "kto", "the loss is the paper's")
 def _(patch):
     of_collator(patch, lambda batch: batch.update(label=~batch["label"]))
 
 
-@exhibit("kto's loss is over the prompts, too", "kto", "the loss is the paper's")
+@fault("kto's loss is over the prompts, too", "kto", "the loss is the paper's")
 def _(patch):
     of_collator(patch, lambda batch: batch.update(completion_mask=batch["attention_mask"].clone()))
 
 
-@exhibit("kto's KL term is over the rows' own completions", "kto", "paired with their own completion")
+@fault("kto's KL term is over the rows' own completions", "kto", "paired with their own completion")
 def _(patch):
     def batches(original, self):
         for batch in original(self):
@@ -901,12 +899,12 @@ def _(patch):
     wrapped(patch, kl_pairs.PairedBatchSampler, "__iter__", batches)
 
 
-@exhibit("kto's KL term is read with other prompts", "kto", "other tokens than those of their pair")
+@fault("kto's KL term is read with other prompts", "kto", "other tokens than those of their pair")
 def _(patch):
     wrapped(patch, kl_pairs, "paired", lambda original, row, other: {**other, **original(other, row)})
 
 
-@exhibit("kto's reference is the bare base", "kto", "policy starts as the reference")
+@fault("kto's reference is the bare base", "kto", "policy starts as the reference")
 def _(patch):
     def run(original, worker, trainer):
         for name, parameter in trainer.model.named_parameters():

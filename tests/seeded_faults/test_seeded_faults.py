@@ -1,10 +1,10 @@
-"""Planted bugs are named by the self-checks, and sound runs raise no alarm. `make museum` prints all of them."""
+"""Planted bugs are named by the self-checks, and sound runs raise no alarm. `make seeded-faults` prints all of them."""
 
 import re
 
-import exhibits
+import faults
+import faulty_runs
 import pytest
-import scenes
 import toy_ppo as toy
 
 from pipeline.ppo.selfcheck import doctor
@@ -56,21 +56,21 @@ NAMED = [name for names in QUICK.values() for name in names]
 
 
 def parameters():
-    for number, exhibit in enumerate(exhibits.EXHIBITS):
-        slow = [] if exhibit.name in NAMED else [pytest.mark.slow]
-        if not exhibit.unnamed:
-            yield pytest.param(number, id=exhibit.name, marks=slow)
+    for number, fault in enumerate(faults.FAULTS):
+        slow = [] if fault.name in NAMED else [pytest.mark.slow]
+        if not fault.unnamed:
+            yield pytest.param(number, id=fault.name, marks=slow)
 
 
 @pytest.mark.parametrize("number", parameters())
 def test_a_planted_fault_is_named(number):
-    exhibit = exhibits.EXHIBITS[number]
-    said = scenes.visit(exhibit, number)
-    assert any(re.search(exhibit.cause, line, re.DOTALL) for line in said), said
+    fault = faults.FAULTS[number]
+    said = faulty_runs.visit(fault, number)
+    assert any(re.search(fault.cause, line, re.DOTALL) for line in said), said
 
 
 @pytest.mark.parametrize(
-    ("scene", "settings"),
+    ("run", "settings"),
     [
         ("sft", []),
         ("sft", ["trainer.packing=true"]),
@@ -85,11 +85,11 @@ def test_a_planted_fault_is_named(number):
     ],
     ids=str,
 )
-def test_a_sound_run_is_quiet(scene, settings):
-    if scene == "ppo":
-        assert scenes.of_ppo(*settings, inputs=scenes.adapters()) == []
+def test_a_sound_run_is_quiet(run, settings):
+    if run == "ppo":
+        assert faulty_runs.of_ppo(*settings, inputs=faulty_runs.adapters()) == []
     else:
-        assert scenes.of_stage(scene, *settings, inputs=scenes.adapters()) == []
+        assert faulty_runs.of_stage(run, *settings, inputs=faulty_runs.adapters()) == []
 
 
 @pytest.mark.slow
@@ -122,5 +122,5 @@ def test_no_architecture_and_no_variant_raises_an_alarm(kind, settings):
 
 
 def test_every_quick_exhibit_is_there():
-    assert {exhibit.name for exhibit in exhibits.EXHIBITS} >= set(NAMED)
-    assert len(exhibits.EXHIBITS) == len({exhibit.name for exhibit in exhibits.EXHIBITS}) >= 60
+    assert {fault.name for fault in faults.FAULTS} >= set(NAMED)
+    assert len(faults.FAULTS) == len({fault.name for fault in faults.FAULTS}) >= 60

@@ -1,4 +1,4 @@
-"""Runs of each kind, and what is said about them: the checks that fail, and the error that ends the run.
+"""Runs of each kind, and the messages about them: the checks that fail, and the error that ends the run.
 
 Real models, rows and trainers of the demo, in this process: `doctor`, two updates of PPO, one step of sft, rm, dpo and kto, and
 the reload of what they save. The adapters that dpo, kto and ppo start from are trained here for a few steps, once.
@@ -32,7 +32,7 @@ ONE = ["trainer.logging_steps=1", "trainer.warmup_steps=0"]
 
 @functools.cache
 def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="museum-"))
+    return Path(tempfile.mkdtemp(prefix="seeded-faults-"))
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def of_stage(stage: str, *settings: str, inputs: dict[str, str]) -> list[str]:
 
 
 def of_pair(number: int, *settings: str, inputs: dict[str, str]) -> list[str]:
-    """PPO on two workers; `number` is that of the exhibit that is planted in both, -1 for none."""
+    """PPO on two workers; `number` is that of the fault that is planted in both, -1 for none."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -75,7 +75,7 @@ def of_pair(number: int, *settings: str, inputs: dict[str, str]) -> list[str]:
 
 
 def _worker(rank, port, number, settings, inputs, results):
-    import exhibits
+    import faults
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -84,7 +84,7 @@ def _worker(rank, port, number, settings, inputs, results):
         alone.Alone.rank, alone.Alone.world = rank, 2
         worker = alone.worker("ppo", Path(results[rank]).parent, *settings, inputs=inputs)
         if number >= 0:
-            exhibits.EXHIBITS[number].plant(patch)
+            faults.FAULTS[number].plant(patch)
         ppo_stage.train(worker)
     Path(results[rank]).write_text("\0".join(said))
     os._exit(0)  # the other may wait in a collective for this one
@@ -99,13 +99,13 @@ def _heard(said: list[str]):
         said.append(f"{type(error).__name__}: {error}")
 
 
-def visit(exhibit, number: int) -> list[str]:
-    """What is said about the exhibit's run."""
+def visit(fault, number: int) -> list[str]:
+    """Returns the messages about the fault's run."""
     inputs = adapters()
-    if exhibit.scene == "pair":
-        return of_pair(number, *exhibit.settings, inputs=inputs)
+    if fault.run == "pair":
+        return of_pair(number, *fault.settings, inputs=inputs)
     with pytest.MonkeyPatch.context() as patch:
-        exhibit.plant(patch)
-        if exhibit.scene == "ppo":
-            return of_ppo(*exhibit.settings, inputs=inputs)
-        return of_stage(exhibit.scene, *exhibit.settings, inputs=inputs)
+        fault.plant(patch)
+        if fault.run == "ppo":
+            return of_ppo(*fault.settings, inputs=inputs)
+        return of_stage(fault.run, *fault.settings, inputs=inputs)
