@@ -21,7 +21,7 @@ from typing import Any
 from pipeline.commands import COMMANDS, SUMMARIES
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes
-from pipeline.system import process, signals
+from pipeline.system import process
 from pipeline.system.credentials import without_credentials
 
 # What follows a subcommand, by Command.takes: (its name in --help, its description).
@@ -126,13 +126,12 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
 
         verb, path = "rlhf", str(shipped.bring("demo"))
     if address := os.environ.get("RAY_ADDRESS"):
-        from pipeline.cloud import address as addresses
         from pipeline.cloud import submit
 
-        if verb in submit.VERBS and addresses.is_dashboard(address):
+        if verb in submit.VERBS and submit.is_dashboard(address):
             return submit.submit_and_follow(verb, path, overrides)
         if verb in submit.VERBS:
-            addresses.check(address)
+            submit.check_address(address)
     command = COMMANDS.get(verb)
     module = f"pipeline.{'stages' if verb in STAGE and STAGE[verb].runs_in == 'train' else 'commands'}.{verb}"
     if command and command.takes != "job":
@@ -141,7 +140,7 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     from pipeline.config import load_job
 
     job = load_job(path, overrides, command.stage if command else verb)
-    if address and verb in HERE and addresses.is_dashboard(address):
+    if address and verb in HERE and submit.is_dashboard(address):
         submit.check_registry(verb, job)
     importlib.import_module(module).run(job)
     return 0
@@ -168,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         return stopped("interrupted", options.verb, 130, stop)
     except SystemExit as error:
-        if signal := signals.received or signals.of_ray():
+        if signal := process.received:
             return stopped(f"terminated by {signal.name}", options.verb, 128 + signal, error)
         return failed(f"{caller(error)} called sys.exit({error.code!r}), which no run may do")
     except Exception as error:
@@ -194,7 +193,7 @@ def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
     for note in getattr(stop, "__notes__", []) if verb not in ("sweep", "iterate") else []:
         name = note if several else note.partition(".")[2]
     further = f"; the same command with {name} continues from the last checkpoint, if there is one"
-    with signals.ignored():
+    with process.signals_ignored():
         print(f"\n{how}{further if resumable else ''}", file=sys.stderr)
     return status
 

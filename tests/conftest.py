@@ -42,13 +42,11 @@ def storage(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def migrated(tmp_path_factory):
-    """An empty MLflow store to copy: to migrate one takes two seconds."""
-    from pipeline import registry
+def migrated():
+    """An empty MLflow store to copy."""
+    from pipeline.registry import store
 
-    folder = tmp_path_factory.mktemp("store")
-    registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
-    return folder / "mlflow.db"
+    return Path(store._empty_database())
 
 
 @pytest.fixture(autouse=True)

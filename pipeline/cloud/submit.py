@@ -1,37 +1,41 @@
-"""Jobs on a cluster, from outside it: with RAY_ADDRESS=http(s)://HEAD:8265 every stage is submitted instead of run here.
+"""Jobs on a cluster, from outside: with RAY_ADDRESS=http(s)://HEAD:8265 every stage is submitted instead of run here.
 
     RAY_ADDRESS=http://HEAD:8265 make sft PROFILE=llama3-8b ARGS="run.storage_path=s3://BUCKET/runs"
     python -m pipeline.cloud.submit logs|stop|jobs [NAME]        # later, from any machine
 
-Uploads the working directory (less .rayignore) and a package that is installed elsewhere, runs `python -m pipeline STAGE
-JOB` beside the head, shows its log and ends with its exit status. The job belongs to the cluster: this process, its
-connection and its machine may go away.
-Secrets are forwarded by name from the environment and never printed.
+Uploads the working directory (without what .rayignore names) and a package that is installed elsewhere, runs
+`python -m pipeline STAGE JOB` on the head, shows its log and ends with its exit status. The job belongs to the cluster: it
+continues if this process, its connection or its machine ends. Secrets are forwarded by name and never printed.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import re
 import shlex
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pipeline
 from pipeline.cloud import preflight
 from pipeline.config import Job, load_job, make
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, in_brief
+from pipeline.references import Ref
 from pipeline.runtime import driver
 from pipeline.system import process
 from pipeline.system.credentials import without_credentials
 
-# Whose run.name is the name of the submission.
+# Stages whose run.name is the name of the submission.
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
 VERBS = (*RUNS, "sweep", "iterate", "validate", "doctor", "rlhf")
-# Forwarded to the job if they are set here. Not AWS_*: nodes have a role of their own, with fewer rights than a person.
+# Forwarded to the job if they are set here. Not AWS_*: nodes have their own role, with fewer rights than a person.
 FORWARDED = (
     "HF_TOKEN",
     "HF_ENDPOINT",
@@ -54,21 +58,24 @@ CHATTY = (
     "ray.dashboard.modules.dashboard_sdk",
     "ray.dashboard.modules.job.sdk",
 )
-CONNECT_SECONDS, VERSION_SECONDS, ANSWER_SECONDS = 3, 7, 20
-GONE_SECONDS = 600  # how long a head may be silent before we stop waiting for it; the job may well go on
+CONNECT_SECONDS, VERSION_SECONDS, ANSWER_SECONDS = 3, 7, 20  # time limits of a request
+GONE_SECONDS = (
+    600  # time without an answer after which this process stops following a job, which may continue
+)
 
 
 def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
-    """Checks, submits, follows; the exit status of the job.
+    """Checks, submits and follows a job. Returns its exit status.
 
     Raises:
-        InputError: when something is wrong; nothing has been submitted then.
+        InputError: if something is wrong; then nothing was submitted.
     """
     name, jobs = load(verb, path, overrides)
     if verb in RUNS and jobs[0].run.name is None:
         overrides = [*overrides, f"run.name={name}"]
     api = Api(os.environ["RAY_ADDRESS"])
-    cluster = api.understood(lambda: preflight.look(api.get, api.address))
+    with api.first_contact():
+        cluster = preflight.look(api.get, api.address)
     if cluster.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
         os.environ["MLFLOW_TRACKING_URI"] = cluster.tracking_uri  # what a job that names no server will use
     files = preflight.upload_files()
@@ -91,24 +98,20 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
 
 
 def uploaded() -> dict[str, Any]:
-    """What Ray is to upload: the working directory and, unless that is a clone, the package as it is installed here."""
+    """Returns what Ray uploads: the working directory and, unless that is a clone, the package as it is installed here."""
     package = Path(pipeline.__file__).parent
     return {"working_dir": "."} | ({} if package.parent == Path.cwd() else {"py_modules": [str(package)]})
 
 
 def check_registry(verb: str, job: Job) -> None:
-    """Refuses a verb that runs here where its models are those of a cluster, and only this machine's registry is named.
-
-    Raises:
-        InputError: saying how to reach the cluster's.
-    """
+    """Raises InputError if a command that runs here uses registered models, and no server but this machine's is named."""
     references = (job.model.name_or_path, *job.inputs.values())
     named = job.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if named or not any(reference.startswith("models:/") for reference in references):
+    if named or not any(Ref.parse(reference).is_registered for reference in references):
         return
     raise InputError(
         f"found {os.environ['RAY_ADDRESS']}, but `{verb}` runs on this machine, and its registry has none of the cluster's "
-        "models. Leave `make ui` running in another terminal and type MLFLOW_TRACKING_URI=http://127.0.0.1:5000 "
+        "models. Leave `make ui` running in another terminal and run MLFLOW_TRACKING_URI=http://127.0.0.1:5000 "
         f"MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$(cat ~/.ray/auth_token) {make(verb, job.source)}; "
         "for models of this machine, unset RAY_ADDRESS",
         key="RAY_ADDRESS",
@@ -116,7 +119,7 @@ def check_registry(verb: str, job: Job) -> None:
 
 
 def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
-    """(name of the submission, the jobs that it will run), checked as they would be here."""
+    """Returns (name of the submission, the jobs that it will run), checked as they would be here."""
     if verb == "rlhf":
         from pipeline.commands import rlhf
 
@@ -140,18 +143,18 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
 
 
 def forwarded() -> dict[str, str]:
-    """The environment of the job: names of FORWARDED, and those that $FORWARD lists, where they are set here."""
+    """Returns the variables of FORWARDED and $FORWARD that are set here, for the environment of the job."""
     names = {*FORWARDED, *os.environ.get("FORWARD", "").replace(",", " ").split()}
     if unset := sorted(name for name in names - {*FORWARDED} if not os.environ.get(name)):
-        raise InputError(f"FORWARD: {', '.join(unset)} is not set here; export it, or take it out of FORWARD")
+        raise InputError(f"FORWARD: {', '.join(unset)} is not set here; export it, or remove it from FORWARD")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def next_attempt(api: "Api", name: str) -> tuple[str, int]:
-    """(submission id, which attempt) for a run name: Ray takes each id once, and a run may be submitted again.
+    """Returns (submission id, number of the attempt) for a run name: Ray takes each id once, and a run may be repeated.
 
     Raises:
-        InputError: when a submission of that name is still running.
+        InputError: if a submission of that name is still running.
     """
     earlier = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
     if running := [job for job in earlier if not job.status.is_terminal()]:
@@ -168,8 +171,36 @@ def next_attempt(api: "Api", name: str) -> tuple[str, int]:
 # ------------------------------------------------------------------------------------------------------ the API
 
 
+def is_dashboard(address: str) -> bool:
+    """Returns True for the address of a cluster's dashboard, which takes jobs, such as http://HEAD:8265."""
+    try:
+        parts = urlsplit(address)
+        return bool(re.fullmatch(r"https?://\S+", address) and parts.hostname and parts.port != 0)
+    except ValueError:  # a port that is no number, half of an IPv6 address
+        return False
+
+
+def check_address(address: str) -> None:
+    """Checks that a process listens at the HOST:PORT of a cluster to join: Ray itself would wait for minutes.
+
+    Raises:
+        InputError: if it does not.
+    """
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"nothing answers at {address!r} ({in_brief(error)}); expected http://HEAD:8265 to submit jobs to a cluster, auto or "
+            "HOST:6379 on one of its nodes, or nothing: unset RAY_ADDRESS",
+            key="RAY_ADDRESS",
+        ) from error
+
+
 def token() -> str | None:
-    """The cluster's token, from where Ray itself looks for it."""
+    """Returns the cluster's token, from the places where Ray looks for it."""
     if value := os.environ.get("RAY_AUTH_TOKEN"):
         return value.strip()
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
@@ -177,67 +208,53 @@ def token() -> str | None:
 
 
 class Api:
-    """The head's Jobs API; a wrong address or token raises an InputError that says what to do."""
+    """The head's Jobs API."""
 
     def __init__(self, address: str):
         self.address = address.rstrip("/")
         secret = token()
         self.headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-        self.has_token = bool(secret)
 
-    def get(self, path: str) -> Any:
-        """Parsed JSON of an authorised GET.
+    @contextlib.contextmanager
+    def first_contact(self) -> Iterator[None]:
+        """A block whose requests raise InputError for a wrong address or token.
 
-        Raises:
-            InputError: when nobody answers, the token is refused, or it is no Ray that answers.
+        It must end before anything is submitted: any other error in it counts as a wrong address, too.
         """
         import requests
 
         try:
-            seconds = VERSION_SECONDS if path == "/api/version" else ANSWER_SECONDS
-            answer = requests.get(
-                self.address + path, headers=self.headers, timeout=(CONNECT_SECONDS, seconds)
-            )
-            if answer.status_code in (401, 403):
-                raise InputError(self._refused())
-            answer.raise_for_status()
-            return answer.json()
-        except (requests.ConnectionError, requests.Timeout) as error:
-            raise InputError(
-                f"nothing answers at {self.address} ({type(error).__name__}); is the cluster up (make "
-                "status), and the tunnel to its dashboard open (make dashboard)?",
-                key="RAY_ADDRESS",
-            ) from error
-        except (requests.RequestException, RecursionError) as error:  # another status, or no JSON
-            raise InputError(
-                f"what answers at {self.address} is not the dashboard of a Ray cluster ({error}); "
-                "expected http://HEAD:8265",
-                key="RAY_ADDRESS",
-            ) from error
-
-    def understood(self, ask: Callable[[], Any]) -> Any:
-        """`ask()`: a question to the head whose answer is read as Ray's.
-
-        Raises:
-            InputError: when it is not.
-        """
-        try:
-            return ask()
+            yield
         except InputError:
             raise
-        except Exception as error:  # whatever reading another program's answer raises
-            raise InputError(
-                f"what answers at {self.address} does not speak as Ray does ({in_brief(error)}); expected "
-                "http://HEAD:8265 of a cluster with this environment's Ray",
-                key="RAY_ADDRESS",
-            ) from error
+        except Exception as error:  # of any type: another program may answer anything
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if status in (401, 403):
+                found = "the token here is another cluster's" if self.headers else "there is no token here"
+                message = (
+                    f"the cluster at {self.address} wants a token, and {found}; copy the cluster's ~/.ray/auth_token to the "
+                    "same place here, or export RAY_AUTH_TOKEN"
+                )
+            elif isinstance(error, (requests.ConnectionError, requests.Timeout)):
+                message = (
+                    f"nothing answers at {self.address} ({type(error).__name__}); is the cluster up (make status), and the "
+                    "tunnel to its dashboard open (make dashboard)?"
+                )
+            else:
+                message = (
+                    f"what answers at {self.address} is not the dashboard of a Ray cluster with this environment's Ray "
+                    f"({in_brief(error)}); expected http://HEAD:8265"
+                )
+            raise InputError(message, key="RAY_ADDRESS") from error
 
-    def _refused(self) -> str:
-        which = "the token found here is not the cluster's" if self.has_token else "there is no token here"
-        return (
-            f"RAY_ADDRESS: the cluster at {self.address} wants a token, and {which}; copy the cluster's ~/.ray/auth_token "
-            "to the same place here, or export RAY_AUTH_TOKEN"
-        )
+    def get(self, path: str) -> Any:
+        """Returns the parsed JSON of an authorized GET."""
+        import requests
+
+        seconds = VERSION_SECONDS if path == "/api/version" else ANSWER_SECONDS
+        answer = requests.get(self.address + path, headers=self.headers, timeout=(CONNECT_SECONDS, seconds))
+        answer.raise_for_status()
+        return answer.json()
 
     def client(self) -> Any:
         from ray.job_submission import JobSubmissionClient
@@ -247,14 +264,16 @@ class Api:
         return JobSubmissionClient(self.address, headers=dict(self.headers))
 
     def jobs(self) -> list[Any]:
-        """All submissions that the cluster remembers, as Ray's JobDetails, the oldest first."""
-        listed = self.understood(lambda: self.client().list_jobs())
-        return sorted((job for job in listed if job.submission_id), key=lambda job: job.start_time or 0)
+        """Returns all submissions that the cluster remembers, as Ray's JobDetails, the oldest first."""
+        with self.first_contact():
+            self.get("/api/version")
+            listed = [job for job in self.client().list_jobs() if job.submission_id]
+            return sorted(listed, key=lambda job: job.start_time or 0)
 
     def submit(
         self, submission: str, entrypoint: str, environment: dict[str, Any], metadata: dict[str, str]
     ) -> None:
-        """Uploads and submits; a head that has just started has no agent to run jobs for some seconds."""
+        """Uploads and submits. Retries for a minute, because a head that has just started has no agent to run jobs."""
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -275,13 +294,13 @@ class Api:
 
 
 class Log:
-    """A job's log on this terminal: what was shown is not shown again after a lost connection."""
+    """A job's log on this terminal. After a lost connection it does not repeat what it has shown."""
 
     def __init__(self) -> None:
         self.shown = 0  # characters
 
     async def tail(self, client: Any, submission: str) -> None:
-        """Prints until the log ends. Raises whatever a broken connection raises."""
+        """Prints until the log ends. Raises any error of a broken connection."""
         seen = 0
         async for text in client.tail_job_logs(submission):
             seen += len(text)
@@ -291,7 +310,7 @@ class Log:
 
 
 def follow(api: Api, submission: str) -> int:
-    """Shows the log of a submission until it ends; its exit status. Ctrl-C leaves the job running."""
+    """Shows the log of a submission until it ends. Returns its exit status. Ctrl-C leaves the job running."""
     import aiohttp
 
     log, silent_since = Log(), None
@@ -303,34 +322,31 @@ def follow(api: Api, submission: str) -> int:
                 asyncio.run(log.tail(client, submission))
                 details = client.get_job_info(submission)
                 if details.status.is_terminal():
-                    return ended(details)
+                    return status_of(details)
             except (OSError, RuntimeError, aiohttp.ClientError) as error:
-                if "does not exist" in str(error):  # the head is another one, or was started anew
+                if "does not exist" in str(error):  # a new head
                     raise
                 if silent_since is None:
                     silent_since = time.monotonic()
-                    print(
-                        f"\nthe connection was lost ({type(error).__name__}); {submission} goes on",
-                        file=sys.stderr,
-                    )
+                    lost = f"the connection was lost ({type(error).__name__})"
+                    print(f"\n{lost}; {submission} continues", file=sys.stderr)
                 if time.monotonic() - silent_since > GONE_SECONDS:
                     raise
             time.sleep(1)
     except KeyboardInterrupt:
         print(
-            f"\n{submission} goes on without this terminal. Follow it: make logs NAME={submission}   "
+            f"\n{submission} continues without this terminal. Follow it: make logs NAME={submission}   "
             f"end it: make stop NAME={submission}",
             file=sys.stderr,
         )
         return 130
 
 
-def ended(details: Any) -> int:
-    """The exit status of a job that ended: its own, else 1 for one that was stopped or never started."""
-    status = details.status.value
+def status_of(details: Any) -> int:
+    """Returns the exit status of a job that ended: its own, or 1 if it was stopped or never started."""
+    status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return 0
-    code = details.driver_exit_code
     if code in (1, 2) and status == "FAILED":
         return int(code)  # its log has said why
     print(f"{details.submission_id} {status.lower()}: {details.message}", file=sys.stderr)
@@ -341,11 +357,10 @@ def ended(details: Any) -> int:
 
 
 def find(api: Api, name: str) -> Any:
-    """The newest submission of a run name, or the submission of that id; without a name the newest of all."""
+    """Returns the newest submission of a run name, or the submission with that id; without a name the newest of all."""
     jobs = api.jobs()
-    matching = [
-        job for job in jobs if not name or name in (job.submission_id, (job.metadata or {}).get("run"))
-    ]
+    names = [(job, {job.submission_id, (job.metadata or {}).get("run")}) for job in jobs]
+    matching = [job for job, known in names if not name or name in known]
     if not matching:
         known = ", ".join(job.submission_id for job in jobs[-10:]) or "none"
         raise InputError(f"NAME: no job {name!r} on {api.address}; the newest there: {known}")
@@ -353,9 +368,21 @@ def find(api: Api, name: str) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """`logs`, `stop` or `jobs`; NAME may be left out for the newest job (not for `stop`)."""
+    """Runs `logs`, `stop` or `jobs`. Without NAME, `logs` shows the newest job."""
     try:
-        return answer(arguments)
+        verb, name = (*arguments, "", "")[:2]
+        if verb not in ("logs", "stop", "jobs") or len(arguments) > (1 if verb == "jobs" else 2):
+            raise InputError(
+                f"expected logs [NAME], stop NAME or jobs, found {shlex.join(arguments) or 'nothing'}"
+            )
+        if verb == "stop" and not name:
+            raise InputError("NAME: which job? make stop NAME=...; make jobs lists them")
+        if not is_dashboard(address := os.environ.get("RAY_ADDRESS", "")):
+            raise InputError(
+                "expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265",
+                key="RAY_ADDRESS",
+            )
+        return {"logs": logs, "stop": stop, "jobs": show_jobs}[verb](Api(address), name)
     except InputError as error:
         print(f"error: {without_credentials(str(error))}", file=sys.stderr)
         return 2
@@ -364,28 +391,18 @@ def main(arguments: list[str]) -> int:
         return 130
 
 
-def answer(arguments: list[str]) -> int:
-    """Does what the verb says; the exit status."""
-    verb, name = (*arguments, "", "")[:2]
-    if verb not in ("logs", "stop", "jobs") or len(arguments) > (1 if verb == "jobs" else 2):
-        raise InputError(
-            f"expected logs [NAME], stop NAME or jobs, found {shlex.join(arguments) or 'nothing'}"
-        )
-    if verb == "stop" and not name:
-        raise InputError("NAME: which job? make stop NAME=...; make jobs lists them")
-    if not os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
-        raise InputError(
-            "expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265", key="RAY_ADDRESS"
-        )
-    api = Api(os.environ["RAY_ADDRESS"])
-    api.get("/api/version")
-    if verb == "logs":
-        return follow(api, find(api, name).submission_id)
-    if verb == "stop":
-        submission = find(api, name).submission_id
-        was_running = api.client().stop_job(submission)
-        print(f"{submission} {'is being stopped' if was_running else 'had ended already'}")
-        return 0
+def logs(api: Api, name: str) -> int:
+    return follow(api, find(api, name).submission_id)
+
+
+def stop(api: Api, name: str) -> int:
+    submission = find(api, name).submission_id
+    was_running = api.client().stop_job(submission)
+    print(f"{submission} {'is being stopped' if was_running else 'had ended already'}")
+    return 0
+
+
+def show_jobs(api: Api, _: str) -> int:
     for job in api.jobs():
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime((job.start_time or 0) / 1000))
         print(f"{started}  {job.status.value:<9}  {job.submission_id}  {job.entrypoint}")

@@ -19,7 +19,7 @@ from pipeline.models.template import text_as_chat
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import functions, room_for_prompts, unfilled
 from pipeline.runtime.preparation import load_host
-from pipeline.system import signals
+from pipeline.system import process
 
 if TYPE_CHECKING:
     from pipeline.models.adapters import SharedBase
@@ -105,7 +105,7 @@ class Chat:
                 tokens.append(token)
                 writer.show(tokens)
         except KeyboardInterrupt:
-            signals.resume()
+            process.resume()
             print(" (stopped)", end="")
         self.completions += 1
         ended = bool(tokens) and tokens[-1] in self.sampling.eos

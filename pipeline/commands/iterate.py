@@ -19,6 +19,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.iteration import checks, table
 from pipeline.iteration import plan as plans
 from pipeline.iteration.plan import Plan
+from pipeline.references import Ref
 from pipeline.runtime import driver, earlier
 from pipeline.runtime.claim import claim, clear, wait_for_old_workers
 from pipeline.runtime.inputs import check_paths, pin_inputs
@@ -184,7 +185,7 @@ def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dic
     itself = replace(trained, run=replace(trained.run, name=plan.name, storage_path=plan.storage_path))
     uri, path = registry.tracking_uri(itself), storage.join(plan.folder, table.FILE)
     rounds: list[dict[str, Any]] = list(left.get("rounds", []))
-    with registry.mlflow_run(itself, {}, anew=not left) as run_id, registry.under(run_id):
+    with registry.mlflow_run(itself, {}, anew=not left) as run_id, registry.nested_under(run_id):
         summary: dict[str, Any] = {
             "stage": "iterate",
             "name": plan.name,
@@ -242,7 +243,7 @@ def one_round(plan: Plan, number: int, policy: str) -> dict[str, Any]:
         )
     with plans.of_step(plan.train):
         trained = _stage(plan.train).run(plans.job_of_round(plan, number, plan.train, policy))
-    version = f"models:/{trained['registered_model']}/{trained['version']}"
+    version = str(Ref(trained["registered_model"], version=trained["version"]))
     with plans.of_step("evaluate"):
         evaluated = _stage("evaluate").run(plans.job_of_round(plan, number, "evaluate", policy, version))
     return table.row(number, collected, trained, evaluated)

@@ -15,11 +15,12 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.config.stages import TRAINED
-from pipeline.errors import Failure, InputError, about
+from pipeline.errors import Failure, InputError, about, summary
 from pipeline.planning import plan
 from pipeline.planning.known import config_of
 from pipeline.planning.plan import GIB, GPUS, Plan
 from pipeline.planning.rows import Rows, look
+from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime import placement
 from pipeline.runtime.inputs import room_for_prompts
@@ -85,19 +86,17 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
 
     guess = "adapters are taken to be as large as `lora` says"
     uri = registry.tracking_uri(job)
-    registered = [
-        name for name in (job.policy, *(one for one, _ in job.rewards)) if (name or "").startswith("models:/")
-    ]
+    registered = any(Ref.parse(name).is_registered for name in (job.policy, *(one for one, _ in job.rewards)))
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
         return {}, [f"nothing is registered yet; {guess}"]
     try:
         if registered:
-            registry.look(uri)
+            registry.check_reachable(uri)
     except Exception as error:  # whatever the store's driver or the network raises
-        return {}, [f"{guess} ({uri} does not answer: {registry.first_line(error)})"]
+        return {}, [f"{guess} ({uri} does not answer: {summary(error)})"]
     try:
         _, inputs = pin_inputs(job)
-        models = {name: at for name, at in inputs.items() if not at.startswith("python:")}
+        models = {name: at for name, at in inputs.items() if not Ref.parse(at).is_function}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
     except InputError as error:
         return {}, [f"{guess} ({error})"]

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline import registry, report
-from pipeline.errors import InputError
+from pipeline import report
+from pipeline.errors import InputError, summary
 from pipeline.iteration import table
 from pipeline.system import storage
 
@@ -33,7 +33,7 @@ def run(first: str, others: list[str]) -> str:
         raise
     except Exception as error:  # what a value of another type, deep inside a file, does to the drawing
         raise InputError(
-            f"{' '.join(references)}: no report can be drawn of it ({registry.first_line(error)}); its result.json, job.json or "
+            f"{' '.join(references)}: no report can be drawn of it ({summary(error)}); its result.json, job.json or "
             "MLflow run is not as the run left it, or its folder cannot be written"
         ) from error
     for one in runs:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import report
+from pipeline import report, text
 from pipeline.config import STAGES, libraries, load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError
@@ -65,14 +65,14 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
 def overrides_of(stage: str, overrides: list[str]) -> list[str]:
     """The overrides that concern one stage."""
     mine = []
-    for text in overrides:
-        first, _, rest = text.partition(".")
+    for override in overrides:
+        first, _, rest = override.partition(".")
         if first == stage:
             mine.append(rest)
         elif first not in STAGES:
-            mine.append(text)
+            mine.append(override)
         elif first not in ORDER:
-            raise InputError(f"{text}: `rlhf` has no stage {first!r}; its stages are {', '.join(ORDER)}")
+            raise InputError(f"{override}: `rlhf` has no stage {first!r}; its stages are {', '.join(ORDER)}")
     return mine
 
 
@@ -83,19 +83,14 @@ def table(results: list[dict[str, Any]], folder: str, seconds: float, page: str 
         folder: of the job files.
         page: the report on all of them, if it could be drawn.
     """
-    rows = [("stage", "metric", "before", "after", "registered", "seconds")]
+    rows = []
     for result in results:
         metrics, figures = result.get("metrics", {}), STAGE[result["stage"]].headline
         # A profile without a judge, say, has none of its figures.
         figure = next((one for one in figures if one.after in metrics), figures[0])
         version = f"{result['registered_model']} v{result['version']}" if result.get("version") else ""
-        numbers = (_number(metrics.get(key)) for key in (figure.before, figure.after))
+        numbers = (text.number(metrics.get(key)) for key in (figure.before, figure.after))
         rows.append((result["stage"], figure.label, *numbers, version, f"{result.get('seconds', 0):.0f}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    rule = "-" * max(map(len, lines))
     last = results[-1]
     store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"
@@ -116,16 +111,8 @@ def table(results: list[dict[str, Any]], folder: str, seconds: float, page: str 
     return "\n".join(
         [
             "",
-            rule,
-            lines[0],
-            rule,
-            *lines[1:],
-            rule,
+            text.table(("stage", "metric", "before", "after", "registered", "seconds"), rows),
             f"{seconds:.0f} s in all. Look next at",
             *(f"  {where:<30}  {what}" for where, what in look if where),
         ]
     )
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"

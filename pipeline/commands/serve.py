@@ -73,8 +73,7 @@ def serving(job: Job) -> Iterator[Work]:
                 started(work, digests, job.run.name or "serve")
             yield work
         finally:
-            with console.native_lines_filtered():
-                serve.shutdown()
+            serve.shutdown()
 
 
 def started(work: Work, digests: list[str], name: str) -> Any:

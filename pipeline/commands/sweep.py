@@ -29,7 +29,7 @@ from pipeline.sweep import space, table, trials
 from pipeline.sweep.progress import watching
 from pipeline.sweep.rungs import Rungs
 from pipeline.sweep.space import Sweep
-from pipeline.system import console, signals, storage
+from pipeline.system import console, process, storage
 
 
 def run(path: str, arguments: list[str]) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _trials_closed(sweep: Sweep) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with signals.ignored():
+        with process.signals_ignored():
             for trial in sweep.trials:
                 registry.end_interrupted(trial.job)
         raise

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
 from pipeline.errors import short, show
+from pipeline.references import Ref
 
 if TYPE_CHECKING:
     from pipeline.config import Job
@@ -132,7 +133,7 @@ def check(tree: Tree, job: Job) -> None:
                 f"needs {HELD_OUT_ROWS}, which this job does not have; type data.eval_fraction=0.1, or gate={{}}",
             )
     judged = job.policy or job.reward
-    if job.gate and not STAGE[job.stage].learns and not str(judged).startswith("models:/"):
+    if job.gate and not STAGE[job.stage].learns and not Ref.parse(str(judged)).is_registered:
         raise tree.error(
             "gate",
             f"found one, but {show(judged)} is no registered version that it could let pass; take it out",

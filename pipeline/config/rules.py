@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline import references
 from pipeline.config import best, gates, scaling, schema, serve, sources, trainer
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
 from pipeline.errors import about, show
 from pipeline.intervals import outside
+from pipeline.references import Ref
 
 if TYPE_CHECKING:
     from pipeline.config import Job
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
 # What run.storage_path keeps beside the folders of runs.
 RESERVED = ("artifacts", "data", "feedback", "mlflow.db", "report")
-NAME = r"\w[\w .+()-]*"  # of a registered model: it stands in URIs and in the filters of MLflow
 
 
 # ---------------------------------------------------------------- what a stage has no use for
@@ -257,7 +258,7 @@ def check_name(tree: Tree, name: str | None, verb: str) -> None:
 def _check_mlflow(tree: Tree, job: Job) -> None:
     mlflow = job.mlflow
     name = mlflow.registered_model
-    if name is not None and not re.fullmatch(NAME, name):
+    if name is not None and not re.fullmatch(references.NAME, name):
         raise tree.error(
             "mlflow.registered_model",
             f"found {show(name)}, expected letters, digits, spaces and `. _ - + ( )`, for example rlhf-{job.stage}",
@@ -306,18 +307,18 @@ def _check_inputs(tree: Tree, job: Job) -> None:
     for key, name in names:
         if name is None:
             continue
-        if name.startswith("models:") and not re.fullmatch(rf"models:/{NAME}(@[\w-]+|/[0-9]{{1,9}})", name):
+        if name.startswith("models:") and not Ref.parse(name).is_registered:
             raise tree.error(
                 key,
                 f"found {show(name)}, expected models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion",
             )
-        if name.startswith("python:") and not re.fullmatch(sources.FUNCTION, name):
+        if name.startswith("python:") and not Ref.parse(name).is_function:
             raise tree.error(
                 key,
                 f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.demo:gold",
             )
         adapter = key in ("policy", "baseline") or key.startswith("serve.policies.")
-        if not adapter and re.fullmatch(r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        if not adapter and Ref.parse(f"python:{name}").is_function:
             raise tree.error(key, f"found {show(name)}; for a Python function type python:{name}")
         if name.startswith("python:") and adapter:
             raise tree.error(
@@ -336,7 +337,7 @@ def _check_export(tree: Tree, job: Job) -> None:
         raise tree.error(
             "policy", "found 'base', expected an adapter to merge: models:/rlhf-ppo@champion, or its folder"
         )
-    if job.reward and (not isinstance(job.reward, str) or job.reward.startswith("python:")):
+    if job.reward and (not isinstance(job.reward, str) or Ref.parse(job.reward).is_function):
         raise tree.error(
             "reward",
             f"found {show(job.reward)}, expected one reward adapter: models:/rlhf-rm@champion, or its folder",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pipeline.config.jobfile import Tree
 from pipeline.errors import show
+from pipeline.references import Ref
 
 if TYPE_CHECKING:
     from pipeline.config import Job
@@ -79,8 +80,8 @@ def check(tree: Tree, job: Job) -> None:
 
 def alias_of(reference: str) -> tuple[str, str] | None:
     """(registered model, alias) of models:/NAME@ALIAS; None for what never changes."""
-    name, separator, alias = reference.removeprefix("models:/").partition("@")
-    return (name, alias) if reference.startswith("models:/") and separator else None
+    ref = Ref.parse(reference)
+    return (ref.name, ref.alias) if ref.alias else None
 
 
 def named(serve: Serve) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,11 @@ from pipeline.config import schema
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import STAGE
 from pipeline.errors import show
+from pipeline.references import Ref
 
 if TYPE_CHECKING:
     from pipeline.config import Data, Job
 
-FUNCTION = r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 HUB = "hf://datasets/"
 # Keys of a source that say what its rows become; one that is not given is that of the section.
 PREPROCESSING = ("columns", "label", "transform", "group_by")
@@ -145,7 +144,7 @@ def check_preprocessing(tree: Tree, key: str, said: Data | Source) -> None:
 
     The fields of each stage are checked later (data/reshape.py).
     """
-    if said.transform is not None and not re.fullmatch(FUNCTION, said.transform):
+    if said.transform is not None and not Ref.parse(said.transform).is_function:
         raise tree.error(
             f"{key}.transform",
             f"found {show(said.transform)}, expected python:MODULE:FUNCTION, for example python:my_rows:pairs",

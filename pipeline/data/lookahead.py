@@ -60,7 +60,7 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
         mapped,
         reshape.Rule.of(source.label) if source.label else None,
         source.transform,
-        functions.digest(source.transform) if source.transform else "",
+        functions.digest([source.transform]) if source.transform else "",
         source.group_by,
     )
 

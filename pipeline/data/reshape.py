@@ -24,7 +24,6 @@ import dataclasses
 import datetime
 import decimal
 import difflib
-import importlib
 import json
 import math
 import re
@@ -40,7 +39,7 @@ from pipeline.data.encode import Dropped
 from pipeline.data.messages import decoded
 from pipeline.data.values import RowError, fields_of, nearest, setting, show, some, type_name
 from pipeline.errors import InputError, in_brief, visible
-from pipeline.system.functions import parts
+from pipeline.system.functions import imported
 
 if TYPE_CHECKING:
     from pipeline.data.shapes import Kind
@@ -54,9 +53,8 @@ EXPECTED = "a row (dict), a list of rows, or None to leave it out"
 
 @cache
 def function(source: str) -> Callable[[Any], Any]:
-    """The function of `python:module:function`; runtime.inputs has proved that it can be imported."""
-    module, name = parts(source)
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    """Returns the function of `python:module:function`."""
+    return imported(source)
 
 
 def transformed(row: Any, source: str) -> Iterator[Any]:

@@ -3,18 +3,18 @@
 A row that comes from a model's conversation names who spoke, `models:/NAME/NUMBER`. Any other `version` is a column like others.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-PINNED = re.compile(r"models:/[^/@:\s][^/@:\n]{0,199}/[0-9]{1,9}")
+from pipeline.references import Ref
+
 OTHERS = "others"  # in place of the rest
 
 
 def of_row(row: Mapping[str, Any]) -> str | None:
     """The version that a row is from; None: it names none."""
     version = row.get("version")
-    return version if isinstance(version, str) and PINNED.fullmatch(version) else None
+    return version if isinstance(version, str) and Ref.parse(version).version else None
 
 
 def add(counts: dict[str, int], more: Mapping[str, int]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import visible
 from pipeline.figures import calibration, correlation, mean, sigmoid, wilson
+from pipeline.references import Ref
 from pipeline.runtime.inputs import unfilled
 from pipeline.runtime.worker import Worker
 
@@ -130,6 +131,6 @@ def samples_of(
 def _has_columns(worker: Worker, given: list[dict[str, Any]]) -> bool:
     """A rule for completions to prompts may need columns that pairs do not have; a reward model needs none."""
     judge = str(worker.job.judge)
-    if not judge.startswith("python:"):
+    if not Ref.parse(judge).is_function:
         return True
     return all(unfilled(judge, set(row)) is None for row in given)

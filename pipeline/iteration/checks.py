@@ -31,7 +31,7 @@ def models(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
     works = {}
     for step, job in plan.jobs.items():
         with of_step(step):
-            registry.check_mirrors(job)
+            registry.check_trackers(job)
             works[step] = work = check_models(job, inputs[step])
             room = room_for_prompts(work.job, work.base["context_length"])
             looked_at(step, _there(plan, work.job).data, work.tokenizer, room, _packs(job))

@@ -3,8 +3,10 @@
 import os
 from typing import Any
 
+from pipeline.references import Ref, title
 from pipeline.runtime import earlier
 from pipeline.system import storage
+from pipeline.text import number, table
 
 FILE = "iterate.json"
 KINDS: dict[str, Any] = {
@@ -52,7 +54,7 @@ def row(
         "score_best": collected["metrics"]["score_best"],
         **{name: metrics.get(f"eval_{name}") for name in ("reward", "judge", "win_rate", "judge_win_rate")},
         **{f"{name}_before": metrics.get(f"before_{name}") for name in ("reward", "judge")},
-        "version": f"models:/{trained['registered_model']}/{trained['version']}",
+        "version": str(Ref(trained["registered_model"], version=trained["version"])),
         "passed": not failed,
         "gate": failed[0] if failed else next((gate for gate in gates if gate == "passed"), "none set"),
         "seconds": round(sum(one["seconds"] for one in (collected, trained, evaluated)), 2),
@@ -106,32 +108,17 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     lines = []
     if rows:
         first = rows[0]
-        before = [_number(first[f"{name}_before"]) for name in ("reward", "judge")]
-        lines.append(["0", "", "", "", "", *before, "", _short(first["policy"]), "", ""])
+        before = [number(first[f"{name}_before"]) for name in ("reward", "judge")]
+        lines.append(["0", "", "", "", "", *before, "", title(first["policy"]), "", ""])
     for one in rows:
         won = one["judge_win_rate"] if one["judge_win_rate"] is not None else one["win_rate"]
-        figures = [_number(one[name]) for name in ("score", "score_best", "reward", "judge")]
+        figures = [number(one[name]) for name in ("score", "score_best", "reward", "judge")]
         gate = one["gate"] if one["passed"] else "failed"
         counts = [str(one["round"]), str(one["prompts"]), str(one["rows"])]
-        lines.append([*counts, *figures, _number(won), _short(one["version"]), gate, f"{one['seconds']:.0f}"])
+        lines.append([*counts, *figures, number(won), title(one["version"]), gate, f"{one['seconds']:.0f}"])
     return lines
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    table = [list(HEADER), *cells(rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    ]
-    rule = "-" * max(map(len, lines))
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _short(version: str) -> str:
-    """`rlhf-dpo v3` of models:/rlhf-dpo/3."""
-    return version.removeprefix("models:/").replace("/", " v") if version.startswith("models:/") else version
+    """Returns the table for the terminal."""
+    return table(HEADER, cells(rows))

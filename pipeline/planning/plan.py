@@ -17,6 +17,7 @@ from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 from pipeline.ppo.decode_memory import SAMPLING_BYTES
+from pipeline.references import Ref
 
 GIB = 2**30
 
@@ -340,14 +341,14 @@ def _roles(job: Job) -> tuple[list[str], list[str]]:
         adapters = {
             name.split(".")[0]: at
             for name, at in job.inputs.items()
-            if at != "base" and not at.startswith("python:")
+            if at != "base" and not Ref.parse(at).is_function
         }
         return list(adapters), []
     learning = [facts.learns]
     roles = learning + ["reference"] * _has_reference(job)
     if facts.trl:
         return roles, learning
-    rewards = [source for source, _ in job.rewards if not source.startswith("python:")]
+    rewards = [source for source, _ in job.rewards if not Ref.parse(source).is_function]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
     critic = ["critic"] * job.args.has_critic_adapter  # of a PPOConfig; a head weighs nothing
     return roles + critic, learning + critic

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.config import Job, schema
 from pipeline.config.stages import STAGE
 from pipeline.planning.plan import GIB, Loras, make
+from pipeline.references import Ref
 from pipeline.registry import lineage
 
 # Of the memory: a plan is within 15 % of measured peaks on a CPU, and no GPU has been measured yet.
@@ -42,7 +43,7 @@ def settled(worker: Any) -> bool:
     said = worker.job.trainer.get("gradient_checkpointing", said)
     if said is not None:
         return bool(said)
-    models = [name for name, at in worker.work.inputs.items() if not at.startswith("python:")]
+    models = [name for name, at in worker.work.inputs.items() if not Ref.parse(at).is_function]
     folders = {name.split(".")[0]: worker.input(name) for name in models}
     loras = {name: lineage.adapter_config(at) for name, at in folders.items() if lineage.is_adapter(at)}
     found = worker.gather(is_needed(worker.job, free_bytes(torch.device(worker.device)), loras))

@@ -1,14 +1,11 @@
-"""The only package that knows MLflow, and what `mlflow.also` names beside it.
+"""The only package that knows MLflow, and the trackers that `mlflow.also` names.
 
-The driver owns a run: it opens it before training, registers what came out, and ends it. Rank 0 of the workers
-logs metrics to the same run by its id. A registered version is the adapter folder as it was saved (adapter, head,
-tokenizer, lineage.json), with tags that say where it comes from. Whatever is registered has been downloaded again
-first and compared file by file.
+The driver owns a run: it opens it before training, registers what came out, and ends it. Rank 0 of the workers logs metrics
+to the same run by its id. A registered version is the adapter folder as it was saved (adapter, head, tokenizer, lineage.json),
+with tags that name its origin. Before registration the files are downloaded again and compared.
 """
 
-from pipeline.registry.database import file_of_uri
-from pipeline.registry.metrics import MetricLog, MLflowRun
-from pipeline.registry.mirrors import Curves, check_mirrors
+from pipeline.registry.curves import Curves, MetricLog, MLflowRun, check_trackers
 from pipeline.registry.runs import (
     end_interrupted,
     find_run,
@@ -16,18 +13,18 @@ from pipeline.registry.runs import (
     log_figures,
     log_files,
     mlflow_run,
+    nested_under,
     recorded,
     tag_run,
-    under,
 )
-from pipeline.registry.server import check, client, first_line, look, tracking_uri, uri_of, wait_for_server
+from pipeline.registry.store import check, check_reachable, client, file_of_uri, tracking_uri, uri_of
 from pipeline.registry.versions import (
     Version,
     aliases,
+    evaluate_gate,
     fetch,
     other_base,
     parameters,
-    passes,
     pin,
     promote,
     publish,
@@ -36,36 +33,8 @@ from pipeline.registry.versions import (
 )
 
 __all__ = [
-    "Curves",
-    "MLflowRun",
-    "MetricLog",
-    "Version",
-    "aliases",
-    "check",
-    "check_mirrors",
-    "client",
-    "end_interrupted",
-    "fetch",
-    "file_of_uri",
-    "find_run",
-    "first_line",
-    "history",
-    "log_figures",
-    "log_files",
-    "look",
-    "mlflow_run",
-    "other_base",
-    "parameters",
-    "passes",
-    "pin",
-    "promote",
-    "publish",
-    "recorded",
-    "tag_run",
-    "tags",
-    "tracking_uri",
-    "under",
-    "uri_of",
-    "version",
-    "wait_for_server",
-]
+    "Curves", "MLflowRun", "MetricLog", "Version", "aliases", "check", "check_reachable", "check_trackers", "client",
+    "end_interrupted", "evaluate_gate", "fetch", "file_of_uri", "find_run", "history", "log_figures", "log_files", "mlflow_run",
+    "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tag_run", "tags", "tracking_uri",
+    "uri_of", "version",
+]  # fmt: skip

@@ -12,9 +12,16 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.config.sources import sources_of
 from pipeline.errors import InputError
-from pipeline.registry.database import file_of_uri
-from pipeline.registry.server import client, flatten, like, metric_key, tracking_uri, wait_for_server
-from pipeline.system import signals, storage
+from pipeline.registry.store import (
+    client,
+    file_of_uri,
+    flatten,
+    metric_key,
+    search_filter,
+    tracking_uri,
+    wait_for_server,
+)
+from pipeline.system import process, storage
 from pipeline.system.credentials import without_credentials
 
 RUN_TAG = "pipeline.run"  # of an MLflow run: the folder that it belongs to
@@ -26,8 +33,8 @@ _parent: ContextVar[str | None] = ContextVar("parent", default=None)
 
 
 @contextmanager
-def under(run_id: str) -> Iterator[None]:
-    """Runs that are opened in the block are shown under that one."""
+def nested_under(run_id: str) -> Iterator[None]:
+    """A block whose runs MLflow shows under that run."""
     token = _parent.set(run_id)
     try:
         yield
@@ -41,9 +48,11 @@ def mlflow_run(
 ) -> Iterator[str]:
     """Opens the MLflow run of a job, yields its id, and ends it as FINISHED, FAILED, or, on Ctrl-C or SIGTERM, KILLED.
 
-    A run that was interrupted is opened again by the same `run.name`, so that one job stays one run. `anew` starts a new
-    one instead; a run that a killed driver left RUNNING is then ended as KILLED. `parent` is the run that MLflow shows it
-    under; None: that of `under`.
+    The same `run.name` opens an interrupted run again, so that one job stays one run.
+
+    Args:
+        anew: starts a new run instead. A run that a killed driver left RUNNING is then ended as KILLED.
+        parent: the run that MLflow shows it under; None: the run of `nested_under`.
     """
     from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
@@ -65,19 +74,22 @@ def mlflow_run(
     try:
         yield run_id
     except BaseException as failure:
-        with signals.ignored():
+        with process.signals_ignored():
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
             except Exception as error:  # the failure itself is what its user has to see
                 why = type(error).__name__
-                print(f"warning: MLflow run {run_id} stays RUNNING: the server is away ({why})", flush=True)
+                print(
+                    f"warning: cannot mark MLflow run {run_id} as ended: server unreachable ({why})",
+                    flush=True,
+                )
         raise
     wait_for_server(job)
     mlflow.set_terminated(run_id, "FINISHED")
 
 
 def end_interrupted(job: Job) -> None:
-    """Ends the run of a job as KILLED if MLflow has it as RUNNING: of a driver that was ended with its process."""
+    """Ends the run of a job as KILLED if MLflow has it as RUNNING, because its driver was killed."""
     mlflow = client(tracking_uri(job))
     newest = _newest(mlflow, [_experiment(mlflow, job)], storage.absolute(job.folder))
     if newest and newest.info.status == "RUNNING":
@@ -85,7 +97,7 @@ def end_interrupted(job: Job) -> None:
 
 
 def _tags(job: Job) -> dict[str, str]:
-    """What finds a run again, and what MLflow's own `start_run` would say of it: who, from which file and commit."""
+    """Returns the tag that finds a run again, and what MLflow's own `start_run` sets: user, source file and commit."""
     from mlflow.tracking.context.registry import resolve_tags  # (mlflow 3.17, not in its public API)
 
     ours = {RUN_TAG: storage.absolute(job.folder), "stage": job.stage}
@@ -111,7 +123,7 @@ def _experiment(mlflow: Any, job: Job) -> str:
 
 
 def _artifacts(storage_path: str) -> str:
-    """The artifacts' folder as MLflow understands it: a local path with a # or a %20 in it as a URI, else as it is."""
+    """Returns the artifacts' folder as MLflow understands it: a local path with a # or a %20 in it as a URI, else as it is."""
     path = storage.join(storage.absolute(storage_path), "artifacts")
     if storage.is_remote(path) or Path(path).as_uri() == f"file://{path}":
         return path
@@ -119,7 +131,7 @@ def _artifacts(storage_path: str) -> str:
 
 
 def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> None:
-    """The resolved job, its parameters, and each data set by its digest (no row is stored or read)."""
+    """Logs the resolved job, its parameters, and each dataset by its digest (no row is stored or read)."""
     import mlflow as mlflow_api
     from mlflow.data.meta_dataset import MetaDataset
     from mlflow.entities import Dataset, DatasetInput, InputTag, Param
@@ -144,17 +156,17 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
 
 
 def find_run(uri: str, folder: str) -> str | None:
-    """The id of the newest MLflow run of a run folder; None if there is none."""
+    """Returns the id of the newest MLflow run of a run folder, or None."""
     mlflow = client(uri)
     newest = _newest(mlflow, [experiment.experiment_id for experiment in mlflow.search_experiments()], folder)
     return newest.info.run_id if newest else None
 
 
 def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
-    """The newest run of a run folder in these experiments; None if there is none."""
+    """Returns the newest run of a run folder in these experiments, or None."""
     runs = mlflow.search_runs(
         experiments,
-        filter_string=like(f"tags.`{RUN_TAG}`", folder),
+        filter_string=search_filter(f"tags.`{RUN_TAG}`", folder),
         max_results=20,
         order_by=["start_time DESC"],
     )
@@ -162,7 +174,7 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
 
 
 def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
-    """{metric: [(step, value)]} of a run, steps ascending; of a step that was logged twice, the later value."""
+    """Returns {metric: [(step, value)]} of a run, steps ascending. If a step was logged twice, the later value counts."""
     mlflow = client(uri)
     curves = {}
     for name in mlflow.get_run(run_id).data.metrics:
@@ -188,10 +200,10 @@ def tag_run(uri: str, run_id: str, key: str, value: str) -> None:
 
 
 def recorded(uri: str, run_id: str) -> dict[str, Any]:
-    """What MLflow holds of a run: name, stage, status, folder, and local copies of its job and result, or None.
+    """Returns what MLflow has of a run: name, stage, status, folder, and local copies of its job and result (or None).
 
     Raises:
-        InputError: when the server does not know the run.
+        InputError: if the server does not know the run.
     """
     from mlflow.exceptions import MlflowException
 
@@ -235,7 +247,7 @@ def log_files(
             {"columns": list(columns), "data": [[row.get(c) for c in columns] for row in rows]},
             "samples.json",
         )
-        # What MLflow's table view looks for (the tag that MlflowClient.log_table sets, which would append on a rerun).
+        # MLflow's table view needs this tag. MlflowClient.log_table also sets it, but appends to the table on a rerun.
         mlflow.set_tag(
             run_id, "mlflow.loggedArtifacts", json.dumps([{"path": "samples.json", "type": "table"}])
         )

@@ -1,4 +1,4 @@
-"""Versions: the gate, registering with a load back, aliases, lineage as tags and description; from a reference to a folder."""
+"""Registered versions: the gate, registration with a load back, aliases, tags and descriptions; from a reference to a folder."""
 
 import hashlib
 import json
@@ -10,23 +10,24 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.config import OPERATORS, Job, make, parse_gate
-from pipeline.config.stages import TRAINED
-from pipeline.data.versions import most_frequent
-from pipeline.errors import InputError
+from pipeline.config.stages import STAGE, TRAINED
+from pipeline.data.versions import counted, most_frequent
+from pipeline.errors import InputError, summary
 from pipeline.models import hub
-from pipeline.registry.description import DIGEST, describe
+from pipeline.references import Ref
 from pipeline.registry.lineage import folder_digests
-from pipeline.registry.server import client, first_line, like, metric_key, tracking_uri, wait_for_server
-from pipeline.system import deadline
+from pipeline.registry.store import client, metric_key, search_filter, tracking_uri, wait_for_server
+from pipeline.system import deadline, storage
 from pipeline.system.credentials import without_credentials
 
-# Ends of the names of figures that say nothing about the model.
+DIGEST = 19  # characters that are shown of `sha256:...` or `commit:...`, and that tell digests apart
+# Ends of the names of metrics that say nothing about the model.
 CLOCKS = ("_runtime", "_per_second", "_num_tokens", "_time")
 
 
 @dataclass(frozen=True)
 class Version:
-    """One registered model version; `alias` is None when the gate kept it back, and `gate` says why."""
+    """A registered model version. `alias` is None if the gate failed; `gate` says why."""
 
     name: str
     version: str
@@ -37,19 +38,21 @@ class Version:
         return f"{self.name} v{self.version}" + (f" @{self.alias}" if self.alias else "")
 
 
-def passes(gate: dict[str, str], metrics: dict[str, float]) -> tuple[bool, str]:
-    """(did every condition hold, the reason in words). A metric that is missing or NaN fails its condition."""
+def evaluate_gate(gate: dict[str, str], metrics: dict[str, float]) -> tuple[bool, str]:
+    """Returns (did every condition hold, the reason in words). A metric that is missing or NaN fails its condition."""
     failures = []
     for name, condition in gate.items():
         symbol, threshold = parse_gate(condition)
         value = metrics.get(name)
         if value is None or not OPERATORS[symbol](value, threshold):
-            failures.append(
-                f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
-            )
+            found = "missing" if value is None else f"{value:.4g}"
+            failures.append(f"{name} = {found}, required {condition}")
     if failures:
         return False, "failed: " + "; ".join(failures)
     return True, "passed" if gate else "none set"
+
+
+# ------------------------------------------------------------------------------------------------- registration
 
 
 def publish(
@@ -66,7 +69,7 @@ def publish(
     then the alias. A run that was already registered (a crash just before its end) is not registered twice.
 
     Args:
-        problem: why the gate does not pass, whatever the metrics are; None: they decide.
+        problem: why the gate fails regardless of the metrics, or None.
 
     Raises:
         RuntimeError: if the files that come back from the store differ from those that were saved.
@@ -74,34 +77,51 @@ def publish(
     wait_for_server(job)
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
-    ok, reason = (False, f"failed: {problem}") if problem else passes(job.gate, metrics)
+    ok, reason = (False, f"failed: {problem}") if problem else evaluate_gate(job.gate, metrics)
     run = mlflow.get_run(run_id).info
     description = describe(job.stage, metrics, lineage, reason, (run.experiment_id, run_id, run.run_name))
     known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
     if known:
         version = known[0].version
-        mlflow.set_model_version_tag(name, version, "gate", reason)  # it may have been changed meanwhile
+        mlflow.set_model_version_tag(name, version, "gate", reason)  # the gate may have changed
         mlflow.update_model_version(name, version, description)
     else:
         model_id, source = _store(mlflow, job, run.experiment_id, run_id, folder, lineage)
         _create_registered_model(mlflow, name)
-        tags = {
-            **_tags(lineage),
-            **{k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_") and not k.endswith(CLOCKS)},
-            "gate": reason,
-        }
+        figures = {k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
+        tags = _tags(lineage) | {k: v for k, v in figures.items() if not k.endswith(CLOCKS)}
         version = mlflow.create_model_version(
-            name, source=source, run_id=run_id, model_id=model_id, tags=tags, description=description
+            name,
+            source=source,
+            run_id=run_id,
+            model_id=model_id,
+            tags=tags | {"gate": reason},
+            description=description,
         ).version
     if ok:
         mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
     return Version(name, str(version), job.mlflow.alias if ok else None, reason)
 
 
-def other_base(job: Job, base: dict[str, Any]) -> str | None:
-    """A warning if the newest version of the job's registered model was trained on another base; None: nothing to say.
+def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
+    """Applies the gate of an evaluation to a pinned version: tags it with the metrics, and moves the alias if they pass."""
+    wait_for_server(job)
+    mlflow = client(tracking_uri(job))
+    ref = Ref.parse(reference)
+    ok, reason = evaluate_gate(job.gate, metrics)
+    for key, value in metrics.items():
+        if key.startswith("eval_"):
+            mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{metric_key(key)}", f"{value:.6g}")
+    mlflow.set_model_version_tag(ref.name, ref.version, "evaluate.gate", reason)
+    if ok:
+        mlflow.set_registered_model_alias(ref.name, job.mlflow.alias, ref.version)
+    return Version(ref.name, str(ref.version), job.mlflow.alias if ok else None, reason)
 
-    One name should stand for one base: whoever loads it by its alias expects an adapter of the base that they use.
+
+def other_base(job: Job, base: dict[str, Any]) -> str | None:
+    """Returns a warning if the newest version of the job's registered model was trained on another base, or None.
+
+    One name should stand for one base: who loads it by its alias expects an adapter of their base.
 
     Args:
         base: identity of the job's base.
@@ -114,35 +134,18 @@ def other_base(job: Job, base: dict[str, Any]) -> str | None:
     digest = newest.tags.get("base_digest")
     if digest == base["digest"][:DIGEST] or (digest is None and trained_on in ("?", base["name_or_path"])):
         return None
-    suggested = (
-        f"{name}-{re.sub(r'[^A-Za-z0-9._-]+', '-', os.path.basename(base['name_or_path'].rstrip('/')))}"
-    )
+    suffix = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base["name_or_path"].rstrip("/")))
     return (
         f"mlflow.registered_model: the newest version of {name!r}, v{newest.version}, was trained on base {trained_on} "
         f"({digest}), this run trains on {base['name_or_path']} ({base['digest'][:DIGEST]}); models:/{name}@"
-        f"{job.mlflow.alias} would then be an adapter of another base. Type mlflow.registered_model={suggested}"
+        f"{job.mlflow.alias} would then be an adapter of another base. Use mlflow.registered_model={name}-{suffix}"
     )
-
-
-def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
-    """The gate of an evaluation: its figures become tags of the pinned version, to which the alias moves if they pass."""
-    wait_for_server(job)
-    mlflow = client(tracking_uri(job))
-    name, version = reference.removeprefix("models:/").split("/")
-    ok, reason = passes(job.gate, metrics)
-    for key, value in metrics.items():
-        if key.startswith("eval_"):
-            mlflow.set_model_version_tag(name, version, f"evaluate.{metric_key(key)}", f"{value:.6g}")
-    mlflow.set_model_version_tag(name, version, "evaluate.gate", reason)
-    if ok:
-        mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
-    return Version(name, version, job.mlflow.alias if ok else None, reason)
 
 
 def _store(
     mlflow: Any, job: Job, experiment: str, run_id: str, folder: str, lineage: dict[str, Any]
 ) -> tuple[str, str]:
-    """Uploads the folder as a LoggedModel, downloads it again and compares every file: (model id, location)."""
+    """Uploads the folder as a LoggedModel, downloads it again and compares every file. Returns (model id, location)."""
     model = mlflow.create_logged_model(
         experiment, name=job.stage, source_run_id=run_id, model_type=f"lora-{job.stage}", tags=_tags(lineage)
     )
@@ -174,7 +177,7 @@ def _create_registered_model(mlflow: Any, name: str) -> None:
 
 
 def _tags(lineage: dict[str, Any]) -> dict[str, str]:
-    """What one searches for in MLflow, short enough for its pages: lineage.json, beside the adapter, has all of it in full."""
+    """Returns what one searches for in MLflow, short enough for its pages. The adapter's lineage.json has all of it in full."""
     base, reward = lineage.get("base", {}), lineage.get("reward", {})
     tags = {
         key: str(lineage[key]) for key in ("stage", "step", "tokenizer", "chat_template") if lineage.get(key)
@@ -182,166 +185,204 @@ def _tags(lineage: dict[str, Any]) -> dict[str, str]:
     tags |= {f"base_{key}": str(base[key]) for key in ("name_or_path", "revision", "digest") if base.get(key)}
     tags |= {f"reward_{key}": f"{value:.6g}" for key, value in reward.items()}
     tags |= {key: tags[key][:DIGEST] for key in ("tokenizer", "chat_template", "base_digest") if key in tags}
-    data = {name: digest[:12] for name, digest in lineage.get("data", {}).items()}
-    rows_from = most_frequent(lineage.get("rows_from", {}), 20)
-    return tags | {
-        "parents": json.dumps(lineage.get("parents", {})),
-        "data": json.dumps(data),
-        **({"rows_from": json.dumps(rows_from)} if rows_from else {}),
-    }
+    tags["parents"] = json.dumps(lineage.get("parents", {}))
+    tags["data"] = json.dumps({name: digest[:12] for name, digest in lineage.get("data", {}).items()})
+    if rows_from := most_frequent(lineage.get("rows_from", {}), 20):
+        tags["rows_from"] = json.dumps(rows_from)
+    return tags
+
+
+def describe(
+    stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: tuple[str, str, str]
+) -> str:
+    """Returns what MLflow's page shows first, in Markdown: headline metrics, gate, parents and run as links, data, libraries.
+
+    Args:
+        gate: whether it passed, in words.
+        run: (experiment id, id, name) of the MLflow run.
+    """
+    experiment, run_id, name = run
+    base, rows_from = lineage.get("base", {}), most_frequent(lineage.get("rows_from", {}), 8)
+    figures = [figure for figure in STAGE[stage].headline if figure.after in metrics]
+    lines = [
+        f"- {one.label}: {_shown(metrics.get(one.before), one.unit, ' → ')}**{_shown(metrics[one.after], one.unit)}**"
+        for one in figures
+    ]
+    lines += [
+        f"- gate: {gate}",
+        "",
+        f"Trained by [{name}](#/experiments/{experiment}/runs/{run_id}) ({stage}) "
+        f"on `{base.get('name_or_path', '?')}` ({base.get('digest', '?')[:DIGEST]})"
+        + (", from" if lineage.get("parents") else "."),
+        *(f"- {role}: {_link(source)}" for role, source in lineage.get("parents", {}).items()),
+        *(["", "Learned from the conversations of"] if rows_from else []),
+        *(f"- {_link(version)}: {counted(rows)}" for version, rows in rows_from.items()),
+        "",
+        *(
+            f"{title}: {', '.join(f'{key} {value[:12]}' for key, value in lineage[entry].items())}  "
+            for title, entry in (("Data", "data"), ("Libraries", "versions"))
+            if lineage.get(entry)
+        ),
+    ]
+    return "\n".join(lines).strip()
+
+
+def _shown(value: float | None, unit: str, behind: str = "") -> str:
+    if value is None:
+        return ""
+    return (f"{100 * value:.1f} %" if unit == "%" else f"{value:.4g} {unit}".strip()) + behind
+
+
+def _link(source: str) -> str:
+    """Returns a registered parent as a link to its page; a folder, a hub id or a function as code."""
+    ref = Ref.parse(source)
+    if not ref.version:
+        return f"`{source}`"
+    return f"[{ref.name} v{ref.version}](#/models/{ref.name}/versions/{ref.version})"
+
+
+# ---------------------------------------------------------------------------------------------------- references
 
 
 def pin(reference: str, uri: str, job_file: str = "") -> str:
-    """`models:/name@alias` -> `models:/name/VERSION`, so that a run's inputs do not change under it.
+    """Returns `models:/name/VERSION` for `models:/name@alias`, so that a run's inputs do not change while it runs.
 
     A hub id becomes `hf://org/name@COMMIT`. Folders are returned as they are.
 
     Args:
-        job_file: that names it, for what an error advises to type.
+        job_file: the file that names the reference, for the command in an error message.
 
     Raises:
-        InputError: when the model, alias or version does not exist, with the ones that do.
+        InputError: if the model, alias or version does not exist; it lists the existing ones.
     """
     if hub.is_reference(reference):
         return hub.pin(reference)
-    if not reference.startswith("models:/"):
+    ref = Ref.parse(reference)
+    if not ref.is_registered:
         return reference
     from mlflow.exceptions import MlflowException
 
     mlflow = client(uri)
-    target = reference.removeprefix("models:/")
-    name, separator, alias = target.partition("@")
     try:
-        if separator:
-            return f"models:/{name}/{mlflow.get_model_version_by_alias(name, alias).version}"
-        name, _, version = target.partition("/")
-        return f"models:/{name}/{mlflow.get_model_version(name, version).version}"
+        if ref.alias:
+            found = mlflow.get_model_version_by_alias(ref.name, ref.alias)
+        else:
+            found = mlflow.get_model_version(ref.name, ref.version)
+        return str(Ref(ref.name, version=str(found.version)))
     except MlflowException as error:
-        raise InputError(_not_found(mlflow, reference, name, uri, job_file)) from error
+        raise InputError(_not_found(mlflow, ref, uri, job_file)) from error
 
 
 def aliases(name: str, uri: str) -> dict[str, str]:
-    """{alias: models:/name/VERSION} of a registered model. Raises MLflow's errors."""
+    """Returns {alias: models:/name/VERSION} of a registered model. Raises MLflow's errors."""
     found = client(uri).get_registered_model(name).aliases
-    return {alias: f"models:/{name}/{version}" for alias, version in found.items()}
+    return {alias: str(Ref(name, version=version)) for alias, version in found.items()}
 
 
 def tags(reference: str, uri: str) -> dict[str, str]:
-    """The tags of a pinned version (`models:/name/3`): lineage and evaluation figures; {} for a folder."""
-    if not reference.startswith("models:/"):
-        return {}
-    name, version = reference.removeprefix("models:/").split("/")
-    return dict(client(uri).get_model_version(name, version).tags)
+    """Returns the tags of a pinned version: lineage and evaluation metrics; {} for a folder."""
+    ref = Ref.parse(reference)
+    return dict(client(uri).get_model_version(ref.name, ref.version).tags) if ref.version else {}
 
 
 def parameters(reference: str, uri: str) -> dict[str, str]:
-    """{section.key: value} of the job that registered a pinned version; {} for a folder, and where MLflow lost the run."""
+    """Returns {section.key: value} of the job that registered a pinned version; {} for a folder, and if MLflow lost the run."""
     from mlflow.exceptions import MlflowException
 
-    if not reference.startswith("models:/"):
+    ref = Ref.parse(reference)
+    if not ref.version:
         return {}
-    name, version = reference.removeprefix("models:/").split("/")
     mlflow = client(uri)
     try:
-        return dict(mlflow.get_run(mlflow.get_model_version(name, version).run_id).data.params)
+        return dict(mlflow.get_run(mlflow.get_model_version(ref.name, ref.version).run_id).data.params)
     except MlflowException:
         return {}
 
 
-def _not_found(mlflow: Any, reference: str, name: str, uri: str, job_file: str) -> str:
-    models = {m.name: m for m in mlflow.search_registered_models()}
-    if name not in models:
-        known = ", ".join(sorted(models)) or "none yet"
-        return f"{reference}: no registered model {name!r} in {uri} (registered: {known}); {_train_it(name, job_file)}"
-    aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[name].aliases.items()) or "none"
-    newest = _newest(mlflow, name)
-    hint = (
-        f"the newest is models:/{name}/{newest.version} (gate {newest.tags.get('gate', '?')}); type that to use it anyway"
-        if newest
-        else ""
-    )
-    return f"{reference}: no such alias or version of {name!r} (aliases: {aliases}); {hint or _train_it(name, job_file)}"
-
-
-def _newest(mlflow: Any, name: str) -> Any:
-    """The newest version of a registered model; None if there is none."""
-    versions = [v for v in mlflow.search_model_versions(like("name", name)) if v.name == name]
-    return max(versions, key=lambda v: int(v.version), default=None)
-
-
-def _train_it(name: str, job_file: str) -> str:
-    stage = name.rpartition("-")[2]
-    return f"run `{make(stage, job_file)}` first" if stage in TRAINED else "train and register it first"
-
-
 def version(reference: str, uri: str) -> dict[str, Any]:
-    """What is known about `models:/name/3`: name, version, aliases, and its tags with parents, data and rows_from parsed."""
-    mlflow = client(uri)
-    name, number = reference.removeprefix("models:/").split("/")
-    registered = mlflow.get_model_version(name, number)
+    """Returns name, version, aliases and tags of `models:/name/3`; the tags parents, data and rows_from are parsed."""
+    ref = Ref.parse(reference)
+    registered = client(uri).get_model_version(ref.name, ref.version)
     tags: dict[str, Any] = dict(registered.tags)
     for key in ("parents", "data", "rows_from"):
         tags[key] = json.loads(tags.get(key, "{}"))
     return {
-        "name": name,
+        "name": ref.name,
         "version": str(registered.version),
         "aliases": sorted(registered.aliases),
         "tags": tags,
     }
 
 
+def _not_found(mlflow: Any, ref: Ref, uri: str, job_file: str) -> str:
+    models = {m.name: m for m in mlflow.search_registered_models()}
+    stage = ref.name.rpartition("-")[2]
+    train_it = f"run `{make(stage, job_file)}` first" if stage in TRAINED else "train and register it first"
+    if ref.name not in models:
+        known = ", ".join(sorted(models)) or "none yet"
+        return f"{ref}: no registered model {ref.name!r} in {uri} (registered: {known}); {train_it}"
+    aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[ref.name].aliases.items()) or "none"
+    if newest := _newest(mlflow, ref.name):
+        train_it = (
+            f"the newest is models:/{ref.name}/{newest.version} (gate {newest.tags.get('gate', '?')}); "
+            "name that to use it anyway"
+        )
+    return f"{ref}: no such alias or version of {ref.name!r} (aliases: {aliases}); {train_it}"
+
+
+def _newest(mlflow: Any, name: str) -> Any:
+    """Returns the newest version of a registered model, or None."""
+    versions = [v for v in mlflow.search_model_versions(search_filter("name", name)) if v.name == name]
+    return max(versions, key=lambda v: int(v.version), default=None)
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
 def fetch(reference: str, uri: str, patient: bool = False) -> str:
-    """The local folder of a version (`models:/name/3`) or of an adapter on the hub, both pinned. Read only.
+    """Returns the local folder of a pinned version (`models:/name/3`) or of a pinned adapter on the hub. Read only.
 
-    A local folder is returned as it is, and so is a model on the hub that is no adapter.
-
-    What a bucket or a server holds is downloaded once for all processes and runs of a machine: a version never changes.
+    A local folder is returned as it is, and so is a model on the hub that is no adapter. Files of a bucket or a server are
+    downloaded once for all processes and runs of a machine, because a version never changes.
 
     Args:
-        patient: waits for a store that is slow to answer, as one that many workers ask at the same time may be.
+        patient: waits for a store that is slow to answer, for example because many workers download at the same time.
 
     Raises:
-        InputError: when its files are not there, or not to be reached.
+        InputError: if its files are missing or cannot be reached.
     """
     if reference.startswith(hub.SCHEME):
         return hub.fetch(reference)
-    if not reference.startswith("models:/"):
+    ref = Ref.parse(reference)
+    if not ref.version:
         return reference
     mlflow = client(uri)
-    name, version = reference.removeprefix("models:/").split("/")
-    location = mlflow.get_model_version_download_uri(name, version)
+    location = mlflow.get_model_version_download_uri(ref.name, ref.version)
     try:
-        return _download(mlflow, location) if _is_here(location) else _kept(mlflow, location, patient)
+        return _download(mlflow, location) if _is_here(location) else _cached(mlflow, location, patient)
     except Exception as error:  # each artifact store raises types of its own
         raise InputError(
-            f"{reference}: its files cannot be fetched from {without_credentials(location)} ({first_line(error)}); bring them "
-            "back, or take another version"
+            f"{reference}: its files cannot be fetched from {without_credentials(location)} ({summary(error)}); restore them, or "
+            "use another version"
         ) from error
 
 
-def _kept(mlflow: Any, location: str, patient: bool) -> str:
-    """The copy of a location in the user's cache, made if there is none; it appears there whole or not at all."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    cache = os.path.join(caches, "rlhf-pipeline", "versions")
-    kept = os.path.join(cache, hashlib.sha256(location.encode()).hexdigest()[:32])
-    if not os.path.isdir(kept):
+def _cached(mlflow: Any, location: str, patient: bool) -> str:
+    """Returns the copy of a location in the user's cache, which appears there complete or not at all."""
+    copy = storage.cache("versions", hashlib.sha256(location.encode()).hexdigest()[:32])
+    if not os.path.isdir(copy):
         if not patient:
-            deadline.answer(_listed, mlflow, location)
-        os.makedirs(cache, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as into:
+            from mlflow import artifacts
+
+            deadline.answer(lambda: artifacts.list_artifacts(location, tracking_uri=mlflow.tracking_uri))
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(copy)) as into:
             folder = _download(mlflow, location, into)
             try:
-                os.rename(folder, kept)
+                os.rename(folder, copy)
             except OSError:
-                if not os.path.isdir(kept):  # else another process was first, with the same files
+                if not os.path.isdir(copy):  # else another process was first, with the same files
                     raise
-    return kept
-
-
-def _listed(mlflow: Any, location: str) -> list[Any]:
-    from mlflow import artifacts
-
-    return artifacts.list_artifacts(location, tracking_uri=mlflow.tracking_uri)
+    return copy
 
 
 def _is_here(location: str) -> bool:
@@ -349,9 +390,9 @@ def _is_here(location: str) -> bool:
 
 
 def _download(mlflow: Any, location: str, into: str | None = None) -> str:
-    """The local folder of an artifact location: of a local store the stored folder itself, not a copy.
+    """Returns the local folder of an artifact location: of a local store the stored folder itself, not a copy.
 
-    Locations instead of `models:/` references, because those are resolved by the process-wide server, not this client's.
+    It takes locations, not `models:/` references, because MLflow resolves those with the process-wide server, not this client's.
     """
     from mlflow import artifacts
 

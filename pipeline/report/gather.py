@@ -5,10 +5,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline import registry
+from pipeline import references, registry
 from pipeline.config.stages import INPUTS
 from pipeline.data.versions import counted, most_frequent
-from pipeline.errors import InputError
+from pipeline.errors import InputError, summary
+from pipeline.references import Ref
 from pipeline.report import files
 from pipeline.report.panels import History
 from pipeline.system import storage
@@ -64,7 +65,7 @@ class Run:
         """`models:/name/3`, what the run registered; None for an evaluation, which may name the one that it promoted."""
         if not self.result.get("version") or not self.result.get("adapter"):
             return None
-        return f"models:/{self.result['registered_model']}/{self.result['version']}"
+        return str(Ref(self.result["registered_model"], version=self.result["version"]))
 
 
 def read(reference: str, runs: str = "runs") -> Run:
@@ -97,7 +98,7 @@ def _has_job(folder: str) -> bool:
         return storage.exists(path)
     except Exception as error:  # pyarrow and each cloud's client raise types of their own
         raise InputError(
-            f"{folder}: cannot be read ({registry.first_line(error)}); expected a run's folder, its name, or its MLflow id"
+            f"{folder}: cannot be read ({summary(error)}); expected a run's folder, its name, or its MLflow id"
         ) from error
 
 
@@ -131,13 +132,13 @@ def _add_history(run: Run) -> None:
     """The curves; a server that does not answer costs the report its curves, and the report says so."""
     assert run.uri
     try:
-        registry.look(run.uri)
+        registry.check_reachable(run.uri)
         run.run_id = run.run_id or registry.find_run(run.uri, str(run.folder))
         if run.run_id:
             run.history = registry.history(run.uri, run.run_id)
     except Exception as error:  # whatever the store's driver or the network raises
         where = without_credentials(run.uri)
-        run.note = f"No curves: {where} could not be read ({registry.first_line(error)})."
+        run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
         run.uri = None  # nor is it asked for the versions that the run descends from
     if not run.metrics:
         run.metrics = {metric: points[-1][1] for metric, points in run.history.items()}
@@ -151,10 +152,10 @@ def _from_mlflow(run_id: str, runs: str) -> Run:
     """
     uri = registry.uri_of(None, runs)
     try:
-        registry.look(uri)
+        registry.check_reachable(uri)
     except Exception as error:  # whatever the store's driver or the network raises
         raise InputError(
-            f"{run_id}: {uri} cannot be asked for it ({registry.first_line(error)}); name the run's folder, or its server "
+            f"{run_id}: {uri} cannot be asked for it ({summary(error)}); name the run's folder, or its server "
             "with MLFLOW_TRACKING_URI"
         ) from error
     recorded = registry.recorded(uri, run_id)
@@ -233,14 +234,14 @@ def _pinned(reference: str, uri: str | None) -> str:
 def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
     if key in nodes:
         return
-    if not key.startswith("models:/") or "@" in key or uri is None:
+    if not Ref.parse(key).version or uri is None:
         nodes[key] = Node(key, _tail(key), kind="input")
         return
     try:
         version = registry.version(key, uri)
     except Exception as error:  # deleted since, or the server is away
         nodes[key] = Node(
-            key, key.removeprefix("models:/"), [f"not to be read: {type(error).__name__}"], kind="input"
+            key, references.title(key), [f"not to be read: {type(error).__name__}"], kind="input"
         )
         return
     tags = version["tags"]
@@ -263,7 +264,7 @@ def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
 def _add_rows(nodes: dict[str, Node], node: Node, counts: dict[str, int], uri: str | None) -> None:
     """The versions whose conversations a box learned from: those with the most rows as boxes, the others as a number."""
     for version, rows in most_frequent(counts, MOST_WRITERS).items():
-        if version.startswith("models:/"):
+        if Ref.parse(version).version:
             node.rows_from[version] = rows
             _add_version(nodes, version, uri)
         else:

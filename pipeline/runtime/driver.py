@@ -21,7 +21,7 @@ from pipeline.runtime import checkpoints, embedded, placement
 from pipeline.runtime.host import Work
 from pipeline.runtime.placement import check_scaling
 from pipeline.runtime.worker import Worker, main
-from pipeline.system import console, signals, storage
+from pipeline.system import console, process, storage
 
 # Set before Ray starts, so that every process of it inherits them.
 ENVIRONMENT = {
@@ -77,7 +77,7 @@ def session(job: Job) -> Iterator[None]:
         cluster = os.environ.get("RAY_ADDRESS")
         print("joining the cluster" if cluster else "starting Ray", flush=True)
         stack.enter_context(_cluster(job) if cluster else _embedded())
-        signals.listen()  # ray.init() has put handlers of its own there
+        process.listen()  # ray.init() has put handlers of its own there
         console.attach(JOBS)
         logging.getLogger("ray.train").setLevel(logging.WARNING)
         # It expects a hang wherever no CPU happens to be free, for the moment or because the workers have them.
@@ -103,7 +103,7 @@ def _cluster(job: Job) -> Iterator[None]:
         check_shared_storage(job)
         yield
     finally:
-        with signals.ignored():
+        with process.signals_ignored():
             ray.shutdown()
 
 
@@ -209,7 +209,7 @@ def fit(
         _print_what_is_left(job)
         raise
     except BaseException:
-        with signals.ignored():
+        with process.signals_ignored():
             _end_workers(controllers)
         raise
     return _outcome(job, result, time.monotonic() - started)

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, in_brief
+from pipeline.references import Ref
 from pipeline.runtime import checkpoints
 from pipeline.system import storage
 
@@ -210,7 +211,7 @@ def _resolved(job: Job) -> tuple[str, ...]:
 
     The base's content is compared later.
     """
-    named = job.model.name_or_path.startswith("models:/")
+    named = Ref.parse(job.model.name_or_path).is_registered
     return ("model.name_or_path", "model.revision") if named else ("model.revision",)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.system import signals
+from pipeline.system import process
 
 # Set before Ray starts, so that every process of it inherits them; what the user has set stays.
 DEFAULTS = {
@@ -119,7 +119,7 @@ def ray_session(**options: Any) -> Iterator[None]:
             ray.shutdown()
             shutil.rmtree(_folders[-1], ignore_errors=True)
         finally:  # of a session that failed, Ray's logs stay until the next but one starts
-            with signals.ignored():
+            with process.signals_ignored():
                 ray.shutdown()
             _folders.clear()
 

@@ -169,7 +169,7 @@ def _actors(
         **placement.bundles(job)[0].options(),
     )
     batches: Any = iter(done.iter_batches(batch_size=None, batch_format="numpy"))
-    with console.native_lines_filtered(), contextlib.closing(batches):
+    with contextlib.closing(batches):
         yield from batches
 
 

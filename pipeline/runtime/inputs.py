@@ -18,9 +18,10 @@ from pipeline.config.sources import transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, about
 from pipeline.models import hub
+from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.system import storage
-from pipeline.system.functions import digest_of, imported, signature
+from pipeline.system.functions import digest, imported, signature
 
 GIVEN = ("prompts", "completions", "completion_ids")  # to every Python reward, whatever the data holds
 
@@ -34,9 +35,9 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
         pinned: versions that are known already, those that a run was begun with: their aliases are not looked at.
     """
     uri = registry.tracking_uri(job)
-    if any(name.startswith("models:/") for name in (job.model.name_or_path, *job.inputs.values())):
+    if any(Ref.parse(name).is_registered for name in (job.model.name_or_path, *job.inputs.values())):
         registry.check(job)
-    if job.model.name_or_path.startswith("models:/"):
+    if Ref.parse(job.model.name_or_path).is_registered:
         with about("model.name_or_path"):
             reference = registry.pin(job.model.name_or_path, uri, job.source)
             base = lineage.read(registry.fetch(reference, uri), reference).get("base")
@@ -49,7 +50,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     inputs = {}
     for name in ("policy", "reference", "baseline", "judge"):
         reference = getattr(job, name)
-        if reference and reference != "base" and not reference.startswith("python:"):
+        if reference and reference != "base" and not Ref.parse(reference).is_function:
             with about(name):
                 inputs[name] = pinned.get(name) or registry.pin(
                     os.path.expanduser(reference), uri, job.source
@@ -60,11 +61,11 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 raise InputError(f"weight: found {weight}, expected a finite number")
             name = f"reward.{index}"
             inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri, job.source)
-    if job.judge and job.judge.startswith("python:"):
+    if job.judge and Ref.parse(job.judge).is_function:
         inputs["judge"] = job.judge
     for name, reference in served(job).items():
         with about(key_of(job, name)):
-            if reference.startswith("python:"):
+            if Ref.parse(reference).is_function:
                 inputs[name] = reference
             elif reference != "base":
                 inputs[name] = registry.pin(os.path.expanduser(reference), uri, job.source)
@@ -99,7 +100,7 @@ def check_paths(job: Job) -> None:
             met.add(bucket)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
-    if not job.model.name_or_path.startswith("models:/"):
+    if not Ref.parse(job.model.name_or_path).is_registered:
         require_local(job.model.name_or_path)
 
 
@@ -120,7 +121,7 @@ def functions(job: Job) -> dict[str, str]:
     sources = {key_of(job, f"reward.{index}"): source for index, (source, _) in enumerate(job.rewards)}
     sources["judge"] = job.judge or ""
     sources |= {f"serve.{name}": reference for name, reference in served(job).items()}
-    return {key: source for key, source in sources.items() if source.startswith("python:")}
+    return {key: source for key, source in sources.items() if Ref.parse(source).is_function}
 
 
 def digests_of_functions(job: Job) -> dict[str, str]:
@@ -134,7 +135,7 @@ def digests_of_functions(job: Job) -> dict[str, str]:
             found.setdefault(key.partition(".")[0], []).append(source)
     if (estimator := str(job.trainer.get("advantage_estimator"))).startswith("python:"):
         found["trainer.advantage_estimator"] = [estimator]
-    return {key: digest_of(sources) for key, sources in found.items()}
+    return {key: digest(sources) for key, sources in found.items()}
 
 
 def check_sampler(job: Job) -> None:
@@ -206,7 +207,7 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
 
     adapters = {}
     for name, reference in inputs.items():
-        if reference.startswith("python:"):
+        if Ref.parse(reference).is_function:
             continue
         key, scores = key_of(job, name), name == "judge" or name.startswith("reward")
         with about(key):

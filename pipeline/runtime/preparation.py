@@ -138,7 +138,7 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
         check_updates(job, len(mixture) if mixture else report.splits["train"].kept)
     digests = {name: tokenised.digests[split] for name, (tokenised, split) in sets.items()}
     if through := transforms(job.data):
-        digests["transform"] = functions.digest_of(through.values())
+        digests["transform"] = functions.digest(through.values())
     digests |= digests_of_functions(job)
     work = replace(
         work,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import hub
+from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import check_function
@@ -63,7 +64,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
     limits = (
         {"tokens": args.micro_batch_tokens} if by_tokens else {"rows": args.local_rollout_forward_batch_size}
     )
-    if source.startswith("python:"):
+    if Ref.parse(source).is_function:
         function = check_function(source)
         return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
     folder = worker.input(name)

@@ -102,7 +102,7 @@ def open_run(job: Job) -> Iterator[Run]:
             cannot continue what is there.
     """
     announce(job)
-    registry.check_mirrors(job)
+    registry.check_trackers(job)
     with console.waiting("opening MLflow"):
         registry.check(job)
     left_behind = earlier.recorded(job)
@@ -225,7 +225,7 @@ def failure_recorded(run: Run) -> Iterator[None]:
         try:
             storage.write_json(path, failure)
         except Exception as other:  # a full disk, say: the failure itself is what its user has to see
-            print(f"warning: {path} was not written ({registry.first_line(other)})", flush=True)
+            print(f"warning: {path} was not written ({summary(other)})", flush=True)
         raise
 
 

@@ -6,6 +6,7 @@ from pipeline import registry
 from pipeline.config import make
 from pipeline.config.stages import STAGE
 from pipeline.errors import visible
+from pipeline.references import Ref
 from pipeline.report.headline import how_it_ended
 
 OMITTED = ("runtime", "per_second", "num_tokens")  # held-out figures that say nothing about the model
@@ -52,7 +53,7 @@ def without_alias(result: dict[str, Any], version: registry.Version) -> str:
     """How to go on with a version that its gate kept from the alias."""
     job, facts = result["job"], STAGE[result["stage"]]
     following = "evaluate" if facts.keeps_reference else "ppo"
-    reference = f"models:/{version.name}/{version.version}"
+    reference = Ref(version.name, version=version.version)
     return (
         f"@{job['mlflow']['alias']} has not moved; to go on with this version:  "
         f'{make(following, job["source"])} ARGS="{facts.learns}={reference}"'

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.models import adapter_files
 from pipeline.models.hub import base_config, base_json
 from pipeline.models.tokenizer import eos_ids
+from pipeline.references import Ref
 from pipeline.runtime import roles
 from pipeline.runtime.host import Host
 from pipeline.serving.batching import Batcher
@@ -31,7 +32,7 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
         "min_new_tokens": job.args.min_new_tokens,
     }
     if job.rollout_config.engine == "vllm":
-        scores = any(not source.startswith("python:") for source in job.serve.rewards.values())
+        scores = any(not Ref.parse(source).is_function for source in job.serve.rewards.values())
         shared = roles.shared_base(host) if scores else None
         return shared, _vllm(host, limits)
     from pipeline.serving.transformers_batcher import TransformersBatcher

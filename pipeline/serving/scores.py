@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from pipeline.data.encode import Dropped, Encoder
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
+from pipeline.references import Ref
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import unfilled
 from pipeline.serving.batching import Batcher
@@ -72,7 +73,7 @@ class Scores:
     def _columns(self, source: str, row: Any, number: int) -> dict[str, Any]:
         try:
             [outcomes] = self.encoder.encode([parse(row, self.encoder.kind)])
-            if source.startswith("python:") and (wanted := unfilled(source, {*row, "messages"})):
+            if Ref.parse(source).is_function and (wanted := unfilled(source, {*row, "messages"})):
                 raise RowError("missing", wanted, "no such field", f"one, since {source} asks for it")
         except RowError as error:
             outcomes = [error]

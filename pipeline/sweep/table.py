@@ -12,6 +12,7 @@ from pipeline.report import plots
 from pipeline.report.panels import Panel
 from pipeline.sweep.space import Sweep, Trial
 from pipeline.system import storage
+from pipeline.text import table
 
 FILE = "sweep.json"
 MOST = 6  # trials in the plot of curves, the best ones: more lines cannot be told apart
@@ -78,13 +79,7 @@ def best(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
     """The table, best first."""
     header, *lines = _cells(sweep, rows)
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-    shown = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (header, *lines)
-    ]
-    rule = "-" * min(160, max(map(len, shown)))
-    return "\n".join([rule, shown[0], rule, *shown[1:], rule])
+    return table(header, lines)
 
 
 def _cells(sweep: Sweep, rows: list[dict[str, Any]]) -> list[list[str]]:

@@ -1,15 +1,13 @@
-"""The terminal: a stage's own lines as they are, and those of other processes under their name.
+"""The terminal: a stage's lines as they are, lines of other processes with their name, no credentials, no noise.
 
-Ray prefixes every line of a worker with `(name pid=1234)`, and two of its actors complain every second about things
-that mean nothing here. Uses the dispatcher that ray.init() itself uses (ray 2.60, private; pinned in pyproject.toml).
-Remove that when ray.init takes a function that prints, or a logging setting without the prefix.
+Ray prefixes every line of a worker with `(name pid=1234)`. `attach` replaces the printer in the dispatcher of ray.init()
+(ray 2.60, private; pinned in pyproject.toml). Remove it when ray.init takes a function that prints.
 """
 
 import contextlib
 import functools
 import logging
 import os
-import re
 import sys
 import threading
 import warnings
@@ -19,19 +17,19 @@ from typing import Any
 from pipeline.system.credentials import without_credentials
 
 NOISE = (
-    # https://github.com/ray-project/ray/issues/53727: about restarts of an actor of Ray's own.
+    # https://github.com/ray-project/ray/issues/53727: about restarts of one of Ray's own actors.
     "has constructor arguments in the object store and max_restarts > 0",
-    # Ray Train repeats the metrics of each checkpoint, which the stage's own line has shown.
+    # Ray Train repeats the metrics of each checkpoint, which the stage has printed.
     "Reporting training result ",
-    # bitsandbytes looks for an optional package of faster CPU kernels when it is imported.
+    # bitsandbytes looks for an optional package with faster CPU kernels.
     "Failed to load CPU gemm_4bit_forward from kernels-community",
-    # Ray Serve ends its controller itself, and then reports that it has ended.
+    # Ray Serve ends its controller, and then reports that it has ended.
     "Task ServeController.graceful_shutdown failed",
-    # Ray Serve says so of each request for which it still considers a replica whose node is lost; another one answers.
+    # Ray Serve logs this for each request that meets a replica on a lost node; another replica answers.
     "Failed to get queue length from Replica",
 )
 
-# Of every process, set before it imports anything heavy.
+# Environment of every process, set before it imports anything heavy.
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -39,38 +37,27 @@ QUIET = {
     "TQDM_DISABLE": "1",  # bars of loading weights; a stage shows its own progress
     "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::PendingDeprecationWarning,ignore::FutureWarning",
 }
-# Whose advice to developers is not for users of a job. Warnings of a user's own code, a reward function's say, are shown.
+# Libraries whose advice to developers is hidden. Warnings of a user's own code are shown.
 LIBRARIES = (
     "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm",
 )  # fmt: skip
-BLAMED = (*LIBRARIES, "mlflow", "ray", "pipeline")  # in warnings: the last where a library names its caller
-# Of files that were deleted under a run the driver speaks itself (checkpoints.lost), without Ray's own frames.
-DELETED = re.compile(
-    r"Error in control loop iteration: .*\nTraceback \(most recent call last\):\n(?:[ \t].*\n)*FileNotFoundError: .*\n?"
-)
-
-
+BLAMED = (*LIBRARIES, "mlflow", "ray", "pipeline")  # in warnings; `pipeline` if a library names its caller
 # Control characters but tab, line feed and return: a row's text must not steer the terminal.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
 
 
 def wrap_streams() -> None:
-    """For a process with a command line: from here on stdout and stderr are an `Output`, whatever they are connected to."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:  # closed by whoever started this: the next file to be opened would take its place
-            os.open(os.devnull, os.O_RDWR)
+    """Makes stdout and stderr of a process with a command line an `Output`."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        stream = getattr(sys, name)
         stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8, a lone surrogate
         setattr(sys, name, Output(stream))
-    # bitsandbytes looks for an optional package when it is imported.
+    # At import, bitsandbytes warns that an optional package is missing.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class Output:
-    """A text stream that shows neither credentials nor terminal escapes, and goes on when it cannot be written any more."""
+    """A text stream that shows neither credentials nor terminal escapes, and ignores errors when it can no longer be written."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -86,7 +73,7 @@ class Output:
         self._try(self.stream.flush)
 
     def _try(self, call: Callable[..., Any], *given: str) -> None:
-        """A run of hours does not end because `| head -1` has seen enough, or the disk of its log is full."""
+        """Keeps a run of hours alive if `| head -1` has ended, or the disk of its log is full."""
         try:
             call(*given)
         except OSError as error:
@@ -94,7 +81,7 @@ class Output:
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
             if self is sys.stdout and not isinstance(error, BrokenPipeError):
-                print(f"warning: nothing more is printed: {error.strerror}", file=sys.stderr)
+                print(f"warning: cannot write to stdout any more: {error.strerror}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -107,34 +94,6 @@ def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-@contextlib.contextmanager
-def native_lines_filtered() -> Iterator[None]:
-    """Keeps NOISE that C++ code of this process writes to its stderr, past Python, off the terminal for the block."""
-    sys.stderr.flush()
-    terminal = os.dup(2)
-    read, write = os.pipe()
-    os.dup2(write, 2)
-    os.close(write)
-    forward = threading.Thread(target=_forward, args=(read, terminal), daemon=True)
-    forward.start()
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(terminal, 2)  # closes the pipe: the thread comes to its end
-        forward.join(5.0)  # unless a child process, started meanwhile, still has it
-        if not forward.is_alive():
-            os.close(terminal)
-
-
-def _forward(read: int, terminal: int) -> None:
-    with open(read, "rb") as lines:
-        for line in lines:
-            if not any(text.encode() in line for text in NOISE):
-                with contextlib.suppress(OSError):  # a terminal that was closed
-                    os.write(terminal, line)
 
 
 def attach(own: Collection[str] = (), sink: Any = None) -> None:
@@ -154,29 +113,28 @@ def attach(own: Collection[str] = (), sink: Any = None) -> None:
 
 
 def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
-    """Prints one batch of log lines; `data` is Ray's: lines, is_err, pid, actor_name, task_name."""
-    if data.get("pid") == "autoscaler":  # its whole log comes this way; events for people are marked in it
+    """Prints one batch of log lines. `data` is Ray's: lines, is_err, pid, actor_name, task_name."""
+    if data.get("pid") == "autoscaler":  # its whole log arrives here, in which events for people are marked
         from ray._private.worker import filter_autoscaler_events
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
     name = data.get("actor_name") or data.get("task_name")
     prefix = "" if name in own or not name else f"({name}) "
     sink = sink or (sys.stderr if data["is_err"] else sys.stdout)
-    lines, text = data["lines"], "\n".join(data["lines"])
-    for line in DELETED.sub("", text).splitlines() if DELETED.search(text) else lines:
+    for line in data["lines"]:
         if not any(text in line for text in NOISE):
             print(prefix + line, file=sink, flush=True)
 
 
 def silence_libraries() -> None:
-    """Silences the libraries' advice to developers in a process that holds models; errors and a user's own warnings stay."""
+    """Silences the libraries' advice to developers. Errors and warnings of a user's code stay."""
     warnings.filterwarnings("ignore", module=rf"({'|'.join(BLAMED)})(\.|$)")
     for name in (*LIBRARIES, "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def for_notebook() -> None:
-    """For a notebook, before heavy imports: no progress bars, no advice to developers."""
+    """Silences progress bars and advice to developers in a notebook. Call it before heavy imports."""
     os.environ.update(QUIET)
     silence_libraries()
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # asks for ipywidgets

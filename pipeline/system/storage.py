@@ -34,6 +34,14 @@ def join(base: str, *parts: str) -> str:
     return "/".join([base.rstrip("/"), *parts])
 
 
+def cache(*parts: str) -> str:
+    """Returns a path in this user's cache of the pipeline, whose folder exists."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = os.path.join(caches, "rlhf-pipeline", *parts)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return path
+
+
 def filesystem(path: str) -> tuple[Any, str]:
     """(pyarrow filesystem, path inside it) of a local path or a URI."""
     import pyarrow.fs as pafs

@@ -128,7 +128,7 @@ def test_nothing_is_submitted_that_cannot_run(cluster, capsys, tmp_path, monkeyp
     monkeypatch.delenv("FORWARD")
 
     monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 32)
-    assert "the token found here is not the cluster's" in refused(capsys, *sft, runs)
+    assert "the token here is another cluster's" in refused(capsys, *sft, runs)
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "nothing"))
     assert "there is no token here" in refused(capsys, *sft, runs)

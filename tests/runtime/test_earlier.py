@@ -193,7 +193,7 @@ def test_functions_that_decide_numbers_have_digests(in_root):
     ppo = load_job("jobs/demo/ppo.yaml", several, "ppo")
     assert inputs.digests_of_functions(ppo).keys() == {"reward"}, "nothing is trained on its judge"
     evaluate = load_job("jobs/demo/evaluate.yaml", [f"judge={gold}"], "evaluate")
-    assert inputs.digests_of_functions(evaluate) == {"judge": functions.digest(gold)}
+    assert inputs.digests_of_functions(evaluate) == {"judge": functions.digest([gold])}
 
 
 BROKEN = {

@@ -207,7 +207,7 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
 def test_an_adapter_of_another_commit_of_its_base_says_which():
     base = {"name_or_path": "org/base", "digest": "commit:" + "b" * 40}
     facts = {"base": {"name_or_path": "org/base", "digest": "commit:" + "a" * 40}}
-    with pytest.raises(InputError, match=f"type model.revision={'a' * 40}"):
+    with pytest.raises(InputError, match=f"use model.revision={'a' * 40}"):
         lineage.check_base(facts, base, "policy", "org/mine")
 
 

@@ -57,5 +57,5 @@ def test_a_win_rate_that_shows_no_gain_is_reported(stage, low, high, says, capsy
 
 def test_an_interval_that_contains_one_half_does_not_pass_the_gate_of_own_rows(in_root):
     gate = load_job("jobs/own/ppo.yaml").gate
-    assert not registry.passes(gate, {"eval_win_rate_low": 0.5, "eval_eos": 1.0})[0]
-    assert registry.passes(gate, {"eval_win_rate_low": 0.51, "eval_eos": 1.0})[0]
+    assert not registry.evaluate_gate(gate, {"eval_win_rate_low": 0.5, "eval_eos": 1.0})[0]
+    assert registry.evaluate_gate(gate, {"eval_win_rate_low": 0.51, "eval_eos": 1.0})[0]

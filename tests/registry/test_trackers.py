@@ -125,9 +125,9 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(name, begun, m
         importlib.util, "find_spec", lambda one, *more: None if one == name else find(one, *more)
     )
     with pytest.raises(
-        InputError, match=rf'found {name}, which is not installed here; type .*"\.\[{name}\]"'
+        InputError, match=rf'found {name}, which is not installed here; run .*"\.\[{name}\]"'
     ) as error:
-        registry.check_mirrors(job)
+        registry.check_trackers(job)
     assert error.value.key == "mlflow.also"
 
 
@@ -135,11 +135,11 @@ def test_an_account_is_asked_for_before_anything_starts(begun, monkeypatch, tmp_
     job, _ = begun("wandb")
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: True)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    registry.check_mirrors(job)
+    registry.check_trackers(job)
     monkeypatch.delenv("WANDB_API_KEY")
-    registry.check_mirrors(job)  # offline
+    registry.check_trackers(job)  # offline
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(InputError, match=r"no account: export WANDB_API_KEY=.*WANDB_MODE=offline"):
-        registry.check_mirrors(job)
+        registry.check_trackers(job)
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    registry.check_mirrors(job)
+    registry.check_trackers(job)

@@ -36,7 +36,7 @@ def test_everything_arrives_in_order_and_logging_does_not_wait(run, monkeypatch)
             time.sleep(0.05)
             super().write(points)
 
-    monkeypatch.setattr(registry.MetricLog, "EVERY", 60.0)  # nothing but close() sends
+    monkeypatch.setattr(registry.MetricLog, "INTERVAL_S", 60.0)  # nothing but close() sends
     log = registry.MetricLog(Slow(*run))
     for step in range(1500):
         log.log({"loss": 1.0 / (step + 1)}, step)
@@ -89,8 +89,8 @@ def test_what_a_server_that_is_away_misses_is_sent_when_it_is_back(run, monkeypa
             raise ConnectionError("refused")
         return real(uri)
 
-    monkeypatch.setattr("pipeline.registry.metrics.client", client)
-    monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
+    monkeypatch.setattr("pipeline.registry.curves.client", client)
+    monkeypatch.setattr(registry.MetricLog, "INTERVAL_S", 0.01)
     log = registry.MetricLog(registry.MLflowRun(*run))
     log.log({"loss": 3.0}, 1)
     log.log({"loss": 2.0}, 2)
@@ -106,7 +106,7 @@ def test_what_a_server_that_is_away_misses_is_sent_when_it_is_back(run, monkeypa
 
 
 def test_a_call_that_failed_after_it_was_recorded_is_not_recorded_again(run, monkeypatch):
-    monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
+    monkeypatch.setattr(registry.MetricLog, "INTERVAL_S", 0.01)
     failed = []
 
     class Flaky(registry.MLflowRun):
@@ -124,10 +124,10 @@ def test_a_call_that_failed_after_it_was_recorded_is_not_recorded_again(run, mon
 
 def test_a_server_that_stays_away_is_said_with_the_count(capsys, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(registry.MetricLog, "EVERY", 0.01)
+    monkeypatch.setattr(registry.MetricLog, "INTERVAL_S", 0.01)
     log = registry.MetricLog(registry.MLflowRun("http://127.0.0.1:9", "some-run"))
     log.log({"loss": 1.0, "lr": 0.1}, 1)
-    log.close(patience=2.0)
+    log.close(timeout=2.0)
     assert (
         "warning: 2 metric values were not recorded: MLflow at http://127.0.0.1:9 was unreachable"
         in capsys.readouterr().out
@@ -135,20 +135,20 @@ def test_a_server_that_stays_away_is_said_with_the_count(capsys, monkeypatch):
 
 
 def test_memory_is_bounded_and_what_is_given_up_is_counted(capsys, monkeypatch):
-    monkeypatch.setattr(registry.MetricLog, "ROOM", 10)
-    monkeypatch.setattr("pipeline.registry.metrics.client", lambda uri: 1 / 0)
+    monkeypatch.setattr(registry.MetricLog, "MAX_PENDING", 10)
+    monkeypatch.setattr("pipeline.registry.curves.client", lambda uri: 1 / 0)
     log = registry.MetricLog(registry.MLflowRun("http://127.0.0.1:9", "some-run"))
     for step in range(25):
         log.log({"loss": 1.0}, step)
     assert [point.step for point in log.pending] == list(range(15, 25))
-    log.close(patience=0.1)
+    log.close(timeout=0.1)
     assert "warning: 25 metric values" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_real_server_that_goes_away_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(registry.MetricLog, "LONGEST", 1.0)
+    monkeypatch.setattr(registry.MetricLog, "MAX_INTERVAL_S", 1.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,0 +1,49 @@
+"""References: how a job names a model or a function.
+
+models:/NAME@ALIAS, models:/NAME/VERSION    a registered version
+python:MODULE:FUNCTION                      a function
+anything else                               a folder, a repository on the hub (models/hub.py), or `base`
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+NAME = r"\w[\w .+()-]*"  # of a registered model: it stands in URIs and in the filters of MLflow
+MODEL = re.compile(rf"models:/(?P<name>{NAME})(?:@(?P<alias>[\w-]+)|/(?P<version>[0-9]{{1,9}}))")
+FUNCTION = re.compile(r"python:(?P<name>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A parsed reference. `name` is a registered model or a module; of anything else all parts are empty."""
+
+    name: str = ""
+    alias: str | None = None
+    version: str | None = None
+    function: str | None = None
+
+    @classmethod
+    def parse(cls, text: str | None) -> Ref:
+        found = MODEL.fullmatch(text or "") or FUNCTION.fullmatch(text or "")
+        return cls(**found.groupdict()) if found else cls()
+
+    @property
+    def is_registered(self) -> bool:
+        return bool(self.alias or self.version)
+
+    @property
+    def is_function(self) -> bool:
+        return bool(self.function)
+
+    def __str__(self) -> str:
+        if self.function:
+            return f"python:{self.name}:{self.function}"
+        return f"models:/{self.name}" + (f"@{self.alias}" if self.alias else f"/{self.version}")
+
+
+def title(text: str) -> str:
+    """Returns `rlhf-dpo v3` for models:/rlhf-dpo/3, and any other text as it is."""
+    ref = Ref.parse(text)
+    return f"{ref.name} v{ref.version}" if ref.version else text

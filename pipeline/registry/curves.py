@@ -1,0 +1,339 @@
+"""Sends the metrics of a run to MLflow, and to TensorBoard and W&B if `mlflow.also` names them, while training continues."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.util
+import itertools
+import netrc
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import defaultdict, deque
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from pipeline.config import Job
+from pipeline.errors import InputError, summary
+from pipeline.registry.store import client, metric_key, tracking_uri
+from pipeline.system import storage
+
+
+class Point(NamedTuple):
+    """One value of one metric."""
+
+    key: str
+    value: float
+    time: int  # ms
+    step: int
+    final: bool
+
+
+class Tracker(Protocol):
+    """Records the metrics of one run. Its methods may take long, and raise anything that its library raises."""
+
+    name: str  # in a warning
+
+    def recorded(self, key: str) -> dict[int, float]:
+        """Returns the values of a metric that an earlier process recorded: {step: value}."""
+
+    def write(self, points: list[Point]) -> None:
+        """Records points. After a failure it is called again with the same points first."""
+
+    def close(self, final: dict[str, float]) -> None:
+        """Ends the recording. `final` are the run's results."""
+
+
+class MLflowRun:
+    """A run in MLflow."""
+
+    def __init__(self, uri: str, run_id: str):
+        self.name, self.uri, self.run_id = f"MLflow at {uri}", uri, run_id
+
+    def recorded(self, key: str) -> dict[int, float]:
+        return {m.step: m.value for m in client(self.uri).get_metric_history(self.run_id, key)}
+
+    def write(self, points: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [Metric(point.key, point.value, point.time, point.step) for point in points]
+        client(self.uri).log_batch(self.run_id, metrics=metrics)
+
+    def close(self, final: dict[str, float]) -> None:
+        pass
+
+
+class TensorBoard:
+    """Event files in a folder: one run of TensorBoard. In a bucket they appear every UPLOAD_S seconds.
+
+    Each process writes the folder again: a run that continues repeats its curve from the checkpoint (Worker.replay).
+    """
+
+    name = "TensorBoard"
+    UPLOAD_S = 60.0
+
+    def __init__(self, folder: str):
+        self.folder, self.remote = folder, storage.is_remote(folder)
+        self.writer: Any = None
+        self.local = ""
+        self.uploaded = time.monotonic()
+
+    def recorded(self, key: str) -> dict[int, float]:
+        return {}
+
+    def write(self, points: list[Point]) -> None:
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            storage.remove(self.folder)
+            self.local = tempfile.mkdtemp() if self.remote else self.folder
+            self.writer = SummaryWriter(self.local)
+        for point in points:
+            self.writer.add_scalar(point.key, point.value, point.step, point.time / 1000)
+        self.writer.flush()
+        if self.remote and time.monotonic() - self.uploaded > self.UPLOAD_S:
+            storage.store_folder(self.local, self.folder)
+            self.uploaded = time.monotonic()
+
+    def close(self, final: dict[str, float]) -> None:
+        if self.writer is None:
+            return
+        self.writer.close()
+        if self.remote:
+            storage.store_folder(self.local, self.folder)
+            shutil.rmtree(self.local)
+
+
+class WandB:
+    """A run in Weights & Biases, with the id of the MLflow run, in the project named like the experiment.
+
+    wandb's own variables choose the account: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL. Each process writes an
+    offline run again; a server has the earlier steps. W&B's steps only ascend, so final values of an earlier step are only in
+    the run's summary.
+    """
+
+    name = "Weights & Biases"
+
+    def __init__(self, run_id: str, job: Job):
+        self.run_id, self.job = run_id, job
+        self.run: Any = None
+        self.local = ""
+        self.next = 0  # the first step that W&B still accepts
+        self.row: dict[str, float] = {}  # of that step
+
+    def recorded(self, key: str) -> dict[int, float]:
+        return {}
+
+    def write(self, points: list[Point]) -> None:
+        if self.run is None:
+            self._begin()
+        for step, group in itertools.groupby(points, key=lambda point: point.step):
+            if step >= self.next:
+                self.next, self.row = step, {point.key: point.value for point in group}
+                self.run.log(self.row, step=step)
+
+    def _begin(self) -> None:
+        import wandb
+
+        self.local = self.local or (
+            tempfile.mkdtemp() if storage.is_remote(self.job.folder) else self.job.folder
+        )
+        for earlier in glob.glob(
+            os.path.join(glob.escape(self.local), "wandb", f"offline-run-*-{self.run_id}")
+        ):
+            shutil.rmtree(earlier)
+        self.run = wandb.init(
+            project=self.job.mlflow.experiment,
+            name=self.job.run.name,
+            id=self.run_id,
+            resume="allow",
+            job_type=self.job.stage,
+            config=self.job.to_dict(),
+            dir=self.local,
+            # Command line, environment and code of this process stay private.
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                save_code=False,
+                x_disable_meta=True,
+                x_save_requirements=False,
+            ),
+        )
+        self.next = self.run.step  # above 0 if a server has the steps of an earlier process
+
+    def close(self, final: dict[str, float]) -> None:
+        if self.run is None:
+            return
+        if final:
+            self.run.log(self.row, step=self.next, commit=True)  # an open row would overwrite the summary
+            self.run.summary.update(final)
+        self.run.finish()
+        if storage.is_remote(self.job.folder) and os.path.isdir(files := os.path.join(self.local, "wandb")):
+            storage.store_folder(files, storage.join(self.job.folder, "wandb"))
+            shutil.rmtree(self.local)
+
+
+class MetricLog:
+    """Sends the metrics of one run to a tracker from a thread, so that training neither waits for a server nor fails with it.
+
+    Values are sent in order, about once a second, up to 1000 per call. The first failure prints a warning; retries back off.
+    A restarted worker repeats the steps after its checkpoint: values that the run already has are not recorded twice.
+
+    Not MLflow's own asynchronous logging (MlflowClient.log_batch(synchronous=False), mlflow 3.17, AsyncLoggingQueue): it drops
+    a batch whose call failed, sends from ten threads in any order, keeps a queue without bound, and waits for the server
+    without bound at exit. Replace this class when MLflow retries (tests/test_upstream.py notices).
+    """
+
+    INTERVAL_S, MAX_INTERVAL_S = 1.0, 60.0  # between two calls; between two tries while the server is away
+    CLOSE_TIMEOUT_S = 120.0  # time that `close` waits for a server that is away
+    MAX_PENDING = 500_000  # values that wait for a server, about 100 MB; the oldest are dropped beyond that
+
+    FIRST_CALL = threading.Lock()  # first calls import libraries, which two threads must not do at once
+
+    def __init__(self, tracker: Tracker):
+        self.tracker, self.started = tracker, False
+        self.known: dict[str, dict[int, float]] = {}  # of each metric, what is recorded: {step: value}
+        self.pending: deque[Point] = deque()
+        self.final: dict[str, float] = {}
+        self.dropped = 0
+        self.failures, self.closing = 0, False
+        self.wake = threading.Condition()
+        self.thread = threading.Thread(target=self._send_all, name="metrics", daemon=True)
+        self.thread.start()
+
+    def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
+        """Queues the numbers of `metrics`. A `final` value is recorded even if the step has another value."""
+        now = int(time.time() * 1000)
+        numbers = {metric_key(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+        with self.wake:
+            self.pending.extend(Point(key, value, now, step, final) for key, value in numbers.items())
+            self.final |= numbers if final else {}
+            while len(self.pending) > self.MAX_PENDING:
+                self.pending.popleft()
+                self.dropped += 1
+
+    def close(self, timeout: float | None = None) -> None:
+        """Sends the rest. Waits for a server that is away at most `timeout` seconds (default CLOSE_TIMEOUT_S)."""
+        with self.wake:
+            self.closing = True
+            self.wake.notify()
+        self.thread.join(self.CLOSE_TIMEOUT_S if timeout is None else timeout)
+        with self.wake:
+            lost, self.dropped = len(self.pending) + self.dropped, 0
+            self.pending.clear()  # so that a thread that still waits for an answer ends
+        if lost:
+            print(
+                f"warning: {lost} metric values were not recorded: {self.tracker.name} was unreachable. The checkpoints hold the "
+                "curve: if the run continues, the same command sends what is missing",
+                flush=True,
+            )
+
+    def _send_all(self) -> None:
+        while True:
+            with self.wake:
+                limit = self.INTERVAL_S if self.closing else self.MAX_INTERVAL_S
+                self.wake.wait_for(
+                    lambda: self.closing and not self.failures,
+                    timeout=min(self.INTERVAL_S * 2**self.failures, limit),
+                )
+                batch = [self.pending[i] for i in range(min(1000, len(self.pending)))]
+                dropped = self.dropped
+            if not batch and not self.closing:
+                continue
+            try:
+                if not batch:
+                    self.tracker.close(self.final)
+                    return
+                with contextlib.nullcontext() if self.started else self.FIRST_CALL:
+                    self._send(batch)
+                self.started = True
+            except Exception as error:  # a run of hours must not end because of its logging
+                if not self.failures:
+                    print(
+                        f"warning: {self.tracker.name} does not answer ({summary(error)}); training continues, its metrics are "
+                        "sent later",
+                        flush=True,
+                    )
+                self.failures = min(self.failures + 1, 10)
+                continue
+            self.failures = 0
+            with self.wake:
+                for _ in range(len(batch) - (self.dropped - dropped)):
+                    if self.pending:
+                        self.pending.popleft()
+
+    def _send(self, batch: list[Point]) -> None:
+        for key in {point.key for point in batch} - self.known.keys():
+            self.known[key] = self.tracker.recorded(key)
+        new: dict[str, dict[int, float]] = defaultdict(dict)
+        points = []
+        for point in batch:
+            before = new[point.key].get(point.step, self.known[point.key].get(point.step))
+            if before is None or (point.final and before != point.value):
+                points.append(point)
+                new[point.key][point.step] = point.value
+        if points:
+            self.tracker.write(points)
+        for key, values in new.items():
+            self.known[key] |= values
+
+
+class Curves:
+    """The metrics of one run on their way to all of its trackers, each with its own thread."""
+
+    def __init__(self, job: Job, run_id: str):
+        trackers: list[Tracker] = [MLflowRun(tracking_uri(job), run_id)]
+        if "tensorboard" in job.mlflow.also:
+            trackers.append(TensorBoard(storage.join(job.folder, "tensorboard")))
+        if "wandb" in job.mlflow.also:
+            trackers.append(WandB(run_id, job))
+        self.logs = [MetricLog(tracker) for tracker in trackers]
+
+    def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
+        """See MetricLog."""
+        for log in self.logs:
+            log.log(metrics, step, final)
+
+    def close(self, timeout: float | None = None) -> None:
+        """See MetricLog."""
+        for log in self.logs:
+            log.close(timeout)
+
+
+def check_trackers(job: Job) -> None:
+    """Checks that the packages of `mlflow.also` are installed here, and that W&B has an account.
+
+    All nodes share one image, so a package missing here is missing there.
+
+    Raises:
+        InputError: with the command to run.
+    """
+    for package in job.mlflow.also:
+        if importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"found {package}, which is not installed here; run .venv/bin/pip install -c constraints.txt -e "
+                f'".[{package}]" (on every node), or remove it',
+                key="mlflow.also",
+            )
+    online = os.environ.get("WANDB_MODE", "online") == "online"
+    if "wandb" in job.mlflow.also and online and not _has_wandb_key():
+        raise InputError(
+            "found wandb, and no account: export WANDB_API_KEY=..., or WANDB_MODE=offline and upload later with `wandb sync`",
+            key="mlflow.also",
+        )
+
+
+def _has_wandb_key() -> bool:
+    """Returns True if the environment or the file that `wandb login` writes has an API key."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,231 @@
+"""The MLflow server of a job, or the SQLite file in its place: which it is, and whether it answers."""
+
+import contextlib
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, unquote
+
+from pipeline.config import Job
+from pipeline.errors import InputError, summary
+from pipeline.system import deadline, storage
+from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
+
+
+def tracking_uri(job: Job) -> str:
+    """Returns the URI of a job's tracking server: its own, else the environment's, else of a SQLite file in run.storage_path."""
+    return uri_of(job.mlflow.tracking_uri, job.run.storage_path)
+
+
+def uri_of(given: str | None, storage_path: str) -> str:
+    """Returns the tracking URI for a job's `mlflow.tracking_uri` and `run.storage_path`.
+
+    It holds no credentials: `client` takes them from the environment.
+
+    Raises:
+        InputError: if the runs lie in a bucket and no server is named.
+    """
+    if uri := given or os.environ.get("MLFLOW_TRACKING_URI"):
+        return without_credentials(uri)
+    if storage.is_remote(storage_path):
+        raise InputError(
+            f"missing; a bucket (run.storage_path={storage_path}) cannot hold a SQLite file. Name a tracking server, "
+            "e.g. mlflow.tracking_uri=http://HEAD:5000",
+            key="mlflow.tracking_uri",
+        )
+    return uri_of_file(f"{storage.absolute(storage_path)}/mlflow.db")
+
+
+def uri_of_file(path: str) -> str:
+    """Returns the SQLAlchemy URI of a SQLite file.
+
+    SQLAlchemy decodes %20 and ends the path at `?`, so a path with one of them is quoted. Its slashes are quoted too: MLflow
+    3.17 makes an empty folder of the quoted name otherwise (store/db/utils._make_parent_dirs_if_sqlite).
+    """
+    return f"sqlite:///{quote(path, safe='') if set(path) & set('%?') else path}"
+
+
+def file_of_uri(uri: str) -> str | None:
+    """Returns the SQLite file of a tracking URI, or None for the address of a server."""
+    return unquote(uri.partition(":///")[2].partition("?")[0]) if uri.startswith("sqlite:") else None
+
+
+def client(uri: str) -> Any:
+    """Returns an MlflowClient that gives up within seconds instead of minutes, and does not log migrations."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # its import sets its logger's level from this
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # with 3, a refused connection takes 13 s
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    from mlflow import MlflowClient
+
+    uri = _with_credentials(uri)
+    # Not mlflow.set_tracking_uri: it sets MLFLOW_TRACKING_URI for this process and all jobs after this one.
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def _with_credentials(uri: str) -> str:
+    """Returns the URI to connect with: the environment's if it is the same server, because only that has the credentials.
+
+    Credentials of an HTTP server go into the variables that MLflow reads, because its errors quote the URI.
+    """
+    given = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not has_credentials(given) or without_credentials(given) != uri:
+        return uri
+    if not given.startswith(("http://", "https://")):
+        return given
+    user, password = user_and_password(given)
+    os.environ.update(MLFLOW_TRACKING_USERNAME=user, MLFLOW_TRACKING_PASSWORD=password)
+    return uri
+
+
+def check(job: Job) -> None:
+    """Checks before any work that the tracking server answers, or that the SQLite file is MLflow's. Creates the file if missing.
+
+    Raises:
+        InputError: if it is not usable, or the experiment was deleted.
+    """
+    uri, name = tracking_uri(job), job.mlflow.experiment
+    _require_uri(uri)
+    file = file_of_uri(uri)
+    try:
+        if file is None:
+            experiment = deadline.answer(lambda: client(uri).get_experiment_by_name(name))
+        else:
+            import mlflow  # noqa: F401  (slow; kept outside the lock)
+
+            with _created(file):
+                experiment = client(uri).get_experiment_by_name(name)
+    except Exception as error:  # of any type: the store's driver raises it
+        fix = "start the server, or" if file is None else "move that file away, name another store, or"
+        raise InputError(
+            f"{uri!r} does not answer ({summary(error)}); {fix} leave the key out to use a SQLite file in run.storage_path",
+            key="mlflow.tracking_uri",
+        ) from error
+    if experiment and experiment.lifecycle_stage == "deleted":
+        raise InputError(
+            f"{name!r} was deleted in {uri}; name another one, e.g. mlflow.experiment={name}-2, or run "
+            f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
+            key="mlflow.experiment",
+        )
+
+
+def check_reachable(uri: str) -> None:
+    """Checks that a store can be read, without creating or changing it.
+
+    Raises:
+        Exception: of any type, saying why nothing can be read there.
+    """
+    _require_uri(uri)
+    if file := file_of_uri(uri):
+        _require_mlflow(file, "ro", "BEGIN")
+    else:
+        deadline.answer(lambda: client(uri).get_experiment_by_name("Default"))
+
+
+def _require_uri(uri: str) -> None:
+    """Raises InputError for a path: MLflow 3 no longer writes to its stores of plain files, and takes seconds to say so."""
+    if uri.startswith("file:") or not ("://" in uri or uri.startswith("databricks")):
+        path = os.path.abspath(uri.removeprefix("file:"))
+        file = os.path.join(path, "mlflow.db") if os.path.isdir(path) else path
+        raise InputError(
+            f"found {uri!r}, a path; expected the address of a server, e.g. http://HEAD:5000, or of a "
+            f"SQLite file: mlflow.tracking_uri={uri_of_file(file)}",
+            key="mlflow.tracking_uri",
+        )
+
+
+@contextlib.contextmanager
+def _created(path: str) -> Iterator[None]:
+    """A block in which no other process creates this SQLite file or MLflow's default experiment in it."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with storage.locked(f"{path}.lock", f"another process to set up {path}"):
+        if not os.path.exists(path):
+            with contextlib.suppress(OSError):  # without a cache MLflow makes the tables itself, in a second
+                shutil.copyfile(_empty_database(), f"{path}.partial")
+                os.replace(f"{path}.partial", path)
+        _require_mlflow(path, "rwc", "BEGIN IMMEDIATE")
+        yield
+
+
+def _empty_database() -> str:
+    """Returns the path of a database with MLflow's tables, made once per user and version: the migrations take a second."""
+    import mlflow
+    from mlflow.store.db import utils
+
+    path = storage.cache(f"mlflow-{mlflow.__version__}.db")
+    if not os.path.exists(path):
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
+            new = os.path.join(folder, "mlflow.db")
+            engine = utils.create_sqlalchemy_engine(uri_of_file(new))
+            utils._initialize_tables(engine)  # what a store does at its first start (mlflow 3.17, private)
+            engine.dispose()
+            os.replace(new, path)
+    return path
+
+
+def _require_mlflow(path: str, mode: str, begin: str) -> None:
+    """Raises sqlite3.Error or ValueError if a file is no database, is locked or belongs to another application.
+
+    MLflow would retry for more than a minute, or create its tables in the other application's database.
+
+    Args:
+        mode: of SQLite's URIs: ro, rw or rwc.
+        begin: the transaction to try: BEGIN IMMEDIATE needs the right to write.
+    """
+    uri = f"file:{quote(os.path.abspath(path))}?mode={mode}"
+    with contextlib.closing(
+        sqlite3.connect(uri, deadline.SECONDS, isolation_level=None, uri=True)
+    ) as database:
+        database.execute(begin)
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and "experiments" not in tables:
+        raise ValueError(f"it belongs to another application: its tables are {', '.join(sorted(tables)[:5])}")
+
+
+def wait_for_server(job: Job, minutes: float = 10.0) -> None:
+    """Waits until the tracking server answers, at most `minutes`; then the next request fails and says why."""
+    give_up, pause = time.monotonic() + 60 * minutes, 1.0
+    while True:
+        try:
+            client(tracking_uri(job)).search_experiments(max_results=1)
+            return
+        except Exception as error:  # of any type: the store's driver raises it
+            if time.monotonic() > give_up:
+                return
+            if pause == 1.0:
+                print(
+                    f"MLflow at {tracking_uri(job)} does not answer ({type(error).__name__}); waiting up to "
+                    f"{minutes:.0f} minutes to register. The adapter is safe in {job.folder}",
+                    flush=True,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+
+def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Returns {"data": {"train": 1}} as [("data.train", 1)], without None: MLflow's parameters, tags and tables are flat."""
+    if isinstance(value, dict):
+        return [pair for key, item in value.items() for pair in flatten(item, f"{prefix}{key}.")]
+    return [] if value is None else [(prefix.rstrip("."), value)]
+
+
+def search_filter(field: str, value: str) -> str:
+    """Returns an MLflow search filter for a field's value.
+
+    MLflow's filters have no escapes. `_` matches any character instead of a quote, so the caller must compare the results.
+    """
+    plain = value.translate(dict.fromkeys(map(ord, "'\"\\"), "_"))
+    return f"{field} {'=' if plain == value else 'LIKE'} '{plain}'"
+
+
+def metric_key(name: str) -> str:
+    """Returns a name that MLflow accepts: other characters become underscores."""
+    return "".join(c if c.isalnum() or c in "_-./ " else "_" for c in name)

@@ -1,0 +1,178 @@
+"""The tracking server of a job, or its SQLite file: damaged, locked, another application's, with any name. Real MLflow."""
+
+import contextlib
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from registered import LINEAGE
+from running import ROOT
+
+from pipeline import registry
+from pipeline.config import MLflow, load_job
+from pipeline.errors import InputError
+from pipeline.registry.lineage import folder_digests
+from pipeline.system import deadline
+
+
+def other_application(file):
+    file.unlink()
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE users (name)")
+
+
+def older_mlflow(file):
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as database:
+        database.execute("UPDATE alembic_version SET version_num = '0a8213491aaa'")
+
+
+def folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (folder, "unable to open database file"),
+        (lambda file: file.write_bytes(b"<html>" * 500), "not a database"),
+        (lambda file: file.write_bytes(file.read_bytes()[:100_000]), "malformed"),
+        (other_application, "belongs to another application: its tables are users"),
+        (older_mlflow, "out-of-date"),
+    ],
+)
+def test_a_file_that_is_no_store_is_named_at_once(damage, says, job, tmp_path, monkeypatch):
+    """MLflow would retry for more than a minute, or create its tables in it."""
+    damage(tmp_path / "mlflow.db")
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(
+        InputError, match=rf"mlflow\.tracking_uri: 'sqlite:.*mlflow\.db' does not answer \(.*{says}"
+    ):
+        registry.check(job)
+    assert not slept
+
+
+def test_a_store_that_another_process_locks(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(deadline, "SECONDS", 0.5)
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(InputError, match="database is locked"):
+            registry.check(job)
+
+
+def test_a_server_that_does_not_answer_is_found_before_work(job):
+    away = replace(job, mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
+    with pytest.raises(InputError, match=r"mlflow.tracking_uri: 'http://127.0.0.1:9' does not answer"):
+        registry.check(away)
+
+
+def schema(path):
+    """Returns tables, indexes and version. MLflow's migrations do not keep the order of constraints."""
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        made = database.execute("SELECT type, name, sql FROM sqlite_master ORDER BY type, name").fetchall()
+        version = database.execute("SELECT version_num FROM alembic_version").fetchall()
+    return [(*one, sorted(re.findall(r"\w+", sql or ""))) for *one, sql in made], version
+
+
+def test_a_new_database_is_what_mlflows_own_migrations_make(tmp_path, monkeypatch, in_root):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    registry.client(f"sqlite:///{tmp_path}/migrated.db").search_experiments()
+    for name in ("first", "second"):  # the second one is a copy of the first one's template
+        job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path / name}"], "sft")
+        registry.check(job)
+        assert schema(tmp_path / name / "mlflow.db") == schema(tmp_path / "migrated.db")
+        assert [e.name for e in registry.client(registry.tracking_uri(job)).search_experiments()] == [
+            "Default"
+        ]
+    assert len(list((tmp_path / "cache/rlhf-pipeline").glob("mlflow-*.db"))) == 1
+
+
+def test_without_a_cache_mlflow_creates_the_database(tmp_path, monkeypatch, in_root):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    registry.check(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft"))
+    assert schema(tmp_path / "mlflow.db")[1]
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a?b=c#d", 'it\'s "both"', " ü😀 \\[a]*;$HOME"])
+def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_root):
+    """Paths reach MLflow as filters and URIs, in which quotes and percent signs have a meaning."""
+    home = tmp_path / "home" / name
+    home.mkdir(parents=True)
+    job = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one"], "sft")
+    job = replace(job, run=replace(job.run, storage_path=str(home)))
+    shutil.copy(migrated, home / "mlflow.db")
+    registry.check(job)
+    uri = registry.tracking_uri(job)
+    with pytest.raises(KeyError), registry.mlflow_run(job, {}) as cut_short:
+        raise KeyError
+    with registry.mlflow_run(job, {}) as run_id:
+        registry.publish(job, run_id, adapter, {}, LINEAGE)
+    assert run_id == cut_short == registry.find_run(uri, job.folder)
+    fetched = registry.fetch(registry.pin("models:/rlhf-sft@champion", uri), uri)
+    assert folder_digests(fetched) == folder_digests(adapter)
+    assert fetched.startswith(str(home)) and os.listdir(tmp_path / "home") == [name]
+
+
+FIRST = """
+import sys
+from pipeline import registry
+from pipeline.system import storage
+from pipeline.config import load_job
+job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={sys.argv[1]}", f"run.name=one-{sys.argv[2]}"], "sft")
+import mlflow
+sys.stdin.readline()
+storage.require_writable(job.run.storage_path)
+registry.check(job)
+with registry.mlflow_run(job, {}):
+    pass
+"""
+
+
+def test_first_runs_that_start_together_make_one_store(tmp_path):
+    """If two create MLflow's tables at the same time, one fails."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIRST, str(tmp_path / "new"), str(i)], cwd=ROOT, text=True, bufsize=1, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    for one in others:
+        one.stdin.write("go\n")
+    printed = [one.communicate(timeout=120)[0] for one in others]
+    assert [one.returncode for one in others] == [0] * 3, printed
+    assert "Traceback" not in "".join(printed)
+    mlflow = registry.client(f"sqlite:///{tmp_path}/new/mlflow.db")
+    (experiment,) = [e for e in mlflow.search_experiments() if e.name == "rlhf"]
+    statuses = [run.info.status for run in mlflow.search_runs([experiment.experiment_id])]
+    assert statuses == ["FINISHED"] * 3
+    assert sorted(os.listdir(tmp_path / "new")) == ["artifacts", "mlflow.db", "mlflow.db.lock"]
+
+
+def test_shipped_jobs_use_a_store_next_to_the_runs(in_root, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    job = load_job("jobs/demo/sft.yaml", [], "sft")
+    assert registry.tracking_uri(job) == f"sqlite:///{ROOT}/runs/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://head:5000")
+    assert registry.tracking_uri(job) == "http://head:5000"
+
+
+def test_the_clusters_server_answers_through_a_tunnel_on_any_port():
+    """`make ui PORT=5001` is a tunnel to its port 5000: the browser's Host header names 5001."""
+    from mlflow.server.security_utils import is_allowed_host_header
+
+    script = (ROOT / "jobs/cloud/start-node.sh").read_text()
+    [hosts] = re.findall(r'MLFLOW_SERVER_ALLOWED_HOSTS="(.*?)"', script)
+    allowed = hosts.replace("$head_ip", "10.0.0.1").split(",")
+    for host in ("127.0.0.1:5001", "localhost:5000", "10.0.0.1:5000"):
+        assert is_allowed_host_header(allowed, host)
+    assert not is_allowed_host_header(allowed, "elsewhere.example:5000")
