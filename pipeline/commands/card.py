@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from pipeline import registry
+from pipeline.data.counts import count, most_frequent
 from pipeline.data.sets import NAME as DATA_SET
-from pipeline.data.versions import counted, most_frequent
 from pipeline.errors import InputError
 from pipeline.models import hub
 from pipeline.models.hub import base_file, local
@@ -216,7 +216,7 @@ def _ancestors(reference: str, uri: str, indent: str) -> list[str]:
     data = ", ".join(f"{name} `sha256:{digest[:16]}`" for name, digest in facts.get("data", {}).items())
     lines = [f"{indent}- `{reference}` ({facts.get('stage', 'unknown stage')}): data {data or 'unknown'}"]
     rows_from = most_frequent(facts.get("rows_from", {}), 8)
-    lines += [f"{indent}  - {counted(rows)} from `{version}`" for version, rows in rows_from.items()]
+    lines += [f"{indent}  - {count(rows)} from `{version}`" for version, rows in rows_from.items()]
     if not indent and "versions" in facts:
         lines.append("  made with " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))
     for name, parent in facts.get("parents", {}).items():

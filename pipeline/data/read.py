@@ -18,14 +18,13 @@ from typing import Any
 from pipeline.config.sources import sources_of
 from pipeline.data import cache
 from pipeline.data.chunks import Chunk, plan
+from pipeline.data.counts import Counts, RowsDigest, of_split, totals
 from pipeline.data.files import File, find
 from pipeline.data.lookahead import preprocessing, settled
-from pipeline.data.merge import merge, notes
 from pipeline.data.mixture import Mixture, mix
-from pipeline.data.refusals import check, note_empty
-from pipeline.data.report import Report
+from pipeline.data.report import Report, add_empty_files, check, report_of
 from pipeline.data.shapes import kind_of
-from pipeline.data.tasks import Options, Stats, make_part, tokenise
+from pipeline.data.tasks import Options, columns_of, make_part, tokenize
 from pipeline.errors import InputError
 from pipeline.system import storage
 
@@ -84,14 +83,13 @@ def prepare(
         ]
         size = sum(file.size for listing in files.values() for file in listing)
         if ray_for_rows and size <= SMALL:
-            stats = run_here(chunks, tokenizer, options, folder)
+            counts = run_here(chunks, tokenizer, options, folder)
         else:
             with ray_for_rows() if ray_for_rows else contextlib.nullcontext():
-                stats = run_tasks(chunks, tokenizer, options, folder)
-        note_empty(stats, chunks)
-        check(stats, chunks, options, data)
-        manifest = {"key": key, **merge(stats, chunks, options)}
-        manifest["report"]["notes"] = notes(stats, tokenizer, options)
+                counts = run_tasks(chunks, tokenizer, options, folder)
+        add_empty_files(counts)
+        check(counts, options)
+        manifest = {"key": key, **manifest_of(counts, tokenizer, options)}
         storage.write_json(storage.join(folder, "manifest.json"), manifest)
     report = Report.from_dict(manifest["report"])
     here = ray_for_rows is not None
@@ -186,8 +184,29 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
     )
 
 
-def run_tasks(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str) -> list[Stats]:
-    """Tokenizes all chunks in Ray Data tasks. Returns their statistics, in their order."""
+def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[str, Any]:
+    """Returns the parts, columns, digests and report of all chunks, whose counts come in the order of the chunks."""
+    report = report_of(counts, tokenizer, options)
+    margins = totals(counts)["margins"]
+    return {
+        "parts": {name: [one.parts[name] for one in counts if name in one.parts] for name in report.splits},
+        "columns": [name for name in columns_of(options) if name != "margin" or margins],
+        "digests": {name: content_digest(name, counts, options) for name in report.splits},
+        "report": report.to_dict(),
+    }
+
+
+def content_digest(name: str, counts: list[Counts], options: Options) -> str:
+    """Returns a digest of a split's rows in their order, for any cut into chunks; that of a hold-out says how it was made."""
+    whole = RowsDigest()
+    for one in of_split("train" if options.eval_fraction else name, counts):
+        whole.extend(one.digest)
+    held = f"{name}:{options.eval_fraction}:{options.seed}" if options.eval_fraction else ""
+    return hashlib.sha256(f"{whole.count}:{whole.value}:{held}".encode()).hexdigest()
+
+
+def run_tasks(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str) -> list[Counts]:
+    """Tokenizes all chunks in Ray Data tasks. Returns their counts, in their order."""
     import ray
 
     set_up_ray_data()
@@ -196,13 +215,13 @@ def run_tasks(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str
     numbers = ray.data.range(len(chunks), override_num_blocks=len(chunks))
     rows = numbers.map_batches(task, batch_size=None, batch_format="numpy").take_all()
     rows.sort(key=lambda row: row["index"])
-    return [pickle.loads(row["stats"]) for row in rows]
+    return [pickle.loads(row["counts"]) for row in rows]
 
 
-def run_here(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str) -> list[Stats]:
-    """Tokenizes all chunks in this process. Returns their statistics, in their order."""
+def run_here(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str) -> list[Counts]:
+    """Tokenizes all chunks in this process. Returns their counts, in their order."""
     _make(folder)
-    return [tokenise(chunk, index, tokenizer, options, folder) for index, chunk in enumerate(chunks)]
+    return [tokenize(chunk, index, tokenizer, options, folder) for index, chunk in enumerate(chunks)]
 
 
 def _make(folder: str) -> None:

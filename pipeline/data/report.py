@@ -1,19 +1,32 @@
-"""What became of the rows: counts, reasons, token lengths and a few samples, merged from the data tasks."""
+"""What became of the rows: counts, reasons, token lengths and a few samples; and which sets of rows are rejected, and why."""
 
+import itertools
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline.data import versions
+from pipeline.data.chunks import locate
+from pipeline.data.counts import (
+    Counts,
+    contradictions,
+    count,
+    duplicates,
+    first_errors,
+    of_split,
+    overlap,
+    totals,
+    versions_in_words,
+)
 from pipeline.data.shapes import kind_of
-from pipeline.data.values import show
-from pipeline.errors import visible
+from pipeline.data.tasks import SAMPLES, Options, encoder_of
+from pipeline.data.values import RowError, show
+from pipeline.errors import InputError, visible
+from pipeline.models.template import is_plain, text_as_chat
 
-FIRST = 10  # bad rows that are named one by one
-SAMPLES = 3  # token rows that are shown as text
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-KINDS = {
+ERROR_NAMES = {
     "not_json": "not JSON",
     "not_object": "not a JSON object",
     "not_utf8": "not UTF-8",
@@ -49,6 +62,7 @@ KINDS = {
     "prompt_too_long": "whose prompt alone is too long: nothing of the completion is left",
     "empty_file": "empty file",
 }
+WAYS = {"text": "ordinary text", "control": "control tokens"}  # data.special_tokens
 
 
 @dataclass
@@ -60,20 +74,18 @@ class Split:
     truncated: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     tokens: int = 0
-    desirable: int | None = None  # of the rows kept, those with a thumb up; None: rows without thumbs
+    desirable: int | None = None  # of the rows kept, those labelled as good; None: rows without labels
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # whose prompt is plain text, not messages
     chat_rows: int = 0  # whose prompt is messages
-    # Of them, whose prompt and completion meet without white space, and no template parts them.
+    # Rows whose prompt and completion meet without white space, and that no template separates.
     joined: int = 0
-    joined_first: str = ""  # the border of the first of these
+    joined_first: str = ""  # the text around the border in the first of these
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
-    versions: dict[str, int] = field(
-        default_factory=dict
-    )  # models:/NAME/NUMBER whose conversations rows are from -> rows
+    versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that wrote rows -> rows
     ended: int = 0  # whose trained tokens include one that generation stops on
-    contradictions: int = 0  # pairs of completions that stand in both orders; completions with both labels
+    contradictions: int = 0  # pairs of completions that occur in both orders; completions with both labels
     contradictions_first: str = ""  # file:line of two such rows
     special_rows: int = 0  # whose text contains special tokens
     special_tokens: dict[str, int] = field(default_factory=dict)  # token -> rows
@@ -86,15 +98,15 @@ class SourceCounts:
 
     source: int
     path: str = ""
-    revision: str = ""  # the commit, of a set on the hub
-    # What the job says of this source alone: the columns of its fields, and the function that its rows go through.
+    revision: str = ""  # the commit of a dataset on the Hub
+    # What the job says about this source alone: the columns of its fields, and the function that its rows go through.
     columns: dict[str, Any] | None = None
     transform: str | None = None
     read: int = 0
     kept: int = 0
     dropped: int = 0
     tokens: int = 0
-    desirable: int | None = None  # of the rows kept, those with a thumb up
+    desirable: int | None = None  # of the rows kept, those labelled as good
     versions: dict[str, int] = field(default_factory=dict)  # as in Split
     rows: int = 0  # of the token table: those kept, or packed
     drawn: int | None = None  # of them in an epoch; None: each once
@@ -110,14 +122,14 @@ class Report:
     sources: dict[str, list[SourceCounts]] = field(default_factory=dict)  # by split, in the job's order
     # rows equal to an earlier one of the same set; None: too many rows to count
     duplicates: int | None = None
-    skipped: list[str] = field(default_factory=list)  # the first bad rows, file:line each
+    skipped: list[str] = field(default_factory=list)  # the first rows left out, file:line each
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # packed training rows
     # rows of eval whose prompt is in train too, and rows that are there with their completions; None: not compared
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
-    special_tokens: str = "text"  # what they are in the text of a row: text, or control
-    notes: list[str] = field(default_factory=list)  # warnings about the set as a whole
+    special_tokens: str = "text"  # how those in the text of a row are encoded: text, or control
+    notes: list[str] = field(default_factory=list)  # warnings about the dataset as a whole
     reused: bool = False
     seconds: float = 0.0
 
@@ -129,7 +141,7 @@ class Report:
         return "both" if chat and text else "chat" if chat else "text" if text else None
 
     def labels(self) -> tuple[int, int]:
-        """(desirable, undesirable) rows of an epoch of thumbs; of a source with a weight as many as are drawn, on average."""
+        """Returns (desirable, undesirable) rows of an epoch; a source with a weight counts as it is drawn, on average."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
@@ -147,21 +159,20 @@ class Report:
         return cls(**{**value, "splits": splits, "sources": sources, "overlap": overlap})
 
     def render(self, samples: bool = True) -> str:
-        did = "loaded from the cache into Ray" if self.reused else "read and tokenised"
+        did = "loaded from the cache into Ray" if self.reused else "read and tokenized"
         lines = [
             f"data for stage {self.stage}: at most {self.max_length} tokens a row, {did} in {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
-            lines += ["", *self._split(name, split), *self._sources(name), *self._warnings(name, split)]
+            warnings = [("warning", line) for line in self._warnings(name, split)]
+            table = [*self._split(split), *self._sources(name), *warnings]
+            lines += ["", name, *(line(*entry) for entry in table)]
         if self.packed is not None:
-            lines.append(f"  packed      {counted(self.packed, 'row')} of up to {self.max_length} tokens")
+            lines.append(line("packed", f"{count(self.packed)} of up to {self.max_length} tokens"))
         if self.duplicates:
             verb = "repeats" if self.duplicates == 1 else "repeat"
-            lines += [
-                "",
-                f"duplicates    {counted(self.duplicates, 'row')} {verb} an earlier row (not removed)",
-            ]
-        lines += [f"  warning     {visible(note, lines=False)}" for note in self.notes]
+            lines += ["", f"duplicates    {count(self.duplicates)} {verb} an earlier row (not removed)"]
+        lines += [line("warning", note) for note in self.notes]
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
         if self.samples and samples:
@@ -174,130 +185,197 @@ class Report:
                 lines += [f"--- {index} " + "-" * 66, visible(sample)]
         return "\n".join(lines)
 
-    def _warnings(self, name: str, split: Split) -> list[str]:
-        lines = []
-        if split.special_rows:
-            tokens = ", ".join(f"{token} in {rows:,}" for token, rows in [*split.special_tokens.items()][:5])
-            ways = {"text": "ordinary text", "control": "control tokens"}
-            other = "text" if self.special_tokens == "control" else "control"
-            single = split.special_rows == 1
-            lines.append(
-                f"{counted(split.special_rows, 'row')} {'contains' if single else 'contain'} special tokens in "
-                f"{'its' if single else 'their'} text ({tokens}); they are encoded as {ways[self.special_tokens]} "
-                f"(data.special_tokens={other} encodes them as {ways[other]}); first: {split.special_first}"
+    def _split(self, split: Split) -> list[tuple[str, str]]:
+        """The table of a split: (title, what it has)."""
+        rows = count(split.text_rows)
+        template = f"the chat template is applied to {rows} of plain text"
+        if not self.text_as_chat:
+            template = (
+                f"no chat template is applied to {rows} of plain text (model.chat_template=plain or "
+                "data.apply_chat_template=true does)"
             )
-        if split.joined:
-            lines.append(
-                f"{counted(split.joined, 'row')} of plain text {'joins' if split.joined == 1 else 'join'} prompt and completion "
-                f"without white space ({show(split.joined_first)}): model.chat_template=plain puts them into a dialogue"
-            )
-        if tools := split.unread.get("tools"):
-            lines.append(
-                f"the model does not see the `tools` of {counted(tools, 'row')}: the chat template does not write them; one that "
-                "does is named as model.chat_template=FILE"
-            )
-        long = split.dropped.get("too_long", 0) + split.dropped.get("prompt_too_long", 0)
-        if long > split.kept:
-            lines.append(
-                f"most rows ({long:,} of {split.read:,}) are left out as longer than {self.max_length} tokens: a larger "
-                "data.max_length keeps them"
-            )
-        completions = kind_of(self.stage).completions
-        if completions == "learned" and name == "train" and split.kept and not split.ended:
-            why = (
-                "all of them are truncated"
-                if split.truncated == split.kept
-                else "the chat template leaves it out"
-            )
-            lines.append(
-                "no completion is trained with a token that generation stops on, so the model does not learn to stop: "
-                f"{why} ({'data.max_length' if split.truncated == split.kept else 'model.chat_template'})"
-            )
-        if split.contradictions and split.desirable is not None:
-            lines.append(
-                f"{counted(split.contradictions, 'completion')} with both labels for the same prompt: the rows work against each "
-                f"other; first: {split.contradictions_first}"
-            )
-        elif split.contradictions:
-            lines.append(
-                f"{counted(split.contradictions, 'pair')} of completions in both orders, A preferred to B and B to A for the "
-                f"same prompt: the rows work against each other; first: {split.contradictions_first}"
-            )
-        if name == "eval" and self.overlap and self.overlap[0]:
-            prompts, rows = self.overlap
-            same = f" ({rows:,} with the same completion)" if completions != "written" else ""
-            verb = "has a prompt that is" if prompts == 1 else "have prompts that are"
-            lines.append(
-                f"{counted(prompts, 'row')} of data.eval {verb} also in data.train{same}: metrics on them measure "
-                "memorisation, not generalisation"
-            )
-        return [f"  warning     {visible(line, lines=False)}" for line in lines]
+        undesirable = split.kept - (split.desirable or 0)
+        entries = [
+            (True, "read", count(split.read)),
+            (True, "kept", f"{split.kept:,} ({count(split.tokens, 'token')})"),
+            (
+                split.desirable is not None,
+                "labels",
+                f"{split.desirable or 0:,} desirable, {undesirable:,} undesirable",
+            ),
+            (split.versions, "versions", versions_in_words(split.versions, split.kept)),
+            (split.text_rows, "template", template),
+            (split.unread, "not read", columns_in_words(split.unread)),
+            *(
+                (True, "dropped", f"{rows:,} {ERROR_NAMES.get(why, why)}")
+                for why, rows in sorted(split.dropped.items())
+            ),
+            (split.truncated, "truncated", f"{split.truncated:,}"),
+            *(
+                (lengths.get("max"), title, "   ".join(f"{key} {value}" for key, value in lengths.items()))
+                for title, lengths in (
+                    ("prompt tokens", split.prompt_tokens),
+                    ("completion tokens", split.completion_tokens),
+                )
+            ),
+        ]
+        return [(title, text) for shown, title, text in entries if shown]
 
-    def _sources(self, name: str) -> list[str]:
-        """A line for each source, where there are several: what it has, and its share of an epoch."""
+    def _sources(self, name: str) -> list[tuple[str, str]]:
+        """A line for each source, if there are several: what it has, and its share of an epoch."""
         sources = self.sources.get(name, [])
         if len(sources) < 2 and not any(one.revision for one in sources):
             return []
         total = max(1, sum(one.rows if one.drawn is None else one.drawn for one in sources))
-        lines = []
+        entries = []
         for one in sources:
             drawn = one.rows if one.drawn is None else one.drawn
-            draws = "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn an epoch"
-            counts = f"read {one.read:,}, kept {one.kept:,}, dropped {one.dropped:,} ({counted(one.tokens, 'token')})"
-            through = f" through {one.transform}" if one.transform else ""
-            mapped = f" with columns {json.dumps(one.columns, ensure_ascii=False)}" if one.columns else ""
-            written = f"; {versions.in_words(one.versions, one.kept)}" if one.versions else ""
-            commit = f" at commit {one.revision[:12]}" if one.revision else ""
-            lines.append(
-                f"  source      {one.path}{commit}{through}{mapped}: {counts}{draws}, {drawn / total:.2%} of the rows{written}"
+            columns = json.dumps(one.columns, ensure_ascii=False)
+            pieces = [
+                one.path,
+                f" at commit {one.revision[:12]}" if one.revision else "",
+                f" through {one.transform}" if one.transform else "",
+                f" with columns {columns}" if one.columns else "",
+                f": read {one.read:,}, kept {one.kept:,}, dropped {one.dropped:,} ({count(one.tokens, 'token')})",
+                "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn an epoch",
+                f", {drawn / total:.2%} of the rows",
+                f"; {versions_in_words(one.versions, one.kept)}" if one.versions else "",
+            ]
+            entries.append(("source", "".join(pieces)))
+        return entries
+
+    def _warnings(self, name: str, split: Split) -> list[str]:
+        one = split.special_rows == 1
+        special = ", ".join(f"{token} in {rows:,}" for token, rows in [*split.special_tokens.items()][:5])
+        other = "text" if self.special_tokens == "control" else "control"
+        tools = split.unread.get("tools", 0)
+        long = split.dropped.get("too_long", 0) + split.dropped.get("prompt_too_long", 0)
+        completions = kind_of(self.stage).completions
+        unended = completions == "learned" and name == "train" and split.kept and not split.ended
+        why, key = "the chat template leaves it out", "model.chat_template"
+        if split.truncated == split.kept:
+            why, key = "all of them are truncated", "data.max_length"
+        contrary = f"{count(split.contradictions, 'completion')} with both labels for the same prompt"
+        if split.desirable is None:
+            contrary = (
+                f"{count(split.contradictions, 'pair')} of completions in both orders, A preferred to B and B to A for the "
+                "same prompt"
             )
-        return [visible(line, lines=False) for line in lines]
-
-    def _template(self, rows: int) -> str:
-        what = f"{counted(rows, 'row')} of plain text"
-        if self.text_as_chat:
-            return f"the chat template is applied to {what}"
-        return f"no chat template is applied to {what} (model.chat_template=plain or data.apply_chat_template=true does)"
-
-    def _split(self, name: str, split: Split) -> list[str]:
-        lines = [
-            f"{name}",
-            f"  read        {counted(split.read, 'row')}",
-            f"  kept        {split.kept:,} ({counted(split.tokens, 'token')})",
+        prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
+        entries = [
+            (
+                split.special_rows,
+                f"{count(split.special_rows)} {'contains' if one else 'contain'} special tokens in {'its' if one else 'their'} "
+                f"text ({special}); they are encoded as {WAYS[self.special_tokens]} (data.special_tokens={other} encodes them "
+                f"as {WAYS[other]}); first: {split.special_first}",
+            ),
+            (
+                split.joined,
+                f"{count(split.joined)} of plain text {'joins' if split.joined == 1 else 'join'} prompt and completion without "
+                f"white space ({show(split.joined_first)}): model.chat_template=plain puts them into a dialogue",
+            ),
+            (
+                tools,
+                f"the model does not see the `tools` of {count(tools)}, because the chat template does not write them; for a "
+                "template that does, set model.chat_template=FILE",
+            ),
+            (
+                long > split.kept,
+                f"most rows ({long:,} of {split.read:,}) are left out as longer than {self.max_length} tokens: a larger "
+                "data.max_length keeps them",
+            ),
+            (
+                unended,
+                "no completion is trained with a token that generation stops on, so the model does not learn to stop: "
+                f"{why} ({key})",
+            ),
+            (
+                split.contradictions,
+                f"{contrary}: these rows contradict each other; first: {split.contradictions_first}",
+            ),
+            (
+                prompts,
+                f"{count(prompts)} of data.eval {'has a prompt that is' if prompts == 1 else 'have prompts that are'} also in "
+                f"data.train{f' ({same:,} with the same completion)' if completions != 'written' else ''}: metrics on them "
+                "measure memorization, not generalization",
+            ),
         ]
-        if split.desirable is not None:
-            lines.append(
-                f"  labels      {split.desirable:,} desirable, {split.kept - split.desirable:,} undesirable"
-            )
-        if split.versions:
-            lines.append(
-                f"  versions    {visible(versions.in_words(split.versions, split.kept), lines=False)}"
-            )
-        if split.text_rows:
-            lines.append(f"  template    {self._template(split.text_rows)}")
-        if split.unread:
-            lines.append(f"  not read    {visible(columns_of(split.unread), lines=False)}")
-        lines += [
-            f"  dropped     {count:,} {KINDS.get(why, why)}" for why, count in sorted(split.dropped.items())
-        ]
-        if split.truncated:
-            lines.append(f"  truncated   {split.truncated:,}")
-        for label, lengths in (("prompt", split.prompt_tokens), ("completion", split.completion_tokens)):
-            if lengths.get("max"):
-                values = "   ".join(f"{key} {value}" for key, value in lengths.items())
-                lines.append(f"  {label + ' tokens':<18}{values}")
-        return lines
+        return [text for shown, text in entries if shown]
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def line(title: str, text: str) -> str:
+    return f"  {title:<{11 if len(title) < 12 else 17}} {visible(text, lines=False)}"
 
 
-def columns_of(rows: dict[str, int]) -> str:
-    """The columns that nothing reads, most frequent first."""
+def columns_in_words(rows: dict[str, int]) -> str:
+    """Names columns, the most frequent first."""
     names = [name[:40] for name, _ in Counter(rows).most_common()]
     more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
     return f"column{'s' * (len(names) > 1)} {', '.join(names[:8])}{more}"
+
+
+# ---- counts -> report ------------------------------------------------------------------------------------------------
+
+
+def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Report:
+    """Makes the report from the counts of all chunks, which come in the order of the chunks."""
+    report = Report(
+        options.stage,
+        options.max_length,
+        text_as_chat=options.apply_template,
+        special_tokens=options.special_tokens,
+    )
+    for name in ("train", "eval"):
+        with_split = [one for one in counts if any(split == name for split, *_ in one.tally)]
+        if with_split:
+            report.splits[name] = split_of(name, with_split)
+            both = contradictions(of_split(name, counts))
+            report.splits[name].contradictions, report.splits[name].contradictions_first = both
+            report.sources[name] = [
+                source_of(name, with_split, source)
+                for source in sorted({one.chunk.source for one in with_split})
+            ]
+    report.skipped = [named(*one) for one in first_errors(counts)]
+    by_source: dict[int, list[str]] = {}
+    for one in counts:
+        by_source.setdefault(one.chunk.source, []).extend(one.samples)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_source.values()))
+    report.samples = [text for text in in_turn if text is not None][:SAMPLES]
+    report.duplicates, report.overlap = duplicates(counts), overlap(counts)
+    report.packed = totals(counts, "train")["rows"].total() if options.packing else None
+    report.notes = notes(counts, tokenizer, options)
+    return report
+
+
+def split_of(name: str, counts: Sequence[Counts]) -> Split:
+    """Returns the counts of `train` or `eval` over all tasks, without contradictions."""
+    total = totals(counts, name)
+    split = Split(
+        desirable=total["desirable"].total() if "desirable" in total else None,
+        prompt_tokens=percentiles(total["prompt_tokens"]),
+        completion_tokens=percentiles(total["completion_tokens"]),
+    )
+    for label in "read kept truncated tokens text_rows chat_rows joined ended special_rows".split():
+        setattr(split, label, total[label].total())
+    for label in ("dropped", "unread", "versions", "special_tokens"):
+        setattr(split, label, dict(total[label].most_common()))
+    for label in ("joined", "special"):
+        first = (one.first[name, label] for one in counts if (name, label) in one.first)
+        setattr(split, f"{label}_first", next(first, ""))
+    return split
+
+
+def source_of(name: str, counts: Sequence[Counts], source: int) -> SourceCounts:
+    """Returns the counts of `train` or `eval` of one source."""
+    total = totals(counts, name, source)
+    made = SourceCounts(
+        source,
+        desirable=total["desirable"].total() if "desirable" in total else None,
+        versions=dict(total["versions"]),
+    )
+    for label in ("read", "kept", "dropped", "tokens", "rows"):
+        setattr(made, label, total[label].total())
+    return made
 
 
 def percentiles(histogram: Counter[int]) -> dict[str, int]:
@@ -315,51 +393,108 @@ def percentiles(histogram: Counter[int]) -> dict[str, int]:
     return lengths
 
 
-def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
-    """A token row as text, its trained tokens (of a pair: the two completions) between ⟦ and ⟧.
-
-    `prompt_tokens` is the length of the prompt that both sides of a pair begin with.
-    """
-    if "labels" in columns:
-        return clip(
-            marked(tokenizer, columns["input_ids"], [label != -100 for label in columns["labels"]]), limit
+def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> list[str]:
+    """What a user should know about the rows as a whole."""
+    warnings = [f"{one.unread}" for one in counts if one.unread]
+    completions, total = options.kind.completions, totals(counts)
+    if completions == "learned" and total["margins"]:
+        warnings.append(f"{options.stage} does not use the column `margin`: only rm does")
+    messages = total["chat_rows"].total()
+    if messages and is_plain(tokenizer) and not text_as_chat(tokenizer, None):
+        warnings.append(
+            f"the base has no chat template, so {count(messages)} of messages use the built-in one; set "
+            "model.chat_template=plain in every stage, or a Jinja file"
         )
-    if "input_ids" in columns:
-        return clip(tokenizer.decode(columns["input_ids"]), limit)
-    sides: tuple[Any, ...] = (
-        columns.get("completion_ids", columns.get("chosen_ids")),
-        columns.get("rejected_ids"),
-    )
-    prompt = columns.get("prompt_ids", sides[0][:prompt_tokens])
-    if "prompt_ids" not in columns:
-        sides = sides[0][prompt_tokens:], sides[1][prompt_tokens:]
-    if cut := len(prompt) - whole_characters(tokenizer, prompt, len(prompt)):
-        prompt, sides = prompt[:-cut], tuple(ids and prompt[-cut:] + ids for ids in sides)
-    if sides[1] is None:
-        return clip(tokenizer.decode(prompt) + f"⟦{tokenizer.decode(sides[0])}⟧", limit)
-    texts = [clip(tokenizer.decode(ids), limit // 3) for ids in (prompt, *sides)]
-    return f"{texts[0]}\n  chosen   ⟦{texts[1]}⟧\n  rejected ⟦{texts[2]}⟧"
+    if completions == "scored" or not (options.apply_template or messages):
+        return warnings
+    if unlearned := encoder_of(tokenizer, options).unlearned_end():
+        end, stops = unlearned
+        learned = completions == "learned"
+        added = f": {tokenizer.eos_token} is added, but only at the end of a row" if learned else ""
+        warnings.append(
+            f"the chat template ends a completion with {show(end)}, generation stops on {stops}{added}; set "
+            "model.chat_template=plain, or make the template's end the eos_token in the base's tokenizer_config.json"
+        )
+    return warnings
 
 
-def whole_characters(tokenizer: Any, ids: list[int], at: int) -> int:
-    """The last border of two characters up to token `at`: bytes of a character that is cut decode to nothing readable."""
-    borders = range(at, max(at - 4, 0), -1)  # UTF-8 has at most 4 bytes, each perhaps a token
-    return next((one for one in borders if not tokenizer.decode(ids[:one]).endswith("\ufffd")), at)
+# ---- sets of rows that are rejected ----------------------------------------------------------------------------------
 
 
-def marked(tokenizer: Any, ids: list[int], trained: list[bool]) -> str:
-    """Text of the tokens with ⟦...⟧ around each run of trained ones."""
-    pieces, start = [], 0
-    for at in range(1, len(ids) + 1):
-        if at == len(ids) or trained[at] != trained[start]:
-            text = tokenizer.decode(ids[start:at])
-            pieces.append(f"⟦{text}⟧" if trained[start] else text)
-            start = at
-    return "".join(pieces)
+def add_empty_files(counts: Sequence[Counts]) -> None:
+    """Counts a file without rows as a bad row, in the first of its chunks."""
+    read = Counter[str]()
+    for one in counts:
+        read[one.chunk.path] += totals([one])["read"].total()
+    for one in counts:
+        if one.chunk.start == 0 and not read[one.chunk.path]:
+            expected = "one JSON object on each line" if one.chunk.format == "lines" else "at least one row"
+            empty = RowError("empty_file", "", "no rows", expected)
+            one.add_error(one.chunk.split, 1, empty)
+            locate([empty], one.chunk)
 
 
-def clip(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]} [... {len(text) - limit} characters ...] {text[-half:]}"
+def check(counts: Sequence[Counts], options: Options) -> None:
+    """Raises InputError for bad rows, unless data.on_error skips them, and for a set of which no row is left."""
+    for name in dict.fromkeys(one.chunk.split for one in counts):
+        part = of_split(name, counts)
+        total = totals(part)
+        if total["bad"] and (options.on_error == "raise" or total["bad"]["unclear_label"]):
+            raise InputError(complaint(part), key=f"data.{name}")
+        read_files = {one.chunk.path for one in part if totals([one])["kept"]}
+        for one in part:
+            if one.unread and one.chunk.path not in read_files:
+                raise InputError(
+                    f"{one.unread}; no row of this file can be read; repair it, or remove it from data.{name}",
+                    key=f"data.{name}",
+                )
+        if not total["kept"]:
+            raise InputError(none_left(part, options), key=f"data.{name}")
+    kept = {name: totals(counts, name)["kept"].total() for name in ("train", "eval")}
+    if options.eval_fraction and not all(kept.values()):
+        empty = "eval" if kept["train"] else "train"
+        raise InputError(
+            f"{options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves none for `{empty}`; "
+            "set another share, or name held-out rows: data.eval=eval.jsonl",
+            key="data.eval_fraction",
+        )
+
+
+def none_left(counts: Sequence[Counts], options: Options) -> str:
+    """Returns the message for a set whose rows have all been dropped."""
+    total = totals(counts)
+    dropped = total["dropped"]
+    why = ", ".join(f"{rows} {ERROR_NAMES.get(kind, kind)}" for kind, rows in dropped.most_common())
+    first = "".join(f"; first: {error}" for error, _ in first_errors(counts)[:1])
+    advice = ""
+    if "too_long" in dropped:
+        advice = "; data.too_long=truncate or a larger data.max_length keeps long rows"
+    elif "prompt_too_long" in dropped:
+        advice = f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
+    return f"no row is left of {total['read'].total()} read ({why or 'the files are empty'}){first}{advice}"
+
+
+def complaint(counts: Sequence[Counts]) -> str:
+    """Returns the message for a set with bad rows: how many of which kind, the first of them, and what to do."""
+    total = totals(counts)
+    kinds, read = total["bad"], total["read"].total()
+    numbers = ", ".join(f"{rows:,} {ERROR_NAMES.get(kind, kind)}" for kind, rows in kinds.most_common())
+    bad = kinds.total() - kinds["empty_file"]
+    what = f"{bad:,} of {count(read)} cannot be used ({numbers})" if bad else f"nothing to read ({numbers})"
+    first = [(error, rows) for error, rows in first_errors(counts) if error.kind in kinds]
+    if bad == read > 1 and first[0][1] == read:
+        lines = [f"  all {read:,} rows have the same problem: {first[0][0]}"]
+    else:
+        lines = [f"  {named(*one)}" for one in first]
+        if left := kinds.total() - sum(rows for _, rows in first):
+            lines.append(f"  and {left:,} more")
+    advice = "fix them, or set data.on_error=skip to leave them out"
+    if "too_long" in kinds:
+        advice += "; data.too_long=truncate (or drop) for long rows"
+    return "\n".join([f"{what}:", *lines, advice + "; nothing was trained"])
+
+
+def named(error: RowError, rows: int) -> str:
+    """A row that is left out, and how many others are for the same reason."""
+    more = f" (and {rows - 1:,} more with the same problem)" if rows > 1 else ""
+    return f"{error}{more}"

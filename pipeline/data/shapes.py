@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGE
-from pipeline.data import versions
 from pipeline.data.messages import (
     as_turns,
     check_prompt,
@@ -31,6 +30,7 @@ from pipeline.data.record import Record, Text, Turns, plain
 from pipeline.data.reshape import NOTHING, UNORDERED, Preprocess, shapes_with
 from pipeline.data.values import RowError, check_values, fields_of, show, some
 from pipeline.errors import visible
+from pipeline.references import Ref
 
 
 @dataclass(frozen=True)
@@ -470,10 +470,16 @@ def parse(row: Any, kind: Kind) -> Record:
     row = {**row, **{key: unpacked(key, row[key]) for key in kind.shapes[shape]}}
     record = kind.parse(row, shape)
     record.tools = offered(row.get("tools"))
-    record.version = versions.of_row(row)
+    record.version = version_of(row)
     if "row" not in kind.columns:  # else all columns go to Python rewards
         record.unread += tuple(key for key in row if key not in read_of(record, kind, shape))
     return record
+
+
+def version_of(row: Mapping[str, Any]) -> str | None:
+    """Returns the registered version that wrote a row, models:/NAME/NUMBER in `version`, or None; other values are a column."""
+    version = row.get("version")
+    return version if isinstance(version, str) and Ref.parse(version).version else None
 
 
 def unpacked(field: str, value: Any) -> Any:

@@ -1,35 +1,30 @@
-"""One Ray Data task: reads the rows of a chunk, writes the good ones as a part of token rows, counts the rest.
+"""One task: reads the rows of a chunk, writes the good ones as a part of token rows, and counts all of them.
 
-Only `Stats` come back to the driver: they are small, however long the chunk.
+Only `Counts` come back to the driver: they are small, however long the chunk.
 """
 
 import functools
 import hashlib
 import pickle
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data import report as reports
-from pipeline.data import versions
 from pipeline.data.chunks import Chunk, locate, rows, where
-from pipeline.data.digest import RowsDigest
+from pipeline.data.counts import Counts
 from pipeline.data.encode import Dropped, Encoder, Example
 from pipeline.data.record import Record
-from pipeline.data.report import Split
 from pipeline.data.reshape import NOTHING, Preprocess
 from pipeline.data.shapes import Kind, as_json, kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.system import storage
 
-BATCH = 256  # rows tokenised together
+BATCH = 256  # rows tokenized together
 BATCH_BYTES = 16 << 20  # of them, at most: a row may be a book
-Read = Record | RowError | Dropped  # what becomes of a row before it is tokenised
 ENOUGH = 10_000  # bad rows of a chunk after which the rest is not read
-# Rows up to which duplicates are counted: 8 bytes a row come to the driver, 16 for those of train and eval.
-HASHES = 1 << 21
+SAMPLES = 3  # token rows that are shown as text
+Read = Record | RowError | Dropped  # what becomes of a row before it is tokenized
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Options:
 
     @property
     def kind(self) -> Kind:
-        """The kind of all rows, whatever becomes of them first."""
+        """The kind of all rows, before the job's own changes."""
         return kind_of(self.stage)
 
     def kind_in(self, split: str, source: int) -> Kind:
@@ -60,51 +55,12 @@ class Options:
         return kind_of(self.stage, sources[source] if sources else NOTHING)
 
 
-@dataclass
-class Stats:
-    """What one task has counted."""
-
-    splits: dict[str, Split] = field(default_factory=dict)
-    # split -> histograms of the lengths in tokens: of prompts, of completions
-    lengths: dict[str, tuple[Counter, Counter]] = field(default_factory=dict)
-    # split -> (file, rows)
-    parts: dict[str, tuple[str, int]] = field(default_factory=dict)
-    # kind of error -> rows
-    kinds: Counter = field(default_factory=Counter)
-    # the first bad rows of each kind
-    errors: list[RowError] = field(default_factory=list)
-    # why the chunk is not read to its end; None: it is
-    cut: RowError | None = None
-    # RowError.way of the bad rows -> rows; the first hundred of them
-    ways: Counter = field(default_factory=Counter)
-    samples: list[str] = field(default_factory=list)
-    # of the rows of the chunk
-    digest: RowsDigest = field(default_factory=RowsDigest)
-    # 8 bytes for each row; None: too many rows
-    hashes: bytes | None = b""
-    # 16 bytes for each row that is kept, Record.digests; None: too many rows
-    row_digests: bytearray | None = field(default_factory=bytearray)
-    # 16 bytes for each pair: Record.preferences, and the number of its row; None: too many rows
-    preferences: bytearray | None = field(default_factory=bytearray)
-    # whether a row that is kept has a margin
-    margins: bool = False
-
-    def split(self, name: str) -> Split:
-        self.lengths.setdefault(name, (Counter(), Counter()))
-        return self.splits.setdefault(name, Split())
-
-
-def of_split(name: str, stats: Sequence[Stats], chunks: Sequence[Chunk]) -> list[Stats]:
-    """The statistics of those chunks that were read for `train` or `eval`."""
-    return [stat for stat, chunk in zip(stats, chunks, strict=True) if chunk.split == name]
-
-
 def make_part(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
     """What Ray Data maps over the numbers of chunks; `shared` is a reference to what run_tasks ships once."""
     chunks, tokenizer, options, folder = _fetched(shared)
     for index in batch["id"]:
-        stats = tokenise(chunks[int(index)], int(index), tokenizer, options, folder)
-        yield {"index": [int(index)], "stats": [pickle.dumps(stats)]}
+        counts = tokenize(chunks[int(index)], int(index), tokenizer, options, folder)
+        yield {"index": [int(index)], "counts": [pickle.dumps(counts)]}
 
 
 @functools.lru_cache(maxsize=2)
@@ -115,17 +71,15 @@ def _fetched(reference: Any) -> tuple[list[Chunk], Any, Options, str]:
     return ray.get(reference)
 
 
-def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder: str) -> Stats:
+def tokenize(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder: str) -> Counts:
     """Makes the parts of chunk number `index` in `folder`, one for each split."""
     task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
-    stats, kind, hashes = task.stats, task.encoder.kind, bytearray()
+    counts, kind = task.counts, task.encoder.kind
     batch: list[tuple[int, Read]] = []
     size = 0
-    stats.split(chunk.split)
     for number, row, raw in rows(chunk):
-        stats.digest.add(raw)
-        if len(hashes) <= 8 * HASHES:
-            hashes += hashlib.blake2b(raw, digest_size=8).digest()
+        counts.digest.add(raw)
+        counts.add_key("rows", hashlib.blake2b(raw, digest_size=8).digest())
         for made in kind.rows(row):
             left_out = isinstance(made, RowError | Dropped)
             batch.append((number, made if left_out else checked(made, kind, chunk.format)))
@@ -133,12 +87,11 @@ def tokenise(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder:
         if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
             batch, size = [], 0
-            if hopeless(stats, options):
+            if hopeless(counts, options):
                 break
     task.flush(batch)
     task.close()
-    stats.hashes = bytes(hashes) if len(hashes) <= 8 * HASHES else None
-    return stats
+    return counts
 
 
 def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> Encoder:
@@ -167,46 +120,75 @@ class Task:
     def __init__(self, chunk: Chunk, index: int, encoder: Encoder, options: Options, folder: str):
         self.chunk, self.index, self.encoder = chunk, index, encoder
         self.options, self.folder = options, folder
-        self.stats = Stats()
+        self.counts = Counts(chunk)
+        self.counts.add(chunk.split, "read", number=0)
         self.writers: dict[str, PartWriter] = {}  # by split
         self.placed = 0, chunk.split  # the number of the row that came last, and the split that it went to
 
     def flush(self, batch: list[tuple[int, Read]]) -> None:
-        """Tokenises a batch of (number, row) and writes it; bad rows are counted, the first few with their numbers."""
+        """Tokenizes a batch of (number, row), writes it and counts it."""
         records = [record for _, record in batch if isinstance(record, Record)]
         outcomes = iter(self.encoder.encode(records))
         for number, record in batch:
-            if isinstance(record, RowError):
-                split = self.stats.split(self.chunk.split)
-                split.read += 1
-                note_bad(self.stats, split, number, record)
-                continue
-            if isinstance(record, Dropped):
-                split = self.stats.split(self.chunk.split)
-                split.read += 1
-                split.dropped[record.reason] = split.dropped.get(record.reason, 0) + 1
-                continue
-            name = self.split_of(number, record)
-            split = self.stats.split(name)
-            split.read += 1
-            examples = next(outcomes)
-            error = next((item for item in examples if isinstance(item, RowError)), None)
-            if error is not None:
-                note_bad(self.stats, split, number, error)
-                continue
-            note_record(self.stats, split, number, record, self.encoder.special_in(record))
-            for column in self.encoder.unread(record):
-                split.unread[column] = split.unread.get(column, 0) + 1
-            if not self.options.apply_template and (border := record.joined()):
-                split.joined += 1
-                split.joined_first = split.joined_first or border
-            for item in examples:
-                if isinstance(item, Dropped):
-                    split.dropped[item.reason] = split.dropped.get(item.reason, 0) + 1
-                elif isinstance(item, Example):
-                    note_example(self.stats, name, item, self.encoder.tokenizer)
-                    versions.add(split.versions, {record.version: 1} if record.version else {})
-                    self.write(name, item)
+            if isinstance(record, Record):
+                self.add_record(number, record, next(outcomes))
+            else:
+                self.counts.add(self.chunk.split, "read")
+                self.add_left_out(self.chunk.split, number, record)
+
+    def add_record(
+        self, number: int, record: Record, outcomes: Sequence[Example | Dropped | RowError]
+    ) -> None:
+        """Counts a row that could be parsed, and writes its examples."""
+        counts, name = self.counts, self.split_of(number, record)
+        counts.add(name, "read")
+        if error := next((item for item in outcomes if isinstance(item, RowError)), None):
+            self.add_left_out(name, number, error)
+            return
+        counts.add(name, "text_rows" if isinstance(record.prompt, str) else "chat_rows")
+        if record.margin is not None:
+            counts.add(name, "margins")
+        if special := self.encoder.special_in(record):
+            counts.add(name, "special_rows")
+            counts.first.setdefault((name, "special"), str(number))  # `close` finds its place
+        for token in special:
+            counts.add(name, "special_tokens", token)
+        counts.add_key("records", record.digests())
+        for preferred in record.preferences():
+            counts.add_key("preferences", preferred.to_bytes(8, "little") + number.to_bytes(8, "little"))
+        for column in self.encoder.unread(record):
+            counts.add(name, "unread", column)
+        if not self.options.apply_template and (border := record.joined()):
+            counts.add(name, "joined")
+            counts.first.setdefault((name, "joined"), border)
+        for item in outcomes:
+            if isinstance(item, Example):
+                self.add_example(name, record, item)
+            else:
+                self.add_left_out(name, number, item)
+
+    def add_left_out(self, split: str, number: int, why: RowError | Dropped) -> None:
+        if isinstance(why, RowError):
+            self.counts.add_error(split, number, why)
+        else:
+            self.counts.add(split, "dropped", why.reason)
+
+    def add_example(self, name: str, record: Record, example: Example) -> None:
+        """Counts a token row of the split `name`, and writes it."""
+        counts = self.counts
+        counts.add(name, "kept")
+        counts.add(name, "truncated", number=example.truncated)
+        counts.add(name, "ended", number=example.ended)
+        counts.add(name, "tokens", number=example.prompt_tokens + example.completion_tokens)
+        counts.add(name, "prompt_tokens", example.prompt_tokens)
+        counts.add(name, "completion_tokens", example.completion_tokens)
+        if (desirable := example.columns.get("label")) is not None:
+            counts.add(name, "desirable", number=desirable)
+        if record.version:
+            counts.add(name, "versions", record.version)
+        if name == "train" and len(counts.samples) < SAMPLES:
+            counts.samples.append(sample(self.encoder.tokenizer, example.columns, example.prompt_tokens))
+        self.write(name, example)
 
     def split_of(self, number: int, record: Record) -> str:
         """Where a row goes: what data.transform made of one row stays together, with its first."""
@@ -221,17 +203,28 @@ class Task:
         self.writers[name].add(example.columns)
 
     def close(self) -> None:
-        """Ends the parts, and finds the lines in the file of the rows that are named."""
+        """Ends the parts, and finds the lines in the file of the rows that are named: lines before the chunk count only now."""
+        counts = self.counts
         for name, writer in self.writers.items():
-            self.stats.parts[name] = writer.close()
-        locate_named(self.stats, self.chunk)
+            counts.parts[name] = writer.close()
+            counts.add(name, "rows", number=counts.parts[name][1])
+        named = {id(error): error for error in (*counts.errors.values(), counts.unread) if error}
+        if named:
+            locate([*named.values()], self.chunk)
+        for key, number in counts.first.items():
+            if key[1] == "special":
+                counts.first[key] = where(self.chunk, int(number))
 
 
-def hopeless(stats: Stats, options: Options) -> bool:
-    """Whether enough is known to refuse the file: hundreds of thousands of bad rows take minutes."""
+def hopeless(counts: Counts, options: Options) -> bool:
+    """Whether enough is known to reject the file: hundreds of thousands of bad rows take minutes."""
+    numbers = {label: 0 for label in ("bad", "kept")}
+    for (_, label, _), number in counts.tally.items():
+        if label in numbers:
+            numbers[label] += number
     if options.on_error == "raise":
-        return stats.kinds.total() > ENOUGH
-    return stats.kinds.total() > 10 * ENOUGH and not any(split.kept for split in stats.splits.values())
+        return numbers["bad"] > ENOUGH
+    return numbers["bad"] > 10 * ENOUGH and not numbers["kept"]
 
 
 def held_out(prompt: str, options: Options) -> bool:
@@ -242,66 +235,6 @@ def held_out(prompt: str, options: Options) -> bool:
         f"{options.seed}:{prompt}".encode("utf-8", "surrogatepass"), digest_size=8
     ).digest()
     return int.from_bytes(digest, "big") < options.eval_fraction * 2**64
-
-
-# ---- counting --------------------------------------------------------------------------------------------------
-
-
-def note_bad(stats: Stats, split: Split, number: int, error: RowError) -> None:
-    split.dropped[error.kind] = split.dropped.get(error.kind, 0) + 1
-    stats.kinds[error.kind] += 1
-    if error.rest:
-        error.line, stats.cut = number, error
-    if error.way() in stats.ways or len(stats.ways) < 100:
-        stats.ways[error.way()] += 1
-    if stats.kinds[error.kind] <= reports.FIRST:
-        error.line = number
-        stats.errors.append(error)
-
-
-def note_record(stats: Stats, split: Split, number: int, record: Record, special: list[str]) -> None:
-    """Counts a good row; `special` are the special tokens in its text."""
-    stats.margins = stats.margins or record.margin is not None
-    split.text_rows += isinstance(record.prompt, str)
-    split.chat_rows += not isinstance(record.prompt, str)
-    if special:
-        split.special_rows += 1
-        split.special_first = split.special_first or str(number)  # its place is found at the end of the chunk
-        for token in special:
-            split.special_tokens[token] = split.special_tokens.get(token, 0) + 1
-    if stats.row_digests is not None:
-        stats.row_digests += record.digests()
-        stats.row_digests = stats.row_digests if len(stats.row_digests) <= 16 * HASHES else None
-    if stats.preferences is not None:
-        for preferred in record.preferences():
-            stats.preferences += preferred.to_bytes(8, "little") + number.to_bytes(8, "little")
-        stats.preferences = stats.preferences if len(stats.preferences) <= 16 * HASHES else None
-
-
-def note_example(stats: Stats, name: str, example: Example, tokenizer: Any) -> None:
-    """Counts a token row of the split `name`."""
-    split = stats.split(name)
-    split.kept += 1
-    split.truncated += example.truncated
-    split.ended += example.ended
-    if (desirable := example.columns.get("label")) is not None:
-        split.desirable = (split.desirable or 0) + desirable
-    split.tokens += example.prompt_tokens + example.completion_tokens
-    prompts, completions = stats.lengths[name]
-    prompts[example.prompt_tokens] += 1
-    completions[example.completion_tokens] += 1
-    if name == "train" and len(stats.samples) < reports.SAMPLES:
-        stats.samples.append(reports.sample(tokenizer, example.columns, example.prompt_tokens))
-
-
-def locate_named(stats: Stats, chunk: Chunk) -> None:
-    """Gives the rows that are named their file:line: the lines before the chunk are counted only now."""
-    named = [*stats.errors, *([stats.cut] if stats.cut and stats.cut not in stats.errors else [])]
-    if named:
-        locate(named, chunk)
-    for split in stats.splits.values():
-        if split.special_first:
-            split.special_first = where(chunk, int(split.special_first))
 
 
 # ---- parquet files of token rows -------------------------------------------------------------------------------------
@@ -391,3 +324,56 @@ def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         }
         for group in bins
     ]
+
+
+# ---- a token row as text --------------------------------------------------------------------------------------------
+
+
+def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
+    """A token row as text, its trained tokens (of a pair: the two completions) between ⟦ and ⟧.
+
+    `prompt_tokens` is the length of the prompt that both sides of a pair begin with.
+    """
+    if "labels" in columns:
+        return clip(
+            marked(tokenizer, columns["input_ids"], [label != -100 for label in columns["labels"]]), limit
+        )
+    if "input_ids" in columns:
+        return clip(tokenizer.decode(columns["input_ids"]), limit)
+    sides: tuple[Any, ...] = (
+        columns.get("completion_ids", columns.get("chosen_ids")),
+        columns.get("rejected_ids"),
+    )
+    prompt = columns.get("prompt_ids", sides[0][:prompt_tokens])
+    if "prompt_ids" not in columns:
+        sides = sides[0][prompt_tokens:], sides[1][prompt_tokens:]
+    if cut := len(prompt) - whole_characters(tokenizer, prompt, len(prompt)):
+        prompt, sides = prompt[:-cut], tuple(ids and prompt[-cut:] + ids for ids in sides)
+    if sides[1] is None:
+        return clip(tokenizer.decode(prompt) + f"⟦{tokenizer.decode(sides[0])}⟧", limit)
+    texts = [clip(tokenizer.decode(ids), limit // 3) for ids in (prompt, *sides)]
+    return f"{texts[0]}\n  chosen   ⟦{texts[1]}⟧\n  rejected ⟦{texts[2]}⟧"
+
+
+def whole_characters(tokenizer: Any, ids: list[int], at: int) -> int:
+    """The last border of two characters up to token `at`: bytes of a character that is cut decode to nothing readable."""
+    borders = range(at, max(at - 4, 0), -1)  # UTF-8 has at most 4 bytes, each perhaps a token
+    return next((one for one in borders if not tokenizer.decode(ids[:one]).endswith("\ufffd")), at)
+
+
+def marked(tokenizer: Any, ids: list[int], trained: list[bool]) -> str:
+    """Text of the tokens with ⟦...⟧ around each run of trained ones."""
+    pieces, start = [], 0
+    for at in range(1, len(ids) + 1):
+        if at == len(ids) or trained[at] != trained[start]:
+            text = tokenizer.decode(ids[start:at])
+            pieces.append(f"⟦{text}⟧" if trained[start] else text)
+            start = at
+    return "".join(pieces)
+
+
+def clip(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - limit} characters ...] {text[-half:]}"

@@ -17,12 +17,15 @@ from pipeline.errors import visible
 DEEPEST = 64  # lists and objects inside each other: later readers of a row recurse as deep
 
 
+Reason = tuple[str, str, str]  # kind, field without numbers, expected
+
+
 @dataclass(eq=False)
 class RowError(Exception):
     """One bad row. `line` counts from 1; in a JSON array it is the number of the element, in a table
     that of the row (`unit`).
 
-    `kind` is a key of report.KINDS; `field` is a path (`messages[0].role`), or empty for the whole row.
+    `kind` is a key of report.ERROR_NAMES; `field` is a path (`messages[0].role`), or empty for the whole row.
     """
 
     kind: str
@@ -34,8 +37,8 @@ class RowError(Exception):
     unit: Literal["line", "element", "row"] = "line"
     rest: str = ""  # what of the file is not read because of it, in words; empty: the next row follows
 
-    def way(self) -> tuple[str, str, str]:
-        """Equal for rows that are wrong in the same way, whatever the place in a list."""
+    def reason(self) -> Reason:
+        """Returns the same for rows that are wrong in the same way, at any place in a list."""
         return self.kind, re.sub(r"\d+", "*", self.field), self.expected
 
     def where(self) -> str:

@@ -11,8 +11,8 @@ from pipeline.data.files import find
 from pipeline.data.lookahead import settled
 from pipeline.data.mixture import mix
 from pipeline.data.read import options_of
-from pipeline.data.report import Split
-from pipeline.data.tasks import Stats, tokenise
+from pipeline.data.report import split_of
+from pipeline.data.tasks import tokenize
 from pipeline.errors import InputError
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.system import storage
@@ -62,7 +62,9 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
             return None, "data.train is one large file that cannot be cut"
         with tempfile.TemporaryDirectory() as folder:
             parts = [
-                _counted([tokenise(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)])
+                split_of(
+                    "train", [tokenize(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)]
+                )
                 for some in seen
             ]
         shares = [_bytes(some) / max(1, _bytes(whole)) for some, whole in zip(seen, sources, strict=True)]
@@ -80,17 +82,6 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
     labels = f", {desirable:.0%} desirable" if any(part.desirable is not None for part in parts) else ""
     return rows, f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average{labels}" + (
         ", estimated" if min(shares) < 1 else ""
-    )
-
-
-def _counted(stats: list[Stats]) -> Split:
-    """What the tasks of a source have counted, together."""
-    splits = [stat.split("train") for stat in stats]
-    labelled = [split.desirable for split in splits if split.desirable is not None]
-    return Split(
-        kept=sum(split.kept for split in splits),
-        tokens=sum(split.tokens for split in splits),
-        desirable=sum(labelled) if labelled else None,
     )
 
 

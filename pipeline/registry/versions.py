@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pipeline.config import OPERATORS, Job, make, parse_gate
 from pipeline.config.stages import STAGE, TRAINED
-from pipeline.data.versions import counted, most_frequent
+from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
 from pipeline.models import hub
 from pipeline.references import Ref
@@ -216,7 +216,7 @@ def describe(
         + (", from" if lineage.get("parents") else "."),
         *(f"- {role}: {_link(source)}" for role, source in lineage.get("parents", {}).items()),
         *(["", "Learned from the conversations of"] if rows_from else []),
-        *(f"- {_link(version)}: {counted(rows)}" for version, rows in rows_from.items()),
+        *(f"- {_link(version)}: {count(rows)}" for version, rows in rows_from.items()),
         "",
         *(
             f"{title}: {', '.join(f'{key} {value[:12]}' for key, value in lineage[entry].items())}  "

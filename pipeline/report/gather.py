@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline import references, registry
 from pipeline.config.stages import INPUTS
-from pipeline.data.versions import counted, most_frequent
+from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
 from pipeline.references import Ref
 from pipeline.report import files
@@ -268,7 +268,7 @@ def _add_rows(nodes: dict[str, Node], node: Node, counts: dict[str, int], uri: s
             node.rows_from[version] = rows
             _add_version(nodes, version, uri)
         else:
-            node.lines.append(f"{counted(rows)} from {version}")
+            node.lines.append(f"{count(rows)} from {version}")
 
 
 def _add_base(nodes: dict[str, Node], child: Node, name: str, digest: str) -> None:

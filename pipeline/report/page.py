@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from pipeline.config.stages import STAGE
-from pipeline.data.report import KINDS
-from pipeline.data.versions import counted, in_words
+from pipeline.data.counts import count, versions_in_words
+from pipeline.data.report import ERROR_NAMES
 from pipeline.report import headline, plots, preferences, timeline
 from pipeline.report.gather import Node, Run, lineage
 from pipeline.report.panels import GROUPS, Panel
@@ -177,7 +177,7 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
     report, digests = _data(run), (run.result.get("data") or {}).get("digests", {})
     tables = []
     for name, split in report.get("splits", {}).items():
-        dropped = [(KINDS.get(why, why), count) for why, count in sorted(split["dropped"].items())]
+        dropped = [(ERROR_NAMES.get(why, why), count) for why, count in sorted(split["dropped"].items())]
         lengths = {
             label: split[key] for label, key in (("prompt", "prompt_tokens"), ("completion", "completion_tokens"))
             if split[key].get("max")
@@ -190,7 +190,9 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
                 "source": source if len(several) < 2 else f"{len(several)} sources",
                 "sources": [_counted(one) for one in several] if len(several) > 1 else [],
                 "digest": digests.get(name, "")[:12],
-                "versions": in_words(found, split["kept"]) if (found := split.get("versions")) else "",
+                "versions": versions_in_words(found, split["kept"])
+                if (found := split.get("versions"))
+                else "",
                 "dropped": dropped,
                 "lengths": lengths,
             }
@@ -252,7 +254,7 @@ def graph(nodes: list[Node]) -> dict[str, Any]:
 
     arrows = []
     for node in nodes:
-        learned = {key: counted(rows) for key, rows in node.rows_from.items()}
+        learned = {key: count(rows) for key, rows in node.rows_from.items()}
         both = {key: ", ".join(filter(None, (node.parents.get(key), rows))) for key, rows in learned.items()}
         for key, role in (node.parents | both).items():
             x1, y1 = left(for_key[key]) + BOX, middle(for_key[key])

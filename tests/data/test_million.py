@@ -72,7 +72,7 @@ def prepare(folder: str, format: str) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    made = make(Path(folder), train=train)
+    made = make(Path(folder), train=train, on_ray=True)
     done.set()
     watcher.join()
     sources = [[one.read, one.kept, one.drawn] for one in made.report.sources["train"]]

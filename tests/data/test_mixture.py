@@ -127,7 +127,7 @@ def test_weights_that_do_not_fit_the_rows(sizes, weights, strategy, said):
         mix(["a", "b"], sizes, weights, strategy)
 
 
-def test_a_job_of_two_sources(tmp_path, embedded_ray):
+def test_a_job_of_two_sources(tmp_path):
     demonstrations = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(40)]
     one = write(tmp_path / "one.jsonl", [*demonstrations, {"prompt": "q", "completion": " "}])
     other = str(tmp_path / "other.parquet")
@@ -139,7 +139,7 @@ def test_a_job_of_two_sources(tmp_path, embedded_ray):
         made = make(tmp_path, train=train, on_error="skip", **options)
         sources = made.report.sources["train"]
         assert [source.rows for source in sources] == list(made.mixture.sizes)
-        assert sum(made.mixture.sizes) == made.train.count()
+        assert sum(made.mixture.sizes) == len(made.train)
         assert [source.drawn for source in sources] == list(made.mixture.draws)
         assert sources[0].drawn == sources[0].rows and sources[1].drawn == pytest.approx(
             sources[0].drawn / 4, abs=1
@@ -152,7 +152,7 @@ def test_a_job_of_two_sources(tmp_path, embedded_ray):
         assert f"source      {other}: read" in text and "drawn an epoch" in text
         assert json.loads(json.dumps(made.report.to_dict()))["sources"]["train"][1]["path"] == other
     assert {source.path for source in made.report.sources["eval"]} == {one, other}
-    assert sum(source.kept for source in made.report.sources["eval"]) == made.eval.count()
+    assert sum(source.kept for source in made.report.sources["eval"]) == len(made.eval)
     table = rows_of(make(tmp_path, train=train, on_error="skip").train)
     assert [len(row["input_ids"]) > 40 for row in table] == [False] * 40 + [
         True
@@ -163,7 +163,7 @@ def test_a_job_of_two_sources(tmp_path, embedded_ray):
     assert plain.mixture is None and "71.43% of the rows" in plain.report.render()
 
 
-def test_sources_of_other_columns_make_one_set(tmp_path, embedded_ray):
+def test_sources_of_other_columns_make_one_set(tmp_path):
     """Each entry says what its own rows become, and the report says what became of them."""
     plain = write(tmp_path / "plain.jsonl", [{"text": f"p{i}", "completion": f"c{i}"} for i in range(6)])
     asked = write(tmp_path / "asked.jsonl", [{"q": f"q{i}", "a": f"a{i}"} for i in range(6)])
@@ -187,7 +187,7 @@ def test_sources_of_other_columns_make_one_set(tmp_path, embedded_ray):
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "csv"])
-def test_rows_of_a_group_become_one(tmp_path, embedded_ray, monkeypatch, format):
+def test_rows_of_a_group_become_one(tmp_path, monkeypatch, format):
     """Wherever a file would be cut: the rows of a group are never parted."""
     rows = [{"q": f"q{i // 3}", "a": f"a{i}", "rank": 2 - i % 3} for i in range(60)]
     path = str(tmp_path / f"rows.{format}")
@@ -209,7 +209,7 @@ def test_rows_of_a_group_become_one(tmp_path, embedded_ray, monkeypatch, format)
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
 
 
-def test_the_balance_of_thumbs_is_that_of_the_draws(tmp_path, embedded_ray):
+def test_the_balance_of_thumbs_is_that_of_the_draws(tmp_path):
     """A hundred thumbs up of which ten are drawn do not weigh as a hundred."""
     up = write(
         tmp_path / "up.jsonl", [{"prompt": f"q{i}", "completion": "a", "label": True} for i in range(100)]

@@ -1,13 +1,15 @@
-"""Files -> token tables on an embedded Ray: order, reuse, the hold-out, real files."""
+"""Files -> token tables: order, reuse, the hold-out, packing, the cache, real files; and Ray Data makes the same bytes."""
 
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from datasets import Dataset
-from running import SHARED
-from toy_data import ROWS, make, rows_of, tokenizer, write
+from running import ROOT, SHARED
+from toy_data import CHATML, ROWS, make, rows_of, tokenizer, write
 
 from pipeline.config import Data
 from pipeline.data import read
@@ -15,7 +17,7 @@ from pipeline.data.read import prepare
 from pipeline.errors import InputError
 
 
-def test_rows_become_tokens_in_order_and_are_reused(tmp_path, embedded_ray, monkeypatch):
+def test_rows_become_tokens_in_order_and_are_reused(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
     path = write(tmp_path / "rows.jsonl", ROWS)
     first = make(tmp_path, train=path)
@@ -24,14 +26,14 @@ def test_rows_become_tokens_in_order_and_are_reused(tmp_path, embedded_ray, monk
         f"<s>question {i} answer {i}</s>" for i in range(50)
     ]
     assert first.eval is None and set(first.fingerprints) == set(first.digests) == {"train"}
-    assert str(first.train.schema().base_schema.field("labels").type) == "list<element: int32>"
+    assert str(first.train.schema.field("labels").type) == "list<element: int32>"
     second = make(tmp_path, train=path)
     assert (first.report.reused, second.report.reused) == (False, True)
     assert (second.fingerprints, second.digests) == (first.fingerprints, first.digests)
     assert rows_of(second.train) == rows_of(first.train)
     split = second.report.splits["train"]
     assert (split.read, split.kept, second.report.duplicates) == (50, 50, 0)
-    assert "read and tokenised in" in first.report.render()
+    assert "read and tokenized in" in first.report.render()
     assert "loaded from the cache into Ray in" in second.report.render()
     assert "⟦ answer 0</s>⟧" in second.report.render() and json.dumps(second.report.to_dict())
     assert not make(tmp_path, train=path, max_length=100).report.reused  # other options, other parts
@@ -41,14 +43,33 @@ def test_rows_become_tokens_in_order_and_are_reused(tmp_path, embedded_ray, monk
     assert changed.digests != first.digests
 
 
+def test_ray_data_makes_the_same_bytes(tmp_path, embedded_ray, monkeypatch):
+    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
+    pairs = [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": f"b{i % 7}"} for i in range(40)]
+    cases = [
+        ("sft", {"packing": True, "max_length": 100}, ROWS),
+        ("sft", {"template": CHATML, "on_error": "skip"}, [*ROWS, "{", ROWS[7]]),
+        ("rm", {"eval_fraction": 0.3}, [{**pair, "margin": 0.5} for pair in pairs]),
+        ("kto", {}, pairs),
+    ]
+    for number, (stage, options, rows) in enumerate(cases):
+        path = write(tmp_path / f"{number}.jsonl", rows)
+        here = make(tmp_path / "here", stage, train=path, **options)
+        there = make(tmp_path / "there", stage, train=path, on_ray=True, **options)
+        reports = [one.report.to_dict() | {"seconds": 0} for one in (here, there)]
+        assert reports[0] == reports[1] and not there.report.reused
+        assert (here.digests, here.fingerprints) == (there.digests, there.fingerprints)
+        for name in here.digests:
+            assert rows_of(getattr(here, name)) == rows_of(getattr(there, name))
+    with pytest.raises(InputError, match=r"1.jsonl:51: found .* \(Expecting"):
+        make(tmp_path / "there", train=str(tmp_path / "1.jsonl"), on_ray=True)
+
+
 @pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
-def test_digests_are_of_the_content_not_of_the_path(tmp_path, embedded_ray, format):
+def test_digests_are_of_the_content_not_of_the_path(tmp_path, format):
     def table(rows, name):
-        path = tmp_path / name
-        set_of_rows = Dataset.from_list(rows)
-        {"jsonl": set_of_rows.to_json, "csv": set_of_rows.to_csv, "parquet": set_of_rows.to_parquet}[format](
-            path
-        )
+        path, made = tmp_path / name, Dataset.from_list(rows)
+        {"jsonl": made.to_json, "csv": made.to_csv, "parquet": made.to_parquet}[format](path)
         return path
 
     first = table(ROWS, f"rows.{format}")
@@ -59,7 +80,7 @@ def test_digests_are_of_the_content_not_of_the_path(tmp_path, embedded_ray, form
     assert digests[0] == digests[1] != digests[2] and not made[1].report.reused
 
 
-def test_a_hold_out_keeps_prompts_together(tmp_path, embedded_ray):
+def test_a_hold_out_keeps_prompts_together(tmp_path):
     rows = [
         {"prompt": f"q{i % 40}", "pos_answers": [f"a{i}", f"b{i}"], "neg_answers": [f"c{i}", f"d{i}"]}
         for i in range(80)
@@ -69,9 +90,75 @@ def test_a_hold_out_keeps_prompts_together(tmp_path, embedded_ray):
     sides = [{tuple(row["prompt_ids"]) for row in rows_of(part)} for part in (made.train, made.eval)]
     assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 40
     assert 5 <= len(sides[1]) <= 20
-    assert made.train.count() + made.eval.count() == 160
+    assert len(made.train) + len(made.eval) == 160
     other = make(tmp_path, "dpo", train=path, eval_fraction=0.3, seed=1)
     assert {tuple(row["prompt_ids"]) for row in rows_of(other.eval)} != sides[1]
+
+
+def test_packing_keeps_whole_rows(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    made = make(tmp_path, train=path, packing=True, max_length=100)
+    packed = rows_of(made.train)
+    alone = sorted(
+        tuple(row["input_ids"]) for row in rows_of(make(tmp_path, train=path, max_length=100).train)
+    )
+    pieces = []
+    for row in packed:
+        assert sum(row["seq_lengths"]) == len(row["input_ids"]) == len(row["labels"]) <= 100
+        start = 0
+        for length in row["seq_lengths"]:
+            pieces.append(tuple(row["input_ids"][start : start + length]))
+            start += length
+    assert sorted(pieces) == alone and made.report.packed == len(packed)
+    assert len(packed) == -(-50 // (100 // max(map(len, alone))))  # as few as rows of this length allow
+    assert made.report.splits["train"].kept == 50
+
+
+def test_margins_and_prompt_columns(tmp_path):
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    path = write(tmp_path / "rows.jsonl", [{**pair, "margin": 0.5}, pair])
+    assert [row["margin"] for row in rows_of(make(tmp_path, "rm", train=path).train)] == [0.5, 0.0]
+    path = write(tmp_path / "plain.jsonl", [pair])
+    assert set(rows_of(make(tmp_path, "rm", train=path).train)[0]) == {"chosen_ids", "rejected_ids"}
+    path = write(tmp_path / "prompts.jsonl", [{"prompt": "p", "gold": 1}])
+    (row,) = rows_of(make(tmp_path, "ppo", train=path).train)
+    assert json.loads(row["row"]) == {"prompt": "p", "gold": 1}
+
+
+@pytest.mark.parametrize(
+    "damage", [None, "{", "[]", '{"parts": 1}', '{"parts": {"train": [["gone.parquet", 1]]}}']
+)
+def test_a_damaged_cache_is_made_again(tmp_path, damage):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    make(tmp_path, train=path)
+    (manifest,) = (tmp_path / "cache").glob("*/manifest.json")
+    if damage is None:  # the run ended before it wrote the manifest
+        manifest.unlink()
+    else:
+        manifest.write_text(damage)
+    assert not make(tmp_path, train=path).report.reused
+    for part in manifest.parent.glob("*.parquet"):
+        part.write_bytes(part.read_bytes()[:-9])
+    again = make(tmp_path, train=path)
+    assert not again.report.reused and len(again.train) == 50
+    part = manifest.parent / json.loads(manifest.read_text())["parts"]["train"][0][0]
+    part.unlink()
+    assert not make(tmp_path, train=path).report.reused
+
+
+def test_tasks_do_not_import_torch(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    code = f"""
+import sys
+from pipeline.data import chunks, files, tasks
+from pipeline.data.shapes import kind_of
+from toy_data import tokenizer
+options = tasks.Options("sft", 400, "error", "raise", False, (1,), 0.0, 0, False)
+(chunk,) = chunks.plan(files.find({path!r}, "data.train"), "train", kind_of("sft"))
+assert tasks.tokenize(chunk, 0, tokenizer(), options, {str(tmp_path)!r}).tally["train", "kept", ""] == 50
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="third-party data is not here")

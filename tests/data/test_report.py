@@ -1,20 +1,22 @@
-"""What a report says of the rows, and that none of their text is a command to the terminal."""
+"""What a report says about the rows, which sets are rejected, and that no text of a row is a command to the terminal."""
 
 import io
 import json
 import sys
 
+import pytest
 from tokenizers import Tokenizer, decoders, models
-from toy_data import ROWS, make, tokenizer, write
+from toy_data import CHATML, ROWS, make, tokenizer, write
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.__main__ import main
 from pipeline.commands.chat import Writer
-from pipeline.config import Data
-from pipeline.data.read import prepare
-from pipeline.data.report import Report, sample
+from pipeline.data import read
+from pipeline.data.report import Report
+from pipeline.data.tasks import sample
 from pipeline.data.values import RowError, show
 from pipeline.errors import InputError, visible
+from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.summary import sample_table
 from pipeline.system import console
 
@@ -69,28 +71,152 @@ def test_a_terminal_without_the_characters(monkeypatch):
     assert rb"between \u27e6 and \u27e7" in sink.buffer.getvalue()
 
 
-def test_no_completion_is_trained_to_end(tmp_path, embedded_ray):
-    rows = write(
-        tmp_path / "rows.jsonl",
-        [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}],
-    )
+def test_no_completion_is_trained_to_end(tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    rows = write(tmp_path / "rows.jsonl", [{"messages": turns}])
     apart = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %} </s>{% endfor %}"
-    report = prepare("sft", Data(train=rows), tokenizer(apart), 400, str(tmp_path / "cache")).report
-    assert "no completion is trained with a token that generation stops on" in report.render()
-    assert "the chat template leaves it out (model.chat_template)" in report.render()
+    text = make(tmp_path, train=rows, template=apart).report.render()
+    assert "no completion is trained with a token that generation stops on" in text
+    assert "the chat template leaves it out (model.chat_template)" in text
     path = write(tmp_path / "long.jsonl", ROWS)
     text = make(tmp_path, train=path, max_length=15, too_long="truncate").report.render()
     assert "all of them are truncated (data.max_length)" in text
     assert "stops on" not in make(tmp_path, train=path).report.render()
 
 
-def test_one_of_a_kind_is_not_plural(tmp_path, embedded_ray):
+def test_one_of_a_kind_is_not_plural(tmp_path):
     path = write(tmp_path / "rows.jsonl", [ROWS[0]])
     assert "read        1 row\n" in make(tmp_path, train=path).report.render()
     path = write(tmp_path / "rows.jsonl", [ROWS[0], ROWS[0], {**ROWS[1], "completion": "a</s>"}])
     text = make(tmp_path, train=path).report.render()
     assert "1 row repeats an earlier row (not removed)" in text
     assert "1 row contains special tokens in its text (</s> in 1); they are encoded as ordinary text" in text
+
+
+def test_a_margin_that_dpo_does_not_use(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1}])
+    assert "dpo does not use the column `margin`" in make(tmp_path, "dpo", train=path).report.render()
+    assert "does not use" not in make(tmp_path, "rm", train=path).report.render()
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "ppo", "rm"])
+def test_an_end_that_generation_does_not_know(tmp_path, stage):
+    """The template's end of turn is text to a tokenizer without that token, or a token that is no eos."""
+    turns = [{"role": "user", "content": "hi"}]
+    row = {
+        "sft": {"messages": [*turns, {"role": "assistant", "content": "yo"}]},
+        "ppo": {"prompt": turns},
+    }.get(stage, {"prompt": turns, "chosen": "yo", "rejected": "no"})
+    path = write(tmp_path / "rows.jsonl", [row])
+    for end, known in (("<|stop|>\n", False), ("<|im_end|>\n", True), ("</s>\n", True)):
+        text = make(tmp_path, stage, train=path, template=CHATML.replace("<|im_end|>\n", end)).report.render()
+        warning = 'the chat template ends a completion with "<|stop|>\\n", generation stops on </s> (id '
+        assert (warning in text) == (not known and stage != "rm"), text
+        assert ("only at the end of a row" in text) == (not known and stage in ("sft", "dpo"))
+    tok = tokenizer(CHATML)
+    tok.generation_eos = [1]  # of generation_config.json
+    assert 1 in eos_ids(tok)
+
+
+def test_the_report_says_so_if_most_rows_are_too_long(tmp_path):
+    rows = [{"prompt": "p" * (50 if i else 5), "completion": f" {i}"} for i in range(4)]
+    path = write(tmp_path / "rows.jsonl", [*rows, rows[0]])
+    text = make(tmp_path, train=path, max_length=20, too_long="truncate").report.render()
+    assert "dropped     3 whose prompt alone is too long" in text
+    assert "most rows (3 of 5) are left out as longer than 20 tokens" in text
+    assert "\n\nduplicates    1 row repeats" in text, "of all sets, not of the last one"
+
+
+# ---- sets that are rejected ------------------------------------------------------------------------------------------
+
+
+def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 200))
+    rows = [*ROWS]
+    rows[17] = {"prompt": "x", "completion": ""}
+    rows[30] = '{"prompt": '
+    rows[41] = {"instruction": "x", "output": "y"}  # another format is read as what it is
+    path = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(InputError) as caught:
+        make(tmp_path, train=path)
+    message = str(caught.value)
+    assert f"{path}:18: `completion`" in message and f"{path}:31: found" in message
+    assert "2 of 50 rows" in message and "data.on_error=skip" in message
+    assert not list((tmp_path / "cache").glob("*/manifest.json"))
+    made = make(tmp_path, train=path, on_error="skip")
+    split = made.report.splits["train"]
+    assert (split.read, split.kept) == (50, 48)
+    assert split.dropped == {"empty_completion": 1, "not_json": 1}
+    assert made.report.skipped[0].startswith(f"{path}:18")
+
+
+@pytest.mark.parametrize(
+    "options,expected",
+    [
+        ({"max_length": 8}, "data.too_long=truncate"),
+        ({"max_length": 8, "too_long": "drop"}, "no row is left of 50"),
+        ({"eval_fraction": 1e-9}, "leaves none for `eval`"),
+        ({"eval": "nowhere.jsonl"}, "data.eval: there is no file"),
+        ({"train": None}, "needs rows"),
+        ({"train": "empty.jsonl"}, "empty file"),
+        ({"train": "empty.jsonl", "on_error": "skip"}, "no row is left of 0"),
+        ({"train": "array.json"}, r"array.json: element 2: `prompt`: found number 7"),
+    ],
+)
+def test_rejected_before_training(tmp_path, monkeypatch, options, expected):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "array.json").write_text(json.dumps([ROWS[0], {"prompt": 7, "completion": "x"}]))
+    with pytest.raises(InputError, match=expected):
+        make(tmp_path, **{"train": "rows.jsonl", **options})
+
+
+@pytest.mark.parametrize(
+    ("too_long", "why", "advice"),
+    [
+        ("truncate", "1 whose prompt alone is too long", "their prompts alone fill the 20 tokens"),
+        ("drop", "1 too long", "data.too_long=truncate"),
+    ],
+)
+def test_truncation_is_not_advised_to_those_who_truncate(tmp_path, too_long, why, advice):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "p" * 50, "chosen": "a", "rejected": "b"}])
+    with pytest.raises(InputError, match="no row is left of 1 read") as caught:
+        make(tmp_path, "dpo", train=path, max_length=20, too_long=too_long)
+    assert why in str(caught.value) and advice in str(caught.value)
+    assert ("data.too_long=truncate" in str(caught.value)) == (too_long == "drop")
+
+
+def complaint(tmp_path, rows) -> tuple[str, list[str]]:
+    path = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(InputError) as caught:
+        make(tmp_path, train=path)
+    return path, caught.value.message.splitlines()
+
+
+def test_rows_with_the_same_problem_share_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
+    path, (first, same, advice) = complaint(
+        tmp_path, [{"prompt": f"q{i}", "completion": ""} for i in range(40)]
+    )
+    assert first == "40 of 40 rows cannot be used (40 empty completion):"
+    assert same.startswith(f"  all 40 rows have the same problem: {path}:1: `completion`: found")
+    assert "data.on_error=skip" in advice
+    _, lines = complaint(tmp_path, [{"prompt": 1, "completion": "a"}, {"prompt": "a", "completion": 1}])
+    assert len(lines) == 4, "two problems, a line each"
+    rows = [{"prompt": f"q{i}", "completion": "" if i % 3 == 0 else " a"} for i in range(60)]
+    rows[1] = {"prompt": "q" * 500, "completion": "a"}
+    path, (first, empty, long, _) = complaint(tmp_path, rows)
+    assert first == "21 of 60 rows cannot be used (20 empty completion, 1 too long):"
+    assert empty.startswith(f"  {path}:1: `completion`: found")
+    assert empty.endswith("(and 19 more with the same problem)")
+    assert long.startswith(f"  {path}:2: found 503 tokens") and "more" not in long
+    made = make(tmp_path, train=path, on_error="skip")
+    assert [line.split(": ")[0] for line in made.report.skipped] == [f"{path}:1", f"{path}:2"]
+    turns = [{"role": "user", "content": "a"}] * 3
+    wrong = [{"messages": [*turns[: i % 3], {"role": "robot", "content": "b"}]} for i in range(9)]
+    path, lines = complaint(tmp_path, [*wrong, {"messages": [*turns, {"role": "assistant", "content": "b"}]}])
+    assert f"{path}:1: `messages[0].role`" in lines[1] and "(and 8 more with" in lines[1]
 
 
 def test_a_shared_prefix_that_cuts_a_character_is_shown_whole():

@@ -98,9 +98,9 @@ def test_code_of_a_set_is_not_run(folder):
         found(folder)
 
 
-def test_a_saved_set_trains(tmp_path, embedded_ray):
+def test_a_saved_set_trains(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    assert make(tmp_path, train=str(tmp_path / "saved")).train.count() == 50
+    assert make(tmp_path, train=str(tmp_path / "saved")).train.num_rows == 50
 
 
 # ---- the hub: another process, because huggingface_hub reads its settings once -----------------------------------------

@@ -82,7 +82,7 @@ def test_what_comes_after_training_does_as_training_did(applies, stage, policies
     assert text_as_chat(check_models(job, {"policy": policies[applies]}).tokenizer, None)
 
 
-def test_the_report_says_whether_text_rows_are_chats(tmp_path, embedded_ray):
+def test_the_report_says_whether_text_rows_are_chats(tmp_path):
     path = write(tmp_path / "rows.jsonl", [ROW, {**ROW, "prompt": "And this?"}])
     text = prepared(tmp_path, train=path).report.render()
     assert (
@@ -95,7 +95,7 @@ def test_the_report_says_whether_text_rows_are_chats(tmp_path, embedded_ray):
     path = write(tmp_path / "chats.jsonl", [{"messages": turns}])
     report = prepared(tmp_path, train=path).report.render()
     assert "plain text" not in report
-    assert "the base has no chat template: 1 row of messages" in report
+    assert "the base has no chat template, so 1 row of messages" in report
 
 
 def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, policies, tmp_path):

@@ -53,7 +53,7 @@ def test_prompt_and_completion_are_in_columns_of_their_own():
     assert cut.truncated and len(cut.columns["prompt_ids"] + cut.columns["completion_ids"]) == 6
 
 
-def test_a_file_of_thumbs_and_its_report(tmp_path, embedded_ray):
+def test_a_file_of_thumbs_and_its_report(tmp_path):
     rows = [{"prompt": f"q {i}", "completion": f" a {i}", "label": i % 4 == 0} for i in range(20)]
     prepared = make(tmp_path, "kto", train=write(tmp_path / "a.jsonl", rows), eval_fraction=0.2)
     kept = rows_of(prepared.train)

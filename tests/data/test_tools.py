@@ -105,7 +105,7 @@ def test_special_tokens_in_tools_are_refused():
         assert isinstance(error, RowError) and error.kind == "special_tokens"
 
 
-def test_the_report_names_columns_that_nothing_reads(tmp_path, embedded_ray):
+def test_the_report_names_columns_that_nothing_reads(tmp_path):
     rows = [{"messages": [USER, BOT], "tools": [WEATHER], "id": 7, "label": True}] * 3
     text = prepared(tmp_path, train=write(tmp_path / "rows.jsonl", rows)).report.render()
     assert "not read    columns id, tools\n" in text
@@ -119,7 +119,7 @@ def test_the_report_names_columns_that_nothing_reads(tmp_path, embedded_ray):
     assert "not read" not in text, "further columns go to Python rewards"
 
 
-def test_prompts_and_completions_that_run_into_each_other_are_warned_of(tmp_path, embedded_ray):
+def test_prompts_and_completions_that_run_into_each_other_are_warned_of(tmp_path):
     rows = [
         {"prompt": "A red", "chosen": "apple", "rejected": " pear"},
         {"prompt": "A ", "chosen": "b", "rejected": "c"},

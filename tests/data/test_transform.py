@@ -74,7 +74,7 @@ def test_a_function_that_cannot_be_called_with_a_row_is_refused(source, expected
     check_transform("python:transforms:twice")
 
 
-def test_rows_keep_their_order_and_stay_together(tmp_path, embedded_ray):
+def test_rows_keep_their_order_and_stay_together(tmp_path):
     path = write(tmp_path / "rows.jsonl", ROWS)
     prepared = make(tmp_path, train=path, transform="python:transforms:twice", eval_fraction=0.5)
     sets = {
@@ -86,7 +86,7 @@ def test_rows_keep_their_order_and_stay_together(tmp_path, embedded_ray):
         assert rows and all(rows[i][:-3] == rows[i + 1][:-3] for i in range(0, len(rows), 2))
 
 
-def test_a_transform_that_raises_stops_the_run_or_drops_the_row(tmp_path, embedded_ray):
+def test_a_transform_that_raises_stops_the_run_or_drops_the_row(tmp_path):
     path = write(tmp_path / "rows.jsonl", ROWS)
     source = "python:transforms:raises_sometimes"
     with pytest.raises(InputError, match=rf"{path}:4: found KeyError: 'missing' at .*transforms.py"):

@@ -279,7 +279,7 @@ def test_a_reward_with_a_tokenizer_of_its_own_reads_words():
 # ---- the report ------------------------------------------------------------------------------------------------
 
 
-def test_the_report_names_the_rows(tmp_path, embedded_ray):
+def test_the_report_names_the_rows(tmp_path):
 
     forged = [
         *ROWS[:5],

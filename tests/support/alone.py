@@ -99,7 +99,7 @@ def worker(stage, folder, *settings, inputs=None):
     source.write_text("".join(Path(job.data.train).read_text().splitlines(True)[:ROWS]))
     (chunk,) = chunks.plan(files.find(str(source), "data.train"), "train", kind_of(stage))
     out = Path(tempfile.mkdtemp(dir=folder))
-    file, _ = tasks.tokenise(chunk, 0, tokenizer, options, str(out)).parts["train"]
+    file, _ = tasks.tokenize(chunk, 0, tokenizer, options, str(out)).parts["train"]
     table = pyarrow.parquet.read_table(out / file)
     sets = {"train": datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=f"{stage}-{out.name}")}
     work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, inputs)

@@ -1,5 +1,6 @@
 """Rows, files and a tokenizer that are small enough to read, for the tests of pipeline/data."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -29,7 +30,7 @@ PREFERENCES = [  # one row of each shape, all of the same pair
      "rejected": {"from": "gpt", "value": "no"}},
     {"conversations": [{"from": "human", "value": "hi"}], "chosen": BOT, "rejected": NO},
     {"prompt": [USER], "pos_answers": ["yo"], "neg_answers": ["no"]},
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 CONVERSATION = {
     "messages": [USER, BOT, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "bye"}]
 }
@@ -112,8 +113,11 @@ def write(path: Path, rows: list) -> str:
     return str(path)
 
 
-def make(tmp_path, stage="sft", packing=False, context=400, **options):
-    return prepare(stage, Data(**options), tokenizer(), context, str(tmp_path / "cache"), packing)
+def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ray=False, **options):
+    """The rows of a job with these data options: tokenized in this process, or by Ray Data."""
+    here = None if on_ray else contextlib.nullcontext
+    tok = tokenizer(template)
+    return prepare(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
 
 
 def rows_of(dataset) -> list[dict]:

@@ -87,7 +87,7 @@ def test_lists_in_csv_are_json():
     }
 
 
-def test_csv_trains_and_its_errors_name_the_line(tmp_path, embedded_ray):
+def test_csv_trains_and_its_errors_name_the_line(tmp_path):
     path = tmp_path / "rows.csv"
     with open(path, "w", newline="") as file:
         table = csv.DictWriter(file, ["prompt", "chosen", "rejected", "margin"])

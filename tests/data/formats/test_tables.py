@@ -115,7 +115,7 @@ def test_what_json_has_no_word_for_is_refused_where_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "file.arrow", "stream.arrow"])
-def test_files_cut_in_half(tmp_path, name, embedded_ray):
+def test_files_cut_in_half(tmp_path, name):
     table, path = pa.Table.from_pylist(ROWS), tmp_path / name
     if name == "rows.parquet":
         pq.write_table(table, path)
@@ -136,7 +136,7 @@ def test_files_cut_in_half(tmp_path, name, embedded_ray):
         good = write(tmp_path / "good.jsonl", ROWS)
         with pytest.raises(
             InputError,
-            match=r"rows\.parquet:1: .*not read: all that follows; no row of this file can be read: mend it",
+            match=r"rows\.parquet:1: .*not read: all that follows; no row of this file can be read; repair it",
         ):
             make(tmp_path, train=[good, str(path)], on_error="skip")
 
@@ -183,7 +183,7 @@ def test_the_digest_is_that_of_the_rows(tmp_path):
     assert len(digests) == 1
 
 
-def test_parquet_trains_like_json(tmp_path, embedded_ray):
+def test_parquet_trains_like_json(tmp_path):
     rows = [
         {"prompt": [USER], "chosen": "yo", "rejected": [NO], "margin": None},
         {"prompt": "p", "chosen": "a", "rejected": "b"},

@@ -1,0 +1,205 @@
+"""What the tasks count of their rows. Counts add up: `totals` makes those of a split or of a source from those of all tasks."""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.data.chunks import Chunk, where
+from pipeline.data.values import Reason, RowError
+
+FIRST = 10  # reasons of bad rows that a message names
+MAX_REASONS = 100  # of a chunk; rows that are bad for further reasons are only counted by kind
+# Rows up to which duplicates, overlap and contradictions are counted: 8 or 16 bytes a row come to the driver.
+MAX_COMPARED = 1 << 21
+# What is compared -> 64-bit numbers of a row: the hash of its bytes; Record.digests; Record.preferences and the row's number.
+WIDTH = {"rows": 1, "records": 2, "preferences": 2}
+
+
+@dataclass
+class RowsDigest:
+    """The digest of a sequence of rows. It depends on the rows and their order, and not on how they are cut into chunks.
+
+    A polynomial in the SHA-256 hashes of the rows, h0 * B^(n-1) + ... + h(n-1) modulo a prime, so the digests of neighboring
+    runs of rows make the digest of both. It tells versions of a dataset apart; it does not protect against forgery.
+    """
+
+    count: int = 0
+    value: int = 0
+
+    PRIME = (1 << 255) - 19
+    BASE = int.from_bytes(hashlib.sha256(b"rows").digest())
+
+    def add(self, row: bytes) -> None:
+        """Appends a row."""
+        self.extend(RowsDigest(1, int.from_bytes(hashlib.sha256(row).digest())))
+
+    def extend(self, other: "RowsDigest") -> None:
+        """Appends the rows of another digest."""
+        self.count += other.count
+        self.value = (self.value * pow(self.BASE, other.count, self.PRIME) + other.value) % self.PRIME
+
+
+@dataclass
+class Counts:
+    """What one task has counted of a chunk. It is small, however long the chunk."""
+
+    chunk: Chunk
+    # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "too_long") -> 3
+    tally: Counter[tuple[str, str, Any]] = field(default_factory=Counter)
+    # (split, label) -> the first row of this kind: its file:line, or a piece of its text
+    first: dict[tuple[str, str], str] = field(default_factory=dict)
+    # split -> (file, rows)
+    parts: dict[str, tuple[str, int]] = field(default_factory=dict)
+    # the first row that is left out for each reason
+    errors: dict[Reason, RowError] = field(default_factory=dict)
+    # why the chunk is not read to its end; None: it is
+    unread: RowError | None = None
+    samples: list[str] = field(default_factory=list)
+    digest: RowsDigest = field(default_factory=RowsDigest)  # of the rows of the chunk
+    # name in WIDTH -> what is compared, of all rows; None: there are too many
+    keys: dict[str, bytearray | None] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
+
+    def add(self, split: str, label: str, detail: Any = "", number: int = 1) -> None:
+        self.tally[split, label, detail] += number
+
+    def add_error(self, split: str, number: int, error: RowError, bad: bool = True) -> None:
+        """Counts a row that is left out: a bad one, or one that the job leaves out, such as too long ones."""
+        self.add(split, "dropped", error.kind)
+        if bad:
+            self.add(split, "bad", error.kind)
+        error.line = number
+        if error.rest:
+            self.unread = error
+        reason = error.reason()
+        if reason in self.errors or len(self.errors) < MAX_REASONS:
+            self.errors.setdefault(reason, error)
+            self.add(split, "reasons", reason)
+
+    def add_key(self, name: str, key: bytes) -> None:
+        """Keeps what is compared of a row."""
+        if (keys := self.keys[name]) is not None:
+            keys += key
+            if len(keys) > 8 * WIDTH[name] * MAX_COMPARED:
+                self.keys[name] = None
+
+
+def totals(
+    counts: Iterable[Counts], split: str | None = None, source: int | None = None
+) -> dict[str, Counter]:
+    """Returns {label: {detail: number}} over all counts, or over those of a split and of a source."""
+    total: dict[str, Counter] = defaultdict(Counter)
+    for one in counts:
+        if source in (None, one.chunk.source):
+            for (name, label, detail), number in one.tally.items():
+                if split in (None, name):
+                    total[label][detail] += number
+    return total
+
+
+def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
+    """Returns the counts of those chunks that were read for `train` or `eval`."""
+    return [one for one in counts if one.chunk.split == name]
+
+
+def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
+    """Returns (the first row that is left out for a reason, how many are), chosen so that no kind crowds out the others."""
+    rows = totals(counts)["reasons"]
+    first: dict[Reason, RowError] = {}
+    for one in counts:
+        for reason, error in one.errors.items():
+            first.setdefault(reason, error)
+    seen: Counter[str] = Counter()
+    ranked = []
+    for at, (reason, error) in enumerate(first.items()):
+        seen[error.kind] += 1
+        ranked.append((seen[error.kind], at, reason))
+    chosen = sorted(sorted(ranked)[:FIRST], key=lambda item: item[1])
+    return [(first[reason], rows[reason]) for _, _, reason in chosen]
+
+
+# ---- rows that are compared with each other --------------------------------------------------------------------------
+
+
+def compared(name: str, counts: Iterable[Counts]) -> Any | None:
+    """Returns what is compared of all rows, an array [rows, WIDTH], or None if there are too many rows."""
+    import numpy as np
+
+    parts = [one.keys[name] for one in counts]
+    whole = b"".join(part for part in parts if part is not None)
+    if None in parts or len(whole) > 8 * WIDTH[name] * MAX_COMPARED:
+        return None
+    return np.frombuffer(whole, dtype=np.uint64).reshape(-1, WIDTH[name])
+
+
+def duplicates(counts: Sequence[Counts]) -> int | None:
+    """Returns the number of rows equal to an earlier row of their set, or None if there are too many to compare."""
+    import numpy as np
+
+    number = 0
+    for split in ("train", "eval"):
+        rows = compared("rows", of_split(split, counts))
+        if rows is None:
+            return None
+        number += len(rows) - len(np.unique(rows))
+    return number
+
+
+def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
+    """Returns (rows of `eval` whose prompt is in `train`, rows that are in it with their completions).
+
+    None: there is no `eval`, or there are too many rows to compare.
+    """
+    import numpy as np
+
+    held_out = of_split("eval", counts)
+    train, evaluated = compared("records", of_split("train", counts)), compared("records", held_out)
+    if train is None or evaluated is None or not held_out:
+        return None
+    prompts, rows = (int(np.isin(evaluated[:, side], train[:, side]).sum()) for side in (0, 1))
+    return prompts, rows
+
+
+def contradictions(counts: Sequence[Counts]) -> tuple[int, str]:
+    """Returns (pairs that occur in both orders, or completions with both labels; the places of the first of them)."""
+    import numpy as np
+
+    table = compared("preferences", counts)
+    if table is None or not len(table):
+        return 0, ""
+    pairs, upper = table[:, 0] >> np.uint64(1), (table[:, 0] & np.uint64(1)).astype(bool)
+    both = np.intersect1d(pairs[upper], pairs[~upper])
+    if not len(both):
+        return 0, ""
+    first = int(np.isin(pairs, both).argmax())
+    other = int(((pairs == pairs[first]) & (upper != upper[first])).argmax())
+    ends = np.cumsum([len(one.keys["preferences"] or b"") // 16 for one in counts])
+    places = [
+        where(counts[int(np.searchsorted(ends, at, side="right"))].chunk, int(table[at, 1]))
+        for at in (first, other)
+    ]
+    return len(both), " and ".join(dict.fromkeys(places))
+
+
+# ---- numbers in words ------------------------------------------------------------------------------------------------
+
+
+def count(number: int, what: str = "row") -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
+    """Returns the `most` entries with the most rows, those first; the rows of all others are those of `others`."""
+    ordered = sorted(counts.items(), key=lambda item: (item[0] == "others", -item[1], item[0]))
+    kept = dict(ordered[:most])
+    if left := sum(rows for _, rows in ordered[most:]):
+        kept["others"] = kept.get("others", 0) + left
+    return kept
+
+
+def versions_in_words(versions: Mapping[str, int], kept: int) -> str:
+    """Returns `300 rows from models:/demo-ppo/3, 12 without a version`, of `kept` rows."""
+    named = [f"{count(rows)} from {version}" for version, rows in most_frequent(versions, 8).items()]
+    rest = kept - sum(versions.values())
+    return ", ".join([*named, *([f"{rest:,} without a version"] if rest else [])])

@@ -1,0 +1,179 @@
+"""Counts of chunks add up: digests, duplicates, overlap of train and eval, contradictions, versions that wrote rows."""
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_data import ROWS, make, tokenizer, write
+
+from pipeline.config import Data
+from pipeline.data import chunks, counts, files, read, tasks
+from pipeline.data.chunks import Chunk
+from pipeline.data.counts import Counts, RowsDigest
+from pipeline.data.report import Report
+from pipeline.data.shapes import kind_of, parse
+from pipeline.data.values import RowError
+
+PPO3, SFT1 = "models:/demo-ppo/3", "models:/demo-sft/1"
+
+
+def digest_of(rows):
+    digest = RowsDigest()
+    for row in rows:
+        digest.add(row)
+    return digest
+
+
+@given(st.lists(st.binary(max_size=3)), st.lists(st.integers(0, 30)))
+def test_digests_of_two_runs_of_rows_make_that_of_both(rows, cuts):
+    whole = RowsDigest()
+    for start, stop in pairwise([0, *sorted(cuts), len(rows)]):
+        whole.extend(digest_of(rows[start:stop]))
+    assert whole == digest_of(rows)
+
+
+@given(st.lists(st.binary(max_size=3), min_size=2, unique=True))
+def test_order_and_number_of_rows_change_the_digest(rows):
+    made = map(digest_of, (rows, rows[::-1], rows[:-1], [*rows, b""]))
+    assert len({(one.count, one.value) for one in made}) == 4
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_a_digest_does_not_depend_on_how_a_file_is_cut(tmp_path, format):
+    options = read.options_of("sft", Data(), tokenizer(), 400, False)
+    digests = []
+    for number, (rows, chunk_bytes) in enumerate([(ROWS, 1 << 20), (ROWS, 300), (ROWS[1:], 300)]):
+        path = tmp_path / f"rows{number}.{format}"
+        if format == "jsonl":
+            write(path, rows)
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7 + number)
+        planned = chunks.plan(files.find(str(path), "data.train"), "train", options.kind, chunk_bytes)
+        assert (len(planned) > 1) == bool(number)
+        made = [tasks.tokenize(one, i, tokenizer(), options, str(tmp_path)) for i, one in enumerate(planned)]
+        digests.append(read.content_digest("train", made, options))
+    assert digests[0] == digests[1] != digests[2]
+    if format == "jsonl":  # lineage and resumed runs compare it with that of older runs
+        assert digests[0] == "48aacbd301174b29a5ef432321f39e2c47c5da5f2fd90bab84fdea340bcb8449"
+
+
+def keyed(name: str, split: str, *keys) -> Counts:
+    """The counts of a chunk whose rows have these keys; None: there are too many."""
+    made = Counts(Chunk("x", split))
+    made.keys[name] = bytearray(np.array(keys, dtype=np.uint64).tobytes()) if keys != (None,) else None
+    return made
+
+
+def test_duplicates_are_counted_over_chunks():
+    assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "train", 1)]) == 1
+    assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "eval", 1)]) == 0
+    assert counts.duplicates([keyed("rows", "train"), keyed("rows", "train", None)]) is None
+
+
+def test_millions_of_rows_are_compared_in_seconds():
+    train = np.arange(2_000_000, dtype=np.uint64).repeat(2)
+    eval = keyed("records", "eval", 1, 7, 5, 5, 9_999_999, 1)
+    assert counts.overlap([keyed("records", "train", *train), eval]) == (2, 2 + 1)
+    assert counts.overlap([keyed("records", "train", None), eval]) is None
+
+
+CHAT = {"messages": [{"role": "user", "content": "question 7"}, {"role": "assistant", "content": "answer 7"}]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "overlap", "warning"),
+    [
+        ([ROWS[3], {**ROWS[4], "completion": " no"}, ROWS[30]], (2, 1), "2 rows of data.eval have prompts that are"),
+        ([CHAT], (1, 1), "1 row of data.eval has a prompt that is"),  # the same words in another form
+        (ROWS[20:], (0, 0), None),
+    ],
+)  # fmt: skip
+def test_held_out_rows_that_train_has(tmp_path, rows, overlap, warning):
+    train, eval = write(tmp_path / "train.jsonl", ROWS[:20]), write(tmp_path / "eval.jsonl", rows)
+    for reused in (False, True):
+        report = make(tmp_path, train=train, eval=eval, apply_chat_template=True).report
+        assert (report.overlap, report.duplicates, report.reused) == (overlap, 0, reused)
+        expected = f"{warning} also in data.train ({overlap[1]} with the same completion): metrics on them"
+        assert (expected in report.render()) == bool(warning)
+    assert make(tmp_path, train=train).report.overlap is None
+    report = make(tmp_path, "ppo", train=train, eval=train).report
+    assert report.overlap == (20, 20)
+    assert "20 rows of data.eval have prompts that are also in data.train: metrics" in report.render()
+
+
+def test_pairs_in_both_orders_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
+    rows = [{"prompt": f"q{i}", "chosen": "a", "rejected": f"b{i}"} for i in range(40)]
+    path = write(tmp_path / "pairs.jsonl", rows)
+    assert "both orders" not in make(tmp_path, "rm", train=path).report.render()
+    swapped = {"prompt": "q3", "chosen": "b3", "rejected": "a"}
+    other = write(tmp_path / "more.jsonl", [swapped])
+    for stage in ("rm", "dpo"):
+        report = make(tmp_path, stage, train=[path, other]).report
+        assert report.splits["train"].contradictions == 1
+        warning = "1 pair of completions in both orders, A preferred to B and B to A for the same prompt"
+        assert warning in report.render() and f"first: {path}:4 and {other}:1" in report.render()
+    turns = [{"role": "user", "content": "q3"}]
+    chats = write(tmp_path / "chats.jsonl", [{**swapped, "prompt": turns}, {**rows[7], "prompt": turns}])
+    path = write(path_of := tmp_path / "pairs.jsonl", [*rows, *3 * [swapped], {**rows[5], "chosen": "b5", "rejected": "a "}])  # fmt: skip
+    report = make(tmp_path, "rm", train=[path, chats], apply_chat_template=True).report
+    assert report.splits["train"].contradictions == 2
+    assert f"first: {path_of}:4 and {path_of}:41" in report.render()
+
+
+@pytest.mark.parametrize(
+    ("value", "counts"),
+    [(PPO3, True), ("models:/a b (x)/12", True), ("models:/demo-ppo@champion", False), ("models:/demo-ppo/latest", False),
+     ("1.0", False), (3, False), (None, False), (["models:/a/1"], False), ("models:/a/b/1", False), ("models:/a/1\n", False)],
+)  # fmt: skip
+def test_only_a_pinned_version_is_one(value, counts):
+    record = parse({"prompt": "q", "completion": "a", "version": value}, kind_of("sft"))
+    assert record.version == (value if counts else None)
+    assert ("version" in record.unread) != counts
+
+
+def test_versions_beyond_the_most_frequent_are_counted_together():
+    versions = {"models:/m/1": 1, "models:/m/2": 3, "models:/m/3": 1, "models:/m/5": 2}
+    assert counts.most_frequent(versions, 2) == {"models:/m/2": 3, "models:/m/5": 2, "others": 2}
+    assert counts.versions_in_words({PPO3: 1}, 3) == f"1 row from {PPO3}, 2 without a version"
+
+
+def test_rows_are_counted_by_version_and_source(tmp_path):
+    def pair(i, **more):
+        return {"prompt": f"q{i}", "chosen": f"a{i}", "rejected": "b", **more}
+
+    one = write(tmp_path / "one.jsonl", [pair(i, version=PPO3) for i in range(5)])
+    two = write(
+        tmp_path / "two.jsonl", [pair(9, version=SFT1), pair(10, version=PPO3), pair(11, version="v2")]
+    )
+    report = make(tmp_path, "dpo", train=[one, two]).report
+    split, sources = report.splits["train"], report.sources["train"]
+    assert split.versions == {PPO3: 6, SFT1: 1} and split.unread == {"version": 1}
+    assert [source.versions for source in sources] == [{PPO3: 5}, {SFT1: 1, PPO3: 1}]
+    text = report.render()
+    assert f"versions    6 rows from {PPO3}, 1 row from {SFT1}, 1 without a version" in text
+    assert f"of the rows; 5 rows from {PPO3}\n" in text
+    again = make(tmp_path, "dpo", train=[one, two]).report
+    assert again.reused and again.splits["train"].versions == split.versions
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    skipped = write(tmp_path / "bad.jsonl", [pair(1, version=PPO3), {**pair(2, version=SFT1), "chosen": "b"}])
+    report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
+    assert report.splits["train"].versions == {PPO3: 1}  # of the rows that are kept
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_file_of_bad_rows_is_not_read_to_its_end(on_error, monkeypatch):
+    monkeypatch.setattr(tasks, "ENOUGH", 100)
+    options, made = SimpleNamespace(on_error=on_error), Counts(Chunk("x", "train"))
+    for number in range(101 if on_error == "raise" else 1001):
+        assert not tasks.hopeless(made, options)
+        made.add_error("train", number, RowError("null", "prompt", "null", "a value"))
+    assert tasks.hopeless(made, options)
+    made.add("train", "kept")  # some rows are good, and the job says to leave the others out
+    assert tasks.hopeless(made, options) == (on_error == "raise")
