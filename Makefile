@@ -52,7 +52,7 @@ $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
 .PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep iterate validate plan doctor generate collect score serve export \
-        up status dashboard jobs logs stop down notebook test test-all lint format bench chaos seeded-faults gpu
+        up status dashboard jobs logs stop down notebook test test-all lint format bench chaos faults gpu
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -68,7 +68,7 @@ setup: $(VENV)/.core ## create .venv and install; repeated only if the pins chan
 	@:
 rlhf: setup ## the whole pipeline of one profile: sft, rm, ppo, evaluate
 	@$(PY) -m pipeline rlhf jobs/$(PROFILE) $(ARGS)
-init: setup ## jobs for your own rows: make init DATA=my NAME=velo MODEL=org/model
+init: setup ## job files for your rows: DATA=folder NAME=velo MODEL=org/model
 	@$(PY) -m pipeline init $(or $(DATA),my) $(if $(NAME),--name $(NAME)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 chat: ## talk to the policy; every completion with its score
 ui: setup ## MLflow UI at http://127.0.0.1:5000 (PORT=...)
@@ -150,7 +150,7 @@ bench: setup .bench/trl ## speed and memory compared with TRL: ARGS="ppo --size 
 	@$(PY) tests/bench $(ARGS)
 chaos: setup ## kill workers, drivers, nodes; runs must end with equal numbers
 	@$(PY) tests/chaos $(ARGS)
-seeded-faults: $(VENV)/.dev ## plant known bugs one at a time; the self-checks must name them
+faults: $(VENV)/.dev ## plant known bugs one at a time; the self-checks must name them
 	@$(PY) tests/seeded_faults $(ARGS)
 # Without `setup`: a machine with a GPU often has an environment with torch, and needs no other.
 gpu: ## check and measure one GPU (docs/gpu.md); SMALL=1: on a CPU

@@ -1,7 +1,7 @@
-"""Plants every fault of faults.py in turn and reports whether the self-checks name it.
+"""Plants every fault of known_faults.py in turn and reports whether the self-checks name it.
 
-    make seeded-faults
-    make seeded-faults ARGS="--run dpo --say"
+    make faults
+    make faults ARGS="--run dpo --say"
 
 Prints a table, and writes it with the messages into runs/seeded-faults. The exit status is 1 if fewer than 95 % are named,
 or if a check fails in a sound run.
@@ -17,15 +17,15 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import torch  # noqa: E402
-from faults import FAULTS  # noqa: E402
 from faulty_runs import adapters, of_pair, of_ppo, of_stage, visit  # noqa: E402
+from known_faults import FAULTS  # noqa: E402
 
 GOAL = 0.95
 RUNS = ("ppo", "pair", "sft", "rm", "dpo", "kto")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make seeded-faults", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="make faults", description=__doc__.splitlines()[0])
     parser.add_argument("--run", choices=RUNS, help="one kind of run only")
     parser.add_argument("--only", help="faults whose name contains this")
     parser.add_argument("--say", action="store_true", help="print the messages")

@@ -75,7 +75,7 @@ def of_pair(number: int, *settings: str, inputs: dict[str, str]) -> list[str]:
 
 
 def _worker(rank, port, number, settings, inputs, results):
-    import faults
+    import known_faults
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -84,7 +84,7 @@ def _worker(rank, port, number, settings, inputs, results):
         alone.Alone.rank, alone.Alone.world = rank, 2
         worker = alone.worker("ppo", Path(results[rank]).parent, *settings, inputs=inputs)
         if number >= 0:
-            faults.FAULTS[number].plant(patch)
+            known_faults.FAULTS[number].plant(patch)
         ppo_stage.train(worker)
     Path(results[rank]).write_text("\0".join(said))
     os._exit(0)  # the other may wait in a collective for this one

@@ -1,9 +1,9 @@
-"""Planted bugs are named by the self-checks, and sound runs raise no alarm. `make seeded-faults` prints all of them."""
+"""Planted bugs are named by the self-checks, and sound runs raise no alarm. `make faults` prints all of them."""
 
 import re
 
-import faults
 import faulty_runs
+import known_faults
 import pytest
 import toy_ppo as toy
 
@@ -56,7 +56,7 @@ NAMED = [name for names in QUICK.values() for name in names]
 
 
 def parameters():
-    for number, fault in enumerate(faults.FAULTS):
+    for number, fault in enumerate(known_faults.FAULTS):
         slow = [] if fault.name in NAMED else [pytest.mark.slow]
         if not fault.unnamed:
             yield pytest.param(number, id=fault.name, marks=slow)
@@ -64,7 +64,7 @@ def parameters():
 
 @pytest.mark.parametrize("number", parameters())
 def test_a_planted_fault_is_named(number):
-    fault = faults.FAULTS[number]
+    fault = known_faults.FAULTS[number]
     said = faulty_runs.visit(fault, number)
     assert any(re.search(fault.cause, line, re.DOTALL) for line in said), said
 
@@ -122,5 +122,5 @@ def test_no_architecture_and_no_variant_raises_an_alarm(kind, settings):
 
 
 def test_every_quick_exhibit_is_there():
-    assert {fault.name for fault in faults.FAULTS} >= set(NAMED)
-    assert len(faults.FAULTS) == len({fault.name for fault in faults.FAULTS}) >= 60
+    assert {fault.name for fault in known_faults.FAULTS} >= set(NAMED)
+    assert len(known_faults.FAULTS) == len({fault.name for fault in known_faults.FAULTS}) >= 60
