@@ -1,10 +1,10 @@
-"""cluster.yaml, read on the submitter's machine: what `make up` is about to start, and what a job may ask of it.
+"""cluster.yaml, read on the submitter's machine: what `make up` will start, and which nodes a job may get.
 
-    python -m pipeline.cloud.clusterfile up cluster.yaml     # make up: checks it, says what will run, and calls `ray up`
+    python -m pipeline.cloud.clusterfile up cluster.yaml     # make up: checks it, prints what will run, and calls `ray up`
     python -m pipeline.cloud.clusterfile status|dashboard|down cluster.yaml
 
-Exit status 2 with one message where the file is wrong or nobody is signed in to the cloud, else Ray's. `CLUSTER` names
-another file than cluster.yaml.
+Exit status 2 with one message if the file is wrong or you are not signed in to the cloud, else Ray's. `CLUSTER` names another
+file than cluster.yaml.
 """
 
 import os
@@ -22,21 +22,21 @@ import yaml
 from pipeline.errors import InputError, in_brief
 from pipeline.runtime.placement import ACCELERATOR_TYPE, GPU_LABEL, Bundle
 
-EDIT = "EDIT"  # stands in the value of every line that its user has to fill in
+EDIT = "EDIT"  # in the value of every line that its user has to fill in
 RAY = str(Path(sys.executable).parent / "ray")
 # How to sign in, and the package that does, by type of provider.
 SIGN_IN = {
     "aws": (
-        "type `aws configure` or `aws sso login`, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+        "run `aws configure` or `aws sso login`, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
         "(AWS_PROFILE names one of several accounts)",
         '-c constraints.txt -e ".[cloud]"',
     ),
     "gcp": (
-        "type `gcloud auth application-default login`",
+        "run `gcloud auth application-default login`",
         "google-api-python-client google-auth cryptography",
     ),
 }
-TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # `ray up` calls them; without them it stops half way
+TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # {command that `ray up` needs on the way: its package}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def path() -> Path:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The parsed file. Raises InputError when it is missing or no mapping."""
+    """Returns the parsed file. Raises InputError if it is missing or no mapping."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -66,7 +66,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
-    """The node types of a cluster file, less its head's."""
+    """Returns the node types of a cluster file, without its head's."""
     head = config.get("head_node_type")
     return {
         name: NodeType(
@@ -82,7 +82,7 @@ def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
 
 
 def _resources(kind: dict[str, Any]) -> dict[str, float]:
-    """A node type's resources, with what Ray adds to them for its kind of GPU: A100 for both sizes of it."""
+    """Returns a node type's resources, with the one that Ray adds for its GPU: A100 for both sizes of A100."""
     resources = {key: float(value) for key, value in (kind.get("resources") or {}).items()}
     if gpu := (kind.get("labels") or {}).get(GPU_LABEL):
         resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
@@ -90,7 +90,7 @@ def _resources(kind: dict[str, Any]) -> dict[str, float]:
 
 
 def types_of(name: str) -> tuple[dict[str, NodeType], int]:
-    """(types, most workers) of the cluster file, if it is the one that the cluster of that name was started from."""
+    """Returns (types, maximum of workers) of the cluster file if the cluster of that name was started from it, else ({}, 0)."""
     if not name or not path().is_file():
         return {}, 0
     config = read(path())
@@ -100,9 +100,9 @@ def types_of(name: str) -> tuple[dict[str, NodeType], int]:
 
 
 def room(need: Bundle, nodes: Iterable[NodeType], types: Iterable[NodeType], max_workers: int) -> int:
-    """How many workers that ask for `need` each fit onto the live nodes, or onto all nodes that may be started.
+    """Returns how many workers with `need` fit onto the live nodes, or onto all nodes that may be started if those are more.
 
-    Live nodes count towards the types' `max_workers` too, so the larger of the two numbers is returned.
+    The two are not added, because live nodes count towards the types' `max_workers`.
     """
     live = sum(need.fits(node.resources, node.labels) for node in nodes)
     future, left = 0, max_workers
@@ -118,10 +118,10 @@ def room(need: Bundle, nodes: Iterable[NodeType], types: Iterable[NodeType], max
 
 
 def check(file: Path) -> dict[str, Any]:
-    """Everything about a cluster file that can be told without a cloud account.
+    """Checks what needs no cloud account: tools, lines to fill in, files to mount, the token. `ray up` checks the rest.
 
     Raises:
-        InputError: a missing tool, a line that was not filled in, a mistake in the file, no token.
+        InputError: naming what is missing.
     """
     config = read(file)
     for tool, package in TOOLS.items():
@@ -129,37 +129,18 @@ def check(file: Path) -> dict[str, Any]:
             raise InputError(
                 f"`ray up` needs {tool}, which is not installed here: install the package {package}"
             )
-    lines = file.read_text(encoding="utf-8").splitlines()
-    if unedited := [f"{file}:{n}: {line.strip()}" for n, line in enumerate(lines, 1) if _to_edit(line)]:
-        raise InputError(
-            "these lines are still to be filled in; the comment at each says how:\n  " + "\n  ".join(unedited)
-        )
+    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    if unedited := [f"{file}:{n}: {line.strip()}" for n, line in lines if EDIT in line.split("#")[0]]:
+        raise InputError("fill in these lines; the comment at each says how:\n  " + "\n  ".join(unedited))
     for remote, local in (config.get("file_mounts") or {}).items():
         if not os.path.exists(os.path.expanduser(local)):
             hint = "; make one with: ray get-auth-token --generate" if "auth_token" in local else ""
             raise InputError(f"{file}: file_mounts: {remote}: there is no {local}{hint}")
-    _check_schema(file, config)
     return config
 
 
-def _to_edit(line: str) -> bool:
-    return EDIT in line.split("#")[0]
-
-
-def _check_schema(file: Path, config: dict[str, Any]) -> None:
-    """Runs the check of the file's schema with which `ray up` begins. Private in ray 2.60; use a public one once it exists."""
-    from jsonschema import ValidationError
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    try:
-        validate_config(prepare_config(config))
-    except ValidationError as error:
-        where = ".".join(str(part) for part in error.absolute_path)
-        raise InputError(f"{file}: {where or 'top level'}: {error.message}") from error
-
-
 def summary(file: Path, config: dict[str, Any]) -> str:
-    """What `ray up` will start, and for how long it is paid for."""
+    """Returns what `ray up` will start, and for how long it costs money."""
     provider, types = config["provider"], worker_types(config)
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
     lines = [f"{file}: cluster {config['cluster_name']!r} on {provider['type']} {where}"]
@@ -170,7 +151,7 @@ def summary(file: Path, config: dict[str, Any]) -> str:
     )
     if instance := head.get("InstanceType") or head.get("machineType"):
         lines.append(
-            f"  now            1 x {instance}: it runs, and is paid for, until `make down`, whether a job runs or not"
+            f"  now            1 x {instance}: it runs and costs money until `make down`, even if no job runs"
         )
     for name, kind in types.items():
         market = "spot" if kind.spot else "on demand"
@@ -193,7 +174,7 @@ def summary(file: Path, config: dict[str, Any]) -> str:
 
 
 def gpu_quotas(types: dict[str, NodeType]) -> dict[str, int]:
-    """{EC2's quota: vCPUs} that one node of each type with GPUs takes, spot and on demand apart; the largest type counts."""
+    """Returns {EC2's quota: vCPUs} for one node of the largest type with GPUs, spot and on demand separately."""
     quotas: dict[str, int] = {}
     for kind in types.values():
         if not (size := re.fullmatch(r"([gp])\w*\.(\d+)xlarge", kind.instance)):
@@ -210,11 +191,7 @@ def gpu_quotas(types: dict[str, NodeType]) -> dict[str, int]:
 
 
 def check_account(config: dict[str, Any]) -> None:
-    """Proves that somebody is signed in to the cloud: Ray itself ends in a traceback of the cloud's library.
-
-    Raises:
-        InputError: saying how to sign in, or what to install.
-    """
+    """Raises InputError if you are not signed in to the cloud: Ray would end with a traceback of the cloud's library."""
     kind = config["provider"]["type"]
     if kind not in SIGN_IN:
         return
@@ -223,11 +200,9 @@ def check_account(config: dict[str, Any]) -> None:
         _sign_in(config["provider"])
     except ModuleNotFoundError as error:
         raise InputError(
-            f"{error.name} is not installed here; type .venv/bin/pip install {package}"
+            f"{error.name} is not installed here; run .venv/bin/pip install {package}"
         ) from error
-    except (
-        Exception
-    ) as error:  # of many types, in each cloud's library: no or expired credentials, no network
+    except Exception as error:  # each cloud's library has its own: no or expired credentials, no network
         raise InputError(f"{kind} does not let you in ({in_brief(error)}); {how}") from error
 
 
@@ -243,9 +218,9 @@ def _sign_in(provider: dict[str, Any]) -> None:
 
 
 def check_security_group(config: dict[str, Any]) -> None:
-    """Refuses a security group that is not there: Ray would make one that lets the whole world try port 22.
+    """Raises InputError if the security group is missing: Ray would create one that opens port 22 to the world.
 
-    Ray (2.60) leaves one alone that has rules already (autoscaler/_private/aws/config.py, _upsert_security_group_rules).
+    Ray (2.60) does not change a group with rules (autoscaler/_private/aws/config.py, _upsert_security_group_rules).
     """
     provider = config["provider"]
     if provider["type"] != "aws" or not (name := provider.get("security_group", {}).get("GroupName")):
@@ -258,8 +233,8 @@ def check_security_group(config: dict[str, Any]) -> None:
     ]
     if not any(group["IpPermissions"] for group in groups):
         raise InputError(
-            f"{name!r} is not there in {provider['region']}, and Ray would make one that is open to the world; deploy the stack "
-            "that jobs/cloud/aws.yaml describes",
+            f"{name!r} does not exist in {provider['region']}, and Ray would make one that is open to the world; deploy the "
+            "stack of jobs/cloud/aws.yaml",
             key="provider.security_group",
         )
 
@@ -268,11 +243,10 @@ def check_security_group(config: dict[str, Any]) -> None:
 
 
 def up(file: Path, options: list[str]) -> int:
-    """Becomes `ray up`, after all that can be checked, and a summary of what it starts.
+    """Checks the file, prints a summary and becomes `ray up`.
 
-    Autoscaler 2, Ray's default, falls back from a spot type after a launch that failed. On machines of one's own it
-    counts the head as a worker and starts one too few (ray 2.60, LocalNodeProvider), so those get autoscaler 1. Remove
-    when it starts them all.
+    Autoscaler 2, Ray's default, falls back from a spot type after a failed launch. On your own machines it counts the head
+    as a worker and starts one too few (ray 2.60, LocalNodeProvider), so those get autoscaler 1.
     """
     config = check(file)
     check_account(config)
@@ -295,7 +269,7 @@ def dashboard(file: Path, options: list[str]) -> int:
 
 
 def down(file: Path, options: list[str]) -> int:
-    """Ends what the head still has to write, then all nodes; a head that does not answer is ended all the same."""
+    """Lets the head finish writing, then ends all nodes, even if the head does not answer."""
     check_account(read(file))
     subprocess.run([RAY, "exec", str(file), "bash ~/rlhf/start-node.sh stop"])
     return _become_ray(["down", str(file), *options])

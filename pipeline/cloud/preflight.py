@@ -1,11 +1,10 @@
-"""What is checked on the submitter's machine before anything is uploaded, started or paid for.
+"""Checks on the submitter's machine, before anything is uploaded, started or paid for.
 
     cluster = look(client)                    # two seconds of HTTP: versions, nodes, what the autoscaler may add
     check_jobs(jobs, cluster, files)          # InputError: one message, nothing submitted
 
-The checks are those of the failures that are reported most: an address that nobody listens at, versions that differ, a
-local folder as storage of several nodes, a missing HF_TOKEN, more GPUs than the cluster can ever have or smaller ones than
-the job needs, data that stays on the laptop.
+They find the mistakes that are reported most: different versions, a local folder as storage of several nodes, a missing
+HF_TOKEN, more GPUs than the cluster can have or smaller ones than the job needs, data that stays on the laptop.
 """
 
 import glob
@@ -29,9 +28,9 @@ from pipeline.runtime import placement
 from pipeline.runtime.placement import Bundle
 from pipeline.system import console, storage
 
-# Bytes: Ray keeps an uploaded working directory in the memory of the head, 100 MiB at most.
+# Bytes of an upload: Ray keeps it in the memory of the head, 100 MiB at most.
 LIMIT = 100 * 2**20
-# Hub organisations whose models ask for a licence to be accepted: their files need a token on every node.
+# Models on the hub whose license must be accepted: every node needs a token for their files.
 GATED = ("meta-llama/", "google/gemma", "mistralai/")
 
 
@@ -49,12 +48,12 @@ class Cluster:
 
     @property
     def several(self) -> bool:
-        """Whether a job's processes can come to lie on more than one node."""
+        """Returns True if a job's processes can run on more than one node."""
         return len(self.nodes) > 1 or any(kind.max_workers for kind in self.types.values())
 
     @property
     def live(self) -> list[NodeType]:
-        """What the nodes that are up offer."""
+        """Returns what the nodes that are up offer."""
         return [
             NodeType(node.get("resources_total") or {}, 1, labels=node.get("labels") or {})
             for node in self.nodes
@@ -66,12 +65,12 @@ class Cluster:
 
     @property
     def tracking_uri(self) -> str | None:
-        """The cluster's own MLflow, as its nodes see it; they know its password themselves."""
+        """Returns the address of the cluster's own MLflow as its nodes see it. They know its password."""
         return f"http://{self.head_ip}:{self.mlflow_port}" if self.mlflow_port else None
 
     @property
     def is_here(self) -> bool:
-        """Whether all its nodes are this very machine, whose paths it then knows."""
+        """Returns True if its only node is this machine, so that it has this machine's paths."""
         return not self.several and all(_is_this_machine(node["node_ip"]) for node in self.nodes)
 
 
@@ -88,10 +87,10 @@ def _is_this_machine(ip: str) -> bool:
 
 
 def look(get: Callable[[str], Any], address: str) -> Cluster:
-    """The cluster behind `address`; `get(path)` is an authorised GET that returns parsed JSON.
+    """Returns the cluster behind `address`; `get(path)` is an authorized GET that returns parsed JSON.
 
     Raises:
-        InputError: when its Ray or Python is not this one's.
+        InputError: if its Ray or Python has another version.
     """
     import ray
 
@@ -113,7 +112,7 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
         )
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
     alive = [node for node in listed if node["state"] == "ALIVE"]
-    # What an autoscaler may add is not told over HTTP. The head's label says which file it was started from.
+    # HTTP does not tell what an autoscaler may add. The head's label names the file that it was started from.
     labels = next((node["labels"] or {} for node in alive if node["is_head_node"]), {})
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
     return Cluster(address, version, python, alive, types, most, labels.get("mlflow-port", ""))
@@ -123,11 +122,7 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
 
 
 def check_jobs(jobs: Iterable[Job], cluster: Cluster, files: dict[str, int]) -> None:
-    """Every check of every job; `files` are those that would be uploaded, with their bytes.
-
-    Raises:
-        InputError: the first thing that is wrong, with what to type.
-    """
+    """Runs every check of every job; `files` are {path of an upload: bytes}. Raises InputError for the first mistake."""
     for job in jobs:
         check_storage(job, cluster)
         check_tracking(job, cluster)
@@ -144,7 +139,7 @@ def check_storage(job: Job, cluster: Cluster) -> None:
     if not os.path.isabs(path):
         raise InputError(
             f"{path!r} would lie in the job's copy of this folder on the head, which is deleted with "
-            "it; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
+            "the job; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
             key="run.storage_path",
         )
     if cluster.several and _on_local_disk(path):
@@ -156,7 +151,7 @@ def check_storage(job: Job, cluster: Cluster) -> None:
 
 
 def _on_local_disk(path: str) -> bool:
-    """Whether a path exists here, on the disk that also holds the working directory: nodes do not share that."""
+    """Returns True if a path exists here, on the disk of the working directory, which nodes do not share."""
     return os.path.exists(path) and os.stat(path).st_dev == os.stat(".").st_dev
 
 
@@ -185,19 +180,18 @@ def check_token(job: Job) -> None:
         return
     if name.startswith(GATED):
         raise InputError(
-            f"{name!r} is gated and HF_TOKEN is not set, so that no node could fetch it; accept its "
-            f"licence at https://huggingface.co/{name} and `export HF_TOKEN=...` (HF_HUB_OFFLINE=1 says that the nodes "
-            "have the model already)",
+            f"{name!r} is gated and HF_TOKEN is not set, so no node can fetch it; accept its license at "
+            f"https://huggingface.co/{name} and `export HF_TOKEN=...`, or HF_HUB_OFFLINE=1 if the nodes have the model",
             key="model.name_or_path",
         )
 
 
 def check_resources(job: Job, cluster: Cluster) -> None:
-    """Refuses workers that no node of the cluster, present or to come, has room for: Ray would wait for ever."""
+    """Raises InputError if no node of the cluster, present or future, has room for a worker: Ray would wait forever."""
     trainer = placement.bundles(job)[0]
     _check_room("scaling", "worker", job.workers[0], trainer, cluster)
     if job.rollout_config.workers[1]:
-        # With [0, max] the run may start without any, but a selector that no node ever has is a mistake.
+        # With [0, max] the run may start without any, but a selector that no node can satisfy is a mistake.
         least = max(1, job.rollout_config.workers[0])
         _check_room("rollout", "rollout worker", least, placement.rollout_bundle(job), cluster)
 
@@ -216,13 +210,13 @@ def _check_room(section: str, who: str, count: int, need: Bundle, cluster: Clust
     )
     if room:
         raise InputError(
-            f"{count} {who}s with {wanted} each, but the cluster has room for {room} ({has}); type "
+            f"{count} {who}s with {wanted} each, but the cluster has room for {room} ({has}); set "
             f"{section}.num_workers={room}, or give the cluster more nodes",
             key=f"{section}.num_workers",
         )
     raise InputError(
         f"{section}: a {who} wants {wanted}, which no node of the cluster has ({has}); lower "
-        f"{section}.resources_per_worker, type {section}.use_gpu=false or {section}.label_selector=null, or give the cluster "
+        f"{section}.resources_per_worker, set {section}.use_gpu=false or {section}.label_selector=null, or give the cluster "
         "such nodes"
     )
 
@@ -235,9 +229,9 @@ def _shown(node: NodeType) -> str:
 
 
 def check_memory(job: Job, cluster: Cluster) -> None:
-    """Refuses a job that Ray may place on GPUs with less memory than `plan` counts for a worker, or for a rollout worker.
+    """Raises InputError if Ray may place a job on GPUs with less memory than `plan` counts for one of its workers.
 
-    A GPU that plan does not know is let pass, and so is a base whose config.json cannot be read from here.
+    GPUs that plan does not know pass, and so does a base whose config.json cannot be read from here.
     """
     if job.scaling.get("use_gpu"):
         _check_gpus("scaling", "worker", job, placement.bundles(job)[0], cluster, learns=True)
@@ -255,7 +249,7 @@ def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster
         try:
             config_of(job.model)
         except InputError:
-            return  # a folder or a version of the cluster's, which checks it there
+            return  # a folder or a version of the cluster, which checks it
         planned = plan.make(job, learns=learns)
     small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
     if not small:
@@ -267,7 +261,7 @@ def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster
     )
     if not enough:
         raise InputError(
-            f"{needs}; no GPU that plan knows holds it: make plan JOB={job.source} says what to change",
+            f"{needs}; no GPU that plan knows is large enough: make plan JOB={job.source} says what to change",
             key=f"{section}.use_gpu",
         )
     names = ",".join(enough)  # without spaces: Ray takes them as part of the name
@@ -276,7 +270,7 @@ def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster
     selector = f"{{{selector}{placement.GPU_LABEL}: 'in({names})'}}"
     nodes_too = "" if {*gpus} - {*small} else " and give the cluster such nodes"
     raise InputError(
-        f'{needs}; type "{section}.label_selector={selector}"{nodes_too}, or make it smaller (make plan)',
+        f'{needs}; set "{section}.label_selector={selector}"{nodes_too}, or make it smaller (make plan)',
         key=f"{section}.label_selector",
     )
 
@@ -285,12 +279,12 @@ def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster
 
 
 def upload_files(folder: str = ".") -> dict[str, int]:
-    """{path below `folder`: bytes} of what Ray would upload: everything but what .rayignore and .gitignore name.
+    """Returns {path below `folder`: bytes} of what Ray uploads: all files that .rayignore and .gitignore do not name.
 
     Raises:
         InputError: above 100 MiB, with the five largest.
     """
-    # What the upload itself walks with (ray 2.60, private). Remove when Ray lists what it would upload.
+    # The function that the upload uses (ray 2.60, private). Remove when Ray lists what it would upload.
     from ray._private.runtime_env.packaging import _dir_travel
 
     root, sizes = Path(folder).absolute(), {}
@@ -305,8 +299,8 @@ def upload_files(folder: str = ".") -> dict[str, int]:
         largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
         listing = "\n".join(f"  {sizes[name] / 2**20:8.1f} MiB  {name}" for name in largest)
         raise InputError(
-            f"the working directory {root} is {total / 2**20:.0f} MiB, and an upload may have {LIMIT / 2**20:.0f}; name "
-            f"what a job does not need in .rayignore, or put data into a bucket. The largest:\n{listing}"
+            f"the working directory {root} is {total / 2**20:.0f} MiB, and an upload may have {LIMIT / 2**20:.0f}; add files "
+            f"that a job does not need to .rayignore, or put data into a bucket. The largest:\n{listing}"
         )
     return sizes
 
@@ -318,7 +312,7 @@ class _Silent:
 
 
 def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
-    """Refuses paths that exist on this machine only: data, models and templates travel in the upload, or not at all."""
+    """Raises InputError for paths that exist only on this machine: nodes get data, models and templates by the upload."""
     for key, path in local_paths(job):
         if cluster.is_here and os.path.isabs(path):
             continue
@@ -329,18 +323,18 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
                     f"{os.getcwd()}, or into a bucket, e.g. s3://BUCKET/data",
                     key=key,
                 )
-            continue  # a folder that the nodes mount; the job looks before it starts a worker
+            continue  # a folder that the nodes mount; the job checks it before it starts a worker
         missing = [name for name in _matches(path) if name not in files]
         if missing:
             raise InputError(
-                f"{missing[0]!r} would not be uploaded, since .rayignore or .gitignore leaves it out; change the "
+                f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore names it; change the "
                 "pattern there, or put the file into a bucket, e.g. s3://BUCKET/data",
                 key=key,
             )
 
 
 def local_paths(job: Job) -> list[tuple[str, str]]:
-    """(key, path) of all that a job names by a path: rows, base, template, adapters, the job file itself."""
+    """Returns (key, path) for each path of a job: rows, base, template, adapters, the job file."""
     paths = [("the job file", job.source), *job.paths]
     named = {
         "model.name_or_path": job.model.name_or_path,
@@ -358,7 +352,7 @@ def _inside(path: str) -> bool:
 
 
 def _matches(pattern: str) -> list[str]:
-    """The files, relative to here, that a path, a glob or a folder stands for."""
+    """Returns the files, relative to here, of a path, a glob or a folder."""
     paths = glob.glob(pattern, recursive=True) or [pattern]
     files: list[str] = []
     for path in paths:

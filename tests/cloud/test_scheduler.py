@@ -166,7 +166,7 @@ def test_preflight_looks_at_rollout_workers_too(aws):
     ):
         preflight.check_resources(nowhere, aws)
     many = load_job("jobs/llama3-8b/ppo.yaml", ["rollout.num_workers=99"])
-    with pytest.raises(InputError, match=r"99 rollout workers .* type rollout\.num_workers=\d+, or give"):
+    with pytest.raises(InputError, match=r"99 rollout workers .* set rollout\.num_workers=\d+, or give"):
         preflight.check_resources(many, aws)
     small = load_job(
         "jobs/llama3-8b/ppo.yaml",
@@ -174,7 +174,7 @@ def test_preflight_looks_at_rollout_workers_too(aws):
     )
     message = (
         r"a rollout worker needs 2\d GiB .* on L4 with 22; "
-        r"type \"(rollout\.label_selector=\{ray\.io/market-type: spot, ray\.io/accelerator-type: 'in\(.*\)'\})\""
+        r"set \"(rollout\.label_selector=\{ray\.io/market-type: spot, ray\.io/accelerator-type: 'in\(.*\)'\})\""
     )
     with pytest.raises(InputError, match=message) as error:
         preflight.check_memory(small, aws)
@@ -253,7 +253,7 @@ def test_preflight_refuses_gpus_that_are_too_small(aws):
     anywhere = load_job("jobs/llama3-70b-qlora/sft.yaml", ["scaling.label_selector=null"])
     message = (
         r"scaling\.label_selector: a worker needs 46 GiB \(make plan\), but Ray may place it on L4 with 22 or L40S with 44; "
-        r"""type "scaling\.label_selector=(\{ray\.io/accelerator-type: 'in\(A100-80G\)'\})", or"""
+        r"""set "scaling\.label_selector=(\{ray\.io/accelerator-type: 'in\(A100-80G\)'\})", or"""
     )
     with pytest.raises(InputError, match=message) as error:
         preflight.check_memory(anywhere, aws)

@@ -194,7 +194,7 @@ def test_room_counts_nodes_to_come(job):
     )
     preflight.check_resources(job(*gpus, "scaling.num_workers=4"), scaled_to_zero)
     with pytest.raises(
-        InputError, match=r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); type scaling.num_workers=4"
+        InputError, match=r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); set scaling.num_workers=4"
     ):
         preflight.check_resources(job(*gpus, "scaling.num_workers=8"), scaled_to_zero)
     with pytest.raises(InputError, match="room for 2 "):  # the ceiling of the whole cluster
