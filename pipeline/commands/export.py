@@ -3,13 +3,12 @@
     make export    or    python -m pipeline export jobs/demo/export.yaml [reward=null] [model.dtype=float32]
     make export ARGS="reward=null trainer.merge=false trainer.hub_model_id=OWNER/NAME [trainer.push_to_hub=true]"
 
-With trainer.hub_model_id it says what would be pushed to the hub, and pushes if told to (commands/push.py).
+With trainer.hub_model_id it prints what a push to the hub would do; trainer.push_to_hub=true pushes (commands/hub.py).
 
-This is the only place that merges. The base is loaded as it is stored (never from nf4), each layer's sum is made in
-float32 and rounded once to model.dtype, and the folder holds safetensors, tokenizer, chat template, generation config
-(every token that ends a completion) and a model card with the lineage. It appears only after it has been loaded back with
-plain transformers and answered like the registered adapter: in float32 the same greedy text and scores to 1e-5, in a
-shorter dtype as near as its rounding allows.
+This is the only place that merges. The base is loaded as it is stored (never from nf4), each layer's sum is made in float32 and
+rounded once to model.dtype. The folder holds safetensors, tokenizer, chat template, generation config (every token that ends a
+completion) and a model card. It appears only after plain transformers has loaded it and answered like the registered adapter:
+in float32 with the same greedy text and scores within 1e-5, in a shorter dtype within its rounding.
 """
 
 import gc
@@ -19,8 +18,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from pipeline.commands import push
-from pipeline.commands.card import card
+from pipeline.commands import hub
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.models.hub import ADAPTER, announcement
@@ -28,7 +26,7 @@ from pipeline.runtime.host import Host
 from pipeline.runtime.run import open_run, unless_finished
 from pipeline.system import console, storage
 
-# What the loaded model is compared on. Any text would do: it goes through the chat template of the adapter.
+# Prompts of the comparison, written with the chat template of the adapter.
 PROBES = (
     "What is the capital of Peru?",
     "Name the continent of Norway.",
@@ -37,7 +35,7 @@ PROBES = (
     "Explain to a child why the sky is blue.",
     "Translate to French: Good morning.",
 )
-# (largest difference of a score, of the mean log-prob of a token): of rounding the merged weights once to that dtype
+# {dtype: (largest difference of a score, of the mean log-prob of a token)}, from rounding the merged weights once
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}
 
 
@@ -48,20 +46,20 @@ def run(job: Job) -> dict[str, Any]:
             "run.storage_path=./exports, and copy it",
             key="run.storage_path",
         )
-    push.check(job)
+    before = hub.check(job)
     result = unless_finished(job, export)
-    return push.push(job, result) if job.args.hub_model_id else result
+    return hub.push(job, result, before) if job.args.hub_model_id else result
 
 
 def export(job: Job) -> dict[str, Any]:
-    """Merges what the job names, in this process; the content of result.json."""
+    """Merges what the job names, in this process. Returns the content of result.json."""
     with open_run(job) as run:
         if job.args.merge:
             print(announcement(run.job.model.name_or_path, run.job.model.revision), flush=True)
         console.silence_libraries()
         host = Host(run.work)
-        for left in storage.folders(run.folder):  # by an attempt that was cut short
-            storage.remove(storage.join(run.folder, left))
+        for folder in storage.folders(run.folder):  # of an attempt that was interrupted
+            storage.remove(storage.join(run.folder, folder))
         exported = {}
         for name in ("policy", "reward.0"):
             if name in run.work.inputs:
@@ -82,10 +80,10 @@ def export(job: Job) -> dict[str, Any]:
 
 
 def write(host: Host, name: str, folder: str) -> dict[str, float]:
-    """Merges one adapter into `folder`; the figures of the comparison with what the adapter says.
+    """Merges one adapter into `folder`. Returns the differences from the adapter.
 
     Raises:
-        Failure: when the folder, loaded back, differs; then there is no folder.
+        Failure: if the folder, loaded back, differs; then there is no folder.
     """
     from pipeline.models.base import load_base
 
@@ -98,12 +96,11 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
         describe(merged, host.tokenizer)
         merged.save_pretrained(partial)
         host.tokenizer.save_pretrained(partial)
-        check_files(merged, partial)
         del base, merged
-        gc.collect()  # a large model is not to be there twice
+        gc.collect()  # so that memory holds a large model once
         differences = compare(host, name, partial, expected)
         with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as file:
-            file.write(card(host, name, differences))
+            file.write(hub.card(host, name, differences))
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -116,7 +113,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
 
 
 def copy(host: Host, name: str, folder: str) -> dict[str, float]:
-    """The adapter as it is, with its tokenizer and card, in `folder`."""
+    """Copies the adapter with its tokenizer and a card to `folder`."""
     adapter, partial = host.input(name), f"{folder}.partial"
     try:
         host.tokenizer.save_pretrained(partial)
@@ -124,7 +121,7 @@ def copy(host: Host, name: str, folder: str) -> dict[str, float]:
             if os.path.isfile(source := os.path.join(adapter, file)):
                 shutil.copyfile(source, os.path.join(partial, file))
         with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as readme:
-            readme.write(card(host, name))
+            readme.write(hub.card(host, name))
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -133,7 +130,7 @@ def copy(host: Host, name: str, folder: str) -> dict[str, float]:
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:
-    """The base with the adapter in its weights (and the adapter's head, if it has one), in `dtype`."""
+    """Returns the base with the adapter in its weights, and with the adapter's head if it has one, in `dtype`."""
     import torch
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -150,7 +147,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
 
 
 def describe(model: Any, tokenizer: Any) -> None:
-    """What a user of the folder relies on: how to pad, and where a completion ends."""
+    """Sets how to pad, and which tokens end a completion."""
     from transformers import GenerationConfig
 
     from pipeline.models.tokenizer import eos_ids
@@ -163,29 +160,11 @@ def describe(model: Any, tokenizer: Any) -> None:
         )
 
 
-def check_files(model: Any, folder: str) -> None:
-    """Proves that the files hold the merged weights, to the last bit.
-
-    Raises:
-        Failure: naming a tensor that differs.
-    """
-    import torch
-    from safetensors import safe_open
-
-    weights = model.state_dict()
-    for file in sorted(os.listdir(folder)):
-        if file.endswith(".safetensors"):
-            with safe_open(os.path.join(folder, file), framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118  (it is no dict)
-                    if not torch.equal(tensors.get_tensor(key), weights[key].cpu()):
-                        raise Failure(f"{file}: {key} is not what was merged; nothing was exported")
-
-
 # ------------------------------------------------------------------------------------------- the comparison
 
 
 def probes(host: Host) -> list[list[int]]:
-    """Token ids of the PROBES, as the chat template writes them."""
+    """Returns token ids of the PROBES, as the chat template writes them."""
     turns = [[{"role": "user", "content": text}] for text in PROBES]
     return [
         list(
@@ -198,14 +177,14 @@ def probes(host: Host) -> list[list[int]]:
 
 
 def completion_length(host: Host, rows: list[list[int]]) -> int:
-    """Tokens of a completion to a probe: the job's, or what the context leaves."""
+    """Returns the most tokens of a completion: the job's, or what the context leaves after the probes."""
     context = host.work.base["context_length"]
     most = host.job.args.response_length
     return min(most, context - max(map(len, rows))) if context else most
 
 
 def expectations(host: Host, name: str) -> list[Any]:
-    """What the adapter on its frozen base says to each probe: a greedy completion, or a score."""
+    """Returns what the adapter on its frozen base answers to each probe: a greedy completion, or a score."""
     import torch
 
     from pipeline.models.tokenizer import eos_ids
@@ -227,10 +206,10 @@ def expectations(host: Host, name: str) -> list[Any]:
 
 
 def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
-    """The folder in plain transformers beside the adapter.
+    """Compares the folder in plain transformers with the adapter. Returns the differences.
 
     Raises:
-        Failure: when they differ by more than the dtype's rounding.
+        Failure: if they differ by more than the dtype's rounding.
     """
     import torch
     import transformers
@@ -284,7 +263,7 @@ def _greedy(host: Host, model: Any, row: list[int]) -> list[int]:
 
 
 def _logprob(model: Any, row: list[int], completion: list[int]) -> float:
-    """Of the whole completion: the sum over its tokens, nats."""
+    """Returns the log-prob of a completion: the sum over its tokens, in nats."""
     import torch
 
     ids = torch.tensor([row + completion], device=model.device)

@@ -104,7 +104,7 @@ def test_a_folder_has_what_others_need(exported, models):
         assert not any(name.startswith(("adapter", "pytorch_model")) for name in names)
         card = (folder / "README.md").read_text()
         version = "toy-policy/1" if kind == "policy" else "toy-rm/1"
-        for text in (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "licence", "trl 1.16.0"):
+        for text in (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "license", "trl 1.16.0"):
             assert text in card
     assert "as its policy" in card and "models:/toy-policy/1" in card
     said = json.loads((Path(exported["policy"]["folder"]) / "generation_config.json").read_text())
@@ -141,25 +141,6 @@ def test_a_merge_that_went_wrong_is_not_exported(models, storage, capsys, monkey
     assert left == {"job.json", "failed.json"}  # no model
     failed = json.loads((storage / "wrong-merge/failed.json").read_text())
     assert "the exported policy differs from the adapter" in failed["error"]
-
-
-def test_a_file_that_is_not_what_was_merged_is_not_exported(models, storage, capsys, monkeypatch):
-    describe = exporting.describe
-
-    def later(model, reader):
-        describe(model, reader)
-        save = model.save_pretrained
-
-        def spoiled(folder):
-            save(folder)
-            model.score.weight.data += 1.0  # what lies there is no longer what is in memory
-
-        model.save_pretrained = spoiled
-
-    monkeypatch.setattr(exporting, "describe", later)
-    assert stage("export", storage, "spoiled", *MODELS, "policy=null", status=1) == {}
-    assert "score.weight is not what was merged" in capsys.readouterr().err
-    assert not list((storage / "spoiled").glob("reward*"))
 
 
 def test_a_mistake_does_not_cost_the_run_that_it_was_to_replace(models, storage, capsys, tmp_path, in_root):

@@ -24,7 +24,7 @@ def test_a_ppo_job_needs_no_registered_models(tmp_path, embedded_ray, capsys):
     rows = ["model.name_or_path=jobs/demo/model", "data.max_length=100", "trainer.response_length=40"]
     _, text = looked_at("ppo", tmp_path, capsys, *rows, f"data.train={ROWS}/prompts.jsonl", profile="own")
     assert "run `make sft PROFILE=own` first" in text and "run `make rm PROFILE=own` first" in text
-    with pytest.raises(InputError, match="no module 'nowhere'"):
+    with pytest.raises(InputError, match="No module named 'nowhere'"):
         looked_at("ppo", tmp_path, capsys, "reward=python:nowhere:polite")
 
 
