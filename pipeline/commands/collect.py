@@ -1,26 +1,26 @@
-"""Rows to train on from a policy's own completions: several of each prompt, scored by the job's rewards, the best ones kept.
+"""Rows to train on from a policy's own completions: several per prompt, scored by the job's rewards, the best ones selected.
 
     make collect    or    python -m pipeline collect jobs/demo/collect.yaml [section.key=value ...]
 
-`trainer.select` says which rows come out: `best` (rejection sampling: prompt and completion, for sft), `best_worst` (the best
+`trainer.select` sets which rows come out: `best` (rejection sampling: prompt and completion, for sft), `best_worst` (the best
 against the worst) or `pairs` (every two whose scores differ), for dpo, rm and kto. Each row has its scores, the `version` of
-the policy that wrote it, the `reward_version` that scored it, and the seed. The same run.name continues a run that was killed.
+the policy that wrote it, the `reward_version` that scored it, and the seed. The same run.name continues a killed run.
 """
 
 import functools
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
 
+from pipeline.commands.generate import sampler
 from pipeline.config import Collect, Job
 from pipeline.data.messages import repeats_prompt
 from pipeline.errors import InputError
 from pipeline.runtime.host import Host
 from pipeline.runtime.inference import Answer, Record, Verb, launch
 
-# Columns of a prompt's row that training would read beside the completions that were collected, or in their place.
+# Columns of a prompt's row that training would read in addition to the collected completions, or in their place.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
     score_chosen score_rejected version reward_version seed""".split()
 Sample = dict[str, Any]  # completion, score, completion_tokens, ended
@@ -43,51 +43,24 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
-    from pipeline.ppo.engine import Sampling
-    from pipeline.ppo.rewards import Samples, weighted
-    from pipeline.runtime import roles
-
-    args: Collect = host.job.args
-    shared = roles.shared_base(host)
-    role = roles.add_frozen(host, shared, "policy", "policy")
-    rewards = roles.add_rewards(host, shared)
-    several = args.num_generations
-    engine = roles.engines(host, shared, [role])(role)
-    how = Sampling.of(args, host.tokenizer, shared)
-    came_from = origin(host.work.inputs) | {"seed": args.seed}
+    sample = sampler(host, host.job.args.num_generations)
+    came_from = origin(host.work.inputs) | {"seed": host.job.args.seed}
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        prompts = [row["input_ids"] for row in rows for _ in range(several)]
-        # The keys of the streams of random numbers: a prompt's place among those used, and the completion's number.
-        numbers = range(first * several, (first + len(rows)) * several)
-        completions = engine.generate(prompts, numbers, how)
-        given = [json.loads(row["row"]) for row in rows]
-        repeated = [row for row in given for _ in range(several)]
-        tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
-        samples = Samples(prompts, tokens, ended, repeated, host.tokenizer)
-        scores = weighted(rewards, samples, normalize=False)[0]
-        made = [
-            {"completion": text, "score": score, "completion_tokens": len(one.tokens), "ended": one.ended}
-            for text, score, one in zip(samples.completions, scores, completions, strict=True)
-        ]
-        return [
-            {"row": cleaned(row) | came_from, "samples": made[several * i : several * (i + 1)]}
-            for i, row in enumerate(given)
-        ]
+        return [{"row": cleaned(row) | came_from, "samples": made} for row, made in sample(rows, first)]
 
     return answer
 
 
 def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
-    """The policy that writes and the rewards that score, as a run has pinned them."""
+    """Returns the policy that writes and the rewards that score, as a run has pinned them."""
     rewards = [source for name, source in sorted(inputs.items()) if name.startswith("reward.")]
     scored_by = rewards[0] if len(rewards) == 1 else rewards
     return {"version": inputs.get("policy", "base"), "reward_version": scored_by}
 
 
 def cleaned(row: dict[str, Any]) -> dict[str, Any]:
-    """The row of a prompt without the columns that are now others; its own completion stays as `reference_completion`, unless
-    the row has a column of that name."""
+    """Returns the row of a prompt without REPLACED. Its completion becomes `reference_completion`, unless that column exists."""
     kept = {name: value for name, value in row.items() if name not in REPLACED}
     return ({"reference_completion": row["completion"]} if "completion" in row else {}) | kept
 
@@ -96,12 +69,12 @@ def cleaned(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose(args: Collect, seed: int, count: int) -> list[int] | range:
-    """The numbers of the prompts that are used, of `count`.
+    """Returns the numbers of the prompts to use, of `count`.
 
-    Runs with one seed, each of which skips what those before it have used, have no prompt in common until all are used.
+    Runs with one seed, each of which skips the prompts of the runs before it, share no prompt until all are used.
 
     Raises:
-        InputError: when more are asked for than there are.
+        InputError: if the job asks for more than `count`.
     """
     if args.num_prompts is None:
         return range(count)
@@ -114,7 +87,7 @@ def choose(args: Collect, seed: int, count: int) -> list[int] | range:
 
 
 def drawn(seed: int, count: int) -> Iterator[int]:
-    """All of `count` numbers in random order, then all of them in another one, without end."""
+    """Yields all of `count` numbers in random order, then all of them in another order, without end."""
     for epoch in itertools.count():
         order = list(range(count))
         Random(f"{seed}-{epoch}").shuffle(order)
@@ -125,7 +98,7 @@ def drawn(seed: int, count: int) -> Iterator[int]:
 
 
 def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
-    """The rows that training reads, of a prompt and its samples."""
+    """Returns the rows that training reads, of a prompt and its samples."""
     row, chosen = record["row"], selected(args, record["samples"])
     if args.select == "best":
         return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in chosen]
@@ -142,9 +115,9 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
 
 
 def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
-    """The best sample alone, or pairs of a better and a worse one.
+    """Returns the best sample, or pairs of a better and a worse one.
 
-    A completion that was cut off is never the better one: that would teach to stop in the middle of a sentence.
+    A completion that was cut off is never the better one: it would teach the policy to stop in the middle of a sentence.
     """
     left = distinct(samples)
     finished = [one for one in left if one["ended"]]
@@ -161,7 +134,7 @@ def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """The samples without those that say nothing, or what an earlier one says, or that would be read as something else."""
+    """Returns the samples without empty ones, repetitions, and those that would be read as a conversation."""
     first: dict[str, Sample] = {}
     for one in samples:
         first.setdefault(one["completion"].strip(), one)
@@ -169,7 +142,7 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 
 
 def is_dialogue(completion: str) -> bool:
-    """Whether rows with this completion would be read as a whole conversation: the policy went on for the user, or wrote JSON."""
+    """Returns True if a row with this completion would be read as a conversation: it continues for the user, or is JSON."""
     return repeats_prompt(completion) or completion.lstrip().startswith("[{")
 
 
@@ -181,8 +154,10 @@ def _score(sample: Sample) -> float:
 
 
 def count(args: Collect, record: Record) -> dict[str, int]:
-    """What became of a prompt's samples: `ties` are pairs of different completions with equal scores, `close` those whose
-    scores differ by less than min_margin."""
+    """Counts what became of a prompt's samples.
+
+    `ties` are pairs of different completions with equal scores, `close` pairs whose scores differ by less than min_margin.
+    """
     samples, left = record["samples"], distinct(record["samples"])
     rows = len(selected(args, samples))
     counts = {
@@ -206,7 +181,7 @@ def count(args: Collect, record: Record) -> dict[str, int]:
 
 
 def measure(args: Collect, record: Record) -> dict[str, float]:
-    """Figures of a prompt: the mean score of its samples, the best and the worst; shares among them; the margin of its pairs."""
+    """Returns metrics of a prompt: the mean, best and worst score of its samples, shares among them, the margin of its pairs."""
     scores = [_score(one) for one in record["samples"]]
     counts, number = count(args, record), len(scores)
     figures = {
@@ -226,7 +201,7 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
 
 
 def why_none(args: Collect, counts: Mapping[str, int]) -> str:
-    """The most frequent reason why there are no rows, and what to change."""
+    """Returns the most frequent reason why there are no rows, and what to change."""
     if counts["cut_off"] == counts["completions"]:
         return (
             f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise it if "
@@ -234,11 +209,12 @@ def why_none(args: Collect, counts: Mapping[str, int]) -> str:
         )
     completions = f"of {counts['completions']} completions"
     reasons = {
-        "cut_off": f"{counts['cut_off']} {completions} were cut off; type a larger trainer.response_length",
-        "duplicates": f"{counts['duplicates']} {completions} repeat another one; type a higher trainer.temperature",
-        "dialogues": f"{counts['dialogues']} {completions} are whole dialogues; type model.chat_template=plain or take another policy",
-        "empty": f"{counts['empty']} {completions} are empty; type trainer.min_new_tokens=1",
-        "ties": f"{counts.get('ties')} pairs have equal scores; type a higher trainer.num_generations, or take another reward",
-        "close": f"{counts.get('close')} pairs differ by less than trainer.min_margin={args.min_margin:g}; type a smaller one",
+        "cut_off": f"{completions} were cut off; use a larger trainer.response_length",
+        "duplicates": f"{completions} repeat another one; use a higher trainer.temperature",
+        "dialogues": f"{completions} are whole dialogues; use model.chat_template=plain or another policy",
+        "empty": f"{completions} are empty; use trainer.min_new_tokens=1",
+        "ties": "pairs have equal scores; use a higher trainer.num_generations, or another reward",
+        "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; use a smaller one",
     }
-    return reasons[max(reasons, key=lambda name: counts.get(name, 0))]
+    name = max(reasons, key=lambda name: counts.get(name, 0))
+    return f"{counts.get(name)} {reasons[name]}"

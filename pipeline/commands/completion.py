@@ -1,4 +1,4 @@
-"""Completion for bash and zsh: verbs, job files, and the keys of a verb's job.
+"""Completion for bash and zsh: subcommands, job files, and the keys of a subcommand's job.
 
 source <(rlhf completion)        in ~/.bashrc or ~/.zshrc; as a file in bash-completion's folder, it is read when needed
 """

@@ -1,13 +1,13 @@
-"""Completions of a file of prompts: JSON Lines out, a line a prompt, in the order of the prompts.
+"""Completions of a file of prompts, as JSON Lines: one line per prompt, in the order of the prompts.
 
     make generate    or    python -m pipeline generate jobs/demo/generate.yaml data.train=prompts.jsonl [section.key=value ...]
 
-A line is the row with `completion`, `completion_tokens`, `ended` (false: cut off at trainer.response_length) and, if the
-job names one, the `reward`. A `completion` that the row had is kept as `reference_completion`. The same run.name
-continues a run that was killed.
+A line is the row with `completion`, `completion_tokens`, `ended` (false: cut off at trainer.response_length) and, if the job
+has one, the `reward`. A `completion` of the row becomes `reference_completion`. The same run.name continues a killed run.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from pipeline.config import Job
@@ -23,6 +23,29 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
+    sample = sampler(host, 1)
+
+    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
+        records = []
+        for row, [made] in sample(rows, first):
+            if "completion" in row:
+                row["reference_completion"] = row.pop("completion")
+            if "score" in made:
+                made["reward"] = made.pop("score")
+            records.append(row | made)
+        return records
+
+    return answer
+
+
+def sampler(
+    host: Host, several: int
+) -> Callable[[list[dict[str, Any]], int], list[tuple[Record, list[Record]]]]:
+    """Loads policy and rewards. Returns a function that samples `several` completions of each token row, and scores them.
+
+    The function takes the rows and the index of the first one, which keys the streams of random numbers. It returns each input
+    row with its samples: completion, completion_tokens, ended, and score if the job has rewards.
+    """
     from pipeline.ppo.engine import Sampling
     from pipeline.ppo.rewards import Samples, weighted
     from pipeline.runtime import roles
@@ -33,26 +56,24 @@ def load(host: Host) -> Answer:
     engine = roles.engines(host, shared, [role])(role)
     how = Sampling.of(host.job.args, host.tokenizer, shared)
 
-    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        prompts = [row["input_ids"] for row in rows]
-        # A row's index among the kept ones is the key of its stream of random numbers.
-        completions = engine.generate(prompts, range(first, first + len(rows)), how)
+    def sample(rows: list[dict[str, Any]], first: int) -> list[tuple[Record, list[Record]]]:
+        prompts = [row["input_ids"] for row in rows for _ in range(several)]
+        keys = range(first * several, (first + len(rows)) * several)
+        completions = engine.generate(prompts, keys, how)
         given = [json.loads(row["row"]) for row in rows]
         tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
-        samples = Samples(prompts, tokens, ended, given, host.tokenizer)
-        records = []
-        for row, text, one in zip(given, samples.completions, completions, strict=True):
-            if "completion" in row:
-                row = {**row, "reference_completion": row.pop("completion")}
-            records.append(
-                {**row, "completion": text, "completion_tokens": len(one.tokens), "ended": one.ended}
-            )
+        repeated = [row for row in given for _ in range(several)]
+        samples = Samples(prompts, tokens, ended, repeated, host.tokenizer)
+        made: list[Record] = [
+            {"completion": text, "completion_tokens": len(one.tokens), "ended": one.ended}
+            for text, one in zip(samples.completions, completions, strict=True)
+        ]
         if rewards:
-            for record, score in zip(records, weighted(rewards, samples, normalize=False)[0], strict=True):
-                record["reward"] = score
-        return records
+            for record, score in zip(made, weighted(rewards, samples, normalize=False)[0], strict=True):
+                record["score"] = score
+        return [(row, made[several * i : several * (i + 1)]) for i, row in enumerate(given)]
 
-    return answer
+    return sample
 
 
 def measure(record: Record) -> dict[str, float]:

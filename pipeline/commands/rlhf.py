@@ -1,8 +1,8 @@
-"""The whole pipeline of a profile on one Ray: sft, rm, ppo, evaluate, and a table of what was learned.
+"""The whole pipeline of a profile in one session: sft, rm, ppo, evaluate, and a table of what was learned.
 
     make rlhf    or    python -m pipeline rlhf jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
 
-An override holds for every stage, or for one alone when it begins with the stage's name.
+An override applies to every stage, or to one if it begins with the stage's name.
 """
 
 import gc
@@ -35,7 +35,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     if twice := next((name for name in named if named.count(name) > 1), None):
         apart = " ".join(f"{stage}.run.name={twice[1]}-{stage}" for stage in ORDER)
         raise InputError(
-            f"found {twice[1]!r} for several stages, and each is a run of its own; type {apart}",
+            f"found {twice[1]!r} for several stages, and each is a separate run; use {apart}",
             key="run.name",
         )
     for job in jobs.values():  # not after an hour of the stages before
@@ -43,7 +43,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     for job in jobs.values():
         driver.check_scaling(job)
     results = []
-    # The stages find what is begun here, and share it: the session, and the answers about all of their jobs.
+    # The stages share the session and the checks of their jobs that start here.
     on_ray = [job for job in jobs.values() if not job.in_process]
     with libraries.asked(*on_ray), driver.session(next(iter(on_ray), jobs["sft"])):
         for stage, module in ORDER.items():
@@ -63,7 +63,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
 
 
 def overrides_of(stage: str, overrides: list[str]) -> list[str]:
-    """The overrides that concern one stage."""
+    """Returns the overrides for one stage, without its name."""
     mine = []
     for override in overrides:
         first, _, rest = override.partition(".")
@@ -77,7 +77,7 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
 
 
 def table(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
-    """Stage, its most telling metric, before, after, version, seconds; and where to look next.
+    """Returns a table (stage, metric, before, after, version, seconds), and where to look next.
 
     Args:
         folder: of the job files.
@@ -86,7 +86,6 @@ def table(results: list[dict[str, Any]], folder: str, seconds: float, page: str 
     rows = []
     for result in results:
         metrics, figures = result.get("metrics", {}), STAGE[result["stage"]].headline
-        # A profile without a judge, say, has none of its figures.
         figure = next((one for one in figures if one.after in metrics), figures[0])
         version = f"{result['registered_model']} v{result['version']}" if result.get("version") else ""
         numbers = (text.number(metrics.get(key)) for key in (figure.before, figure.after))

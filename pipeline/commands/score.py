@@ -1,9 +1,9 @@
-"""A reward model's scores of a file: of pairs, with how often it prefers the chosen completion, or of single completions.
+"""Scores of a file by a reward model: of single completions, or of pairs, with how often it prefers the chosen one.
 
     make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
 
-Every shape of preferences and demonstrations is read. A line of scores.jsonl is the row with `score`, or, for a pair,
-`score_chosen`, `score_rejected` and `score_margin`. The same run.name continues a run that was killed.
+It reads every format of preferences and demonstrations. A line of scores.jsonl is the row with `score`, or, for a pair,
+`score_chosen`, `score_rejected` and `score_margin`. The same run.name continues a killed run.
 """
 
 import json
@@ -48,7 +48,7 @@ def load(host: Host) -> Answer:
 
 
 def scorer(host: Host) -> Any:
-    """A function of [(prompt ids, completion ids, row)] that gives the job's weighted reward of each, in raw units."""
+    """Returns a function of [(prompt ids, completion ids, row)] to the job's weighted reward of each, in raw units."""
     from pipeline.evaluation.pairs import samples_of
     from pipeline.models.tokenizer import eos_ids
     from pipeline.ppo.rewards import weighted

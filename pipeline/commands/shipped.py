@@ -1,4 +1,4 @@
-"""The job files that ship with the project. In a clone pipeline/jobs is a link to jobs/, in a wheel a copy of it."""
+"""The job files of the project. In a clone pipeline/jobs is a link to jobs/, in a wheel a copy of it."""
 
 import shutil
 from pathlib import Path
@@ -10,15 +10,15 @@ JOBS = Path(pipeline.__file__).parent / "jobs"  # a folder for each profile: dem
 
 
 def profiles() -> list[str]:
-    """Names of the profiles that train: the folders that have jobs of their own."""
+    """Returns the names of the profiles that train: the folders with an evaluate.yaml."""
     return sorted(file.parent.name for file in JOBS.glob("*/evaluate.yaml"))
 
 
 def bring(profile: str) -> Path:
-    """The folder jobs/<profile> below the current one; copied there first, unless it is there.
+    """Returns the folder jobs/<profile> below the current one, after copying it there if it is missing.
 
     Raises:
-        InputError: when there is something else of that name, or the folder cannot be written.
+        InputError: if the folder cannot be written.
     """
     here, shipped = Path("jobs") / profile, JOBS / profile
     if here.is_dir():
@@ -28,13 +28,13 @@ def bring(profile: str) -> Path:
         write_schema(here.parent)
     except OSError as error:
         raise InputError(
-            f"{here} cannot be written ({error.strerror or error}); change into a folder of your own"
+            f"{here} cannot be written ({error.strerror or error}); change into a folder that you can write to"
         ) from error
     print(f"wrote {here}: the job files, to read and to change", flush=True)
     return here
 
 
 def write_schema(folder: Path) -> None:
-    """Puts the schema that the first line of job files names into the folder above them, for editors."""
+    """Writes the schema that the first line of job files names into the folder above them, for editors."""
     if not (file := folder / "schema.json").exists():
         shutil.copyfile(JOBS / "schema.json", file)

@@ -1,10 +1,11 @@
-"""Checks the data of a job without training: rows read, kept, dropped and truncated, and three as the model sees them;
-and says which stages the files would fit, with which data.columns.
+"""Checks the data of a job without training: rows read, kept, dropped and truncated, and three as the model sees them.
+
+It also prints which stages the files fit, with which data.columns.
 
     python -m pipeline validate jobs/demo/sft.yaml [section.key=value ...]
 
-The tokenised rows stay in the cache: the run that follows does not make them again. Nothing is trained, so neither the
-GPUs and packages of the run nor the models that it starts from need to be here.
+The run that follows reads the tokenized rows from the cache. Nothing is trained, so GPUs, packages and starting models of the
+run may be missing here.
 """
 
 from dataclasses import replace
@@ -23,7 +24,7 @@ from pipeline.system import storage
 def run(job: Job) -> dict[str, Any]:
     if STAGE[job.stage].rows is None:
         raise InputError(f"`{job.stage}` reads no rows: there is nothing to validate", key="stage")
-    # Without the name: it looks at rows, whatever was begun or has ended under it.
+    # Without the name, because runs of that name do not matter here.
     job = driver.name_run(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     announce(job, "validate")
@@ -44,7 +45,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def without_absent_models(job: Job) -> Job:
-    """The job without those of its models that are not there yet; each is named."""
+    """Returns the job without the models that do not exist yet, after a note about each."""
     for name in INPUTS:
         none: dict[str, Any] = dict.fromkeys(INPUTS)
         try:
@@ -53,7 +54,7 @@ def without_absent_models(job: Job) -> Job:
             if name in functions(job):
                 raise  # a Python function is found here or nowhere
             print(
-                f"note: {error}; the rows are read without it, as the base's own template writes them",
+                f"note: {error}; the rows are read without it, with the template of the base",
                 flush=True,
             )
             absent: dict[str, Any] = {name: None}
