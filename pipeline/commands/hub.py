@@ -18,7 +18,6 @@ from pipeline.data.sets import NAME as DATA_SET
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import Failure, InputError, in_brief
 from pipeline.models import hub
-from pipeline.models.base_files import base_file, local
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host
@@ -141,7 +140,7 @@ def _metadata(
         registry.tracking_uri(host.job),
         host.job.args.hub_model_id,
     )
-    on_hub = hub.is_reference(base) and not local(base).is_dir()  # the hub rejects a folder as base
+    on_hub = hub.is_reference(base) and not hub.local(base).is_dir()  # the hub rejects a folder as base
     task = "text-generation" if kind == "policy" else "text-classification"
     stages = [str(one.facts["stage"]) for one in made_from if "stage" in one.facts]
     parameters = [registry.parameters(one.reference, uri) for one in made_from]
@@ -187,7 +186,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
 
     data: Any = {}
     try:
-        path = base_file(base, "README.md", revision)
+        path = hub.base_file(base, "README.md", revision)
         if path:
             data = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
     except (InputError, ValueError, OSError):  # out of reach, or no card

@@ -125,4 +125,4 @@ def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path, given
     (tmp_path / "my_rewards.py").write_text("def f(prompts, completions, rows):\n    return [1.0]\n")
     done = rlhf(wheel, tmp_path, *given)
     assert done.returncode == 2
-    assert f"{says}: my_rewards has no function 'g' (functions there: f)" in done.stderr, done.stderr
+    assert f"{says}: cannot be imported from" in done.stderr, done.stderr
