@@ -1,0 +1,243 @@
+"""`generate`, `collect` and `score`: the engine's own completions and scores, in order, for any parts and workers, once each."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from running import ROOT, stage
+from toy_models import registered, shared_base, tokenizer
+
+from pipeline.__main__ import main
+from pipeline.commands import collect
+from pipeline.config import Collect
+from pipeline.models.tokenizer import eos_ids
+from pipeline.ppo.engine import Sampling, TransformersEngine
+from pipeline.ppo.rewards import AdapterReward, Samples
+
+POLICY, REWARD = "policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"
+PLACES = ("Peru", "Chile", "Norway", "Spain", "Cuba", "Nepal", "Ghana", "Kenya", "Iran", "Iraq", "Japan")
+OUTPUT = {"generate": "completions.jsonl", "collect": "rows.jsonl", "score": "scores.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def models(storage, embedded_ray):
+    return registered(storage)
+
+
+def run(verb: str, storage: Path, name: str, rows: list[dict], *overrides: str) -> tuple[dict, list[dict]]:
+    """Returns result.json and the lines of the output."""
+    path = storage / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [REWARD, f"data.train={path}", *([POLICY] if verb != "score" else []), *overrides]
+    result = stage(verb, storage, name, *given)
+    assert not (storage / name / "parts").exists()
+    return result, [json.loads(line) for line in (storage / name / OUTPUT[verb]).read_text().splitlines()]
+
+
+def by_the_engine(models, rows: list[dict], several: int, temperature: float) -> list[list[dict]]:
+    """Returns completions and scores of each row, sampled in one batch."""
+    shared = shared_base()
+    shared.add("policy", folder=models["toy-policy"])
+    shared.add("reward", folder=models["toy-rm"], head=True)
+    turns = [[{"role": "user", "content": row["prompt"]}] for row in rows for _ in range(several)]
+    ids = [
+        tokenizer().apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in turns
+    ]
+    how = Sampling(
+        40, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=temperature, seed=5
+    )
+    engine = TransformersEngine(shared, "policy", rows=len(ids), pad=tokenizer().pad_token_id)
+    done = engine.generate(ids, range(len(ids)), how)
+    samples = Samples(ids, [d.tokens for d in done], [d.ended for d in done], [{}] * len(ids), tokenizer())
+    made = [
+        {"completion": text, "score": score, "completion_tokens": len(one.tokens), "ended": one.ended}
+        for text, score, one in zip(
+            samples.completions, AdapterReward(shared).score(samples), done, strict=True
+        )
+    ]
+    return [made[start : start + several] for start in range(0, len(made), several)]
+
+
+def test_generate_writes_the_row_and_the_engines_completion(models, storage, capsys):
+    rows = [{"prompt": f"What is the capital of {place}?", "completion": place} for place in PLACES]
+    settings = ["trainer.temperature=0", "trainer.local_rollout_forward_batch_size=2"]
+    result, lines = run("generate", storage, "plain", rows, *settings)
+    expected = [one for [one] in by_the_engine(models, rows, 1, 0.0)]
+    for line, row, one in zip(lines, rows, expected, strict=True):
+        assert (line["prompt"], line["reference_completion"]) == (row["prompt"], row["completion"])
+        for key in ("completion", "completion_tokens", "ended"):
+            assert line[key] == one[key]
+        assert line["reward"] == pytest.approx(one["score"], abs=1e-4)
+    assert len({line["completion"] for line in lines}) > 1
+    assert result["rows"] == 11 and result["inputs"]["policy"] == "models:/toy-policy/1"
+    assert result["metrics"]["reward"] == pytest.approx(sum(one["score"] for one in expected) / 11, abs=1e-4)
+    capsys.readouterr()
+    assert run("generate", storage, "plain", rows, *settings) == (result, lines)
+    assert "run plain is finished" in capsys.readouterr().out
+
+
+def test_killed_in_the_middle_it_continues_to_the_same_rows(models, storage, capsys):
+    rows = [
+        {"prompt": f"Question {i}. What is the capital of {PLACES[i % 8]}?", "number": i} for i in range(160)
+    ]
+    settings = ["trainer.seed=5", "trainer.local_rollout_forward_batch_size=2"]
+    (storage / "killed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "generate",
+        "jobs/demo/generate.yaml",
+        POLICY,
+        REWARD,
+        *settings,
+    ]
+    command += [f"run.storage_path={storage}", "run.name=killed", f"data.train={storage}/killed.jsonl"]
+    parts = storage / "killed/parts"
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and len(list(parts.glob("*.jsonl"))) < 3:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
+    done = len(list(parts.glob("*.jsonl")))
+    assert not (storage / "killed/completions.jsonl").exists()
+    changed = [POLICY, REWARD, f"data.train={storage}/killed.jsonl", *settings, "trainer.temperature=0.5"]
+    stage("generate", storage, "killed", *changed, status=2)
+    assert re.search(
+        r"'killed' was begun with trainer\.temperature=1\.0 \(now 0\.5\)", capsys.readouterr().err
+    )
+    result, lines = run("generate", storage, "killed", rows, *settings, "scaling.num_workers=2")
+    assert [line["number"] for line in lines] == list(range(160))
+    assert 0 < result["rows_done_now"] <= 160 - 8 * (done - 1)
+    expected = by_the_engine(models, rows, 1, 1.0)
+    assert [line["completion"] for line in lines] == [one["completion"] for [one] in expected]
+
+
+def test_collect_selects_from_the_engines_completions(models, storage):
+    rows = [{"prompt": f"What is the capital of {place}?", "number": i} for i, place in enumerate(PLACES)]
+    settings = ["trainer.seed=5", "trainer.num_generations=3", "trainer.local_rollout_forward_batch_size=6"]
+    pairs = ["trainer.select=pairs", "scaling.num_workers=2"]
+    result, lines = run("collect", storage, "pairs", rows, *settings, *pairs)
+    expected = by_the_engine(models, rows, 3, 1.0)
+    selected = [collect.selected(Collect(num_generations=3, select="pairs"), samples) for samples in expected]
+    assert [(line["number"], line["chosen"], line["rejected"]) for line in lines] == [
+        (i, better["completion"], worse["completion"])
+        for i, pairs in enumerate(selected)
+        for better, worse in pairs
+    ]
+    for line in lines:
+        assert line["version"] == "models:/toy-policy/1" and line["reward_version"] == "models:/toy-rm/1"
+        assert line["seed"] == 5 and line["score_chosen"] > line["score_rejected"]
+    assert (result["rows"], result["counts"]["rows"], result["counts"]["completions"]) == (11, len(lines), 33)
+    assert len(lines) > 11
+    assert result["counts"]["prompts_with_rows"] == len({line["number"] for line in lines})
+    scores = [one["score"] for samples in expected for one in samples]
+    assert result["metrics"]["score"] == pytest.approx(sum(scores) / 33, abs=1e-4)
+
+
+def test_collect_draws_prompts_and_takes_a_function_as_reward(models, storage):
+    rows = [{"prompt": f"Where is {place}?", "answer": place, "number": i} for i, place in enumerate(PLACES)]
+    drawn = ["trainer.num_prompts=4", "trainer.skip_prompts=4", "data.seed=3"]
+    gold = "python:pipeline.demo:gold"
+    settings = ["trainer.select=best", "trainer.num_generations=4", f"reward={gold}", *drawn]
+    result, lines = run("collect", storage, "best", rows, *settings)
+    numbers = collect.choose(Collect(num_prompts=4, skip_prompts=4), 3, 11)
+    found = {line["number"] for line in lines}
+    assert [line["number"] for line in lines] == [n for n in numbers if n in found]
+    assert result["rows"] == 4 and result["counts"]["rows"] == len(lines) > 0
+    assert result["counts"]["completions"] == 16
+    assert result["data"]["digests"].keys() == {"train", "reward"}  # what a resumed run compares
+    assert all(line["reward_version"] == gold and line["answer"] == PLACES[line["number"]] for line in lines)
+
+
+QUESTION = "What is the capital of Peru?"
+ANSWERS = ["Lima.", "The capital of Peru is Lima. Thank you for asking.", "Why ask me?", "Peru is in Asia."]
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    """Returns {completion: its score by the adapter on the shared base, of the text that the chat template makes}."""
+    shared = shared_base()
+    shared.add("reward", folder=models["toy-rm"], head=True)
+    scores = {}
+    for completion in ANSWERS:
+        turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": completion}]
+        ids = tokenizer().apply_chat_template(turns, return_dict=False)
+        ends = [i for i, token in enumerate(ids) if token in (tokenizer().eos_token_id, 817, 825)]
+        ids = torch.tensor([ids[: ends[-1] + 1]])
+        scores[completion] = shared.scores("reward", ids, torch.ones_like(ids)).item()
+    assert len({round(score, 3) for score in scores.values()}) == len(ANSWERS)
+    return scores
+
+
+def test_score_reads_completions_pairs_and_several_answers(expected, storage, tmp_path):
+    completions = [{"prompt": QUESTION, "completion": text, "id": i} for i, text in enumerate(ANSWERS)]
+    order = [(0, 1), (1, 2), (2, 3), (3, 1), (0, 3)]
+    pairs = [
+        {"prompt": QUESTION, "chosen": ANSWERS[a], "rejected": ANSWERS[b], "margin": 1.0} for a, b in order
+    ]
+    answers = [{"prompt": QUESTION, "pos_answers": ANSWERS[:2], "neg_answers": ANSWERS[2:]}]
+    for name, rows in (("1-completions", completions), ("2-pairs", pairs), ("3-answers", answers)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = "trainer.local_rollout_forward_batch_size=1"
+    result, lines = run("score", storage, "scored", [], f"data.train={tmp_path}", small)
+
+    assert [{k: v for k, v in line.items() if k != "score"} for line in lines[:4]] == completions
+    assert [line["score"] for line in lines[:4]] == pytest.approx([expected[r] for r in ANSWERS], abs=1e-5)
+    order += [(0, 2), (1, 3)]
+    chosen, rejected = ([expected[ANSWERS[pair[side]]] for pair in order] for side in (0, 1))
+    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    for key, values in (("score_chosen", chosen), ("score_rejected", rejected), ("score_margin", margins)):
+        assert [line[key] for line in lines[4:]] == pytest.approx(values, abs=1e-5)
+    assert lines[4]["margin"] == 1.0 and [line["pair"] for line in lines[9:]] == [0, 1]
+    metrics = result["metrics"]
+    assert metrics["score"] == pytest.approx(sum(expected.values()) / 4, abs=1e-5)
+    assert metrics["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 7)
+    assert metrics["margin"] == pytest.approx(sum(margins) / 7, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("verb", "overrides", "says"),
+    [
+        ("generate", ["data.train={rows}"], r"data\.train: 1 of 2 rows cannot be used.*\n.*rows\.jsonl:2: found .*expected one JSON object"),
+        ("generate", ["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias or version.*newest is models:/toy-policy/\d"),
+        ("generate", ["policy=models:/toy-rm/1"], r"policy: models:/toy-rm/1 is a reward adapter"),
+        ("generate", ["reward=models:/toy-policy/1"], r"reward: models:/toy-policy/1 is an adapter without a scalar head"),
+        ("generate", ["reward=python:pipeline.demo:gold"], r"asks for `answer`, which the rows of data\.train do not have"),
+        ("generate", ["data.eval=a.jsonl"], r"data\.eval: `generate` has no use for it: it holds nothing out"),
+        ("generate", ["data.train=null"], r"data\.train: missing; `generate` needs rows to work on"),
+        ("collect", ["trainer.num_generations=1"], r"trainer\.num_generations: found 1: a pair needs two completions"),
+        ("collect", ["trainer.temperature=0"], r"trainer\.temperature: found 0, with which the 8 completions of a prompt are all the same"),
+        ("collect", ["reward=null"], r"reward: missing; `collect` needs it: reward: models:/rlhf-rm@champion"),
+        ("collect", ["trainer.select=best", "trainer.min_margin=1"], r"trainer\.min_margin: trainer\.select=best makes no pairs"),
+        ("collect", ["trainer.select=worst"], r"trainer\.select: found 'worst', expected one of best, best_worst, pairs"),
+        ("collect", ["trainer.skip_prompts=4"], r"trainer\.skip_prompts: goes with trainer\.num_prompts"),
+        ("collect", ["mlflow.registered_model=x"], r"mlflow\.registered_model: `collect` has no use for it"),
+        ("score", ["data.train={bare}"], r"bare\.jsonl:1: `completion`: found null"),
+        ("score", ["policy=base"], r"policy: `score` takes no policy"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_answered(verb, overrides, says, models, storage, tmp_path, capsys, in_root):
+    good = json.dumps({"prompt": QUESTION})
+    files = {
+        "rows": good + "\n{oh no\n",
+        "fine": good,
+        "bare": json.dumps({"prompt": QUESTION, "completion": None}),
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    paths = {name: tmp_path / f"{name}.jsonl" for name in files}
+    given = [REWARD, *([POLICY] if verb != "score" else []), f"data.train={paths['fine']}"]
+    given += [one.format(**paths) for one in overrides]
+    name = [f"run.storage_path={storage}", "run.name=wrong"]
+    assert main([verb, f"jobs/demo/{verb}.yaml", *name, *given]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and re.search(says, errors), errors
+    assert not (storage / "wrong").exists()
