@@ -15,6 +15,7 @@ from toy_models import BASE, registered, tokenizer
 
 from pipeline import registry
 from pipeline.__main__ import main
+from pipeline.commands import export
 from pipeline.commands import hub as cards
 from pipeline.config import load_job
 from pipeline.models.base import base_identity
@@ -84,6 +85,21 @@ def test_a_version_replaces_the_files_of_the_one_before(models, storage, hub, mo
     assert "model.safetensors" in there and ".gitattributes" in there
     assert not [name for name in there if name.startswith("adapter") or name == "lineage.json"]
     assert len(hub.repos["owner/mine"]["commits"]) == 3  # nothing is lost: the adapter is in the history
+
+
+def test_a_push_during_the_merge_is_not_replaced(models, storage, hub, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    stage("export", storage, "before", *POLICY, *ADAPTER, PUSH)
+    merge = export.write
+
+    def meanwhile(*arguments):
+        hub.put("owner/mine", {"of_another": b"1"}, private=True)
+        return merge(*arguments)
+
+    monkeypatch.setattr(export, "write", meanwhile)
+    stage("export", storage, "late", *POLICY, "trainer.hub_model_id=owner/mine", PUSH, status=1)
+    assert "owner/mine was changed by another push, and nothing was replaced" in capsys.readouterr().err
+    assert set(hub.files("owner/mine")) == {"of_another"}
 
 
 @pytest.mark.parametrize(
