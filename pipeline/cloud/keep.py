@@ -1,11 +1,11 @@
 """Keeps the database of a cluster's MLflow in a bucket, so that runs and versions outlive the head.
 
-    python keep.py restore mlflow.db s3://BUCKET/mlflow/mlflow.db      # before the server: fetch it, if there is none here
-    python keep.py watch   mlflow.db s3://BUCKET/mlflow/mlflow.db      # beside the server: copy it there when it changed
+    python keep.py restore mlflow.db s3://BUCKET/mlflow/mlflow.db      # before the server starts: fetch it, if there is none here
+    python keep.py watch   mlflow.db s3://BUCKET/mlflow/mlflow.db      # while the server runs: copy it there when it changes
     python keep.py keep    mlflow.db s3://BUCKET/mlflow/mlflow.db      # at the end: once more
 
-start-node.sh calls them on the head. A copy is taken by SQLite itself, so it is whole while the server writes; only a head
-that ends without `make down` loses its last minute. A team with a database server sets MLFLOW_BACKEND and needs none of this.
+start-node.sh calls them on the head. SQLite makes the copies, so they are consistent while the server writes. A head that ends
+without `make down` loses its last minute. A team with a database server sets MLFLOW_BACKEND instead.
 """
 
 import os
@@ -21,7 +21,7 @@ EVERY_SECONDS = 60
 
 
 def restore(database: str, uri: str) -> bool:
-    """Fetches the kept copy to `database`, unless that exists; whether it did. Moved into place when complete."""
+    """Fetches the copy to `database` unless that exists. Returns whether it did. The file appears complete or not at all."""
     fs, inner = pafs.FileSystem.from_uri(uri)
     if os.path.exists(database) or not fs.get_file_info(inner).is_file:
         return False
@@ -31,7 +31,7 @@ def restore(database: str, uri: str) -> bool:
 
 
 def keep(database: str, uri: str) -> None:
-    """Copies `database` as it is at this moment to `uri`, which shows the new copy whole or the old one."""
+    """Copies the current `database` to `uri`, which has the complete new copy or the old one."""
     fs, inner = pafs.FileSystem.from_uri(uri)
     with tempfile.TemporaryDirectory() as folder:
         copy = os.path.join(folder, "copy.db")
@@ -44,13 +44,13 @@ def keep(database: str, uri: str) -> None:
 
 
 def changed(database: str) -> float:
-    """When the database was last written to; 0 before it exists."""
+    """Returns when the database was last written to, or 0 if it does not exist."""
     parts = [part for part in (database, f"{database}-wal") if os.path.exists(part)]
     return max((os.stat(part).st_mtime for part in parts), default=0.0)
 
 
 def watch(database: str, uri: str) -> None:
-    """Copies the database whenever it has changed; never returns. A failed copy is logged and tried again."""
+    """Copies the database whenever it has changed, forever. Logs a failed copy and tries again."""
     kept = 0.0
     while True:
         if (now := changed(database)) > kept:
@@ -58,7 +58,7 @@ def watch(database: str, uri: str) -> None:
                 keep(database, uri)
                 kept = now
             except (OSError, sqlite3.Error) as error:
-                print(f"not kept, trying again in {EVERY_SECONDS} s: {error}", flush=True)
+                print(f"cannot copy the database, trying again in {EVERY_SECONDS} s: {error}", flush=True)
         time.sleep(EVERY_SECONDS)
 
 

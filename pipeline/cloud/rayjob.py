@@ -1,4 +1,4 @@
-"""A job file as a RayJob of KubeRay: the manifest that starts a cluster for one run, and ends it afterwards.
+"""A job file as a RayJob of KubeRay: the manifest that starts a cluster for one run and then ends it.
 
     python -m pipeline.cloud.rayjob jobs/demo/sft.yaml run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 \
         > sft.yaml
@@ -6,14 +6,13 @@
     kubectl create serviceaccount rlhf-head; kubectl create serviceaccount rlhf-worker   (EKS, GKE: their access to a bucket)
     kubectl apply -f sft.yaml
 
-jobs/rayjob.yaml is one with rollout workers; of a job of `serve` it is a RayService, as jobs/rayservice.yaml. Their first
-lines say how they were made. The image is built from jobs/cloud/Dockerfile; IMAGE names it. Storage is a bucket, or a claim
-`rlhf-runs` mounted at the storage path; a base from the hub is kept in a claim `rlhf-models`, which outlives the job (both
-ReadWriteMany). Where a job says which GPUs it needs, GPU names the one that its pods get (default: the first that the job
-allows) and NODE_SELECTOR the Kubernetes nodes that have it, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb. Rollout
-workers of a ppo job get pods of their own, on the nodes that ROLLOUT_NODE_SELECTOR names, e.g.
-cloud.google.com/gke-spot=true; the pods of each group carry the labels that scaling.label_selector and rollout.label_selector
-ask for. Checked against the schema of the operator; secrets are named, never written.
+jobs/rayjob.yaml is an example with rollout workers; a job of `serve` becomes a RayService, as in jobs/rayservice.yaml. Their
+first lines have the commands that made them. The image is built from jobs/cloud/Dockerfile; IMAGE names it. Storage is a
+bucket, or a claim `rlhf-runs` mounted at the storage path. A base from the hub stays in a claim `rlhf-models`, which outlives
+the job (both ReadWriteMany). If a job selects GPUs, GPU names the one of its pods (default: the first that the job allows) and
+NODE_SELECTOR the Kubernetes nodes with it, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb. Rollout workers of a ppo
+job get separate pods, on the nodes of ROLLOUT_NODE_SELECTOR, e.g. cloud.google.com/gke-spot=true. The pods of each group have
+the labels of scaling.label_selector and rollout.label_selector. Secrets are named, never written.
 """
 
 import math
@@ -40,17 +39,17 @@ IMAGE = f"REGISTRY/rlhf:{version('ray')}-py311"
 SECRET = "rlhf"
 CLAIM = "rlhf-runs"
 MODELS = "rlhf-models"  # a claim, mounted at /models: the hub's cache
-# The operator gives the head's account the right to start and end pods of its cluster; the workers' has none.
+# The operator lets the head's account start and end pods of its cluster; the workers' account may not.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker"}
-# The variables that name the Kubernetes nodes of a group's pods, by the section of the job that the group is for.
+# Variables with the Kubernetes nodes of a group's pods, by the section of the job that the group belongs to.
 NODE_SELECTORS = {"scaling": "NODE_SELECTOR", "rollout": "ROLLOUT_NODE_SELECTOR"}
 NAME = 47  # characters of a RayJob's name that the operator accepts
-# What most clusters keep pods without a GPU away from GPU nodes with.
+# Most clusters keep pods without a GPU away from GPU nodes by this taint.
 TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 
 
 class Lines(str):
-    """A text that YAML shows line by line."""
+    """A text that YAML writes as a block."""
 
 
 class Dumper(yaml.SafeDumper):
@@ -63,15 +62,15 @@ Dumper.add_representer(
 
 
 def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
-    """The RayJob that runs `path` with `overrides`, or the RayService that serves it.
+    """Returns the RayJob that runs `path` with `overrides`, or the RayService that serves it.
 
     Raises:
-        InputError: for storage that pods would not share, and a GPU that the job does not allow.
+        InputError: for storage that pods do not share, and for a GPU that the job does not allow.
     """
     storage_path = job.run.storage_path
     if not storage.is_remote(storage_path) and not os.path.isabs(storage_path):
         raise InputError(
-            f"{storage_path!r} would lie inside one pod; type run.storage_path=s3://BUCKET/runs, or "
+            f"{storage_path!r} would lie inside one pod; use run.storage_path=s3://BUCKET/runs, or "
             f"run.storage_path=/mnt/runs for the claim {CLAIM}",
             key="run.storage_path",
         )
@@ -89,8 +88,8 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
         "enableInTreeAutoscaling": True,
         "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": 600},  # v1 knows no label selectors
         "headGroupSpec": {
-            # Rows are tokenised on two of its CPUs; the others run Ray's control and the driver. The operator, in a pod
-            # of its own, asks the dashboard how the job does, with the token.
+            # Two of its CPUs tokenize rows; the others run Ray's control and the driver. The operator, in another pod, asks
+            # the dashboard about the job, with the token.
             "rayStartParams": {"num-cpus": "2", "dashboard-host": "0.0.0.0"},
             "template": {"spec": pod(job, "ray-head", {"cpu": "4", "memory": "16Gi"})},
         },
@@ -105,15 +104,15 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
         "spec": {
             "entrypoint": shlex.join(["python", "-m", "pipeline", job.stage, path, *overrides]),
             "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 600,  # the pods stay for a look at their logs
-            "backoffLimit": 0,  # run.max_failures restarts workers; a job that is wrong would be wrong again
+            "ttlSecondsAfterFinished": 600,  # so that the logs of the pods can be read
+            "backoffLimit": 0,  # run.max_failures restarts workers
             "rayClusterSpec": cluster,
         },
     }
 
 
 def serve_config(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
-    """What `serve deploy` and a RayService start: the application, behind Ray Serve's proxy on each node."""
+    """Returns what `serve deploy` and a RayService start: the application, behind Ray Serve's proxy on each node."""
     return {
         "http_options": {"host": "0.0.0.0", "port": job.serve.port},
         "applications": [
@@ -128,10 +127,10 @@ def serve_config(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def group(job: Job, name: str, each: Bundle, count: int, section: str) -> dict[str, Any]:
-    """Pods that come and go, up to `count`, each for one worker that asks for `each`.
+    """Returns a group of up to `count` pods, each for one worker with the resources `each`.
 
     Args:
-        section: of the job, whose label_selector the pods satisfy.
+        section: the section of the job whose label_selector the pods satisfy.
     """
     labels = labels_of(each, section)
     return {
@@ -147,21 +146,21 @@ def group(job: Job, name: str, each: Bundle, count: int, section: str) -> dict[s
 
 
 def per_pod(each: Bundle) -> dict[str, str]:
-    """Requests of one worker pod: it holds one worker of the job."""
+    """Returns the requests of one worker pod, which holds one worker of the job."""
     if gpus := math.ceil(each.resources.get("GPU", 0)):
         return {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": str(gpus)}
     return {"cpu": str(math.ceil(each.resources.get("CPU", 1))), "memory": "8Gi"}
 
 
 def labels_of(each: Bundle, section: str) -> dict[str, str]:
-    """Labels of worker pods that satisfy the selector of a worker: the autoscaler would else start none.
+    """Returns labels of worker pods that satisfy the selector of a worker: without them the autoscaler starts none.
 
     Raises:
-        InputError: when $GPU is none that the job allows.
+        InputError: if the job does not allow $GPU.
     """
     labels = {}
     for key, value in each.selector.items():
-        if placement.matches({key: value}, {}):  # it says what the label must not be
+        if placement.matches({key: value}, {}):  # it excludes values, so no label is needed
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL:
@@ -180,10 +179,10 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
 def pod(
     job: Job, container: str, resources: dict[str, str], node_selector: str | None = None
 ) -> dict[str, Any]:
-    """A pod: the image, the secrets by name, memory for Ray's object store, the shared folders.
+    """Returns a pod: the image, the secrets by name, memory for Ray's object store, the shared folders.
 
     Args:
-        node_selector: labels of the Kubernetes nodes that it may be on, as NAME=VALUE,...
+        node_selector: labels of the Kubernetes nodes that it may run on, as NAME=VALUE,...
     """
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "4Gi"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]

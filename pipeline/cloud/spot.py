@@ -1,10 +1,10 @@
-"""Watches for the notice that this spot instance will be taken away, and has Ray drain the node in time.
+"""Watches for the notice that the cloud reclaims this spot instance, and has Ray drain the node in time.
 
-    python spot.py          # beside Ray on every worker; cluster.yaml starts it, nobody calls it by hand
+    python spot.py          # on every worker; cluster.yaml starts it
 
-AWS gives two minutes, Google Cloud thirty seconds. A drained node gets no new work, and Ray Train tells its workers, which
-write a checkpoint and go on elsewhere at the very next step. Needs the standard library and the `ray` command only; on a
-machine that is not a spot instance it waits for ever.
+AWS gives two minutes, Google Cloud thirty seconds. A drained node gets no new work. Ray Train tells its workers, which write a
+checkpoint at the next step and continue on other nodes. Needs only the standard library and the `ray` command. On a machine
+that is no spot instance it waits forever.
 """
 
 import json
@@ -22,7 +22,7 @@ GCP_SECONDS = 25.0  # of the thirty
 
 
 def ask(path: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """The answer of the metadata service; None where there is none."""
+    """Queries the metadata service. Returns None if it does not answer."""
     request = urllib.request.Request(METADATA + path, headers=headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=2) as answer:
@@ -32,7 +32,7 @@ def ask(path: str, headers: dict[str, str], method: str = "GET") -> str | None:
 
 
 def seconds_left() -> float | None:
-    """How long this instance still has; None as long as no notice was given."""
+    """Returns the seconds until this instance ends, or None if there is no notice."""
     if token := ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT"):
         notice = ask("/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
         if notice is None:
@@ -44,13 +44,13 @@ def seconds_left() -> float | None:
 
 
 def drain(seconds: float) -> int:
-    """Tells Ray's control that this node ends in `seconds`; the exit status of the command.
+    """Tells Ray that this node ends in `seconds`. Returns the exit status of the command.
 
-    `ray drain-node` is hidden from `ray --help` (2.60); without --node-id it means the node that it runs on. Remove this
-    file when Ray itself watches for the cloud's notice.
+    `ray drain-node` is hidden from `ray --help` (2.60). Without --node-id it drains the node that it runs on. Remove this file
+    when Ray watches for the cloud's notice.
     """
     command = ["ray", "drain-node", "--address", "auto", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
-    command += ["--reason-message", "the cloud takes this spot instance back"]
+    command += ["--reason-message", "the cloud reclaims this spot instance"]
     command += ["--deadline-remaining-seconds", str(int(seconds))]
     return subprocess.run(command).returncode
 

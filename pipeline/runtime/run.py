@@ -211,7 +211,7 @@ def failure_recorded(run: Run) -> Iterator[None]:
     A run that was interrupted has not failed: it is unfinished.
     """
     path = storage.join(run.folder, "failed.json")
-    storage.remove_file(path)
+    storage.remove(path)
     try:
         yield
     except Exception as error:

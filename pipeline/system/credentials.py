@@ -1,4 +1,4 @@
-"""Credentials stay in the environment: whatever is printed or written shows URIs without them.
+"""Credentials stay in the environment: nothing that is printed or written contains them.
 
 >>> without_credentials("http://me:pass@host:5000/x?token=abc")
 'http://host:5000/x?token=***'
@@ -31,34 +31,33 @@ _PORT = re.compile(r"\d{1,5}([/?#,;]|$)")
 _SECRET_NAME = re.compile(
     r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY|CONNECTION_STRING)$", re.IGNORECASE
 )
-# Characters of a secret: a shorter value may be a word that stands in a text for another reason.
-_SHORTEST = 8
+_MIN_LENGTH = 8  # characters of a secret: a shorter value may be an ordinary word of the text
 
 
 def without_credentials(text: str) -> str:
-    """A URI, or any text, without the user and password of its URIs, their tokens, and the secrets of the environment."""
+    """Returns a text without users, passwords and tokens of its URIs, and without the secrets of the environment."""
     for secret, shown in _secrets(tuple(os.environ.items())):
         text = text.replace(secret, shown)
     return _PARAMETER.sub(r"\1***", _USERINFO.sub("", text))
 
 
 def has_credentials(text: str) -> bool:
-    """Whether a URI in the text carries a password, a token or a key."""
+    """Returns True if a URI in the text has a password, a token or a key."""
     return bool(_USERINFO.search(text) or _PARAMETER.search(text))
 
 
 def user_and_password(uri: str) -> tuple[str, str]:
-    """Those of `scheme://user:password@host`, decoded; empty where the URI has none."""
+    """Returns user and password of `scheme://user:password@host`, decoded; empty texts if the URI has none."""
     match = _USERINFO.search(uri)
     user, _, password = match[0][:-1].partition(":") if match else ("", "", "")
     return unquote(user), unquote(password)
 
 
-@functools.lru_cache(maxsize=1)  # it changes rarely, and every line that is printed asks
+@functools.lru_cache(maxsize=1)  # the environment changes rarely, and every printed line needs this
 def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    """(secret, what is shown in its place): values of secret variables, and user, password and token of URIs in others.
+    """Returns (secret, replacement): values of secret variables, and users, passwords and tokens of URIs in other variables.
 
-    A variable is one URI: what stands before its last @ is no host, whatever characters a password is made of.
+    A variable is one URI, so everything before its last @ is no host, even if a password has unusual characters.
     """
     replacements: dict[str, str] = {}
     for name, value in environment:
@@ -73,6 +72,6 @@ def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
             elif lone := user_and_password(value)[0]:
                 replacements[lone] = "***"
     long = (
-        (secret, shown) for secret, shown in replacements.items() if len(secret) >= _SHORTEST or not shown
+        (secret, shown) for secret, shown in replacements.items() if len(secret) >= _MIN_LENGTH or not shown
     )
     return sorted(long, key=lambda one: len(one[0]), reverse=True)

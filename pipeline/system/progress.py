@@ -1,7 +1,7 @@
-"""Progress of what takes long: a bar where stderr is a terminal, elsewhere a line every 10 s.
+"""Progress of long work: a bar if stderr is a terminal, else a line every 10 s.
 
 report = Counter("evaluating", batches)      # report(done) after each batch
-with loading_shown():                        # of transformers' own loop over a model's weights
+with loading_shown():                        # of transformers' loop over a model's weights
     model = auto.from_pretrained(name, tqdm_class=Bar)     # and of its downloads
 """
 
@@ -14,35 +14,35 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-EVERY = 10.0  # seconds between two lines
+INTERVAL_S = 10.0  # between two lines
 
 
 class Counter:
-    """Prints how much of something has been done, at most once in EVERY seconds."""
+    """Prints how much of something has been done, at most once in INTERVAL_S."""
 
     def __init__(self, what: str, total: int):
         self.what, self.total, self.said = what, total, time.monotonic()
 
     def __call__(self, done: int) -> None:
         now = time.monotonic()
-        if now - self.said >= EVERY and done < self.total:
+        if now - self.said >= INTERVAL_S and done < self.total:
             self.said = now
             print(f"{self.what} {done} of {self.total}", flush=True)
 
 
 class Bar(tqdm):  # type: ignore[type-arg]
-    """tqdm's bar on a terminal, whatever TQDM_DISABLE says; elsewhere a line every EVERY seconds, and none before that."""
+    """tqdm's bar on a terminal, even with TQDM_DISABLE; else a line every INTERVAL_S."""
 
     def __init__(self, *args: Any, **options: Any):
         self.in_lines = not sys.stderr.isatty()
         if self.in_lines:
             unit = "B" if options.get("unit") == "B" else ""
             options |= {
-                "mininterval": EVERY,
-                "delay": EVERY,
+                "mininterval": INTERVAL_S,
+                "delay": INTERVAL_S,
                 "leave": False,
                 "bar_format": f"{{desc}}: {{n_fmt}}{unit} of {{total_fmt}}{unit}, {{remaining}} left",
-                "file": open(os.devnull, "w"),  # noqa: SIM115  (where tqdm moves the cursor)
+                "file": open(os.devnull, "w"),  # noqa: SIM115  (for tqdm's cursor movements)
             }
         super().__init__(*args, **(options | {"disable": False}))
 
@@ -55,7 +55,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
 
 @contextlib.contextmanager
 def loading_shown() -> Iterator[None]:
-    """Within the block transformers shows its loops over weights as a Bar."""
+    """A block in which transformers shows its loops over weights as a Bar."""
     from transformers.utils import logging
 
     logging.set_tqdm_hook(lambda _, args, options: Bar(*args, **options))
@@ -66,6 +66,6 @@ def loading_shown() -> Iterator[None]:
 
 
 def size(count: int) -> str:
-    """Bytes for people, in powers of 1000 as on the hub's pages: 16.1 GB."""
+    """Returns bytes in powers of 1000, as on the hub's pages: 16.1 GB."""
     power = min(3, (len(str(count)) - 1) // 3)
     return f"{count / 1000**power:.{1 if power else 0}f} {('B', 'kB', 'MB', 'GB')[power]}"

@@ -1,8 +1,4 @@
-"""Files of a run, on a local path or in a bucket (s3://, gs://, hf://): the same few verbs for both, through pyarrow.
-
-A write is atomic where it matters: `write_json` writes beside the target and moves it into place, so that a
-reader never sees half a `result.json`.
-"""
+"""Files of a run, on a local path or in a bucket (s3://, gs://, hf://): the same functions for both, through pyarrow."""
 
 import contextlib
 import fcntl
@@ -26,7 +22,7 @@ def is_remote(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """A bucket URI as it is; a local path made absolute, because workers do not share the driver's directory."""
+    """Returns a local path as absolute, because workers do not share the driver's directory, and a bucket URI as it is."""
     return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
@@ -43,7 +39,7 @@ def cache(*parts: str) -> str:
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """(pyarrow filesystem, path inside it) of a local path or a URI."""
+    """Returns (pyarrow filesystem, path in it) of a local path or a URI."""
     import pyarrow.fs as pafs
 
     if not is_remote(path):
@@ -52,7 +48,7 @@ def filesystem(path: str) -> tuple[Any, str]:
         return pafs.FileSystem.from_uri(path)
     except (ValueError, OSError):  # a scheme that only fsspec knows, such as hf://
         if path.startswith(("s3://", "gs://")):
-            raise  # pyarrow's own: it is the bucket that is not there, or not to be reached
+            raise  # the bucket does not exist, or cannot be reached
         import fsspec
 
         fs, inner = fsspec.core.url_to_fs(path)
@@ -60,10 +56,10 @@ def filesystem(path: str) -> tuple[Any, str]:
 
 
 def reach(path: str) -> None:
-    """The first contact with a bucket or a hub, whose clients would try for up to minutes where nobody answers.
+    """Contacts a bucket or a hub, with a limit: their clients retry for up to minutes.
 
     Raises:
-        TimeoutError, and whatever pyarrow and each cloud's client raise.
+        TimeoutError, and errors of pyarrow and of each cloud's client.
     """
     if is_remote(path):
         deadline.answer(exists, path)
@@ -75,13 +71,13 @@ def exists(path: str) -> bool:
 
 
 def read_json(path: str) -> Any:
-    """The value of a JSON file. Raises OSError and ValueError where there is none to be read."""
+    """Returns the value of a JSON file. Raises OSError or ValueError if it cannot be read."""
     with _opened(path) as stream:
         return json.loads(stream.read())
 
 
 def _opened(path: str) -> Any:
-    """A file as a stream of its bytes, whatever its name ends with. Raises OSError for a pipe, which might never end."""
+    """Returns a file as a stream of bytes, without decompression. Raises OSError for a pipe, which might never end."""
     fs, inner = filesystem(path)
     if fs.get_file_info(inner).type.name in ("Unknown", "Directory"):
         raise OSError(f"{path} is not a regular file")
@@ -89,16 +85,16 @@ def _opened(path: str) -> Any:
 
 
 def write_json(path: str, value: Any) -> None:
-    """Writes `value` as indented JSON; the file appears whole or not at all."""
+    """Writes `value` as indented JSON. The file appears complete or not at all."""
     write_lines(path, [json.dumps(value, indent=2, sort_keys=False, default=str)])
 
 
 def write_lines(path: str, lines: Iterable[str]) -> None:
-    """Writes the lines as they come; the file appears whole or not at all."""
+    """Writes lines as they come. The file appears complete or not at all."""
     fs, inner = filesystem(path)
     fs.create_dir(inner.rsplit("/", 1)[0], recursive=True)
     if is_remote(path):
-        # An object store shows an upload when its stream is closed, even by what `lines` raises: so not yet.
+        # An object store shows an upload when its stream is closed, even by an error in `lines`: so collect them first.
         with tempfile.TemporaryFile() as file:
             file.writelines(f"{line}\n".encode() for line in lines)
             file.seek(0)
@@ -119,7 +115,7 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
 
 
 def read_lines(path: str) -> Iterator[str]:
-    """The lines of a text file, one at a time, without their ends."""
+    """Yields the lines of a text file, without their ends."""
     with _opened(path) as stream:
         for line in io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline="\n"):
             yield line.removesuffix("\n")
@@ -127,7 +123,7 @@ def read_lines(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """A local folder with the files of `folder`: itself if it is local, else a copy that ends with the block."""
+    """Yields a local folder with the files of `folder`: itself if it is local, else a copy that the block's end deletes."""
     if not is_remote(folder):
         yield absolute(folder)
         return
@@ -152,25 +148,17 @@ def store_folder(local: str, path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Deletes a folder; nothing happens when it is not there."""
-    if not exists(path):
-        return
-    if not is_remote(path):
-        shutil.rmtree(path)
-        return
+    """Deletes a file or a folder, if it exists."""
     fs, inner = filesystem(path)
-    fs.delete_dir(inner)
-
-
-def remove_file(path: str) -> None:
-    """Deletes one file; nothing happens when it is not there."""
-    if exists(path):
-        fs, inner = filesystem(path)
+    kind = fs.get_file_info(inner).type.name
+    if kind == "Directory":
+        fs.delete_dir(inner)
+    elif kind != "NotFound":
         fs.delete_file(inner)
 
 
 def folders(path: str) -> list[str]:
-    """Names of the folders directly in `path`; none where it does not exist."""
+    """Returns the names of the folders directly in `path`; none if it does not exist."""
     import pyarrow.fs as pafs
 
     fs, inner = filesystem(path)
@@ -179,7 +167,7 @@ def folders(path: str) -> list[str]:
 
 
 def move(path: str, target: str) -> None:
-    """Moves a folder within a storage path; object stores have no such verb, so there it is copied and deleted."""
+    """Moves a folder within a storage path. Object stores cannot move, so there it copies and deletes."""
     import pyarrow.fs as pafs
 
     fs, inner = filesystem(path)
@@ -194,12 +182,12 @@ def move(path: str, target: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
-    """A block that one process of this machine at a time is in; `what` says what the others wait for.
+    """A block that only one process of this machine executes at a time; `what` tells the others what they wait for.
 
     Raises:
-        TimeoutError: when another process stays in it for `seconds`.
+        TimeoutError: if another process holds the lock for `seconds`.
     """
-    started, told = time.monotonic(), False
+    started, announced = time.monotonic(), False
     with open(path, "r+b", buffering=0, opener=lockable) as file:
         while True:
             try:
@@ -209,27 +197,24 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
                 waited = time.monotonic() - started
             if waited > seconds:
                 raise TimeoutError(f"waited {seconds:.0f} s for {what}: {path} is locked")
-            if waited > 1 and not told:
+            if waited > 1 and not announced:
                 print(f"waiting for {what}", flush=True)
-                told = True
+                announced = True
             time.sleep(0.05)
         yield
 
 
 def lockable(path: str, _: int) -> int:
-    """Opens a file to be locked; of a pipe too this does not wait for somebody at its other end."""
+    """Opens a file to lock it. Does not wait for the other end of a pipe."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
 
 
 def require_writable(path: str, key: str = "run.storage_path", example: str = "./runs") -> None:
-    """Refuses a path that cannot be written, before any work is done; `key` is what the job calls it.
-
-    Raises:
-        InputError: with the reason that the file system gives.
-    """
+    """Raises InputError, with the file system's reason, if a path cannot be written; `key` is its key in the job."""
     try:
         reach(path)
-        _write_and_delete(probe_in(path))
+        write_json(probe := probe_in(path), {})
+        remove(probe)
     except Exception as error:  # pyarrow and each cloud's client raise types of their own
         raise InputError(
             without_credentials(
@@ -240,11 +225,5 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
 
 
 def probe_in(folder: str) -> str:
-    """The path of a file to try a folder with: no two processes use the same."""
+    """Returns the path of a file to test a folder with. Each process gets another one."""
     return join(folder, f".probe-{uuid.uuid4().hex[:12]}")
-
-
-def _write_and_delete(path: str) -> None:
-    write_json(path, {})
-    fs, inner = filesystem(path)
-    fs.delete_file(inner)

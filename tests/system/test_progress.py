@@ -1,4 +1,4 @@
-"""Progress: lines every EVERY seconds where stderr is no terminal, and of a model's own weights."""
+"""Progress: lines every INTERVAL_S if stderr is no terminal, and of a model's own weights."""
 
 import hashlib
 import http.server
@@ -18,7 +18,7 @@ from pipeline.system import progress
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
 
 
 def test_counted_work_is_reported_until_it_is_done(impatient, capsys):
@@ -92,7 +92,7 @@ from pipeline.config import load_job
 from pipeline.models.base import load_base
 from pipeline.models.hub import announcement
 from pipeline.system import progress
-progress.EVERY, constants.DOWNLOAD_CHUNK_SIZE = 0.1, 100_000
+progress.INTERVAL_S, constants.DOWNLOAD_CHUNK_SIZE = 0.1, 100_000
 job = load_job("jobs/demo/sft.yaml", ["model.name_or_path=org/model"], "sft")
 for _ in range(2):
     print(announcement("org/model"))
