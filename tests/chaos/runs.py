@@ -47,14 +47,14 @@ class Server:
 
     def __init__(self, folder: Path, artifacts: str | None = None):
         self.folder, self.artifacts = folder, artifacts or str(folder / "artifacts")
-
-    def __enter__(self) -> "Server":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{port}"
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "Server":
         command = [
-            sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+            sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
             "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", "--artifacts-destination", self.artifacts,
         ]  # fmt: skip
         with open(self.folder / "mlflow.log", "wb") as log:

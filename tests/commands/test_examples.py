@@ -87,12 +87,6 @@ def test_imdb_has_two_public_forms(good, bad):
     assert continued(good) == {"prompt": "It is good.", "completion": " "} and continued(bad) is None
 
 
-def test_the_transforms_are_short():
-    for path in (ROOT / "jobs/examples").glob("*.py"):
-        body = path.read_text().partition("\ndef ")[2]
-        assert len([line for line in body.splitlines() if line.strip()]) <= 11, "its signature and ten lines"
-
-
 @pytest.mark.parametrize(
     ("verb", "name"), [pytest.param("rm", "pandalm", marks=pytest.mark.slow), ("sft", "imdb")]
 )

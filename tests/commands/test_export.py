@@ -3,24 +3,18 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from running import ROOT, stage
-from toy_models import BASE, registered, shared_base, tokenizer
+from toy_models import BASE, registered, tokenizer
 
 from pipeline.__main__ import main
 from pipeline.commands import export as exporting
 from pipeline.config import load_job
-from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.engine import Sampling, TransformersEngine
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
-TEXTS = [
-    "Which country is Lisbon the capital of?",
-    "Name the continent of Ghana.",
-    "Where in the world is China?",
-]
 
 
 @pytest.fixture(scope="module")
@@ -33,64 +27,8 @@ def exported(models, storage):
     return stage("export", storage, "exported", *MODELS)["exported"]
 
 
-def asked(text: str, *completion: str) -> torch.Tensor:
-    turns = [
-        {"role": "user", "content": text},
-        *({"role": "assistant", "content": one} for one in completion),
-    ]
-    return torch.tensor(
-        [tokenizer().apply_chat_template(turns, add_generation_prompt=not completion, return_dict=False)]
-    )
-
-
-def test_the_policy_writes_the_same_text_in_plain_transformers(exported, models):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = exported["policy"]["folder"]
-    plain, reader = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    bare = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
-    shared = shared_base()
-    shared.add("policy", folder=models["toy-policy"])
-    how = Sampling(30, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=0)
-    engine = TransformersEngine(shared, "policy", pad=tokenizer().pad_token_id)
-    moved = 0.0
-    for text in TEXTS:
-        turn = [{"role": "user", "content": text}]
-        inputs = reader.apply_chat_template(
-            turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        assert torch.equal(inputs["input_ids"], asked(text))
-        out = plain.generate(**inputs, do_sample=False, max_new_tokens=30)
-        [completion] = engine.generate(inputs["input_ids"].tolist(), [0], how)
-        assert out[0, inputs["input_ids"].shape[1] :].tolist() == completion.tokens
-        with torch.no_grad():
-            moved = max(moved, (plain(**inputs).logits - bare(**inputs).logits).abs().max().item())
-    assert moved > 0.1, "the adapter changes nothing: nothing was compared"
-    assert exported["policy"]["same_greedy_completions"] == 1.0
-
-
-def test_the_reward_gives_the_same_scores_in_plain_transformers(exported, models):
-    from transformers import AutoModelForSequenceClassification
-
-    plain = AutoModelForSequenceClassification.from_pretrained(exported["reward"]["folder"])
-    assert plain.config.num_labels == 1 and plain.config.pad_token_id == tokenizer().pad_token_id
-    shared = shared_base()
-    shared.add("reward", folder=models["toy-rm"], head=True)
-    rows = [
-        asked(text, completion)[0] for text in TEXTS for completion in ("Yes.", "I do not know. Who cares?")
-    ]
-    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer().pad_token_id)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    with torch.no_grad():
-        theirs = plain(input_ids=batch, attention_mask=mask).logits.squeeze(-1)
-        ours = shared.scores("reward", batch, lengths=mask.sum(-1))
-    assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
-    assert ours.std() > 1e-3
-
-
 def test_a_folder_has_what_others_need(exported, models):
-    from pathlib import Path
-
+    assert exported["policy"]["same_greedy_completions"] == 1.0
     for kind in ("policy", "reward"):
         folder = Path(exported[kind]["folder"])
         names = {path.name for path in folder.iterdir()}

@@ -97,7 +97,7 @@ def test_the_self_check_compares_with_the_definition_if_there_is_one(mine, monke
     ("name", "message"),
     [
         ("unknown", "it has weather"),
-        ("missing", "has no function 'missing'"),
+        ("missing", "has no attribute 'missing'"),
     ],
 )
 def test_a_function_that_cannot_be_one_is_refused(mine, name, message):

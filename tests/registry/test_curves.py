@@ -1,17 +1,12 @@
 """Metrics on their way to MLflow: in order, each once; a server that is away costs training nothing. MLflow on SQLite."""
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 
 from pipeline import registry
+from tests.chaos.runs import Server
 
 
 @pytest.fixture
@@ -149,42 +144,15 @@ def test_memory_is_bounded_and_what_is_given_up_is_counted(capsys, monkeypatch):
 def test_a_real_server_that_goes_away_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(registry.MetricLog, "MAX_INTERVAL_S", 1.0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    uri = f"http://127.0.0.1:{port}"
-
-    def serve():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-             "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", str(tmp_path / "a")],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"{uri}/health", timeout=2)
-                return process
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.3)
-        raise AssertionError("the server did not start")
-
-    def stop(process):
-        os.killpg(process.pid, 9)
-        process.wait()
-
-    server = serve()
-    run_id = registry.client(uri).create_run("0").info.run_id
-    log = registry.MetricLog(registry.MLflowRun(uri, run_id))
-    log.log({"loss": 3.0}, 1)
-    time.sleep(3)
-    stop(server)
+    server = Server(tmp_path)
+    with server:
+        run = server.uri, registry.client(server.uri).create_run("0").info.run_id
+        log = registry.MetricLog(registry.MLflowRun(*run))
+        log.log({"loss": 3.0}, 1)
+        time.sleep(3)
     log.log({"loss": 2.0}, 2)
     time.sleep(3)
-    server = serve()
-    log.log({"loss": 1.0}, 3)
-    log.close()
-    try:
-        assert points((uri, run_id)) == [(1, 3.0), (2, 2.0), (3, 1.0)]
-    finally:
-        stop(server)
+    with server:
+        log.log({"loss": 1.0}, 3)
+        log.close()
+        assert points(run) == [(1, 3.0), (2, 2.0), (3, 1.0)]

@@ -10,7 +10,6 @@ import pytest
 from running import ROOT
 
 from pipeline.errors import InputError
-from pipeline.registry import database
 from pipeline.runtime.claim import WORKERS, claim, wait_for_old_workers
 from pipeline.system import storage
 
@@ -76,8 +75,3 @@ def test_a_pipe_in_a_run_folder_is_not_waited_for(run):
         with pytest.raises(OSError, match=r"job\.json is not a regular file"):
             read(str(run / "job.json"))
     wait_for_old_workers(str(run))
-    with (
-        pytest.raises(OSError, match=r"mlflow\.db is not a regular file"),
-        database.prepared(str(run / "mlflow.db")),
-    ):
-        pass
