@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.data.sets import NAME as DATA_SET
 from pipeline.data.counts import count, most_frequent
+from pipeline.data.sets import NAME as DATA_SET
 from pipeline.errors import Failure, InputError, in_brief
 from pipeline.models import hub
 from pipeline.references import Ref
