@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict, deque
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pipeline.config import Job
@@ -32,22 +32,24 @@ class Point(NamedTuple):
     final: bool
 
 
-class Tracker(Protocol):
+class Tracker:
     """Records the metrics of one run. Its methods may take long, and raise anything that its library raises."""
 
     name: str  # in a warning
 
     def recorded(self, key: str) -> dict[int, float]:
         """Returns the values of a metric that an earlier process recorded: {step: value}."""
+        return {}
 
     def write(self, points: list[Point]) -> None:
-        """Records points. After a failure it is called again with the same points first."""
+        """Records points. After a failure it is called again with the same points."""
+        raise NotImplementedError
 
     def close(self, final: dict[str, float]) -> None:
         """Ends the recording. `final` are the run's results."""
 
 
-class MLflowRun:
+class MLflowRun(Tracker):
     """A run in MLflow."""
 
     def __init__(self, uri: str, run_id: str):
@@ -62,11 +64,8 @@ class MLflowRun:
         metrics = [Metric(point.key, point.value, point.time, point.step) for point in points]
         client(self.uri).log_batch(self.run_id, metrics=metrics)
 
-    def close(self, final: dict[str, float]) -> None:
-        pass
 
-
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in a folder: one run of TensorBoard. In a bucket they appear every UPLOAD_S seconds.
 
     Each process writes the folder again: a run that continues repeats its curve from the checkpoint (Worker.replay).
@@ -80,9 +79,6 @@ class TensorBoard:
         self.writer: Any = None
         self.local = ""
         self.uploaded = time.monotonic()
-
-    def recorded(self, key: str) -> dict[int, float]:
-        return {}
 
     def write(self, points: list[Point]) -> None:
         if self.writer is None:
@@ -107,7 +103,7 @@ class TensorBoard:
             shutil.rmtree(self.local)
 
 
-class WandB:
+class WandB(Tracker):
     """A run in Weights & Biases, with the id of the MLflow run, in the project named like the experiment.
 
     wandb's own variables choose the account: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL. Each process writes an
@@ -123,9 +119,6 @@ class WandB:
         self.local = ""
         self.next = 0  # the first step that W&B still accepts
         self.row: dict[str, float] = {}  # of that step
-
-    def recorded(self, key: str) -> dict[int, float]:
-        return {}
 
     def write(self, points: list[Point]) -> None:
         if self.run is None:
@@ -196,12 +189,12 @@ class MetricLog:
     FIRST_CALL = threading.Lock()  # first calls import libraries, which two threads must not do at once
 
     def __init__(self, tracker: Tracker):
-        self.tracker, self.started = tracker, False
+        self.tracker = tracker
         self.known: dict[str, dict[int, float]] = {}  # of each metric, what is recorded: {step: value}
-        self.pending: deque[Point] = deque()
+        self.pending: deque[Point] = deque(maxlen=self.MAX_PENDING)
+        self.missing = 0  # values that are not recorded yet
         self.final: dict[str, float] = {}
-        self.dropped = 0
-        self.failures, self.closing = 0, False
+        self.failures, self.closing, self.abandoned = 0, False, False
         self.wake = threading.Condition()
         self.thread = threading.Thread(target=self._send_all, name="metrics", daemon=True)
         self.thread.start()
@@ -212,10 +205,8 @@ class MetricLog:
         numbers = {metric_key(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
         with self.wake:
             self.pending.extend(Point(key, value, now, step, final) for key, value in numbers.items())
+            self.missing += len(numbers)
             self.final |= numbers if final else {}
-            while len(self.pending) > self.MAX_PENDING:
-                self.pending.popleft()
-                self.dropped += 1
 
     def close(self, timeout: float | None = None) -> None:
         """Sends the rest. Waits for a server that is away at most `timeout` seconds (default CLOSE_TIMEOUT_S)."""
@@ -223,35 +214,36 @@ class MetricLog:
             self.closing = True
             self.wake.notify()
         self.thread.join(self.CLOSE_TIMEOUT_S if timeout is None else timeout)
-        with self.wake:
-            lost, self.dropped = len(self.pending) + self.dropped, 0
-            self.pending.clear()  # so that a thread that still waits for an answer ends
-        if lost:
+        self.abandoned = True
+        if self.missing:
             print(
-                f"warning: {lost} metric values were not recorded: {self.tracker.name} was unreachable. The checkpoints hold the "
-                "curve: if the run continues, the same command sends what is missing",
+                f"warning: {self.missing} metric values were not recorded: {self.tracker.name} was unreachable. The checkpoints "
+                "hold the curve: if the run continues, the same command sends what is missing",
                 flush=True,
             )
+            self.missing = 0
 
     def _send_all(self) -> None:
-        while True:
+        batch: list[Point] = []
+        started = False
+        while not self.abandoned:
+            limit = self.INTERVAL_S if self.closing else self.MAX_INTERVAL_S
             with self.wake:
-                limit = self.INTERVAL_S if self.closing else self.MAX_INTERVAL_S
                 self.wake.wait_for(
                     lambda: self.closing and not self.failures,
                     timeout=min(self.INTERVAL_S * 2**self.failures, limit),
                 )
-                batch = [self.pending[i] for i in range(min(1000, len(self.pending)))]
-                dropped = self.dropped
-            if not batch and not self.closing:
-                continue
+                while self.pending and len(batch) < 1000:
+                    batch.append(self.pending.popleft())
+                closing = self.closing
             try:
-                if not batch:
+                if batch:
+                    with contextlib.nullcontext() if started else self.FIRST_CALL:
+                        self._send(batch)
+                    started = True
+                elif closing:
                     self.tracker.close(self.final)
                     return
-                with contextlib.nullcontext() if self.started else self.FIRST_CALL:
-                    self._send(batch)
-                self.started = True
             except Exception as error:  # a run of hours must not end because of its logging
                 if not self.failures:
                     print(
@@ -263,9 +255,8 @@ class MetricLog:
                 continue
             self.failures = 0
             with self.wake:
-                for _ in range(len(batch) - (self.dropped - dropped)):
-                    if self.pending:
-                        self.pending.popleft()
+                self.missing -= len(batch)
+            batch = []
 
     def _send(self, batch: list[Point]) -> None:
         for key in {point.key for point in batch} - self.known.keys():

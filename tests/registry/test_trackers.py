@@ -25,7 +25,7 @@ for step in range(1, 7):
     time.sleep(0.1)
 deadline = time.monotonic() + 60
 mlflow = registry.client(registry.tracking_uri(job))
-while len(mlflow.get_metric_history(sys.argv[1], "loss")) < 6 or any(one.pending for one in log.logs):
+while len(mlflow.get_metric_history(sys.argv[1], "loss")) < 6 or any(one.missing for one in log.logs):
     assert time.monotonic() < deadline
     time.sleep(0.1)
 os.kill(os.getpid(), 9)
