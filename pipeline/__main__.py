@@ -113,14 +113,10 @@ def plain(arguments: list[str]) -> list[str]:
 
 
 def dispatch(verb: str, path: str, overrides: list[str]) -> int:
-    """Checks the job, then imports the stage and runs it, here or on a cluster; returns the exit status.
+    """Checks the job, then imports the stage and runs it, here or on a cluster. Returns the exit status.
 
     The job is checked first, so that its mistakes are reported at once.
     """
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise InputError("the current folder was deleted; change into one that exists") from error
     if verb == "demo":
         from pipeline.commands import shipped
 
@@ -146,22 +142,12 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     return 0
 
 
-def input_error(error: BaseException, kind: Any = InputError) -> Any:
-    """The InputError (or another `kind`) that Ray wrapped between a worker and the driver; None if there is none."""
-    for one in causes(error):
-        # A RayTaskError may itself pass for an InputError, with a traceback as its text.
-        if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):
-            return one
-    return None
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs one subcommand. Returns the exit status."""
     try:
         options = parser().parse_args(plain(sys.argv[1:] if arguments is None else arguments))
     except InputError as error:
-        print(f"error: {without_credentials(str(error))}", file=sys.stderr)
-        return 2
+        return ended("error", str(error), 2)
     try:
         return dispatch(options.verb, options.job, options.overrides)
     except KeyboardInterrupt as stop:
@@ -169,44 +155,45 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as error:
         if signal := process.received:
             return stopped(f"terminated by {signal.name}", options.verb, 128 + signal, error)
-        return failed(f"{caller(error)} called sys.exit({error.code!r}), which no run may do")
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{at.filename}:{at.lineno} called sys.exit({error.code!r}), which no run may do"
+        return ended("failed", why, 1)
     except Exception as error:
         if wrong := input_error(error):
-            print(f"error: {without_credentials(str(wrong))}", file=sys.stderr)
-            return 2
+            return ended("error", str(wrong), 2)
         if failure := input_error(error, Failure):
-            return failed(str(failure))
+            return ended("failed", str(failure), 1)
         print(without_credentials(traceback.format_exc()), end="", file=sys.stderr)
         return 1
 
 
-def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
-    """Prints how a signal ended the run, and how to continue it; returns `status`."""
-    several = verb in ("rlhf", "demo")
-    resumable = (
-        several
-        or verb in ("sweep", "iterate")
-        or (verb in STAGE and STAGE[verb].runs_in in ("train", "data"))
-    )
-    name = "the same run.name"
-    # STAGE.run.name=NAME, of the run that was open (runtime/run.py); sweeps and iterations have names of their own
-    for note in getattr(stop, "__notes__", []) if verb not in ("sweep", "iterate") else []:
-        name = note if several else note.partition(".")[2]
-    further = f"; the same command with {name} continues from the last checkpoint, if there is one"
-    with process.signals_ignored():
-        print(f"\n{how}{further if resumable else ''}", file=sys.stderr)
+def input_error(error: BaseException, kind: Any = InputError) -> Any:
+    """Returns the InputError (or another `kind`) that Ray wrapped between a worker and the driver, or None."""
+    for one in causes(error):
+        # A RayTaskError may be an instance of InputError, with a traceback as its text.
+        if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):
+            return one
+    return None
+
+
+def ended(how: str, why: str, status: int) -> int:
+    """Prints how a command ended; returns `status`."""
+    print(f"{how}: {without_credentials(why)}", file=sys.stderr)
     return status
 
 
-def failed(why: str) -> int:
-    print(f"failed: {without_credentials(why)}", file=sys.stderr)
-    return 1
-
-
-def caller(error: SystemExit) -> str:
-    """The line that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
+    """Prints how a signal ended the run, and how to continue it; returns `status`."""
+    several, own_names = verb in ("rlhf", "demo"), verb in ("sweep", "iterate")
+    resumable = several or own_names or (verb in STAGE and STAGE[verb].runs_in in ("train", "data"))
+    name = "the same run.name"
+    if not own_names:
+        for note in getattr(stop, "__notes__", []):  # STAGE.run.name=NAME, of the open run (runtime/run.py)
+            name = note if several else note.partition(".")[2]
+    advice = f"; the same command with {name} continues from the last checkpoint, if there is one"
+    with process.signals_ignored():
+        print(f"\n{how}{advice if resumable else ''}", file=sys.stderr)
+    return status
 
 
 def command() -> None:

@@ -8,6 +8,7 @@ HF_TOKEN, more GPUs than the cluster can have or smaller ones than the job needs
 """
 
 import glob
+import logging
 import os
 import socket
 import sys
@@ -293,7 +294,7 @@ def upload_files(folder: str = ".") -> dict[str, int]:
         if path.is_file():
             sizes[path.relative_to(root).as_posix()] = path.stat().st_size
 
-    _dir_travel(root, [], note, include_gitignore=True, logger=_Silent())  # type: ignore[arg-type]
+    _dir_travel(root, [], note, include_gitignore=True, logger=logging.getLogger(__name__))
     total = sum(sizes.values())
     if total > LIMIT:
         largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
@@ -303,12 +304,6 @@ def upload_files(folder: str = ".") -> dict[str, int]:
             f"that a job does not need to .rayignore, or put data into a bucket. The largest:\n{listing}"
         )
     return sizes
-
-
-class _Silent:
-    def info(self, *_: Any) -> None: ...
-
-    def error(self, *_: Any) -> None: ...
 
 
 def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
