@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Starts Ray on one node of a cluster, and what belongs to it: on the head MLflow, on workers the watcher of spot notices.
+# Starts Ray on a node of a cluster, with MLflow on the head and the watcher of spot notices on workers.
 #   start-node.sh head|worker [options of `ray start`]      start-node.sh stop: on the head, before `ray down`
-# Called by cluster.yaml (and by its variants beside this file) after `ray stop`. MLFLOW_BACKEND, MLFLOW_ARTIFACTS: where
-# MLflow keeps runs, and files. Without a MLFLOW_BACKEND runs lie in a file here, of which the bucket gets a copy.
+# cluster.yaml and its variants in this folder call it after `ray stop`. MLFLOW_BACKEND and MLFLOW_ARTIFACTS say where MLflow
+# stores runs and files. Without MLFLOW_BACKEND, runs are in a local file that is copied to the bucket.
 set -euo pipefail
 role=$1
 shift
@@ -12,33 +12,33 @@ mkdir -p "$logs"
 ulimit -n 65536 || true
 database=$HOME/mlflow/mlflow.db
 
-if [ "$role" = stop ]; then   # MLflow ends, and what it wrote last is kept
+if [ "$role" = stop ]; then   # stops MLflow, and saves its last state
   if [ -e "$HOME/mlflow/pid" ]; then kill -- "-$(cat "$HOME/mlflow/pid")" || true; fi
   if [ -e "$HOME/mlflow/kept_at" ]; then python "$here/keep.py" keep "$database" "$(cat "$HOME/mlflow/kept_at")"; fi
   rm -f "$HOME/mlflow/pid"
   exit 0
 fi
 
-# One secret for Ray and MLflow: the token that file_mounts brought.
+# One secret for Ray and MLflow: the token from file_mounts.
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}")
-chmod 600 "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" || true   # a bind mount may belong to somebody else
+chmod 600 "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" || true   # a bind mount may belong to another user
 
-# The address that Ray will use, and its interface: Gloo else takes the one that the host name leads to, which on many
-# machines is loopback, and workers on two nodes then never meet.
+# Ray's address and its interface. By default, Gloo uses the interface of the host name, which is loopback on many machines;
+# then workers on two nodes cannot connect.
 read -r node_ip interface < <(python -c "
 import psutil, ray
 ip = ray.util.get_node_ip_address()
 print(ip, next(name for name, has in psutil.net_if_addrs().items() if ip in [one.address for one in has]))")
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 
-# Ray labels both sizes of the A100 as A100; label selectors of jobs tell them apart. A cluster file's own label stays.
+# Ray labels both sizes of the A100 as A100, but jobs select by size. A label set in the cluster file stays.
 gpu=$(nvidia-smi --id=0 --query-gpu=name --format=csv,noheader 2>/dev/null || true)
 if [[ $gpu =~ A100.*(40|80)GB ]]; then
   export RAY_OVERRIDE_LABELS=${RAY_OVERRIDE_LABELS:-"{\"ray.io/accelerator-type\": \"A100-${BASH_REMATCH[1]}G\"}"}
 fi
 
-# Jobs inherit these from Ray, so that nobody has to name MLflow or its password.
+# Jobs inherit these from Ray, so that no user has to set MLflow's address or password.
 head_ip=${RAY_HEAD_IP:-$node_ip}
 export MLFLOW_TRACKING_URI=http://$head_ip:5000 MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$RAY_AUTH_TOKEN
 export RAY_USAGE_STATS_ENABLED=0 MLFLOW_DISABLE_TELEMETRY=true
@@ -52,14 +52,14 @@ if [ "$role" = head ]; then
       >> "$logs/keep.log" 2>&1 < /dev/null &
   fi
   if ! curl -sf -o /dev/null "http://$head_ip:5000/health"; then
-    # On all interfaces, since workers log to it too: the security group lets nobody else in, and it asks for a password.
-    cd "$HOME/mlflow"   # the user store of its password lies where it runs
+    # On all interfaces, because workers log to it. The security group keeps others out, and MLflow asks for a password.
+    cd "$HOME/mlflow"   # its user database is in the working directory
     MLFLOW_AUTH_ADMIN_PASSWORD=$RAY_AUTH_TOKEN MLFLOW_FLASK_SERVER_SECRET_KEY=$RAY_AUTH_TOKEN \
       MLFLOW_SERVER_ALLOWED_HOSTS="$head_ip:5000,localhost:*,127.0.0.1:*" \
       setsid nohup mlflow server --app-name basic-auth --workers 2 --host 0.0.0.0 --port 5000 \
       --backend-store-uri "${MLFLOW_BACKEND:-sqlite:///$database}" \
       --artifacts-destination "${MLFLOW_ARTIFACTS:-$HOME/mlflow/artifacts}" > "$logs/mlflow.log" 2>&1 < /dev/null &
-    echo $! > "$HOME/mlflow/pid"   # setsid: the id of its process group too
+    echo $! > "$HOME/mlflow/pid"   # with setsid, also the id of its process group
     cd
   fi
   ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \

@@ -1,4 +1,4 @@
-"""Glaive's rows, {system, chat}, as messages. The calls stay text: their arguments are quoted as no JSON is."""
+"""Glaive's rows, {system, chat}, as messages. The calls stay text, because their quoting is not JSON."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""HelpSteer's rows of one prompt, {prompt, response, helpfulness, ...}, as preferences, each against the next."""
+"""HelpSteer's rows of one prompt, {prompt, response, helpfulness, ...}, as preference pairs, each against the next."""
 
 from itertools import pairwise
 

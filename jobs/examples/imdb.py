@@ -1,4 +1,4 @@
-"""IMDB as demonstrations: the first words of a positive review, and how it goes on.
+"""IMDB as demonstrations: the first words of a positive review, and its continuation.
 
 Rows are {review, sentiment} (the CSV file) or {text, label} (stanfordnlp/imdb).
 """

@@ -1,4 +1,4 @@
-"""Nectar's rows, {prompt, answers: [{answer, rank}]}, as preferences: each against the next; rank 1 is best."""
+"""Nectar's rows, {prompt, answers: [{answer, rank}]}, as preference pairs: each against the next; rank 1 is best."""
 
 from itertools import pairwise
 

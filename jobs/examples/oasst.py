@@ -1,4 +1,4 @@
-"""OpenAssistant's trees as preferences: of the ranked completions of a message, each against the next."""
+"""OpenAssistant's trees as preference pairs: each ranked completion of a message against the next."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""OpenAssistant's messages of one tree as preferences: of a message's ranked completions, each against the next."""
+"""OpenAssistant's messages of one tree as preference pairs: each ranked completion of a message against the next."""
 
 from itertools import pairwise
 

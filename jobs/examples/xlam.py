@@ -1,4 +1,4 @@
-"""xLAM's rows, {query, answers, tools}, as messages of which the second is the calls."""
+"""xLAM's rows, {query, answers, tools}, as messages; the second message has the calls."""
 
 import json
 

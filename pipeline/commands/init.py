@@ -347,8 +347,9 @@ def with_lengths(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
                 answer = min(answer, room // 2)
                 text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
                 room -= answer
-            most = min(-(-(prompt + completion) // 64) * 64, room)
-            text = with_key(text, "data.max_length", most, "tokens; 99 % of the first rows fit")
+            wanted = -(-(prompt + completion) // 64) * 64
+            fits = "99 % of the first rows fit" if wanted <= room else "the model's context; longer rows exist"
+            text = with_key(text, "data.max_length", min(wanted, room), f"tokens; {fits}")
         made[job] = text
     return made
 
