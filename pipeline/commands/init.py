@@ -348,7 +348,9 @@ def with_lengths(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
                 text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
                 room -= answer
             wanted = -(-(prompt + completion) // 64) * 64
-            fits = "99 % of the first rows fit" if wanted <= room else "the model's context; longer rows exist"
+            fits = (
+                "99 % of the first rows fit" if wanted <= room else "the model's context; longer rows exist"
+            )
             text = with_key(text, "data.max_length", min(wanted, room), f"tokens; {fits}")
         made[job] = text
     return made

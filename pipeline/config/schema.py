@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import runpy
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -204,3 +205,5 @@ if __name__ == "__main__":
 
     FILE.write_text(schema_of.text(), encoding="utf-8")
     print(f"wrote {FILE}: {len(document()['$defs'])} classes")
+    if (page := FILE.parents[2] / "docs/reference.py").exists():  # docs/configuration.md shows the schema
+        runpy.run_path(str(page), run_name="__main__")
