@@ -6,21 +6,18 @@ Rows are streamed: no more than one range is ever in memory.
 """
 
 import codecs
-import io
 import itertools
 import os
 import shlex
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.data.files import File, find, open_bytes, shown, unreadable
-from pipeline.data.formats import lines, tables
-from pipeline.data.formats.array import elements
-from pipeline.data.formats.delimited import DELIMITERS, delimited_rows
-from pipeline.data.formats.gunzip import Gunzip, peek_array
-from pipeline.data.formats.lines import BLOCK, Row
 from pipeline.data.shapes import Kind
+from pipeline.data.table_rows import pieces, table_rows
+from pipeline.data.text_rows import BLOCK, Row, text_rows
 from pipeline.data.values import RowError, fields_of, show, some
 from pipeline.errors import InputError
 from pipeline.system import storage
@@ -44,7 +41,7 @@ class Chunk:
     split: str  # train or eval
     start: int = 0
     stop: int = -1  # -1: the end of the file
-    format: Format = "lines"  # of a zipped file of JSON: lines, which may turn out to be an array
+    format: Format = "lines"
     zipped: bool = False
     size: int = 0  # in the file, in bytes, about
     source: int = 0  # of the job's sources for this split, the number of that which the file belongs to
@@ -59,32 +56,26 @@ def plan(files: list[File], split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
 def chunks_of(file: File, split: str, kind: Kind, chunk_bytes: int) -> list[Chunk]:
     path, head = storage.absolute(file.path), read_head(file)
     zipped = head[:2] == b"\x1f\x8b" or file.path.endswith(".gz")
-    format = format_of(file.path, head)
-    if group_by := kind.preprocess.group_by:  # no border of two chunks may part a group
-        return [
-            Chunk(
-                path,
-                split,
-                format=format,
-                zipped=zipped,
-                size=file.size,
-                source=file.source,
-                group_by=group_by,
-            )
-        ]
-    if format in ("parquet", "arrow"):
-        pieces = tables.pieces(path, format, file.size, chunk_bytes)
-        return [
-            Chunk(path, split, start, stop, format, size=size, source=file.source)
-            for start, stop, size in pieces
-        ]
-    if zipped or format != "lines":
-        return [Chunk(path, split, format=format, zipped=zipped, size=file.size, source=file.source)]
+    format, group_by = format_of(file.path, unzipped(head) if zipped else head), kind.preprocess.group_by
+    parts = [(0, -1, file.size)]  # start, stop, bytes; no border of two chunks may part a group
+    if format in ("parquet", "arrow") and not group_by:
+        parts = pieces(path, format, file.size, chunk_bytes)
+    elif format == "lines" and not zipped:
+        step = max(file.size, 1) if group_by else chunk_bytes
+        starts = range(0, max(file.size, 1), step)
+        parts = [(start, stop, stop - start) for start in starts for stop in [min(start + step, file.size)]]
     return [
-        Chunk(path, split, start, stop, size=stop - start, source=file.source)
-        for start in range(0, max(file.size, 1), chunk_bytes)
-        for stop in [min(start + chunk_bytes, file.size)]
+        Chunk(path, split, start, stop, format, zipped, size, file.source, group_by)
+        for start, stop, size in parts
     ]
+
+
+def unzipped(head: bytes) -> bytes:
+    """Returns what the first bytes of a gzip file unpack to; nothing if they are damaged."""
+    try:
+        return zlib.decompressobj(wbits=31).decompress(head, 4096)
+    except zlib.error:
+        return b""
 
 
 def format_of(path: str, head: bytes) -> Format:
@@ -109,7 +100,7 @@ def read_head(file: File) -> bytes:
         raise unreadable(file.path, error) from error
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise InputError(
-            f"{file.path}: found UTF-16 text; expected UTF-8: type iconv -f UTF-16 -t UTF-8 {shlex.quote(file.path)} > utf8"
+            f"{file.path}: found UTF-16 text; expected UTF-8: run iconv -f UTF-16 -t UTF-8 {shlex.quote(file.path)} > utf8"
             f"{os.path.splitext(file.path)[1]} (Excel saves it as CSV UTF-8)"
         )
     return head
@@ -128,17 +119,10 @@ def rows(chunk: Chunk) -> Iterator[Row]:
 
 def _rows(chunk: Chunk) -> Iterator[Row]:
     if chunk.format in ("parquet", "arrow"):
-        yield from tables.table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
+        yield from table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
         return
     with open_bytes(chunk.path) as raw:
-        if chunk.zipped:
-            yield from zipped_rows(raw, chunk)
-        elif chunk.format == "array":
-            yield from elements(raw)
-        elif chunk.format == "lines":
-            yield from lines.rows_of(lines.range_lines(raw, chunk.start, chunk.stop))
-        else:
-            yield from delimited_rows(io.BufferedReader(raw, lines.BLOCK), chunk.format)
+        yield from text_rows(raw, chunk.format, chunk.zipped, chunk.start, chunk.stop)
 
 
 def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
@@ -168,21 +152,9 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
         yield number, group, b"\n".join(raws)
 
 
-def zipped_rows(raw: Any, chunk: Chunk) -> Iterator[Row]:
-    stream: Any = io.BufferedReader(Gunzip(raw), lines.BLOCK)
-    if chunk.format in DELIMITERS:
-        return delimited_rows(stream, chunk.format)
-    return elements(stream) if peek_array(stream) else lines.rows_of(lines.stream_lines(stream))
-
-
 def unit(chunk: Chunk) -> Literal["line", "element", "row"]:
     """What the numbers of the chunk's rows count."""
-    if chunk.format in ("parquet", "arrow"):
-        return "row"
-    if not chunk.zipped or chunk.format in DELIMITERS:
-        return "element" if chunk.format == "array" else "line"
-    with open_bytes(chunk.path) as raw:
-        return "element" if peek_array(io.BufferedReader(Gunzip(raw))) else "line"
+    return "element" if chunk.format == "array" else "row" if chunk.format in ("parquet", "arrow") else "line"
 
 
 def lines_before(chunk: Chunk) -> int:

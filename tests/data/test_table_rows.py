@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from toy_data import NO, ROWS, USER, make, parsed, read_rows, rows_of, write
 
-from pipeline.data import chunks, files
-from pipeline.data.formats import tables
+from pipeline.data import chunks, files, table_rows
 from pipeline.data.shapes import as_json, kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
@@ -41,10 +40,10 @@ def test_tables_hold_each_row_once_with_its_number(tmp_path, format, chunk_bytes
 def test_a_large_row_group_is_not_held_at_once(tmp_path, monkeypatch):
     rows = [{"prompt": "x" * 999, "completion": str(i)} for i in range(4000)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    monkeypatch.setattr(tables, "BYTES", 100_000)
-    with tables._opened(str(tmp_path / "rows.parquet")) as file:
-        sizes = [batch.num_rows for batch in tables._parquet_batches(file, 0, -1)]
-    assert sum(sizes) == 4000 and max(sizes) <= tables.ROWS
+    monkeypatch.setattr(table_rows, "BYTES", 100_000)
+    with table_rows._opened(str(tmp_path / "rows.parquet")) as file:
+        sizes = [batch.num_rows for batch in table_rows._parquet_batches(file, 0, -1)]
+    assert sum(sizes) == 4000 and max(sizes) <= table_rows.ROWS
 
 
 def test_nested_columns_are_as_in_json(tmp_path):
@@ -178,7 +177,7 @@ def test_the_digest_is_that_of_the_rows(tmp_path):
     digests = set()
     for name, options in [("a", {}), ("b", {"compression": "zstd", "row_group_size": 1})]:
         pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / f"{name}.parquet", **options)
-        rows = tables.table_rows(str(tmp_path / f"{name}.parquet"), "parquet", 0, -1)
+        rows = table_rows.table_rows(str(tmp_path / f"{name}.parquet"), "parquet", 0, -1)
         digests.add(b"\n".join(raw for _, _, raw in rows))
     assert len(digests) == 1
 

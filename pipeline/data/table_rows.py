@@ -9,13 +9,13 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pipeline.data.files import unreadable
-from pipeline.data.formats.lines import Row
 from pipeline.data.messages import decoded
-from pipeline.data.values import RowError, show
+from pipeline.data.text_rows import Row, repeated_column
+from pipeline.data.values import RowError
 from pipeline.errors import in_brief
 from pipeline.system import storage
 
@@ -76,7 +76,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
         with _opened(path) as file:
             read = _parquet_batches if format == "parquet" else _arrow_batches
             for batch in read(file, start, stop):
-                if error := _repeated(batch.schema.names):
+                if error := repeated_column(batch.schema.names):
                     yield 1, error, b""
                     return
                 for row in _decoded(batch):
@@ -99,7 +99,7 @@ def _damage() -> tuple[type[Exception], ...]:
 
 
 def _opened(path: str) -> Any:
-    """The file for random access; a local one is mapped into memory, which is none of the process's own."""
+    """The file for random access; a local one is mapped into memory, which does not count as the process's own."""
     import pyarrow.fs as pafs
 
     if storage.is_remote(path):
@@ -163,37 +163,27 @@ def at_a_time(rows: int, size: int) -> int:
     return max(1, min(ROWS, BYTES * rows // max(1, size)))
 
 
-def _repeated(names: list[str]) -> RowError | None:
-    twice = (
-        next((name for name in names if names.count(name) > 1), None)
-        if len(names) != len(set(names))
-        else None
-    )
-    return (
-        RowError("repeated_key", "", f"two columns of the name {show(twice)}", "each name once")
-        if twice
-        else None
-    )
-
-
 # ---- a row as JSON would have it -------------------------------------------------------------------------------
 
 
 def _decoded(batch: Any) -> Iterator[Any]:
     """The rows of a batch; a RowError in place of one that Python cannot hold."""
-    tidy = {
-        name: by
-        for name, type in zip(batch.schema.names, batch.schema.types, strict=True)
-        if (by := _tidying(type))
-    }
+    import pyarrow as pa
+
+    columns = [*zip(batch.schema.names, batch.schema.types, strict=True)]
+    texts = [name for name, type in columns if isinstance(type, pa.JsonType)]
+    others = [
+        name
+        for name, type in columns
+        if pa.types.is_nested(type) or pa.types.is_floating(type) or isinstance(type, pa.BaseExtensionType)
+    ]
     try:
         rows = batch.to_pylist(maps_as_pydicts="lossy")
     except (ValueError, OverflowError):  # text that is not UTF-8, a date before the year 1
         rows = [_one(batch.slice(index, 1)) for index in range(batch.num_rows)]
     for row in rows:
         if not isinstance(row, RowError):
-            for name, by in tidy.items():
-                row[name] = by(row[name])
+            row |= {name: tidy(row[name]) for name in others} | {name: decoded(row[name]) for name in texts}
         yield row
 
 
@@ -210,33 +200,13 @@ def _one(batch: Any) -> Any:
     return batch.to_pylist(maps_as_pydicts="lossy")[0]
 
 
-def _tidying(type: Any) -> Callable[[Any], Any] | None:
-    """What makes JSON's values of those of an Arrow type; None: they are such."""
-    import pyarrow as pa
-
-    if isinstance(type, pa.JsonType):
-        return decoded
-    if isinstance(type, pa.BaseExtensionType):
-        return _tidying(type.storage_type)
-    if pa.types.is_floating(type):
-        return lambda value: None if value != value else value
-    if pa.types.is_struct(type):
-        fields = {field.name: _tidying(field.type) for field in type}
-        return lambda value: (
-            value
-            and {
-                key: by(item) if (by := fields[key]) else item
-                for key, item in value.items()
-                if item is not None
-            }
-        )
-    if pa.types.is_map(type):
-        item = _tidying(type.item_type)
-        return lambda value: value and {str(key): item(one) if item else one for key, one in value.items()}
-    if pa.types.is_nested(type) and not pa.types.is_union(type):  # lists, of any length
-        item = _tidying(type.value_type)
-        return item and (lambda value: value and [item(one) for one in value])
-    return None
+def tidy(value: Any) -> Any:
+    """Returns a value as JSON would have it: without the nulls of structs, and with null for NaN."""
+    if isinstance(value, dict):
+        return {str(key): tidy(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [tidy(item) for item in value]
+    return None if isinstance(value, float) and value != value else value
 
 
 def _canonical(row: dict[str, Any]) -> bytes:
