@@ -26,12 +26,12 @@ os.environ.pop("RAY_ADDRESS", None)
 def embedded_ray():
     """One Ray for all tests that need one: the stages find it and use it, and the libraries that they ask first."""
     from pipeline.config import libraries, load_job
-    from pipeline.runtime import driver
+    from pipeline.on_ray.session import session
 
     for module in libraries.LOADED:  # else each job has a process import them
         importlib.import_module(module)
 
-    with driver.session(load_job(ROOT / "jobs/demo/sft.yaml", ["scaling.num_workers=1"], "sft")):
+    with session(load_job(ROOT / "jobs/demo/sft.yaml", ["scaling.num_workers=1"], "sft")):
         yield
 
 

@@ -242,15 +242,14 @@ JOB = [
     case("no such judge", "ppo", r"judge: python:bad_rewards:judge: cannot be imported .*has no attribute 'judge'", overrides=["judge=python:bad_rewards:judge"]),
     case("judge that is a model", "ppo", r"judge: models:/rlhf-rm@champion: no registered model", overrides=["judge=models:/rlhf-rm@champion"]),
     # the machine
-    case("more workers than CPUs", "sft", r"scaling\.num_workers: 500 workers with 1 CPU each, but this machine has \d+ CPUs; type scaling\.num_workers=\d+",
+    case("more workers than CPUs", "sft", r"scaling\.num_workers: 500 workers with CPU: 1 each, but this machine has \d+; lower",
          overrides=["scaling.num_workers=500", "data.batch_size=null"]),
-    case("more CPUs a worker than there are", "sft", r"scaling\.resources_per_worker: found CPU: 500, but this machine has \d+; type .*CPU: \d+", overrides=["scaling.resources_per_worker={{CPU: 500}}"]),
-    case("resource that is not there", "sft", r"scaling\.resources_per_worker: .*TPU.*expected CPU", overrides=["scaling.resources_per_worker={{CPU: 1, TPU: 1}}"]),
-    case("more memory than there is", "sft", r"scaling\.resources_per_worker: 1 worker with memory: 1e\+14 bytes each, but this machine has", overrides=["scaling.resources_per_worker={{CPU: 1, memory: 1e14}}"]),
-    case("a GPU that is of another kind", "sft", r"scaling\.accelerator_type: found XYZ, but this machine has", overrides=["scaling.accelerator_type=XYZ"]),
-    case("GPU of a job without GPUs", "sft", r"scaling\.resources_per_worker: found GPU: 1 without scaling\.use_gpu; type scaling\.use_gpu=true",
+    case("more CPUs a worker than there are", "sft", r"scaling\.resources_per_worker: 1 worker with CPU: 500 each, but this machine has \d+;", overrides=["scaling.resources_per_worker={{CPU: 500}}"]),
+    case("resource that is not there", "sft", r"scaling\.resources_per_worker: 1 worker with TPU: 1 each, but this machine has 0;", overrides=["scaling.resources_per_worker={{CPU: 1, TPU: 1}}"]),
+    case("more memory than there is", "sft", r"scaling\.resources_per_worker: 1 worker with memory: 1e\+14 each, but this machine has", overrides=["scaling.resources_per_worker={{CPU: 1, memory: 1e14}}"]),
+    case("GPU of a job without GPUs", "sft", r"scaling\.resources_per_worker\.GPU: found 1 without scaling\.use_gpu=true",
          overrides=["scaling.resources_per_worker={{CPU: 1, GPU: 1}}"]),
-    case("GPU that is not there", "sft", r"scaling\.use_gpu: 99 workers want a GPU each, but this machine has \d+; run on a cluster", overrides=[
+    case("GPU that is not there", "sft", r"scaling\.\w+: 99 workers with GPU: 1 each, but this machine has \d+; .*run on a cluster", overrides=[
         "scaling.use_gpu=true", "trainer.use_cpu=false", "scaling.num_workers=99", "scaling.resources_per_worker={{CPU: 0.01, GPU: 1}}",
         "data.batch_size=null"]),
     *[case(f"vLLM where there is none, {verb}", verb, r"rollout\.engine: vLLM is not installed here; type .*\[vllm\]", overrides=["rollout.engine=vllm", *more])
@@ -263,14 +262,12 @@ JOB = [
     case("ahead, with nobody to sample", "ppo", r"rollout\.staleness: found 1, expected 0 without rollout workers: .*rollout\.num_workers=1", overrides=["rollout.staleness=1"]),
     case("rollout workers in a row", "ppo", r"rollout\.num_workers: found \[2, 1\], expected 0 to 10000, or \[min, max\]", overrides=["rollout.num_workers=[2,1]"]),
     case("rollout workers of another stage", "sft", r"rollout: `sft` has no use for it: only `ppo` samples", overrides=["rollout.num_workers=1"]),
-    case("more rollout workers than CPUs", "ppo", r"rollout\.num_workers: 500 rollout workers with CPU: 1 each, beside a trainer with 1, but this machine has \d+; lower",
+    case("more rollout workers than CPUs", "ppo", r"rollout\.num_workers: 500 rollout workers with CPU: 1 each, next to a trainer with 1, but this machine has \d+; lower",
          overrides=["rollout.num_workers=500"]),
     case("a rollout worker with parts of GPUs", "ppo", r"rollout\.resources_per_worker\.GPU: found 1\.5, expected 0 or", overrides=["rollout.num_workers=1", "rollout.resources_per_worker={{GPU: 1.5}}"]),
     case("a rollout worker with words", "ppo", r"rollout\.resources_per_worker\.memory: found '8G', expected a number", overrides=["rollout.num_workers=1", "rollout.resources_per_worker={{memory: 8G}}"]),
-    case("rollout workers on nodes elsewhere", "ppo", r"rollout\.label_selector: found .*spot.*but this machine has", overrides=["rollout.num_workers=1", "rollout.label_selector={{market: spot}}"]),
-    case("perhaps a rollout worker on nodes elsewhere", "ppo", r"rollout\.label_selector: found .*spot.*but this machine has", overrides=["rollout.num_workers=[0,2]", "rollout.label_selector={{market: spot}}"]),
-    case("perhaps a rollout worker of another kind", "ppo", r"rollout\.resources_per_worker: found XPU, which this machine does not have", overrides=["rollout.num_workers=[0,2]", "rollout.resources_per_worker={{XPU: 1}}"]),
-    case("rollout worker on a GPU that is not there", "ppo", r"rollout\.num_workers: 99 rollout workers with GPU: 1 each, beside a trainer with 0, but this machine has \d+",
+    case("perhaps a rollout worker of another kind", "ppo", r"rollout\.resources_per_worker: 1 rollout worker with XPU: 1 each, but this machine has 0", overrides=["rollout.num_workers=[0,2]", "rollout.resources_per_worker={{XPU: 1}}"]),
+    case("rollout worker on a GPU that is not there", "ppo", r"rollout\.\w+: 99 rollout workers with GPU: 1 each, but this machine has \d+",
          overrides=["rollout.num_workers=99", "rollout.use_gpu=true"]),
     case("tensor parallel without GPUs", "ppo", r"rollout\.tensor_parallel_size: found 2, expected 1 unless rollout workers .*rollout\.use_gpu=true", overrides=["rollout.tensor_parallel_size=2"]),
     case("a key of rollout that there is not", "ppo", r"rollout\.num_worker: unknown key; did you mean rollout\.num_workers\?", overrides=["rollout.num_worker=1"]),
@@ -424,7 +421,7 @@ def test_wrong_input_is_answered(one, world, tmp_path, capsys, in_root):
 def test_rows_longer_than_the_context_are_refused_before_ray_starts(
     verb, world, capsys, monkeypatch, in_root
 ):
-    monkeypatch.setattr("pipeline.runtime.driver.session", lambda job: pytest.fail("Ray was started"))
+    monkeypatch.setattr("pipeline.on_ray.session.session", lambda job: pytest.fail("Ray was started"))
     given = ["data.max_length=512", f"run.storage_path={world['storage']}"]
     given += ["reward=python:bad_rewards:length"] if verb == "score" else []
     assert main([verb, f"jobs/demo/{verb}.yaml", *given]) == 2
@@ -553,7 +550,7 @@ def command(*given: str) -> tuple[int, str]:
     ("overrides", "message"),
     [
         (["trainer.learning_rat=1"], r"error: command line: trainer\.learning_rat: unknown key; did you mean trainer\.learning_rate\?"),
-        (["scaling.num_workers=500", "data.batch_size=null"], r"error: scaling\.num_workers: 500 workers with 1 CPU each, but this machine has"),
+        (["scaling.num_workers=500", "data.batch_size=null"], r"error: scaling\.num_workers: 500 workers with CPU: 1 each, but this machine has"),
         (["data.train={rows}"], r"error: data\.train: 1 of 1 row cannot be used \(1 null\):\n.*rows\.jsonl:1: `completion`: found null"),
     ],
     ids=["key", "workers", "rows"],

@@ -22,7 +22,7 @@ from toy_models import tokenizer
 
 from pipeline.config import gates
 from pipeline.errors import InputError
-from pipeline.runtime import driver, embedded, placement
+from pipeline.on_ray import placement, session
 from pipeline.system import console
 
 
@@ -56,11 +56,11 @@ def names_in_ray() -> set[str]:
 
 SETTINGS = {
     **dict.fromkeys(
-        (key for key in driver.ENVIRONMENT if key.startswith("RAY_")), "pipeline/runtime/driver.py"
+        (key for key in session.ENVIRONMENT if key.startswith("RAY_")), "pipeline/on_ray/session.py"
     ),
-    **dict.fromkeys(embedded.DEFAULTS, "pipeline/runtime/embedded.py"),
+    **dict.fromkeys(session.EMBEDDED, "pipeline/on_ray/session.py"),
     **dict.fromkeys(
-        (key for key in embedded.secured() if key.startswith("RAY_")), "pipeline/runtime/embedded.py"
+        (key for key in session.secured() if key.startswith("RAY_")), "pipeline/on_ray/session.py"
     ),
     "RAY_AUTH_TOKEN_PATH": "pipeline/cloud/submit.py",
     "RAY_UP_enable_autoscaler_v2": "pipeline/cloud/clusterfile.py",
@@ -74,21 +74,21 @@ def test_ray_still_reads_the_environment_variable(name):
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name.startswith("RAY_TRAIN_")])
 def test_ray_train_still_hands_the_setting_to_its_controller(name):
-    """pipeline/runtime/driver.py and embedded.py set it in the driver; it takes effect in Ray Train's controller and workers."""
+    """pipeline/on_ray/session.py set it in the driver; it takes effect in Ray Train's controller and workers."""
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
     assert name in ENV_VARS_TO_PROPAGATE
 
 
 def test_an_imported_ray_still_reads_its_security_settings_again():
-    """pipeline/runtime/embedded.py, _read_by_ray: ENABLE_RAY_CLUSTER, Config.initialize, AuthenticationTokenLoader.reset_cache.
+    """pipeline/on_ray/session.py, _read_by_ray: ENABLE_RAY_CLUSTER, Config.initialize, AuthenticationTokenLoader.reset_cache.
 
     If this fails, the Ray of a notebook may listen on every interface, or want no token.
     """
     from ray._private import ray_constants, services
     from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
 
-    with embedded._environment():
+    with session._environment():
         assert get_authentication_mode() == AuthenticationMode.TOKEN
         assert AuthenticationTokenLoader.instance().get_raw_token() == os.environ["RAY_AUTH_TOKEN"]
         assert ray_constants.ENABLE_RAY_CLUSTER is False
@@ -123,10 +123,10 @@ def a_worker_of_ray_train(monkeypatch):
 def test_a_torch_group_still_forms_through_a_file_and_a_group_of_one_is_still_torn_down(
     a_worker_of_ray_train, tmp_path
 ):
-    """pipeline/runtime/rendezvous.py calls both private functions of ray.train.torch.config; pipeline/runtime/worker.py,
+    """pipeline/on_ray/fit.py calls both private functions of ray.train.torch.config; pipeline/runtime/worker.py,
     leave_group_of_one, undoes them. If this fails, torch's store listens on every interface, or a single worker is in DDP.
     """
-    from pipeline.runtime.rendezvous import _set_torch_distributed_env_vars, _setup_torch_process_group
+    from pipeline.on_ray.fit import _set_torch_distributed_env_vars, _setup_torch_process_group
     from pipeline.runtime.worker import leave_group_of_one
 
     before = set(os.environ)
@@ -142,11 +142,11 @@ def test_a_torch_group_still_forms_through_a_file_and_a_group_of_one_is_still_to
 
 
 def test_ray_train_still_asks_the_torch_config_for_its_backend():
-    """pipeline/runtime/rendezvous.py: FileRendezvous.backend_cls and the worker group that on_start is given."""
+    """pipeline/on_ray/fit.py: FileRendezvous.backend_cls and the worker group that on_start is given."""
     from ray.train._internal.base_worker_group import BaseWorkerGroup
     from ray.train.v2._internal.callbacks.backend_setup import BackendSetupCallback
 
-    from pipeline.runtime.rendezvous import FileRendezvous, _Backend, _TorchBackend
+    from pipeline.on_ray.fit import FileRendezvous, _Backend, _TorchBackend
 
     assert isinstance(BackendSetupCallback(FileRendezvous())._backend, _Backend)
     assert parameters(_Backend.on_start) == parameters(_TorchBackend.on_start)
@@ -213,7 +213,7 @@ def test_what_the_console_silences_is_still_said():
 
 
 def test_ray_trains_cleaner_is_still_where_it_is_left_out():
-    """pipeline/runtime/driver.py, _torch_trainer. If this fails, an embedded run may end 12 s late, in a traceback."""
+    """pipeline/on_ray/fit.py, _trainer. If this fails, an embedded run may end 12 s late, in a traceback."""
     from ray.train.v2._internal.callbacks import placement_group_callback
     from ray.train.v2._internal.state import util
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -233,7 +233,7 @@ def test_the_settings_of_ray_data_still_exist():
 
 
 def test_ray_trains_handler_of_ctrl_c_is_still_set_where_it_is_replaced():
-    """pipeline/runtime/driver.py, fit: _register_sigint_handler. If this fails, Ctrl-C ends a run with status 1, workers left."""
+    """pipeline/on_ray/fit.py, fit: _register_sigint_handler. If this fails, Ctrl-C ends a run with status 1, workers left."""
     from ray.train.v2._internal.execution.controller.controller import TrainController
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -243,7 +243,7 @@ def test_ray_trains_handler_of_ctrl_c_is_still_set_where_it_is_replaced():
 
 
 def test_the_states_in_which_workers_are_waited_for_still_have_these_names():
-    """pipeline/runtime/placement.py, callback. An unknown name counts as placed: a run would wait for ever."""
+    """pipeline/on_ray/placement.py, callback. An unknown name counts as placed: a run would wait for ever."""
     from ray.train.v2._internal.execution.callback import ControllerCallback
     from ray.train.v2._internal.execution.controller import state
 
@@ -255,15 +255,15 @@ def test_the_states_in_which_workers_are_waited_for_still_have_these_names():
 
 
 def test_ray_still_says_how_far_a_cluster_may_grow():
-    """pipeline/runtime/placement.py, _autoscaler_limits."""
+    """pipeline/on_ray/placement.py, _autoscaler_limits."""
     from ray._private.state import state
 
     assert parameters(state.get_max_resources_from_cluster_config) == []
 
 
 def test_the_gpus_of_a_machine_are_still_counted_without_torch():
-    """pipeline/runtime/placement.py, _local_gpus."""
-    assert isinstance(placement._local_gpus(), int)
+    """pipeline/on_ray/placement.py, _limits."""
+    assert isinstance(placement._limits()["GPU"], int)
 
 
 def test_the_files_that_are_checked_are_still_those_that_ray_uploads(tmp_path):
@@ -997,12 +997,12 @@ def test_vllm_still_takes_the_arguments_of_an_exact_sampler():
 
 
 def test_the_folder_of_a_session_still_ends_with_the_drivers_pid(embedded_ray):
-    """pipeline/runtime/embedded.py deletes and sweeps by it (address_info["session_dir"])."""
+    """pipeline/on_ray/session.py deletes and sweeps by it (address_info["session_dir"])."""
     from ray._private.worker import RayContext, global_worker
 
     folder = RayContext(global_worker.node.address_info).address_info["session_dir"]  # what ray.init returns
     assert re.fullmatch(rf"session_\S+_{os.getpid()}", os.path.basename(folder))
-    assert Path(folder).parent == embedded._session_root()
+    assert Path(folder).parent == session._session_root()
 
 
 def test_the_processes_of_a_node_are_still_listed(embedded_ray):

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import InputError, in_brief
-from pipeline.runtime.placement import ACCELERATOR_TYPE, GPU_LABEL, Bundle
+from pipeline.on_ray.placement import ACCELERATOR_TYPE, GPU_LABEL, Bundle
 
 EDIT = "EDIT"  # in the value of every line that its user has to fill in
 RAY = str(Path(sys.executable).parent / "ray")

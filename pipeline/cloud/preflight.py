@@ -23,10 +23,10 @@ from pipeline.cloud import clusterfile
 from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import Job
 from pipeline.errors import InputError
+from pipeline.on_ray import placement
+from pipeline.on_ray.placement import Bundle
 from pipeline.planning import plan
 from pipeline.planning.known import config_of
-from pipeline.runtime import placement
-from pipeline.runtime.placement import Bundle
 from pipeline.system import console, storage
 
 # Bytes of an upload: Ray keeps it in the memory of the head, 100 MiB at most.

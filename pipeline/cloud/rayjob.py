@@ -29,9 +29,9 @@ import yaml
 from pipeline.cloud.submit import FORWARDED
 from pipeline.config import Job, load_job
 from pipeline.errors import InputError
+from pipeline.on_ray import placement
+from pipeline.on_ray.placement import Bundle
 from pipeline.planning.plan import GPUS
-from pipeline.runtime import placement
-from pipeline.runtime.placement import Bundle
 from pipeline.system import storage
 
 HOME = "/home/ray/rlhf"  # where jobs/cloud/Dockerfile puts the project

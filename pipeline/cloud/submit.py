@@ -27,8 +27,9 @@ from pipeline.cloud import preflight
 from pipeline.config import Job, load_job, make
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, in_brief
+from pipeline.on_ray import session
 from pipeline.references import Ref
-from pipeline.runtime import driver
+from pipeline.runtime import resume
 from pipeline.system import process
 from pipeline.system.credentials import without_credentials
 
@@ -91,7 +92,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     api.submit(
         submission,
         shlex.join(["python", "-m", "pipeline", verb, path, *overrides]),
-        {**uploaded(), "env_vars": {**driver.ENVIRONMENT, **environment}},
+        {**uploaded(), "env_vars": {**session.ENVIRONMENT, **environment}},
         {"run": name, "verb": verb, "job": path},
     )
     return follow(api, submission)
@@ -138,7 +139,7 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
     else:
         jobs = [load_job(path, overrides, verb if verb in RUNS else None)]
         if verb in RUNS:
-            return str(driver.name_run(jobs[0]).run.name), jobs
+            return str(resume.named(jobs[0]).run.name), jobs
     return f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", jobs
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.runtime import driver
+from pipeline.runtime import resume
 from pipeline.runtime.preparation import announce, prepared
+from pipeline.runtime.run import train_in_workers
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage
 
@@ -31,7 +32,7 @@ def run(job: Job) -> dict[str, Any]:
             "smaller base of its kind",
             key="model.fsdp",
         )
-    job = driver.name_run(replace(job, run=replace(job.run, name=None, max_failures=0)))
+    job = resume.named(replace(job, run=replace(job.run, name=None, max_failures=0)))
     job = replace(
         job,
         # Beside the run that it is about, not in its place.
@@ -42,7 +43,7 @@ def run(job: Job) -> dict[str, Any]:
     announce(job, "doctor")
     try:
         with prepared(job) as run:
-            outcome = driver.fit(run.work, run.rows, train)
+            outcome = train_in_workers(run.work, run.rows, train)
     finally:
         storage.remove(job.folder)
     examined = outcome.samples[0]

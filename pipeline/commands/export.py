@@ -23,7 +23,7 @@ from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.models.hub import ADAPTER, announcement
 from pipeline.runtime.host import Host
-from pipeline.runtime.run import open_run, unless_finished
+from pipeline.runtime.run import open_run, run_or_reuse
 from pipeline.system import console, storage
 
 # Prompts of the comparison, written with the chat template of the adapter.
@@ -47,7 +47,7 @@ def run(job: Job) -> dict[str, Any]:
             key="run.storage_path",
         )
     before = hub.check(job)
-    result = unless_finished(job, export)
+    result = run_or_reuse(job, export)
     return hub.push(job, result, before) if job.args.hub_model_id else result
 
 

@@ -19,9 +19,10 @@ from pipeline.errors import Failure, InputError
 from pipeline.iteration import checks, table
 from pipeline.iteration import plan as plans
 from pipeline.iteration.plan import Plan
+from pipeline.on_ray.placement import check_scaling
+from pipeline.on_ray.session import session
 from pipeline.references import Ref
-from pipeline.runtime import driver, earlier
-from pipeline.runtime.claim import claim, clear, wait_for_old_workers
+from pipeline.runtime import resume
 from pipeline.runtime.inputs import check_paths, pin_inputs
 from pipeline.system import console, storage
 
@@ -34,7 +35,8 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
         Failure: when a round has nothing to learn from.
     """
     plan = _in_one_home(plans.read(path, overrides))
-    storage.require_writable(plan.storage_path)
+    resume.check_folder(plan.folder, "an iteration", "iterate")
+    seen = resume.state(plan.folder)
     left = recorded(plan)
     if left.get("ended") and (not left["goes_on"] or len(left["rounds"]) >= plan.settings.rounds):
         print(f"iteration {plan.name} has ended ({plan.folder}); run.fresh=true starts it over")
@@ -45,7 +47,7 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
     for step, job in plan.jobs.items():
         with plans.of_step(step):
             check_paths(_before_there_are_rows(plan, step, job))
-            driver.check_scaling(job)
+            check_scaling(job)
     print(f"\n== iterate  {plan.train}  {plan.name}  {path}", flush=True)
     with console.waiting("opening MLflow"):
         registry.check(plan.jobs[plan.train])
@@ -55,18 +57,13 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
     with libraries.asked(*plan.jobs.values()) as check_libraries:
         with console.waiting("checking the models"):
             works = checks.models(plan, inputs)
-        with driver.session(first):
+        with session(first):
             print("reading the rows of all steps", flush=True)
             job = plan.jobs["collect"]
             digests = checks.rows(plan, works, functools.partial(collect.choose, job.args, job.data.seed))
             check_libraries()
             check_content(plan, left, digests)
-            with claim(plan.folder):
-                wait_for_old_workers(plan.folder)
-                if (
-                    plan.fresh
-                ):  # not before: a mistake in a job must not cost the iteration that it was to replace
-                    clear(plan.folder)
+            with resume.locked(plan.folder, seen, plan.fresh):
                 summary = through(plan, left, {"plan": essence, "pinned": inputs, "digests": digests})
     print(closing(plan, summary), flush=True)
     return summary
@@ -98,19 +95,16 @@ def _before_there_are_rows(plan: Plan, step: str, job: Job) -> Job:
 
 
 def recorded(plan: Plan) -> dict[str, Any]:
-    """iterate.json of an earlier driver; {} where there is none, or it is to be started over.
+    """Returns iterate.json of an earlier driver, or {} if there is none, or if it starts over.
 
     Raises:
-        InputError: when the folder's iteration is of other jobs, or the folder is that of a run or a sweep.
+        InputError: if the folder's iteration is of other jobs.
     """
-    earlier.check_owner(plan.folder, "an iteration", "iterate")
-    if plan.fresh:
-        return {}
     path = storage.join(plan.folder, table.FILE)
-    if not storage.exists(path):
+    if plan.fresh or not storage.exists(path):
         return {}
     left = table.read(path)
-    # What only a step says that no round has come to, or that ended in an error, may be mended.
+    # Keys of a step that no round has completed may be edited.
     unused = plan.jobs.keys() - plans.used(plan)
     changed = [
         key for key in plans.changed(left["plan"], plan.essence()) if key.partition(".")[0] not in unused
@@ -118,8 +112,8 @@ def recorded(plan: Plan) -> dict[str, Any]:
     if changed:
         raise InputError(
             f"{plan.name!r} is an iteration of other jobs: {', '.join(changed[:5])}"
-            f"{f' and {len(changed) - 5} more' if len(changed) > 5 else ''} changed since it began; restore what was, choose "
-            "another name, or type run.fresh=true",
+            f"{f' and {len(changed) - 5} more' if len(changed) > 5 else ''} changed since it began; restore them, choose "
+            "another name, or set run.fresh=true",
             key="run.name",
         )
     return left
@@ -131,7 +125,7 @@ def known_versions(plan: Plan, left: dict[str, Any]) -> dict[str, dict[str, str]
         return {}
     jobs = left["plan"]["jobs"]
     return {
-        step: earlier.pinned_inputs(jobs[step] | {"begun_with": {"inputs": left["pinned"][step]}}, job)
+        step: resume.pinned_inputs(jobs[step] | {"begun_with": {"inputs": left["pinned"][step]}}, job)
         for step, job in plan.jobs.items()
         if step in left["pinned"]
     }
@@ -148,14 +142,10 @@ def check_content(plan: Plan, left: dict[str, Any], digests: dict[str, dict[str,
     changed = [
         f"{step}.{key}"
         for step in sorted(steps)
-        for key in earlier.changed_content(then.get(step, {}), digests[step])
+        for key in resume.changed_content(then.get(step, {}), digests[step])
     ]
     if changed:
-        raise InputError(
-            f"the content of {', '.join(changed)} has changed since {plan.name!r} began; it cannot be continued. Restore the "
-            "files, or type another run.name or run.fresh=true",
-            key="run.name",
-        )
+        raise resume.content_error(plan.name, changed)
 
 
 def pinned(plan: Plan, known: dict[str, dict[str, str]]) -> tuple[Plan, dict[str, dict[str, str]]]:

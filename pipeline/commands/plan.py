@@ -16,13 +16,13 @@ from pipeline import registry
 from pipeline.config import Job
 from pipeline.config.stages import TRAINED
 from pipeline.errors import Failure, InputError, about, summary
+from pipeline.on_ray import placement
 from pipeline.planning import plan
 from pipeline.planning.known import config_of
 from pipeline.planning.plan import GIB, GPUS, Plan
 from pipeline.planning.rows import Rows, look
 from pipeline.references import Ref
 from pipeline.registry import lineage
-from pipeline.runtime import placement
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.system import console
 

@@ -15,8 +15,9 @@ from pipeline import report, text
 from pipeline.config import STAGES, libraries, load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError
+from pipeline.on_ray import placement
+from pipeline.on_ray.session import session
 from pipeline.registry import file_of_uri
-from pipeline.runtime import driver
 from pipeline.runtime.inputs import check_paths
 from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import console
@@ -41,11 +42,11 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     for job in jobs.values():  # not after an hour of the stages before
         check_paths(job)
     for job in jobs.values():
-        driver.check_scaling(job)
+        placement.check_scaling(job)
     results = []
     # The stages share the session and the checks of their jobs that start here.
     on_ray = [job for job in jobs.values() if not job.in_process]
-    with libraries.asked(*on_ray), driver.session(next(iter(on_ray), jobs["sft"])):
+    with libraries.asked(*on_ray), session(next(iter(on_ray), jobs["sft"])):
         for stage, module in ORDER.items():
             results.append(module.run(jobs[stage]))
             gc.collect()  # the models of a stage in this process

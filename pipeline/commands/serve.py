@@ -22,7 +22,8 @@ from typing import Any
 
 from pipeline.config import Job, load_job
 from pipeline.errors import Failure, InputError
-from pipeline.runtime import driver, placement
+from pipeline.on_ray import placement
+from pipeline.on_ray.session import session
 from pipeline.runtime.host import Work
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.runtime.preparation import load_host
@@ -61,7 +62,7 @@ def serving(job: Job) -> Iterator[Work]:
     room_for_prompts(job, work.base["context_length"])
     if not os.environ.get("RAY_ADDRESS"):  # there the recorder finds out, on the head
         feedback.check_folder(feedback.folder_of(job))
-    with driver.session(job):
+    with session(job):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(job)
         # A request's own limit comes first, and says so; this one is for clients that do not send what they announce.

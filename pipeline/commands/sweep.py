@@ -18,11 +18,10 @@ from pipeline import registry
 from pipeline.config import JOBS, Job, libraries
 from pipeline.config.stages import INPUTS
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.runtime import earlier
+from pipeline.on_ray import placement
+from pipeline.runtime import resume
 from pipeline.runtime import run as runs
-from pipeline.runtime.claim import claim, clear, wait_for_old_workers
-from pipeline.runtime.host import Sweep as Membership
-from pipeline.runtime.host import Work
+from pipeline.runtime.host import SweepHandle, Work
 from pipeline.runtime.inputs import check_paths
 from pipeline.runtime.preparation import prepared
 from pipeline.sweep import space, table, trials
@@ -39,8 +38,9 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
         InputError: when one of its jobs is wrong; nothing has started then.
         Failure: when no trial came to an end.
     """
-    sweep = _in_one_registry(space.read(path, arguments))
-    storage.require_writable(sweep.job.run.storage_path)
+    sweep = _here(space.read(path, arguments))
+    resume.check_folder(sweep.folder, "a sweep", "sweep")
+    seen = resume.state(sweep.folder)
     left = recorded(sweep)
     if left.get("ended") and not [row for row in left["trials"] if row["state"] == "failed"]:
         print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); run.fresh=true starts it over")
@@ -58,20 +58,19 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
         check()
         print(ready.report.render(samples=False), flush=True)
         sweep = _pinned(sweep, ready.job)
-        with claim(sweep.folder):
-            wait_for_old_workers(sweep.folder)
-            if sweep.job.run.fresh:
-                clear(sweep.folder)
-            with _quietly(sweep):
-                summary = _through(sweep, left, ready.work)
+        with resume.locked(sweep.folder, seen, sweep.job.run.fresh), _quietly(sweep):
+            summary = _through(sweep, left, ready.work)
     print(closing(sweep, summary), flush=True)
     return summary
 
 
-def _in_one_registry(sweep: Sweep) -> Sweep:
-    """The sweep whose trials, in folders of their own, all use the registry of its job."""
+def _here(sweep: Sweep) -> Sweep:
+    """Returns the sweep whose trials all use the registry of its job, on this machine or cluster."""
     uri = registry.tracking_uri(sweep.job)
-    return _each(sweep, lambda job: replace(job, mlflow=replace(job.mlflow, tracking_uri=uri)))
+    return _each(
+        sweep,
+        lambda job: placement.for_this_machine(replace(job, mlflow=replace(job.mlflow, tracking_uri=uri))),
+    )
 
 
 def _each(sweep: Sweep, change: Callable[[Job], Job]) -> Sweep:
@@ -79,22 +78,18 @@ def _each(sweep: Sweep, change: Callable[[Job], Job]) -> Sweep:
 
 
 def recorded(sweep: Sweep) -> dict[str, Any]:
-    """sweep.json of an earlier driver; {} where there is none, or it is to be started over.
+    """Returns sweep.json of an earlier driver, or {} if there is none, or if it starts over.
 
     Raises:
-        InputError: when the folder's sweep is of another job, or the folder is that of a run or an iteration.
+        InputError: if the folder's sweep is of another job.
     """
-    job = sweep.job
-    earlier.check_owner(sweep.folder, "a sweep", "sweep")
-    if job.run.fresh:
+    job, path = sweep.job, storage.join(sweep.folder, table.FILE)
+    if job.run.fresh or not storage.exists(path):
         return {}
-    path = storage.join(sweep.folder, table.FILE)
-    if not storage.exists(path):
-        return {}
-    left = earlier.read_object(path, {"job": dict, "metric": str, "trials": list, "reports": dict})
-    if left["job"] != space.essence(job) or left["metric"] != sweep.metric:
+    left = resume.read_object(path, "job", "metric", "trials", "reports")
+    if left["job"] != resume.essence(job, "gate") or left["metric"] != sweep.metric:
         raise InputError(
-            f"{job.run.name!r} is a sweep of another job; choose another name, or type run.fresh=true",
+            f"{job.run.name!r} is a sweep of another job; choose another name, or set run.fresh=true",
             key="run.name",
         )
     names = {trial.name for trial in sweep.trials}
@@ -126,7 +121,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         "stage": sweep.job.stage,
         "name": sweep.job.run.name,
         "folder": sweep.folder,
-        "job": space.essence(sweep.job),
+        "job": resume.essence(sweep.job, "gate"),
         "inputs": work.inputs,
         "metric": sweep.metric,
         "greater_is_better": sweep.greater,
@@ -145,7 +140,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
         with _trials_closed(sweep), watching(sweep, rungs, keep):
-            died = trials.run(sweep, Membership(rungs, run_id))
+            died = trials.run(sweep, SweepHandle(rungs, run_id))
         state = ray.get(rungs.state.remote())
         rows = keep(state, died)["trials"]
         if (best := table.best(sweep, rows)) is None:
@@ -200,12 +195,7 @@ def register(sweep: Sweep, best: dict[str, Any]) -> dict[str, Any]:
         result["metrics"],
         result["inputs"].get("policy"),
     )
-    facts = {
-        "registered_model": version.name if version else None,
-        "version": version.version if version else None,
-        "alias": version.alias if version else None,
-        "gate": version.gate if version else None,
-    }
+    facts = runs.described(version)
     storage.write_json(path, result | facts)
     return facts
 

@@ -15,7 +15,8 @@ from pipeline.config import Job, rules
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.data import lookahead
 from pipeline.errors import InputError
-from pipeline.runtime import driver
+from pipeline.on_ray import placement
+from pipeline.runtime import resume
 from pipeline.runtime.inputs import functions, pin_inputs
 from pipeline.runtime.preparation import announce, prepared
 from pipeline.system import storage
@@ -25,13 +26,13 @@ def run(job: Job) -> dict[str, Any]:
     if STAGE[job.stage].rows is None:
         raise InputError(f"`{job.stage}` reads no rows: there is nothing to validate", key="stage")
     # Without the name, because runs of that name do not matter here.
-    job = driver.name_run(replace(job, run=replace(job.run, name=None)))
+    job = resume.named(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     announce(job, "validate")
     for warning in rules.warnings(job):
         print(f"warning: {warning}", flush=True)
     try:
-        driver.check_scaling(job)
+        placement.check_scaling(job)
     except InputError as error:
         print(f"note: the run itself cannot start here: {error}", flush=True)
     job = without_absent_models(job)

@@ -47,6 +47,11 @@ def _check_amounts(tree: Tree, section: str, given: dict[str, Any]) -> None:
         raise tree.error(
             f"{section}.resources_per_worker", f"found {show(each)}, expected at least one of them above 0"
         )
+    if each and each.get("GPU") and not use_gpu:
+        raise tree.error(
+            f"{section}.resources_per_worker.GPU",
+            f"found {show(each['GPU'])} without {section}.use_gpu=true; set it, or remove this key",
+        )
     if use_gpu and each and each.get("GPU", 1) == 0:
         raise tree.error(
             f"{section}.resources_per_worker.GPU", f"found 0 with {section}.use_gpu=true; take it out"

@@ -19,7 +19,7 @@ from pipeline.config import Job, MLflow, Run, job_of, rules, schema
 from pipeline.config.jobfile import Tree, read_tree, section_tree
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, show
-from pipeline.runtime import earlier
+from pipeline.runtime import resume
 from pipeline.system import storage
 
 TRAINS = ("sft", "dpo", "kto", "ppo")  # who learns a policy from what was collected
@@ -90,15 +90,13 @@ class Plan:
 
 def changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Keys, as one types them, in which two essences differ."""
-    was, is_ = (earlier.flat({**tree, **tree["jobs"], "jobs": None}) for tree in (then, now))
+    was, is_ = (resume.flat({**tree, **tree["jobs"], "jobs": None}) for tree in (then, now))
     return sorted(key for key in was.keys() | is_.keys() if was.get(key) != is_.get(key))
 
 
 def _essence(job: Job) -> dict[str, Any]:
-    kept = {k: v for k, v in job.to_dict().items() if k not in ("run", "mlflow", "scaling", "source")}
     keeps = {k: v for k, v in job.to_dict()["run"].items() if k in ("keep", "metric_for_best_model")}
-    kept["data"] = {key: value for key, value in kept["data"].items() if key != "cache_dir"}
-    return kept | {"run": keeps}
+    return resume.essence(job) | {"run": keeps}
 
 
 def read(path: str, overrides: list[str]) -> Plan:

@@ -4,26 +4,11 @@ import os
 from typing import Any
 
 from pipeline.references import Ref, title
-from pipeline.runtime import earlier
+from pipeline.runtime import resume
 from pipeline.system import storage
 from pipeline.text import number, table
 
 FILE = "iterate.json"
-KINDS: dict[str, Any] = {
-    "plan": dict,
-    "pinned": dict,
-    "rounds": list,
-    "goes_on": bool,
-    "ended": bool,
-    "version": str,
-}
-_FIGURE = (int, float, type(None))
-# Of a row of `rounds`.
-ROUND: dict[str, Any] = {
-    "policy": str, "version": str, "gate": str, "passed": bool, "folders": list, "round": int, "prompts": int, "rows": int,
-    "seconds": (int, float), "score": (int, float), "score_best": (int, float), "reward": _FIGURE, "judge": _FIGURE,
-    "win_rate": _FIGURE, "judge_win_rate": _FIGURE, "reward_before": _FIGURE, "judge_before": _FIGURE,
-}  # fmt: skip
 HEADER = (
     "round",
     "prompts",
@@ -77,25 +62,8 @@ def recorded(reference: str, runs: str = "runs") -> tuple[str, list[dict[str, An
 
 
 def read(path: str) -> dict[str, Any]:
-    """An iterate.json.
-
-    Raises:
-        InputError: when it cannot be read, or holds other things than an iteration writes.
-    """
-    return earlier.read_object(path, KINDS, _check)
-
-
-def _check(left: dict[str, Any]) -> None:
-    """Raises KeyError or TypeError for what no iteration writes."""
-    jobs = left["plan"]["jobs"]
-    for kinds, entry in (
-        (KINDS, left),
-        (dict.fromkeys(jobs, dict), jobs),
-        *((ROUND, one) for one in left["rounds"]),
-    ):
-        for key, kind in kinds.items():
-            if not isinstance(entry[key], kind):
-                raise TypeError(f"{key}: found {entry[key]!r:.80}")
+    """Returns an iterate.json. Raises InputError if it cannot be read."""
+    return resume.read_object(path, "plan", "pinned", "rounds", "goes_on", "ended", "version")
 
 
 def drawn(rounds: list[dict[str, Any]]) -> list[str]:

@@ -186,7 +186,7 @@ def device_of(job: Job) -> str:
 
 def _rollout_device(job: Job) -> str:
     """The type of the device of the job's rollout workers."""
-    from pipeline.runtime.placement import rollout_on_gpu
+    from pipeline.on_ray.placement import rollout_on_gpu
 
     return "cuda" if rollout_on_gpu(job) else "cpu"
 

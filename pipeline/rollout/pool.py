@@ -21,8 +21,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, in_brief
+from pipeline.on_ray import placement
 from pipeline.rollout.worker import SIGNS, RolloutWorker, Terms
-from pipeline.runtime import placement
 from pipeline.runtime.host import Work
 
 SIGN_EVERY = 2.0  # seconds between two signs of life of a worker that is at work
@@ -88,7 +88,7 @@ class Silence:
     """Between two lines about what is waited for: it gets longer, as with [min, max] places may be missing for good."""
 
     since: float
-    lasts: float = placement.EVERY
+    lasts: float = placement.REPORT_INTERVAL_S
 
 
 class Pool:
@@ -447,8 +447,8 @@ class Pool:
             self.silence = Silence(now)
         elif now - self.silence.since >= self.silence.lasts:
             self.silence = Silence(now, min(2 * self.silence.lasts, LONGEST_SILENCE))
-            need = placement.described(placement.rollout_bundle(self.work.job))
-            there = await asyncio.to_thread(placement.there)
+            need = placement.rollout_bundle(self.work.job)
+            there = await asyncio.to_thread(placement.describe_cluster)
             print(
                 f"waiting for places for {len(waits)} of {len(self.slots)} rollout workers, {need} each, "
                 f"{max(waits):.0f} s so far; {there}",

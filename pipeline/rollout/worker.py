@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from pipeline.runtime import placement
+from pipeline.on_ray import placement
 from pipeline.runtime.host import Host, Work
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ class RolloutWorker:
 
         from pipeline.ppo.sampler import Sampler
         from pipeline.runtime import memory, roles
-        from pipeline.runtime.claim import announce_worker
+        from pipeline.runtime.resume import hold_worker_lock
         from pipeline.runtime.worker import name_output
 
         name_output("rollout")
-        announce_worker(self.work.job.folder)
+        hold_worker_lock(self.work.job.folder)
         job = self.work.job
         with memory.explained(job):
             set_seed(job.args.seed)

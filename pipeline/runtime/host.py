@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepHandle:
     """The sweep that a run is a trial of."""
 
     rungs: Any  # the actor that hears of every evaluation (pipeline/sweep/rungs.py)
@@ -38,7 +38,7 @@ class Work:
     )  # version whose conversations training rows are from -> rows
     row_format: str | None = None  # of the rows: chat, text, both
     mixture: Mixture | None = None  # of the training rows, where their sources have weights
-    sweep: Sweep | None = None  # None: the run stands by itself
+    sweep: SweepHandle | None = None  # None: the run stands by itself
 
 
 class Host:

@@ -19,11 +19,11 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.data.feed import to_hf
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.runtime import earlier, memory, placement
-from pipeline.runtime.claim import announce_worker
+from pipeline.on_ray import placement
+from pipeline.runtime import memory, resume
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preparation import Run
-from pipeline.runtime.run import open_run, unless_finished
+from pipeline.runtime.run import open_run, run_or_reuse
 from pipeline.runtime.worker import like_a_worker, name_output
 from pipeline.system import console, storage
 
@@ -65,7 +65,7 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
         with open_run(job) as run:
             return answer_rows(run, verb)
 
-    return unless_finished(job, execute)
+    return run_or_reuse(job, execute)
 
 
 def answer_rows(run: Run, verb: Verb) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def answer_rows(run: Run, verb: Verb) -> dict[str, Any]:
 
 
 def parts_folder(job: Job) -> str:
-    return storage.join(job.folder, earlier.PARTS)
+    return storage.join(job.folder, resume.PARTS)
 
 
 def part_file(job: Job, part: int) -> str:
@@ -179,7 +179,7 @@ class Parts:
     def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
         if not work.job.in_process:
             name_output(work.job.stage)
-            announce_worker(work.job.folder)  # one that outlives its driver still writes there
+            resume.hold_worker_lock(work.job.folder)  # one that outlives its driver still writes there
         self.load, self.work = load, work
         self.rows, self.chosen = to_hf(rows, work.fingerprints["train"]), chosen
         self.answer: Answer | None = None

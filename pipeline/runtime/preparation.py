@@ -16,8 +16,8 @@ from pipeline.config import Job, libraries
 from pipeline.config.sources import transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+from pipeline.on_ray import placement, session
 from pipeline.registry import lineage
-from pipeline.runtime import driver
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import (
     check_adapters,
@@ -82,18 +82,18 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, looks: bool = False
     """
     started = time.monotonic()
     on_gpus = bool(job.scaling.get("use_gpu"))
-    job, inputs = pin_inputs(job, pinned or {})
-    driver.set_environment()
+    job, inputs = pin_inputs(placement.for_this_machine(job), pinned or {})
+    session.set_environment()
     if looks and "RAY_ADDRESS" not in os.environ:
         job = replace(job, scaling={"num_workers": 0})  # the rows are read in this process, for any job
     with libraries.asked(*([] if job.in_process or (looks and on_gpus) else [job])) as check_libraries:
         with console.waiting("checking the model"):
             work = check_models(job, inputs, sampler=not looks)  # a damaged one is not worth starting Ray for
         if STAGE[job.stage].runs_in == "here":
-            driver.check_scaling(job)
+            placement.check_scaling(job)
             yield Run(work, {}, None, started)
             return
-        with driver.session(replace(job, scaling={}) if looks else job):
+        with session.session(replace(job, scaling={}) if looks else job):
             print("reading and tokenising the rows", flush=True)
             work, rows, report = tokenise(work)
             check_libraries()
@@ -166,7 +166,7 @@ def _prepare_pairs(work: Work) -> Any:
 
 def _ray_for_rows(job: Job) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
     """Returns what starts Ray for the rows of a job in process, or None if Ray is there."""
-    return (lambda: driver.session(replace(job, scaling={}))) if job.in_process else None
+    return (lambda: session.session(replace(job, scaling={}))) if job.in_process else None
 
 
 def _cache(job: Job) -> str:
@@ -236,10 +236,10 @@ def load_host(job: Job) -> Host:
     """
     from pipeline.models.hub import announcement
 
-    driver.set_environment()
-    driver.check_scaling(job)
+    session.set_environment()
+    placement.check_scaling(job)
     with console.waiting("checking the models"):
-        job, inputs = pin_inputs(job)
+        job, inputs = pin_inputs(placement.for_this_machine(job))
         work = check_models(job, inputs)
     print(announcement(job.model.name_or_path, job.model.revision), flush=True)
     console.silence_libraries()

@@ -234,7 +234,7 @@ def vllm_options(job: Job, rows: int) -> dict[str, Any]:
     options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
     if rollout.tensor_parallel_size > 1:
         options["tensor_parallel_size"] = rollout.tensor_parallel_size
-        # It shares buffers by IPC, which cannot share the expandable segments that our workers use (driver.py):
+        # It shares buffers by IPC, which cannot share the expandable segments that our workers use (on_ray/session.py):
         # https://github.com/vllm-project/vllm/issues/42609
         options["disable_custom_all_reduce"] = True
     options |= {

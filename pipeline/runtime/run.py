@@ -1,113 +1,131 @@
 """The life of a run on the driver: check everything, prepare the rows, do the work, register, print the outcome.
 
     launch(job, train) -> the content of result.json        for a stage that runs in Ray Train's workers
-    with open_run(job) as run: ...                          what every run has in common, whatever it does inside
+    with open_run(job) as run: ...                          what every run has in common
 
-Mistakes are found before the first worker starts, and nothing is registered until an adapter exists, reloads as it was
-saved, and has been compared with what the artifact store gives back.
+Mistakes are found before the first worker starts. Nothing is registered until an adapter exists, reloads as it was saved, and
+has been compared with what the artifact store gives back.
 """
 
 import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job, rules
 from pipeline.config.stages import STAGE
-from pipeline.errors import InputError, summary
+from pipeline.errors import summary
 from pipeline.registry import lineage
 from pipeline.report.headline import how_it_ended
-from pipeline.runtime import checkpoints, driver, earlier
-from pipeline.runtime.claim import claim, clear, wait_for_old_workers
-from pipeline.runtime.driver import Outcome
-from pipeline.runtime.host import Sweep, Work
+from pipeline.runtime import checkpoints, resume
+from pipeline.runtime.host import SweepHandle, Work
 from pipeline.runtime.preparation import Run, announce, prepared
 from pipeline.runtime.summary import print_summary
-from pipeline.runtime.worker import Worker
+from pipeline.runtime.worker import Worker, main
 from pipeline.system import console, storage
 from pipeline.system.credentials import without_credentials
 
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the workers of a run left."""
+
+    metrics: dict[str, float]  # final
+    samples: list[dict[str, Any]]
+    adapter: str | None  # its folder in the checkpoint; None: nothing was trained
+    checkpoint: str  # the last one
+    seconds: float
+    peak_memory: int  # bytes, the largest worker: of its GPU if it has one, else resident
+    # Which step was kept and why training ended (best.outcome), and of ppo a typical update; empty if nothing was trained.
+    end: dict[str, Any]
+
+
 # What a stage registers or promotes: from the run and its outcome to a version, or None.
 Register = Callable[[Run, Outcome], registry.Version | None]
-# What a stage runs beside its workers while they train: its value is handed to each of them.
-Beside = Callable[[Work], contextlib.AbstractContextManager[Any]]
-
-
-def unless_finished(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
-    """The result of a job: read from the run of its name if that one is finished, else that of `execute(job)`.
-
-    Raises:
-        InputError: when the name belongs to a run of another stage, an iteration or a sweep, or the storage path cannot be
-            written to.
-    """
-    job = driver.name_run(job)
-    storage.require_writable(job.run.storage_path)
-    earlier.check_owner(job.folder, "a run", job.stage)
-    return finished_result(job) or execute(job)
+# What a stage runs next to its workers while they train: its value is passed to each of them.
+Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
 
 def launch(
     job: Job,
     train: Callable[[Worker], dict[str, Any]],
     register: Register | None = None,
-    sweep: Sweep | None = None,
-    beside: Beside | None = None,
+    sweep: SweepHandle | None = None,
+    companion: Companion | None = None,
 ) -> dict[str, Any]:
     """Runs one stage from its job to its result.json; `train(worker)` is what every worker executes.
 
     Args:
-        register: makes or promotes the run's version before it counts as finished; None: registers the adapter.
-        sweep: that the run is a trial of; None: it stands by itself.
-        beside: what runs while the workers train. None: nothing.
+        register: makes or promotes the run's version before it counts as finished. None: registers the adapter.
+        sweep: the sweep that the run is a trial of. None: it is no trial.
+        companion: what runs while the workers train. None: nothing.
 
     Raises:
-        InputError: when the job, the data or an input is wrong; nothing has been registered then.
+        InputError: if the job, the data or an input is wrong; nothing has been registered then.
     """
 
     def execute(job: Job) -> dict[str, Any]:
-        with open_run(job) as run:
-            result = _train_and_register(
-                run, train, register or publish, sweep, beside or (lambda _: contextlib.nullcontext())
-            )
+        parent = sweep.run_id if sweep else None
+        with (
+            open_run(job) as run,
+            registry.mlflow_run(run.job, run.work.digests, anew=not run.continues, parent=parent) as run_id,
+        ):
+            run.mlflow_run_id = run_id
+            work = replace(run.work, run_id=run_id, sweep=sweep)
+            with companion(work) if companion else contextlib.nullcontext() as running:
+                outcome = train_in_workers(work, run.rows, train, running)
+            version = (register or publish)(run, outcome)
+            result = describe(run, outcome, version)
+            if ended := how_it_ended(result):
+                registry.tag_run(registry.tracking_uri(run.job), run_id, "ended", ended)
+            storage.write_json(storage.join(run.folder, "result.json"), result)
         print_summary(result, _draw_report(result) if job.run.report else None)
         return result
 
-    return unless_finished(job, execute)
+    return run_or_reuse(job, execute)
 
 
-def _draw_report(result: dict[str, Any]) -> str | None:
-    """Where the report was drawn, if it could be."""
-    from pipeline import report
+def run_or_reuse(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
+    """Returns the result of a job: that of the finished run of its name, else that of `execute(job)`.
 
-    try:
-        with console.waiting("drawing the report"):
-            return report.attach(result)
-    except (KeyboardInterrupt, SystemExit):
-        print_summary(result, None)
-        print(f"the run is finished; its report is drawn by make report RUN={result['folder']}", flush=True)
-        raise
+    Raises:
+        InputError: if the name belongs to a run of another stage, an iteration or a sweep, or the storage path cannot be
+            written to.
+    """
+    job = resume.named(job)
+    resume.check_folder(job.folder, "a run", job.stage)
+    path, unfinished = (storage.join(job.folder, name) for name in ("result.json", resume.FILE))
+    if job.run.fresh or not storage.exists(path):
+        if not job.run.fresh and storage.exists(unfinished):
+            resume.read(job, unfinished)
+        return execute(job)
+    result = resume.read(job, path)
+    print(
+        f"run {job.run.name} is finished ({path}); run.fresh=true starts it over, another run.name starts a new one"
+    )
+    if result.get("job"):
+        resume.print_differences(result["job"], job)
+    return result | {"folder": job.folder}  # it may have been moved
 
 
 @contextlib.contextmanager
 def open_run(job: Job) -> Iterator[Run]:
-    """A run that may write: checked, alone in its folder, and continuing what an earlier process left there.
-
-    A failure inside leaves failed.json, for the run's report; a run that goes on again removes it.
+    """Yields a run that may write: checked, alone in its folder, and continuing what an earlier process left there.
 
     Raises:
-        InputError: when the job, the data or an input is wrong, another process runs under that name, or this job
-            cannot continue what is there.
+        InputError: if the job, the data or an input is wrong, another process runs under that name, or this job cannot
+            resume what is there.
     """
+    seen = resume.state(job.folder)
     announce(job)
     registry.check_trackers(job)
     with console.waiting("opening MLflow"):
         registry.check(job)
-    left_behind = earlier.recorded(job)
-    left = earlier.unfinished(job)
-    pinned = earlier.pinned_inputs(left, job) if left else {}
+    left = resume.unfinished(job)
+    pinned = resume.pinned_inputs(left, job) if left else {}
     for warning in rules.warnings(job):
         print(f"warning: {warning}", flush=True)
     with prepared(job, pinned) as run:
@@ -116,23 +134,10 @@ def open_run(job: Job) -> Iterator[Run]:
         if STAGE[job.stage].learns and (other_base := registry.other_base(run.job, run.work.base)):
             print(f"warning: {other_base}", flush=True)
         if left:
-            run.continues = earlier.same_content(left, run.job, run.work.base["digest"], run.work.digests)
-        with claim(run.folder):
-            if not job.run.fresh and storage.exists(storage.join(run.folder, "result.json")):
-                raise InputError(
-                    f"{job.run.name!r} was finished by another process meanwhile; the same command shows its result",
-                    key="run.name",
-                )
-            if earlier.recorded(job) != left_behind:
-                raise InputError(
-                    f"{job.run.name!r} was begun by another process meanwhile; type the same command again",
-                    key="run.name",
-                )
-            wait_for_old_workers(run.folder)
-            if job.run.fresh:  # not before: a mistake in the job must not cost the run that it was to replace
-                clear(run.folder)
-            checkpoints.newest(run.folder)  # sets damaged ones aside before any worker starts
-            earlier.record(run.job, run.work.inputs, run.work.base["digest"], run.work.digests)
+            run.continues = resume.same_content(left, run.job, run.work.base["digest"], run.work.digests)
+        with resume.locked(run.folder, seen, job.run.fresh):
+            checkpoints.newest(run.folder)  # moves damaged ones away before any worker starts
+            resume.record(run.job, run.work.inputs, run.work.base["digest"], run.work.digests)
             with failure_recorded(run):
                 try:
                     yield run
@@ -141,77 +146,11 @@ def open_run(job: Job) -> Iterator[Run]:
                     raise
 
 
-def _train_and_register(
-    run: Run,
-    train: Callable[[Worker], dict[str, Any]],
-    register: Register,
-    sweep: Sweep | None,
-    beside: Beside,
-) -> dict[str, Any]:
-    """From a run that is open to its result.json."""
-    job, parent = run.job, sweep.run_id if sweep else None
-    with registry.mlflow_run(job, run.work.digests, anew=not run.continues, parent=parent) as run_id:
-        run.mlflow_run_id = run_id
-        work = replace(run.work, run_id=run_id, sweep=sweep)
-        with beside(work) as what:
-            outcome = driver.fit(work, run.rows, train, what)
-        version = register(run, outcome)
-        result = describe(run, outcome, version)
-        if ended := how_it_ended(result):
-            registry.tag_run(registry.tracking_uri(job), run_id, "ended", ended)
-        storage.write_json(storage.join(run.folder, "result.json"), result)
-    return result
-
-
-def publish(run: Run, outcome: Outcome) -> registry.Version | None:
-    """Registers the adapter that was trained; the alias moves to it if it has learned anything and the gate lets it."""
-    if not outcome.adapter:
-        return None
-    assert run.mlflow_run_id
-    start = run.work.inputs.get("policy")
-    return publish_adapter(run.job, run.mlflow_run_id, outcome.adapter, outcome.metrics, start)
-
-
-def publish_adapter(
-    job: Job, run_id: str, adapter: str, metrics: dict[str, float], start: str | None
-) -> registry.Version | None:
-    """Registers the adapter that an MLflow run has trained; None where the job names no registered model.
-
-    Args:
-        metrics: of the run; they decide the gate.
-        start: the policy that training began with, pinned; None: there was none.
-    """
-    with storage.local_copy(adapter) as folder:
-        unchanged = nothing_learned(job, folder, start)
-        if unchanged:
-            print(f"warning: {unchanged}", flush=True)
-        if not job.mlflow.registered_model:
-            return None
-        facts = lineage.read(folder, adapter)
-        print(f"registering {job.mlflow.registered_model}", flush=True)
-        return registry.publish(job, run_id, folder, metrics, facts, unchanged)
-
-
-def nothing_learned(job: Job, adapter: str, start: str | None) -> str | None:
-    """Why the alias must not move to an adapter that is, to the last bit, the one that training began with; None: it is not."""
-    from pipeline.models import adapter_files
-
-    if adapter_files.learned(adapter, start and registry.fetch(start, registry.tracking_uri(job))):
-        return None
-    return (
-        f"nothing was learned: after training the adapter equals {start or 'its initialisation'}. The learning rate was 0 at "
-        "every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
-    )
-
-
 @contextlib.contextmanager
 def failure_recorded(run: Run) -> Iterator[None]:
-    """Leaves failed.json in the folder of a run that fails, for its report; a run that goes on again removes it.
-
-    A run that was interrupted has not failed: it is unfinished.
-    """
+    """Leaves failed.json in the folder of a run that fails, for its report. A run that is interrupted has not failed."""
     path = storage.join(run.folder, "failed.json")
-    storage.remove(path)
+    storage.remove(path)  # of the attempt that this one continues
     try:
         yield
     except Exception as error:
@@ -224,35 +163,94 @@ def failure_recorded(run: Run) -> Iterator[None]:
         }
         try:
             storage.write_json(path, failure)
-        except Exception as other:  # a full disk, say: the failure itself is what its user has to see
-            print(f"warning: {path} was not written ({summary(other)})", flush=True)
+        except Exception as other:  # for example a full disk: the user has to see the failure itself
+            print(f"warning: cannot write {path} ({summary(other)})", flush=True)
         raise
 
 
-def finished_result(job: Job) -> dict[str, Any] | None:
-    """The result of a run of this name that already ended; None for one to be continued, or to be started over.
+def train_in_workers(
+    work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]], companion: Any = None
+) -> Outcome:
+    """Runs `train(worker)` in every worker; see on_ray.fit."""
+    from pipeline.on_ray.fit import fit
 
-    Raises:
-        InputError: when the name belongs to a run of another stage, whose checkpoints this one cannot continue.
-    """
-    if job.run.fresh:
-        return None
-    path, unfinished = (storage.join(job.folder, name) for name in ("result.json", earlier.FILE))
-    if not storage.exists(path):
-        if storage.exists(unfinished):
-            earlier.read(job, unfinished)
-        return None
-    result = earlier.read(job, path)
-    print(
-        f"run {job.run.name} is finished ({path}); run.fresh=true starts it over, another run.name starts a new one"
+    job = work.job
+    if job.run.num_to_keep == 1:
+        print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to if the newest is damaged")
+    if not job.in_process:
+        low, high = job.workers
+        count = f"{low}" if low == high else f"{low} to {high}"
+        print(f"starting {count} worker{'s' * (high > 1)}: importing torch and transformers", flush=True)
+    started = time.monotonic()
+    config = {"train": train, "work": work, "companion": companion}
+    try:
+        left = fit(job, main, config, rows, companion)
+    except Exception:
+        _print_what_is_left(job)
+        raise
+    checkpoint = storage.join(job.folder, checkpoints.complete(job.folder)[-1])
+    adapter = storage.join(checkpoint, "adapter")
+    return Outcome(
+        metrics=left["metrics"],
+        samples=left["samples"],
+        adapter=adapter if storage.exists(adapter) else None,
+        checkpoint=checkpoint,
+        seconds=time.monotonic() - started,
+        peak_memory=left["peak_memory"],
+        end={key: left[key] for key in ("kept", "ended", "timeline") if key in left},
     )
-    if result.get("job"):
-        earlier.print_differences(result["job"], job)
-    return result | {"folder": job.folder}  # where it is now: it may have been moved since
+
+
+def _print_what_is_left(job: Job) -> None:
+    """Prints, after a failure, where the same command will continue."""
+    try:
+        complete = checkpoints.complete(job.folder)
+    except Exception as error:  # the disk itself may have failed
+        print(f"run {job.run.name} failed, and {job.folder} cannot be read ({error})", flush=True)
+        return
+    left = (
+        f"continues from {complete[-1]}" if complete else "starts it over: it has no complete checkpoint yet"
+    )
+    print(f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", flush=True)
+
+
+def publish(run: Run, outcome: Outcome) -> registry.Version | None:
+    """Registers the adapter that was trained; the alias moves to it if it has learned anything and the gate passes."""
+    if not outcome.adapter:
+        return None
+    assert run.mlflow_run_id
+    start = run.work.inputs.get("policy")
+    return publish_adapter(run.job, run.mlflow_run_id, outcome.adapter, outcome.metrics, start)
+
+
+def publish_adapter(
+    job: Job, run_id: str, adapter: str, metrics: dict[str, float], start: str | None
+) -> registry.Version | None:
+    """Registers the adapter that an MLflow run has trained. Returns None if the job names no registered model.
+
+    Args:
+        metrics: of the run; they decide the gate.
+        start: the policy that training began with, pinned. None: there was none.
+    """
+    from pipeline.models import adapter_files
+
+    with storage.local_copy(adapter) as folder:
+        unchanged = None
+        if not adapter_files.learned(folder, start and registry.fetch(start, registry.tracking_uri(job))):
+            unchanged = (
+                f"nothing was learned: after training the adapter equals {start or 'its initialization'}. The learning rate "
+                "was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
+            )
+            print(f"warning: {unchanged}", flush=True)
+        if not job.mlflow.registered_model:
+            return None
+        facts = lineage.read(folder, adapter)
+        print(f"registering {job.mlflow.registered_model}", flush=True)
+        return registry.publish(job, run_id, folder, metrics, facts, unchanged)
 
 
 def describe(run: Run, outcome: Outcome, version: registry.Version | None) -> dict[str, Any]:
-    """What result.json says: how a script, or the next stage, learns what happened."""
+    """Returns the content of result.json, from which a script or the next stage learns what happened."""
     return {
         "stage": run.job.stage,
         "name": run.job.run.name,
@@ -264,10 +262,7 @@ def describe(run: Run, outcome: Outcome, version: registry.Version | None) -> di
         "adapter": outcome.adapter,
         "mlflow_run_id": run.mlflow_run_id,
         "tracking_uri": registry.tracking_uri(run.job),
-        "registered_model": version.name if version else None,
-        "version": version.version if version else None,
-        "alias": version.alias if version else None,
-        "gate": version.gate if version else None,
+        **described(version),
         "inputs": run.work.inputs,
         "data": {"digests": run.work.digests, "report": run.report.to_dict()},
         "seconds": round(time.monotonic() - run.started, 2),
@@ -276,3 +271,26 @@ def describe(run: Run, outcome: Outcome, version: registry.Version | None) -> di
         "versions": lineage.versions(),
         "job": run.job.to_dict(),
     }
+
+
+def described(version: registry.Version | None) -> dict[str, Any]:
+    """Returns what result.json says about the version that a run registered or promoted."""
+    return {
+        "registered_model": version.name if version else None,
+        "version": version.version if version else None,
+        "alias": version.alias if version else None,
+        "gate": version.gate if version else None,
+    }
+
+
+def _draw_report(result: dict[str, Any]) -> str | None:
+    """Draws the report and returns its path, or None if it could not be drawn."""
+    from pipeline import report
+
+    try:
+        with console.waiting("drawing the report"):
+            return report.attach(result)
+    except (KeyboardInterrupt, SystemExit):
+        print_summary(result, None)
+        print(f"the run is finished; make report RUN={result['folder']} draws its report", flush=True)
+        raise

@@ -25,9 +25,9 @@ from pipeline.errors import Failure, InputError
 from pipeline.models import hub
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
-from pipeline.runtime.claim import announce_worker
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preemption import PreemptionNotice
+from pipeline.runtime.resume import hold_worker_lock
 from pipeline.system import console, storage
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             leave_group_of_one(
                 ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu"))
             )
-            announce_worker(work.job.folder)
+            hold_worker_lock(work.job.folder)
         resume = resume_folder(work.job.folder, stack)
         if resume and os.path.exists(os.path.join(resume, OUTCOME)):
             with open(os.path.join(resume, OUTCOME), encoding="utf-8") as file:
                 return json.load(file)
-        worker = Worker(work, resume, config["beside"])
+        worker = Worker(work, resume, config["companion"])
         if worker.rank == 0:
             if resume:
                 print(f"continuing from {os.path.basename(resume)}", flush=True)
@@ -135,7 +135,7 @@ def name_output(stage: str) -> None:
 class Worker(Host):
     """One worker of a stage: its rank and device, the rows it reads, its log, its checkpoints and its outcome."""
 
-    def __init__(self, work: Work, resume: str | None, beside: Any = None):
+    def __init__(self, work: Work, resume: str | None, companion: Any = None):
         import ray.train.collective
 
         super().__init__(work)
@@ -143,7 +143,7 @@ class Worker(Host):
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.local_rank = context.get_local_rank()
         self.resume = resume  # the folder of the checkpoint to continue from, or None
-        self.beside = beside  # what the stage runs beside its workers, e.g. the pool of rollout workers
+        self.companion = companion  # what runs next to the workers, e.g. the pool of rollout workers
         # The same folder for all workers of a node: transformers lets each rank add its random state to it.
         self.scratch = os.path.join(
             tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id or str(self.job.run.name)

@@ -30,7 +30,8 @@ from starlette.responses import JSONResponse
 
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
-from pipeline.runtime import memory, placement
+from pipeline.on_ray import placement
+from pipeline.runtime import memory
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.serving import engine, protocol

@@ -14,10 +14,9 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.runtime import earlier
-from pipeline.runtime.driver import Outcome
+from pipeline.runtime import resume
 from pipeline.runtime.preparation import Run
-from pipeline.runtime.run import launch
+from pipeline.runtime.run import Outcome, launch
 from pipeline.runtime.summary import pairs_table
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage
@@ -26,7 +25,7 @@ from pipeline.system import storage
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
     path = storage.join(result["folder"], "evaluation.json")
-    evaluation = earlier.read_object(path, {"pairs": dict, "metrics": dict})
+    evaluation = resume.read_object(path, "pairs", "metrics")
     if evaluation["pairs"]:
         print("\n" + pairs_table(evaluation["pairs"]), flush=True)
     return result

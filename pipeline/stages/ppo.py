@@ -22,7 +22,7 @@ def run(job: Job) -> dict[str, Any]:
         return launch(job, train)
     from pipeline.rollout.pool import opened
 
-    return launch(job, train, beside=opened)
+    return launch(job, train, companion=opened)
 
 
 def train(worker: Worker) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.runtime import best, roles
 
     args = replace(worker.job.args, gradient_checkpointing=recompute.settled(worker))
-    rollout_workers = Client(worker, worker.beside) if worker.beside else None
+    rollout_workers = Client(worker, worker.companion) if worker.companion else None
     set_seed(args.seed)  # new adapters are made of random numbers: the same ones on every rank
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)

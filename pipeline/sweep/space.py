@@ -13,13 +13,14 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from pipeline.config import Job, load_job, schema
 from pipeline.config.best import check_metric, default_metric, greater_is_better
 from pipeline.config.jobfile import Tree
 from pipeline.config.stages import TRAINED
 from pipeline.errors import InputError, show
+from pipeline.runtime.resume import essence
 from pipeline.system import storage
 
 RANGE = re.compile(r"(loguniform|uniform|randint)\(([^,()]+),([^,()]+)\)")
@@ -138,7 +139,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
     trials = [_trial(base, job, values) for job, values in jobs]
     names: dict[str, str] = {}
     for trial in trials:
-        same = names.setdefault(json.dumps(essence(trial.job)), trial.name)
+        same = names.setdefault(json.dumps(essence(trial.job, "gate")), trial.name)
         if same != trial.name:
             raise InputError(f"{same} and {trial.name} are the same job; list each value once")
     return Sweep(base, known, trials, metric, greater, shared)
@@ -273,20 +274,13 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     return metric, greater_is_better(metric, job.run.greater_is_better)
 
 
-# What may differ between two commands that are about the same sweep.
-ELSEWHERE = ("run", "mlflow", "gate", "scaling", "source")
-
-
-def essence(job: Job) -> dict[str, Any]:
-    """What decides the numbers of a job, as plain data."""
-    left = {key: value for key, value in job.to_dict().items() if key not in ELSEWHERE}
-    left["data"] = {key: value for key, value in left["data"].items() if key != "cache_dir"}
-    return json.loads(json.dumps(left))
-
-
 def _named(job: Job, jobs: list[Job], settings: Settings) -> Job:
     """The shared job under its name: the one given, or one that follows from what is swept, so that the same command goes on."""
-    content = [[essence(one) for one in jobs], job.run.metric_for_best_model, settings.reduction_factor]
+    content = [
+        [essence(one, "gate") for one in jobs],
+        job.run.metric_for_best_model,
+        settings.reduction_factor,
+    ]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     name = job.run.name or f"sweep-{job.stage}-{digest}"
     return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))

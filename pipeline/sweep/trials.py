@@ -14,9 +14,9 @@ from typing import Any
 
 from pipeline.config import Job, libraries
 from pipeline.errors import Failure, InputError, causes, in_brief, summary
-from pipeline.runtime import embedded, placement
-from pipeline.runtime.claim import announce_worker
-from pipeline.runtime.host import Sweep as Membership
+from pipeline.on_ray import placement, session
+from pipeline.runtime.host import SweepHandle
+from pipeline.runtime.resume import hold_worker_lock
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import name_output
 from pipeline.sweep import table
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 }
 
 
-def run(sweep: Sweep, member: Membership) -> dict[str, str]:
+def run(sweep: Sweep, member: SweepHandle) -> dict[str, str]:
     """Runs the trials that have not ended, until all have; {trial: why its process died} of those that could not be run."""
     os.environ.update(ENVIRONMENT)
     from ray import tune
@@ -75,21 +75,19 @@ def _silent() -> Any:
     return Silent()
 
 
-def _trainable(sweep: Sweep, member: Membership) -> Any:
+def _trainable(sweep: Sweep, member: SweepHandle) -> Any:
     jobs = {trial.name: trial.job for trial in sweep.trials}
-    session, folder = embedded.session_folder(), sweep.folder
+    own, folder = session.session_folder(), sweep.folder
 
     def trial(config: dict[str, Any]) -> None:
-        embedded.belong_to(session)
-        announce_worker(
-            folder
-        )  # it may outlive the sweep's driver by seconds, with its trial's folder claimed
+        session.belong_to(own)
+        hold_worker_lock(folder)  # it may outlive the sweep's driver by seconds
         _run_one(jobs[config["trial"]], member)
 
     return trial
 
 
-def _run_one(job: Job, member: Membership) -> None:
+def _run_one(job: Job, member: SweepHandle) -> None:
     """In a process of its own: a trial, as an ordinary run. What it fails with ends this trial alone."""
     import ray
 
@@ -101,7 +99,7 @@ def _run_one(job: Job, member: Membership) -> None:
     ray.get(member.rungs.begin.remote(name))
     try:
         launch(
-            job, importlib.import_module(f"pipeline.stages.{job.stage}").train, sweep=member, beside=opened
+            job, importlib.import_module(f"pipeline.stages.{job.stage}").train, sweep=member, companion=opened
         )
     except Exception as error:
         failure = without_credentials(reason(error))

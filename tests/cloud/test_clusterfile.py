@@ -18,7 +18,7 @@ from running import ROOT
 
 from pipeline.cloud import clusterfile
 from pipeline.errors import InputError
-from pipeline.runtime.placement import GPU_LABEL
+from pipeline.on_ray.placement import GPU_LABEL
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]

@@ -18,8 +18,8 @@ from pipeline.cloud import clusterfile, preflight, rayjob
 from pipeline.config import load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+from pipeline.on_ray.placement import GPU_LABEL, bundles, rollout_bundle
 from pipeline.planning import plan
-from pipeline.runtime.placement import GPU_LABEL, bundles, rollout_bundle
 
 FILES = ["cluster.yaml", "jobs/cloud/gcp.yaml"]
 ON_WORKERS = [name for name, facts in STAGE.items() if facts.runs_in != "here"]

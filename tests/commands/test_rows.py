@@ -110,9 +110,7 @@ def test_killed_in_the_middle_it_continues_to_the_same_rows(models, storage, cap
     assert not (storage / "killed/completions.jsonl").exists()
     changed = [POLICY, REWARD, f"data.train={storage}/killed.jsonl", *settings, "trainer.temperature=0.5"]
     stage("generate", storage, "killed", *changed, status=2)
-    assert re.search(
-        r"'killed' was begun with trainer\.temperature=1\.0 \(now 0\.5\)", capsys.readouterr().err
-    )
+    assert re.search(r"'killed' began with trainer\.temperature=1\.0 \(now 0\.5\)", capsys.readouterr().err)
     result, lines = run("generate", storage, "killed", rows, *settings, "scaling.num_workers=2")
     assert [line["number"] for line in lines] == list(range(160))
     assert 0 < result["rows_done_now"] <= 160 - 8 * (done - 1)

@@ -17,6 +17,7 @@ from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.commands import sweep as command
 from pipeline.errors import InputError
+from pipeline.runtime.resume import essence
 from pipeline.sweep import space
 
 JOB = "jobs/demo/rm.yaml"
@@ -76,13 +77,13 @@ def test_two_trials_of_which_the_better_one_is_registered(embedded_ray, in_root,
     assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
 
 
-def test_the_name_of_another_sweep_or_of_a_run_is_refused(in_root, tmp_path):
+def test_the_name_of_another_sweep_is_refused(in_root, tmp_path):
     def begun(*more):
         given = ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s", *more]
         return space.read(JOB, given)
 
     sweep = begun()
-    content = {"job": space.essence(sweep.job), "metric": "eval_loss", "reports": {}, "ended": True}
+    content = {"job": essence(sweep.job, "gate"), "metric": "eval_loss", "reports": {}, "ended": True}
     rows = [{"trial": trial.name} for trial in sweep.trials]
     path = tmp_path / "s/sweep.json"
     path.parent.mkdir()
@@ -96,14 +97,11 @@ def test_the_name_of_another_sweep_or_of_a_run_is_refused(in_root, tmp_path):
     path.write_text("{")
     with pytest.raises(InputError, match=r"sweep\.json cannot be read"):
         command.recorded(sweep)
-    (tmp_path / "s/job.json").write_text("{}")
-    with pytest.raises(InputError, match="the name of a run"):
-        command.recorded(sweep)
 
 
 def test_an_interrupted_sweep_leaves_no_run_that_seems_to_go_on(in_root, tmp_path):
     sweep = space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s"])
-    sweep = command._in_one_registry(sweep)
+    sweep = command._here(sweep)
     inner = registry.mlflow_run(sweep.trials[0].job, {})
     with pytest.raises(KeyboardInterrupt), command._trials_closed(sweep):
         inner.__enter__()

@@ -6,7 +6,7 @@ What is proved, by section:
 - `trainer` of sft, rm, dpo and kto: each key that is not refused reaches TRL's class as it stands. The rest is TRL's.
 - `model`, `data`, `run`, `mlflow`, and `trainer` of evaluate, generate, collect, score and export: the source outside config/
   reads each key from its section. Which of them a stage has no use for is in STAGE (tests/config/test_job.py).
-- `scaling` and `lora` go to ray.train.ScalingConfig and peft.LoraConfig as they stand (pipeline/runtime/driver.py,
+- `scaling` and `lora` go to ray.train.ScalingConfig and peft.LoraConfig as they stand (pipeline/on_ray/fit.py,
   pipeline/stages): tests/config/test_job.py compares the accepted keys with the fields of those classes.
 - `gate`: a condition on a metric that the stage never has is refused (tests/config/test_gates.py, test_job.py).
 """

@@ -56,7 +56,7 @@ def test_a_name_is_that_of_a_run_or_of_an_iteration_or_of_a_sweep(fresh, tmp_pat
             if kind == owner:
                 continue
             assert main(typed) == 2
-            said = rf"run\.name: 'x' is the name of {owner} \(.*/x\); choose another, for example run\.name={typed[0]}-x"
+            said = rf"run\.name: 'x' is the name of {owner} \(.*/x\); choose another one, for example run\.name={typed[0]}-x"
             assert re.search(said, error := capsys.readouterr().err), error
             assert [path.name for path in folder.iterdir()] == [file]
 
@@ -67,20 +67,12 @@ def test_an_iteration_that_has_ended_says_so(tmp_path, capsys):
     assert re.search(r"iteration it has ended.*models:/rlhf-dpo/1", capsys.readouterr().out, re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "damage", ["goes_on", "version", "plan", "[{}]", "[3]", "[[]]", "{", "[]", "a figure"]
-)
+@pytest.mark.parametrize("damage", ["goes_on", "version", "plan", "{", "[]"])
 def test_a_damaged_iterate_json_is_named(damage, tmp_path, capsys):
     left = left_by(tmp_path)
-    if damage in left:
-        del left[damage]
-    elif damage.startswith("[") and damage != "[]":
-        left["rounds"] = json.loads(damage)
-    elif damage == "a figure":
-        left["rounds"][0]["reward"] = "high"
-    else:
-        left = damage
-    write(tmp_path, left)
+    write(
+        tmp_path, {key: value for key, value in left.items() if key != damage} if damage in left else damage
+    )
     assert iterate(tmp_path) == 2
     error = capsys.readouterr().err
     assert re.search(r"^error: run\.name: .*it/iterate\.json cannot be read \(.*run\.fresh=true", error), (
@@ -88,8 +80,8 @@ def test_a_damaged_iterate_json_is_named(damage, tmp_path, capsys):
     )
 
 
-def test_what_no_finished_step_has_used_may_be_mended(tmp_path, capsys):
-    """evaluate failed in the first round: its job is mended, and collect and dpo are not repeated."""
+def test_what_no_finished_step_has_used_may_be_edited(tmp_path, capsys):
+    """evaluate failed in the first round: its job is edited, and collect and dpo are not repeated."""
     left = left_by(tmp_path, ended=False, rounds=[])
     write(tmp_path, left)
 

@@ -62,8 +62,8 @@ def test_a_run_says_who_started_it_from_what(job):
 
 
 def test_nothing_is_said_of_git_where_it_is_not_installed(tmp_path):
-    text = """from pipeline.runtime import driver
-driver.set_environment()
+    text = """from pipeline.on_ray import session
+session.set_environment()
 from mlflow.tracking.context.registry import resolve_tags
 resolve_tags({})"""
     environment = {**os.environ, "PATH": str(tmp_path)}

@@ -15,10 +15,9 @@ from pipeline import registry
 from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
-from pipeline.runtime.driver import Outcome
 from pipeline.runtime.host import Work
 from pipeline.runtime.preparation import Run
-from pipeline.runtime.run import publish
+from pipeline.runtime.run import Outcome, publish
 from pipeline.system import storage
 
 

@@ -64,7 +64,7 @@ def train(family, tmp_path_factory):
     storage = tmp_path_factory.mktemp("runs")
 
     class LocalWorker(Worker):
-        device, beside, report = "cpu", None, None
+        device, companion, report = "cpu", None, None
 
         def __init__(self, work, rows, scratch):
             self.work, self.job, self.tokenizer = work, work.job, work.tokenizer

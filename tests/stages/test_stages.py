@@ -10,7 +10,7 @@ from running import ROOT, client, curve, stage
 
 from pipeline.config import load_job
 from pipeline.planning import plan
-from pipeline.runtime import driver, run
+from pipeline.runtime import run
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL_QUICK = [
@@ -233,8 +233,8 @@ def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
     moved = storage / "moved" / "toy-evaluate"
     shutil.copytree(storage / "toy-evaluate", moved)
     settings = [f"run.storage_path={storage / 'moved'}", "run.name=toy-evaluate"]
-    job = driver.name_run(load_job(ROOT / "jobs/demo/evaluate.yaml", settings, "evaluate"))
-    found = run.finished_result(job)
+    job = load_job(ROOT / "jobs/demo/evaluate.yaml", settings, "evaluate")
+    found = run.run_or_reuse(job, pytest.fail)
     assert found == runs["evaluate"] | {"folder": str(moved)} != runs["evaluate"]
 
 

@@ -35,7 +35,7 @@ ROWS = 24  # of the demo's files that a stage gets
 class Alone(Host):
     """One worker of a stage, in this process."""
 
-    rank, world, local_rank, resume, beside, report = 0, 1, 0, None, None, None
+    rank, world, local_rank, resume, companion, report = 0, 1, 0, None, None, None
 
     def __init__(self, work, sets, folder):
         super().__init__(work)

@@ -84,7 +84,7 @@ def test_a_killed_run_goes_on_before_a_spoilt_checkpoint_and_what_it_registers_i
         spoilt = newest_checkpoint(s3, "killed")
         s3.put_object(Bucket="bucket", Key=f"{spoilt}/optimizer.pt", Body=b"spoilt")
         assert killed.again().ends() == 0, killed.lines[-20:]
-        assert killed.says(r"damaged checkpoints were set aside \(continuing from checkpoint_000000")
+        assert killed.says(r"moved damaged checkpoints to damaged/ \(continuing from checkpoint_000000")
         assert killed.says(spoilt.rpartition("/")[2] + r": optimizer\.pt has 6 bytes, expected")
 
         results = [json.loads(read(s3, f"runs/{one}/result.json")) for one in ("untouched", "killed")]

@@ -181,8 +181,8 @@ def test_a_run_announces_each_phase_and_says_nothing_else(run):
 SESSION = """
 import sys
 import ray  # before the session, as a notebook may have done
-from pipeline.runtime import embedded
-with embedded.ray_session(num_cpus=1, logging_level="warning"):
+from pipeline.on_ray import session
+with session.embedded(num_cpus=1, logging_level="warning"):
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
 """
@@ -263,10 +263,10 @@ def test_a_ray_that_does_not_start_is_one_message():
     text = """
         import sys
         from pipeline import __main__
-        from pipeline.runtime import embedded
+        from pipeline.on_ray import session
         from pipeline.system import process
         def run(*_):
-            with embedded.ray_session(num_cpus=1, object_store_memory=10**15):
+            with session.embedded(num_cpus=1, object_store_memory=10**15):
                 pass
         __main__.dispatch = run
         sys.exit(process.run(lambda: __main__.main(["sft", "job.yaml"])))

@@ -1,8 +1,11 @@
-"""Wrong and hostile input to a run that is continued: each its error, before anything is trained, and an untouched folder."""
+"""The folder of a run: what may continue what is there, and who may write into it. Errors leave it untouched."""
 
 import os
 import re
 import shutil
+import subprocess
+import sys
+import textwrap
 
 import pytest
 from running import ROOT
@@ -10,7 +13,8 @@ from running import ROOT
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.runtime import checkpoints, driver, earlier, inputs
+from pipeline.runtime import checkpoints, inputs, resume
+from pipeline.runtime.resume import locked, state, wait_for_old_workers
 from pipeline.system import functions
 
 BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
@@ -29,11 +33,11 @@ def halfway(tmp_path_factory):
         job = load_job(
             f"jobs/demo/{verb}.yaml", [f"run.storage_path={folder}", f"run.name={verb}", *more], verb
         )
-        earlier.record(driver.name_run(job), {}, "sha256:base", {"train": "sha256:rows"})
+        resume.record(resume.named(job), {}, "sha256:base", {"train": "sha256:rows"})
         checkpoint = folder / verb / "checkpoint_00000010"
         checkpoint.mkdir()
         (checkpoint / "state.json").write_text("{}")
-        checkpoints.seal(str(checkpoint), checkpoints.digests(str(checkpoint)))
+        checkpoints.seal(str(folder / verb), checkpoint.name, checkpoints.digests(str(checkpoint)))
     os.chdir(before)
     return folder
 
@@ -48,25 +52,25 @@ def tree(folder):
 
 # (name, verb, overrides or a change to the folder, what the message says)
 CHANGED = [
-    ("learning rate", "sft", ["trainer.learning_rate=0.5"], r"was begun with trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.fresh=true.*may change: run, mlflow, gate, scaling, data\.cache_dir and \d+ more$"),
-    ("seed", "sft", ["trainer.seed=2"], r"begun with trainer\.seed=1 \(now 2\)"),
-    ("seed of ppo", "ppo", ["trainer.seed=2"], r"begun with trainer\.seed=1 \(now 2\)"),
-    ("rank of the adapter", "sft", ["lora.r=8"], r"begun with lora\.r=16 \(now 8\)"),
-    ("a key added", "sft", ["trainer.adam_beta2=0.9"], r"begun with trainer\.adam_beta2=not given \(now 0\.9\)"),
-    ("data", "sft", ["data.train=jobs/demo/data/demonstrations_eval.jsonl"], r"begun with data\.train=.*demonstrations\.jsonl"),
-    ("length of rows", "sft", ["data.max_length=128"], r"begun with data\.max_length=256"),
-    ("global batch", "sft", ["data.batch_size=32"], r"begun with data\.batch_size=16 \(now 32\)"),
-    ("episodes of an update", "ppo", ["trainer.batch_size=32"], r"begun with trainer\.batch_size=64 \(now 32\)"),
-    ("schedule", "sft", ["trainer.lr_scheduler_type=linear"], r'begun with trainer\.lr_scheduler_type="cosine"'),
-    ("length of the run", "sft", ["trainer.num_train_epochs=9"], r"begun with trainer\.num_train_epochs=3"),
-    ("dtype", "sft", ["model.dtype=bfloat16"], r'begun with model\.dtype="float32"'),
-    ("base", "sft", ["model.name_or_path=jobs/demo"], r'begun with model\.name_or_path="jobs/demo/model"'),
-    ("policy", "ppo", ["policy=elsewhere"], r'begun with policy="base"'),
-    ("reward", "ppo", ["reward=python:bad_rewards:nan"], r'begun with reward="python:bad_rewards:length"'),
-    ("many keys", "sft", ["trainer.seed=2", "lora.r=8"], r"begun with lora\.r=16 \(now 8\), trainer\.seed=1 \(now 2\);"),
+    ("learning rate", "sft", ["trainer.learning_rate=0.5"], r"began with trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.fresh=true.*may change: run, mlflow, gate, scaling, data\.cache_dir and \d+ more$"),
+    ("seed", "sft", ["trainer.seed=2"], r"began with trainer\.seed=1 \(now 2\)"),
+    ("seed of ppo", "ppo", ["trainer.seed=2"], r"began with trainer\.seed=1 \(now 2\)"),
+    ("rank of the adapter", "sft", ["lora.r=8"], r"began with lora\.r=16 \(now 8\)"),
+    ("a key added", "sft", ["trainer.adam_beta2=0.9"], r"began with trainer\.adam_beta2=not given \(now 0\.9\)"),
+    ("data", "sft", ["data.train=jobs/demo/data/demonstrations_eval.jsonl"], r"began with data\.train=.*demonstrations\.jsonl"),
+    ("length of rows", "sft", ["data.max_length=128"], r"began with data\.max_length=256"),
+    ("global batch", "sft", ["data.batch_size=32"], r"began with data\.batch_size=16 \(now 32\)"),
+    ("episodes of an update", "ppo", ["trainer.batch_size=32"], r"began with trainer\.batch_size=64 \(now 32\)"),
+    ("schedule", "sft", ["trainer.lr_scheduler_type=linear"], r'began with trainer\.lr_scheduler_type="cosine"'),
+    ("length of the run", "sft", ["trainer.num_train_epochs=9"], r"began with trainer\.num_train_epochs=3"),
+    ("dtype", "sft", ["model.dtype=bfloat16"], r'began with model\.dtype="float32"'),
+    ("base", "sft", ["model.name_or_path=jobs/demo"], r'began with model\.name_or_path="jobs/demo/model"'),
+    ("policy", "ppo", ["policy=elsewhere"], r'began with policy="base"'),
+    ("reward", "ppo", ["reward=python:bad_rewards:nan"], r'began with reward="python:bad_rewards:length"'),
+    ("many keys", "sft", ["trainer.seed=2", "lora.r=8"], r"began with lora\.r=16 \(now 8\), trainer\.seed=1 \(now 2\) and cannot"),
     ("more keys than are named", "sft",
      ["trainer.seed=2", "lora.r=8", "lora.lora_alpha=8", "data.max_length=128", "data.batch_size=32", "trainer.weight_decay=0.1"],
-     r"data\.max_length=256 \(now 128\), lora\.lora_alpha=.*, trainer\.seed=1 \(now 2\) and 1 more;"),
+     r"data\.max_length=256 \(now 128\), lora\.lora_alpha=.*, trainer\.seed=1 \(now 2\) and 1 more and cannot"),
 ]  # fmt: skip
 
 
@@ -98,7 +102,7 @@ def test_a_changed_job_does_not_continue_a_checkpoint(verb, overrides, says, hal
     ids=str,
 )  # fmt: skip
 def test_what_does_not_change_the_numbers_may_change(overrides, halfway, in_root):
-    assert earlier.unfinished(job_of(halfway, *BATCH, *overrides)) is not None
+    assert resume.unfinished(job_of(halfway, *BATCH, *overrides)) is not None
 
 
 def test_how_evaluations_are_compared_decides_what_is_registered(halfway, tmp_path, in_root):
@@ -119,33 +123,33 @@ def test_how_evaluations_are_compared_decides_what_is_registered(halfway, tmp_pa
         ),
         (begun, [*begun, "trainer.eval_steps=7"], r"trainer\.eval_steps=5 \(now 7\)"),
     ]:
-        earlier.record(job_of(folder, *left), {}, "b", {})
+        resume.record(job_of(folder, *left), {}, "b", {})
         with pytest.raises(InputError, match=says):
-            earlier.unfinished(job_of(folder, *now))
-        assert earlier.unfinished(job_of(folder, *left, "run.num_to_keep=5")) is not None
+            resume.unfinished(job_of(folder, *now))
+        assert resume.unfinished(job_of(folder, *left, "run.num_to_keep=5")) is not None
 
 
 def job_of(folder, *overrides):
     given = [f"run.storage_path={folder}", "run.name=sft", *overrides]
-    return driver.name_run(load_job("jobs/demo/sft.yaml", given, "sft"))
+    return resume.named(load_job("jobs/demo/sft.yaml", given, "sft"))
 
 
 def test_rows_in_memory_decide_the_batch_where_no_batch_size_is_given(halfway, tmp_path, in_root):
     folder = shutil.copytree(halfway, tmp_path / "copy")
-    earlier.record(job_of(folder, "data.batch_size=null"), {}, "b", {})
-    with pytest.raises(InputError, match=r"begun with trainer\.per_device_train_batch_size=16 \(now 8\)"):
-        earlier.unfinished(job_of(folder, "data.batch_size=null", "trainer.per_device_train_batch_size=8"))
+    resume.record(job_of(folder, "data.batch_size=null"), {}, "b", {})
+    with pytest.raises(InputError, match=r"began with trainer\.per_device_train_batch_size=16 \(now 8\)"):
+        resume.unfinished(job_of(folder, "data.batch_size=null", "trainer.per_device_train_batch_size=8"))
 
 
-def test_without_a_checkpoint_the_job_may_still_be_mended(halfway, tmp_path, in_root):
+def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_root):
     folder = shutil.copytree(halfway, tmp_path / "copy")
     shutil.rmtree(folder / "sft/checkpoint_00000010")
-    assert earlier.unfinished(job_of(folder, *BATCH, "trainer.learning_rate=0.5")) is None
+    assert resume.unfinished(job_of(folder, *BATCH, "trainer.learning_rate=0.5")) is None
     job = job_of(folder, *BATCH)
-    found = earlier.unfinished(job)
+    found = resume.unfinished(job)
     assert found is not None, "the same job goes on with its MLflow run"
-    assert earlier.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
-    assert not earlier.same_content(found, job, "sha256:base", {"train": "sha256:edited"})
+    assert resume.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
+    assert not resume.same_content(found, job, "sha256:base", {"train": "sha256:edited"})
 
 
 @pytest.mark.parametrize(
@@ -158,10 +162,10 @@ def test_without_a_checkpoint_the_job_may_still_be_mended(halfway, tmp_path, in_
 )  # fmt: skip
 def test_content_that_changed_under_the_same_path_is_found_out(base, rows, says, halfway, in_root):
     job = job_of(halfway, *BATCH)
-    found = earlier.unfinished(job)
-    assert earlier.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
+    found = resume.unfinished(job)
+    assert resume.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
     with pytest.raises(InputError, match=says):
-        earlier.same_content(found, job, base, rows)
+        resume.same_content(found, job, base, rows)
 
 
 def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_path, in_root, monkeypatch):
@@ -173,10 +177,10 @@ def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_pa
     job = load_job("jobs/demo/collect.yaml", given, "collect")
     rows = {"train": "sha256:rows"} | inputs.digests_of_functions(job)
     assert rows.keys() == {"train", "reward"}
-    earlier.record(job, {}, "sha256:base", rows)
-    (tmp_path / "one" / earlier.PARTS).mkdir()
-    found = earlier.unfinished(job)
-    assert earlier.same_content(
+    resume.record(job, {}, "sha256:base", rows)
+    (tmp_path / "one" / resume.PARTS).mkdir()
+    found = resume.unfinished(job)
+    assert resume.same_content(
         found, job, "sha256:base", {"train": "sha256:rows"} | inputs.digests_of_functions(job)
     )
     module.write_text("def score(completions, **_):\n    return [1.0 for _ in completions]\n")
@@ -184,7 +188,7 @@ def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_pa
     with pytest.raises(
         InputError, match=r"content of reward has changed since 'one' began; .*Restore the files"
     ):
-        earlier.same_content(found, job, "sha256:base", changed)
+        resume.same_content(found, job, "sha256:base", changed)
 
 
 def test_functions_that_decide_numbers_have_digests(in_root):
@@ -196,46 +200,81 @@ def test_functions_that_decide_numbers_have_digests(in_root):
     assert inputs.digests_of_functions(evaluate) == {"judge": functions.digest([gold])}
 
 
-BROKEN = {
-    "empty": b"",
-    "breaks off": b'{"stage": "sf',
-    "a list": b"[1, 2]",
-    "no stage": b'{"model": {}}',
-    "not text": b"\xff\xfe\x00",
-    "a number": b"5",
-    "deep": b'{"stage":' * 100_000,
-    "deeper than a walk": b'{"stage": "sft", "lora": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
-    "metrics of a number": b'{"stage": "sft", "metrics": 5, "begun_with": 5}',
-    "inputs of numbers": b'{"stage": "sft", "inputs": {"policy": 5}, "begun_with": {"inputs": {"policy": 5}}}',
-    "rows of a list": b'{"stage": "sft", "seconds": "long", "begun_with": {"rows": [1]}}',
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("content", [b"", b'{"stage": "sf', b"[1, 2]", b'{"model": {}}', b"\xff\xfe\x00"])
 @pytest.mark.parametrize("file", ["job.json", "result.json"])
-def test_what_a_run_left_cannot_be_read(file, kind, halfway, tmp_path, in_root, capsys):
+def test_what_a_run_left_cannot_be_read(file, content, halfway, tmp_path, in_root, capsys):
     folder = shutil.copytree(halfway, tmp_path / "copy")
-    (folder / "sft" / file).write_bytes(BROKEN[kind])
+    (folder / "sft" / file).write_bytes(content)
     assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.name=sft"]) == 2
     error = capsys.readouterr().err
     assert re.search(rf"^error: run\.name: .*/sft/{file} cannot be read .*run\.fresh=true", error), error
 
 
-EVALUATIONS = [None, b"", b"[]", b'{"pairs": 5}', b'{"metrics": {}}', b'{"pairs":' * 100_000]
+# ------------------------------------------------------------------------------------------------ locks
 
 
-@pytest.mark.parametrize("content", EVALUATIONS, ids=["none", "empty", "list", "number", "no pairs", "deep"])
-def test_an_evaluation_that_cannot_be_read(content, tmp_path, in_root, capsys):
-    folder = tmp_path / "eval"
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "one"
     folder.mkdir()
-    (folder / "result.json").write_text('{"stage": "evaluate", "inputs": {}, "metrics": {}}')
-    if content is not None:
-        (folder / "evaluation.json").write_bytes(content)
-    assert main(["evaluate", "jobs/demo/evaluate.yaml", f"run.storage_path={tmp_path}", "run.name=eval"]) == 2
-    error = capsys.readouterr().err
-    assert re.search(
-        r"^error: run\.name: .*/eval/evaluation\.json cannot be read .*run\.fresh=true", error
-    ), error
+    return folder
+
+
+def lock(run, seen=None, fresh=False):
+    return locked(str(run), state(str(run)) if seen is None else seen, fresh)
+
+
+def test_two_processes_cannot_run_the_same_name(run):
+    with lock(run):
+        with (
+            pytest.raises(InputError, match=r"run\.name: another process is running .*another run\.name"),
+            lock(run),
+        ):
+            pass
+    with lock(run):
+        pass
+
+
+@pytest.mark.parametrize("file", ["job.json", "result.json", "sweep.json", "iterate.json"])
+def test_a_folder_that_another_process_changed_before_the_lock_is_refused(file, run):
+    seen = state(str(run))
+    (run / file).write_text("{}")
+    with pytest.raises(InputError, match=r"run\.name: another process has run .* the same command again"):
+        lock(run, seen).__enter__()
+    with lock(run, seen, fresh=True):
+        assert not (run / file).exists()
+
+
+def test_a_killed_process_lets_go(run):
+    program = f"""
+        import os, signal
+        from pipeline.runtime.resume import locked
+        with locked({str(run)!r}, {{}}, False):
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=False)
+    assert done.returncode == -9
+    with lock(run):
+        shutil.rmtree(run)
+
+
+def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):
+    program = f"""
+        import time
+        from pipeline.runtime.resume import hold_worker_lock
+        hold_worker_lock({str(run)!r})
+        print("there", flush=True)
+        time.sleep(2.0)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == b"there\n"
+        with pytest.raises(InputError, match=r"run\.name: workers of an earlier process still run in"):
+            wait_for_old_workers(str(run), seconds=0)
+        wait_for_old_workers(str(run))
+        assert worker.poll() is not None or worker.wait(5) == 0
+    assert "waiting for the workers of a killed process to exit" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ paths
@@ -280,20 +319,19 @@ def test_a_job_file_is_data_and_runs_nothing(tmp_path, capsys):
 def test_a_base_named_by_a_version_may_be_named_so_again(halfway, in_root):
     """A run records the base that models:/name@alias stood for; whether that is still the same one, its content tells."""
     assert (
-        earlier.unfinished(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion"))
-        is not None
+        resume.unfinished(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion")) is not None
     )
 
 
 def test_a_base_on_the_hub_goes_on_at_its_commit(halfway, in_root):
     """A run records the commit that its revision meant; when that moves on, the message says what to type."""
     job = job_of(halfway, *BATCH)
-    left = earlier.unfinished(job)
+    left = resume.unfinished(job)
     begun = {**left, "model": {**left["model"], "revision": "a" * 40}}
-    assert not earlier.differences(begun, job, ("begun_with", *earlier._resolved(job)))
+    assert not resume.differences(begun, job, ("begun_with", *resume._resolved(job)))
     begun["begun_with"] = {**left["begun_with"], "base": f"commit:{'a' * 40}"}
-    with pytest.raises(InputError, match=f"Type model.revision={'a' * 40}, or type another run.name"):
-        earlier.same_content(begun, job, f"commit:{'b' * 40}", left["begun_with"]["rows"])
+    with pytest.raises(InputError, match=f"Set model.revision={'a' * 40}, choose another run.name"):
+        resume.same_content(begun, job, f"commit:{'b' * 40}", left["begun_with"]["rows"])
 
 
 def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_root):
@@ -307,8 +345,8 @@ def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_
         return load_job("jobs/demo/ppo.yaml", [*named, *overrides], "ppo")
 
     pinned = {"policy": "models:/a/1", "judge": "models:/b/2", "reward.0": "models:/rlhf-rm/3"}
-    earlier.record(ppo(), pinned, "b", {})
-    found = earlier.unfinished(ppo())
-    assert found is not None and earlier.pinned_inputs(found, ppo()) == pinned
+    resume.record(ppo(), pinned, "b", {})
+    found = resume.unfinished(ppo())
+    assert found is not None and resume.pinned_inputs(found, ppo()) == pinned
     del pinned["judge"]  # another one: it is looked up and checked anew
-    assert earlier.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned
+    assert resume.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned

@@ -1,0 +1,1 @@
+"""Ray on the driver: a session, places for workers, and a TorchTrainer."""

@@ -1,0 +1,338 @@
+"""Checks that the workers of a job can be scheduled; on a cluster, waits for them with a timeout and reports progress.
+
+Without these checks Ray waits silently and forever, both for resources that no node will ever have and for nodes that start.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, causes
+
+GPU_LABEL = "ray.io/accelerator-type"  # label of a node: the name of its GPUs
+ACCELERATOR_TYPE = "accelerator_type:"  # prefix of the resource that Ray makes of scaling.accelerator_type
+CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that choose among nodes
+REPORT_INTERVAL_S = 30.0  # between two lines about what is waited for
+# States of Ray Train's controller in which it has no workers yet.
+WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState")
+
+
+def on_cluster() -> bool:
+    """Returns True if the job runs on a cluster; Ray sets RAY_ADDRESS for the driver of a submitted job."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def embedded_cpus() -> int:
+    """Returns the CPUs of an embedded Ray, at least 4: data tasks must find a slot next to the workers."""
+    return max(4, os.cpu_count() or 1)
+
+
+def for_this_machine(job: Job) -> Job:
+    """Returns the job without keys that choose among nodes, if it runs on one machine; prints which ones it drops."""
+    sections = {"scaling": job.scaling, "rollout": job.rollout}
+    dropped = [f"{name}.{key}" for name, keys in sections.items() for key in CLUSTER_ONLY if keys.get(key)]
+    if on_cluster() or not dropped:
+        return job
+    print(f"note: ignoring {', '.join(dropped)}: this is one machine, not a cluster", flush=True)
+    scaling, rollout = (
+        {key: value for key, value in keys.items() if key not in CLUSTER_ONLY} for keys in sections.values()
+    )
+    return replace(job, scaling=scaling, rollout=rollout)
+
+
+# -------------------------------------------------------------------------------------------------- bundles
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one worker requests from Ray: amounts, and labels of the node (Ray's label selector)."""
+
+    resources: dict[str, float]
+    selector: dict[str, str]
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments of ray.remote and of Ray Data."""
+        named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+        options: dict[str, Any] = {"num_cpus": 0, "label_selector": self.selector or None}
+        options |= {named[key]: value for key, value in self.resources.items() if key in named}
+        if more := {key: value for key, value in self.resources.items() if key not in named}:
+            options["resources"] = more
+        return options
+
+    def fits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> int:
+        """Returns how many of these bundles a node with these resources and labels holds."""
+        if not matches(self.selector, labels):
+            return 0
+        return int(
+            min((resources.get(name, 0) / amount for name, amount in self.resources.items()), default=0)
+        )
+
+    def __str__(self) -> str:
+        shown = {
+            name: amount for name, amount in self.resources.items() if not name.startswith(ACCELERATOR_TYPE)
+        }
+        each = ", ".join(f"{name}: {amount:g}" for name, amount in shown.items())
+        return f"{{{each}}}" + (f" on nodes with {self.selector}" if self.selector else "")
+
+
+def bundles(job: Job) -> list[Bundle]:
+    """Returns the requests of the fewest workers with which the job starts, of Ray Train or of Ray Data."""
+    scaling, count = job.scaling, job.workers[0]
+    each = _amounts_of(scaling, 1)
+    if kind := scaling.get("accelerator_type"):
+        each.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
+    selector = scaling.get("label_selector") or {}
+    selectors = selector[:count] if isinstance(selector, list) else [selector] * count
+    return [Bundle(each, one) for one in selectors]
+
+
+def rollout_on_gpu(job: Job) -> bool:
+    """Returns True if rollout workers hold their models on GPUs."""
+    own = job.rollout_config.use_gpu
+    return bool(job.scaling.get("use_gpu") if own is None else own)
+
+
+def rollout_bundle(job: Job) -> Bundle:
+    """Returns the request of one rollout worker."""
+    config = job.rollout_config
+    given = {"resources_per_worker": config.resources_per_worker, "use_gpu": rollout_on_gpu(job)}
+    return Bundle(_amounts_of(given, config.tensor_parallel_size), config.label_selector or {})
+
+
+def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
+    """Returns {resource: amount} of one worker, which has `gpus` GPUs unless the section says otherwise."""
+    gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
+    given = section.get("resources_per_worker") or gpu or {"CPU": 1}
+    return {**{name: amount for name, amount in given.items() if amount}, **({} if given.get("GPU") else gpu)}
+
+
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Returns True if a node with these labels satisfies a label selector, by Ray's own function (2.60, private)."""
+    from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
+
+    return bool(node_labels_match_selector(dict(labels), dict(selector)))
+
+
+# ------------------------------------------------------------------------------------------------ what fits
+
+
+def check_scaling(job: Job) -> None:
+    """Checks that this machine, or the cluster at its largest size, can hold the workers of a job.
+
+    Called before Ray starts and again afterwards, when the memory that Ray hands out and the autoscaler's limits are known.
+
+    Raises:
+        InputError: with what was requested and what is there.
+    """
+    cluster, there = on_cluster(), _limits()
+    has = "with all nodes that its autoscaler may start this cluster" if cluster else "this machine"
+    elsewhere = (
+        "let the cluster grow (max_workers in cluster.yaml)"
+        if cluster
+        else "run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
+    )
+    taken: dict[str, float] = {}
+    groups = [("scaling", "worker", job.workers[0], bundles(job)[0])]
+    fewest, most = job.rollout_config.workers
+    if most:
+        groups.append(("rollout", "rollout worker", fewest, rollout_bundle(job)))
+    for section, who, count, bundle in groups if there else ():
+        for name, amount in bundle.resources.items():
+            # Even if the job may start without any, no worker that fits nowhere will ever come.
+            if taken.get(name, 0) + count * amount > there.get(name, 0) or not there.get(name):
+                trainer = f", next to a trainer with {taken[name]:g}" if name in taken else ""
+                key = "num_workers" if amount <= there.get(name, 0) else "resources_per_worker"
+                key = "use_gpu" if name == "GPU" and not there.get(name) else key
+                cpu = ", or try the demo profile on the CPU (make rlhf)" if name == "GPU" else ""
+                raise InputError(
+                    f"{count or 1} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has "
+                    f"{there.get(name, 0):g}; lower {section}.num_workers or {section}.resources_per_worker, or {elsewhere}{cpu}",
+                    key=f"{section}.{key}",
+                )
+            taken[name] = taken.get(name, 0) + count * amount
+
+
+def _limits() -> dict[str, float]:
+    """Returns {resource: the most that may ever be there}, or {} on a cluster about which nothing is known (yet)."""
+    import ray
+
+    if on_cluster():
+        return _autoscaler_limits() if ray.is_initialized() else {}
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if ray.is_initialized():
+        memory = float(ray.cluster_resources().get("memory", 0.0))
+    gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    return {"CPU": embedded_cpus(), "GPU": gpus, "memory": memory}
+
+
+def _autoscaler_limits() -> dict[str, float]:
+    """Returns {resource: amount} of all nodes that may ever be there, or {} without autoscaler (ray 2.60, private)."""
+    from ray._private.state import state
+
+    return state.get_max_resources_from_cluster_config() or {}
+
+
+def side_by_side(job: Job) -> int:
+    """Returns how many runs of such a job fit at the same time, at least 1; nodes that an autoscaler may add count.
+
+    On one machine its own CPUs count, not the larger number that an embedded Ray hands out.
+    """
+    import ray
+
+    groups = [(bundles(job)[0], job.workers[0])]
+    if samplers := job.rollout_config.workers[1]:
+        groups.append((rollout_bundle(job), samplers))
+    if most := _autoscaler_limits():
+        one: dict[str, float] = {}
+        for bundle, count in groups:
+            for name, amount in bundle.resources.items():
+                one[name] = one.get(name, 0) + count * amount
+        return max(1, int(min(most.get(name, 0) / amount for name, amount in one.items())))
+    nodes = [(dict(node["Resources"]), node["Labels"]) for node in ray.nodes() if node["Alive"]]
+    if not on_cluster():
+        nodes[0][0]["CPU"] = float(os.cpu_count() or 1)
+    runs = 0
+    while all(_reserve(bundle, count, nodes) for bundle, count in groups):
+        runs += 1
+    return max(1, runs)
+
+
+def _reserve(bundle: Bundle, count: int, nodes: list[tuple[dict[str, float], dict[str, str]]]) -> bool:
+    """Reserves `count` bundles on the nodes. Returns whether all of them fit."""
+    for _ in range(count):
+        node = next((free for free, labels in nodes if bundle.fits(free, labels)), None)
+        if node is None:
+            return False
+        for name, amount in bundle.resources.items():
+            node[name] -= amount
+    return True
+
+
+# ------------------------------------------------------------------------------------------------- waiting
+
+
+class Wait:
+    """A wait for workers: prints what is missing every REPORT_INTERVAL_S, and ends after run.placement_timeout_s."""
+
+    def __init__(self, job: Job) -> None:
+        self.limit: float = job.run.placement_timeout_s
+        low, high = job.workers
+        first = bundles(job)[0]
+        kinds = [f"{key} {job.scaling[key]}" for key in CLUSTER_ONLY[:2] if job.scaling.get(key)]
+        count = f"{low}" if low == high else f"{low} to {high}"
+        self.need = " ".join([f"{count} x {Bundle(first.resources, {})}", *kinds])
+        self.since: float | None = None
+        self.reported = 0.0
+
+    def placed(self) -> None:
+        self.since = None
+
+    def check(self) -> None:
+        """Called repeatedly while the workers cannot be placed.
+
+        Raises:
+            Failure: once the wait has been too long.
+        """
+        now = time.monotonic()
+        if self.since is None:
+            self.since = self.reported = now
+        if self.limit >= 0 and now - self.since >= self.limit:
+            raise Failure(
+                f"run.placement_timeout_s: no place for {self.need} was found in {self.limit:g} s; {describe_cluster()}. Add "
+                "nodes, lower scaling.num_workers or scaling.resources_per_worker, or raise run.placement_timeout_s; the same command resumes"
+            )
+        if now - self.reported >= REPORT_INTERVAL_S:
+            self.reported = now
+            print(
+                f"waiting for {self.need}, {now - self.since:.0f} s so far; {describe_cluster()}", flush=True
+            )
+
+
+def describe_cluster() -> str:
+    """Returns the cluster's resources in words: in all, free, and at its largest size."""
+    import ray
+
+    most = _autoscaler_limits()
+    grow = f", and may grow to {_shown(most)}" if most else ""
+    total, free = _shown(ray.cluster_resources()), _shown(ray.available_resources())
+    return f"the cluster has {total}, of which {free} are free{grow}"
+
+
+def _shown(resources: dict[str, float]) -> str:
+    """Returns amounts without Ray's own entries (node:..., object_store_memory); memory in GiB."""
+    shown = {
+        name: f"{amount / 2**30:.1f} GiB" if name == "memory" else f"{amount:g}"
+        for name, amount in sorted(resources.items())
+        if not name.startswith(("node:", "object_store", "bundle"))
+    }
+    return "{" + ", ".join(f"{name}: {amount}" for name, amount in shown.items()) + "}"
+
+
+def callback(job: Job, companion: Any = None) -> Any:
+    """Returns a callback of Ray Train's controller that ends a run if its workers waited too long or ran out of memory.
+
+    Ray (2.60) retries a placement forever, and restarts a worker after any error; it has no setting for either. A controller's
+    callback is called at every change of its state and at each new try; what it raises ends the run. Remove when FailureConfig
+    has a deadline, and errors that are not retried.
+
+    Args:
+        companion: an actor that is told when the workers wait for their places (`trainers_wait`) and when they have them
+            (`trainers_placed`). None: there is none.
+    """
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+    from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+
+    def is_news(record: logging.LogRecord) -> bool:
+        """Ray logs each try with its traceback; Wait prints a line instead."""
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (Failure, WorkerGroupStartupTimeoutError))
+
+    class Placement(ControllerCallback, WorkerGroupCallback):
+        def __init__(self) -> None:
+            self.wait = Wait(job)
+
+        def after_controller_start(self, train_run_context: Any) -> None:
+            for name in ("controller.controller", "callback_manager"):
+                logging.getLogger(f"ray.train.v2._internal.execution.{name}").addFilter(is_news)
+
+        def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+            failed = getattr(current_state, "training_failed_error", None)
+            for error in causes(failed):
+                if type(error) in (OutOfMemory, SelfCheckFailed):
+                    raise error
+            if type(current_state).__name__ not in WAITING:
+                self.wait.placed()
+                return
+            if companion:
+                companion.trainers_wait.remote()
+            self.wait.check()
+
+        def before_init_train_context(self, workers: Any) -> dict[str, list[Any]]:
+            if companion:
+                companion.trainers_placed.remote()
+            return {}
+
+    return Placement()
+
+
+def wait_for_one(job: Job) -> None:
+    """Returns when there is a place for one worker; Ray Data starts its pool of actors with the first that it gets.
+
+    Raises:
+        Failure: if there is none within run.placement_timeout_s.
+    """
+    from ray.util import placement_group, remove_placement_group
+
+    wait, one = Wait(job), bundles(job)[0]
+    place = placement_group([one.resources], bundle_label_selector=[one.selector])
+    try:
+        while not place.wait(0.5):
+            wait.check()
+    finally:
+        remove_placement_group(place)

@@ -1,0 +1,295 @@
+"""A Ray session: an embedded Ray, or the cluster that this driver runs on.
+
+    with session(job):      # nothing is started for a job in process
+        ...
+
+Ray listens on every interface and, without a token, runs any command that is posted to its agent. The embedded Ray binds
+every socket to loopback, so that no other machine can reach it, and requires a token, so that no other user can.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline import registry
+from pipeline.config import JOBS, Job
+from pipeline.errors import Failure, InputError, in_brief
+from pipeline.on_ray import placement
+from pipeline.system import console, process, storage
+
+# Set before Ray starts, so that every process of it inherits them.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else every line of a worker appears twice
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of a job mean the same in every process
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` uploads the working directory and slows every start
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it in vain
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
+    # Rows are tokenised on the CPUs that are there. Ray Data asks for twice as many, and where only nodes with GPUs can be
+    # started (cluster.yaml) the autoscaler repeats into the job's log that no node type fits.
+    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
+    # A GPU's memory grows in place: sequences of ever new lengths leave holes between blocks of fixed sizes.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # oneDNN keeps 1024 compiled products, one for each shape: in PPO, where lengths vary, 0.4 GiB of them.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; where git is not installed, a page of advice is printed
+    **console.QUIET,
+}
+# The same for an embedded Ray alone.
+EMBEDDED = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # 2 s by default, by which every end of a run would be late
+    "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few are used
+    "RAY_worker_niceness": "0",  # Ray's default is 15: its own idle processes would push the training aside
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less: no cloud reclaims this machine
+}
+RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
+MAX_ROOT_CHARACTERS = 40  # Ray adds 66 for the names of its sockets, and the system allows 107
+
+
+def set_environment() -> None:
+    """Sets ENVIRONMENT, except what the user has set; before a library that reads it is imported."""
+    os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+
+
+@contextlib.contextmanager
+def session(job: Job) -> Iterator[None]:
+    """Provides Ray for the block: this process's, the cluster's, or an embedded one. A job in process gets none."""
+    placement.check_scaling(job)
+    set_environment()
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    if job.in_process:
+        yield
+        return
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    cluster = placement.on_cluster()
+    print("joining the cluster" if cluster else "starting Ray", flush=True)
+    with _cluster(job) if cluster else embedded(num_cpus=placement.embedded_cpus(), **RAY_LOGGING):
+        process.listen()  # ray.init() has installed its own handlers
+        console.attach(JOBS)
+        # It warns of a hang if no CPU is free, for the moment or because the workers have them all.
+        logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
+        placement.check_scaling(job)  # again: now Ray knows what it has
+        yield
+
+
+# ----------------------------------------------------------------------------------------------- a cluster
+
+
+@contextlib.contextmanager
+def _cluster(job: Job) -> Iterator[None]:
+    """Joins the cluster that this driver runs on."""
+    import ray
+
+    try:
+        ray.init(**RAY_LOGGING)
+    except Exception as error:  # of many types: no connection, no token, another version
+        raise InputError(
+            f"cannot join the cluster at {os.environ['RAY_ADDRESS']} ({in_brief(error)}); check `ray status` there, or unset "
+            "RAY_ADDRESS",
+            key="RAY_ADDRESS",
+        ) from error
+    try:
+        check_shared_storage(job)
+        yield
+    finally:
+        with process.signals_ignored():
+            ray.shutdown()
+
+
+def check_shared_storage(job: Job) -> None:
+    """Writes a file and checks that every node of a cluster sees it.
+
+    Raises:
+        InputError: with the nodes that do not, or if MLflow's store is a file, which belongs to one machine.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if storage.is_remote(job.run.storage_path) or len(nodes) < 2:
+        return
+    if registry.tracking_uri(job).startswith("sqlite:"):
+        raise InputError(
+            "a SQLite file belongs to one machine, but this cluster has "
+            f"{len(nodes)} nodes; name a server, e.g. mlflow.tracking_uri=http://HEAD:5000",
+            key="mlflow.tracking_uri",
+        )
+    probe = storage.probe_in(job.run.storage_path)
+    storage.write_json(probe, {"driver": os.uname().nodename})
+    sees = ray.remote(num_cpus=0)(os.path.exists)
+    sees_it = {
+        node["NodeManagerAddress"]: sees.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(probe)
+        for node in nodes
+    }
+
+    def is_blind(answer: Any) -> bool:
+        try:
+            return not ray.get(answer, timeout=60)
+        except (ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
+            return False  # the node has gone meanwhile, as spot nodes do
+
+    blind = [address for address, answer in sees_it.items() if is_blind(answer)]
+    os.remove(probe)
+    if blind:
+        raise InputError(
+            f"{job.run.storage_path} is not shared: {', '.join(blind)} do not see what the driver "
+            "writes there; use a bucket or a network mount, e.g. run.storage_path=s3://BUCKET/runs",
+            key="run.storage_path",
+        )
+
+
+# ------------------------------------------------------------------------------------------ an embedded Ray
+
+
+def secured() -> dict[str, str]:
+    """Returns the environment of a Ray that only this session can use. It overrides what the user has set."""
+    return {
+        # Named after the systems on which it is the default: there Ray binds to loopback, to spare its users the
+        # firewall's questions (https://github.com/ray-project/ray/issues/18730). It does the same on Linux.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": _token(),
+        # torch.distributed would listen on the address that this machine's name resolves to.
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface()),
+    }
+
+
+@cache  # two sessions of one process may share it
+def _token() -> str:
+    return secrets.token_hex(32)
+
+
+def _loopback_interface() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Sets the environment of a session for the block, and restores it: a cluster, for example, has another token."""
+    before = dict(os.environ)
+    os.environ.update({key: value for key, value in EMBEDDED.items() if key not in os.environ})
+    os.environ.update(secured())
+    _read_by_ray()
+    try:
+        yield
+    finally:
+        for key in (*EMBEDDED, *secured()):
+            os.environ.pop(key, None)
+            os.environ.update({key: before[key]} if key in before else {})
+        _read_by_ray()
+
+
+_folders: list[str] = []  # of the session of this process, if there is one
+
+
+def session_folder() -> str | None:
+    """Returns the folder of this process's embedded Ray, or None if there is none."""
+    return _folders[-1] if _folders else None
+
+
+def belong_to(folder: str | None) -> None:
+    """Lets another process of an embedded Ray start workers as the driver does; `folder` is the driver's."""
+    _folders[:] = [folder] if folder else []
+
+
+def _read_by_ray() -> None:
+    """Makes Ray read these settings again: it reads them when it is imported, which a notebook may have done long before.
+
+    All of it private (ray 2.60). Remove when ray.init reads them, or takes address and token as arguments.
+    """
+    from ray._private import ray_constants as ray_settings
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    default = not ray_settings.IS_WINDOWS_OR_OSX
+    ray_settings.ENABLE_RAY_CLUSTER = ray_settings.env_bool(ray_settings.ENABLE_RAY_CLUSTERS_ENV_VAR, default)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def embedded(**options: Any) -> Iterator[None]:
+    """Starts Ray for the block, and ends it. `options` are ray.init's.
+
+    Raises:
+        InputError: if the folder for Ray's files belongs to another user.
+        Failure: if Ray does not start.
+    """
+    root = _session_root()
+    _delete_old_sessions(root)
+    with _environment():
+        import ray
+
+        try:
+            _folders.append(_start(root, options))
+            yield
+            ray.shutdown()
+            shutil.rmtree(_folders[-1], ignore_errors=True)
+        finally:  # Ray's logs of a session that failed stay until the next but one starts
+            with process.signals_ignored():
+                ray.shutdown()
+            _folders.clear()
+
+
+def _start(root: Path, options: dict[str, Any]) -> str:
+    """Starts Ray and returns the folder of its session."""
+    import ray
+
+    began = time.monotonic()
+    try:
+        # address="local": otherwise it would join the cluster that this machine last started, even another user's.
+        context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
+    except Exception as error:  # of many types: a process that died, or did not answer in time, a full disk
+        raise Failure(
+            f"Ray did not start; gave up after {time.monotonic() - began:.0f} s ({in_brief(error, 400)}). "
+            f"Its logs are in {root}/session_latest/logs. Check free memory, CPU load and disk space in {root}, "
+            "then run the same command again"
+        ) from error
+    return context.address_info["session_dir"]
+
+
+def _session_root() -> Path:
+    """Returns the folder of this user's Ray sessions, for logs and unix sockets.
+
+    Ray opens its folder and everything in it to all users, so that folder lies in one that only this user can enter.
+    """
+    private = Path(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}")
+    root = private / "ray"
+    try:
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if len(str(root)) > MAX_ROOT_CHARACTERS:
+            raise OSError(None, "its path is too long for unix sockets")
+        if private.lstat().st_uid != os.getuid():
+            raise OSError(None, "it belongs to another user")
+    except OSError as error:
+        raise InputError(
+            f"cannot use {private} ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path",
+            key="RAY_TMPDIR",
+        ) from error
+    private.chmod(0o700)
+    root.mkdir(exist_ok=True)
+    return root
+
+
+def _delete_old_sessions(root: Path) -> None:
+    """Deletes the folders of sessions whose driver is gone, except the newest: its logs may be wanted."""
+    import psutil
+
+    sessions = sorted(path for path in root.glob("session_*_*") if path.is_dir() and not path.is_symlink())
+    ended = [path for path in sessions if not psutil.pid_exists(int(path.name.rpartition("_")[2]))]
+    for path in ended[:-1]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,371 @@
+"""The folder of a run, sweep or iteration: who owns it, what an earlier process left there, and what may differ on a resume.
+
+    with locked(folder, seen, fresh):       # one driver at a time, and no worker of the driver before it
+        ...
+    hold_worker_lock(folder)                # in a worker, until its process ends
+
+`job.json` is written before the work begins: the resolved job, and what its inputs were at that moment (versions behind
+aliases, digests of base and rows). A run resumes only with a job that gives the same results.
+
+The locks are the file system's, which releases them when a process dies. A bucket has none: two processes with the same run
+name do not notice each other there.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.config.stages import INPUTS, STAGE
+from pipeline.errors import InputError, in_brief
+from pipeline.references import Ref
+from pipeline.runtime import checkpoints
+from pipeline.system import storage
+
+FILE = "job.json"
+PARTS = "parts"  # the folder of the finished parts of batch inference
+WORKERS = ".workers"  # the file on which every worker holds a shared lock
+# Who owns a folder of run.storage_path, by the file in it.
+OWNERS = {FILE: "a run", "result.json": "a run", "iterate.json": "an iteration", "sweep.json": "a sweep"}
+# Sections that do not decide the numbers of a job.
+ELSEWHERE = ("run", "mlflow", "scaling", "source")
+# Keys that do not decide the numbers, or only the order in which they are summed up.
+MAY_CHANGE = (
+    "run", "mlflow", "gate", "scaling", "source", "data.cache_dir",
+    "model.attn_implementation",
+    "trainer.logging_steps", "trainer.logging_strategy", "trainer.logging_first_step",
+    "trainer.save_steps", "trainer.save_strategy", "trainer.eval_steps", "trainer.eval_strategy",
+    "trainer.per_device_eval_batch_size", "trainer.micro_batch_tokens",
+    "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_kwargs",
+    "trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor", "trainer.dataloader_pin_memory",
+    "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.patience_s",
+    "rollout.heartbeat_timeout_s", "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
+)  # fmt: skip
+# Of these, what decides which step is kept and where training stops, in a run that compares its evaluations.
+COMPARISON = (
+    "run.keep", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience",
+    # eval_steps is logging_steps where it is not set; figures of whole batches (KTO's KL, extremes) depend on their size.
+    "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
+)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------- the folder
+
+
+def named(job: Job) -> Job:
+    """Returns the job with a run name, by default of stage and time, and an absolute storage path."""
+    name = job.run.name or f"{job.stage}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}"
+    return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
+
+
+def check_folder(folder: str, owner: str, example: str) -> None:
+    """Checks that a folder can be written to and is not another kind of run's; run.fresh=true would delete that, too.
+
+    Args:
+        owner: `a run`, `an iteration` or `a sweep`.
+        example: what another name may begin with.
+    """
+    storage_path, _, name = folder.rpartition("/")
+    storage.require_writable(storage_path)
+    for file, other in OWNERS.items():
+        if other != owner and storage.exists(storage.join(folder, file)):
+            raise InputError(
+                f"{name!r} is the name of {other} ({folder}); choose another one, for example run.name={example}-{name}",
+                key="run.name",
+            )
+
+
+def state(folder: str) -> dict[str, Any]:
+    """Returns the content of the files by which a folder has an owner."""
+    paths = [storage.join(folder, file) for file in OWNERS]
+    return {path: list(storage.read_lines(path)) for path in paths if storage.exists(path)}
+
+
+@contextlib.contextmanager
+def locked(folder: str, seen: dict[str, Any], fresh: bool) -> Iterator[None]:
+    """Keeps a folder to this process for the block, without workers of an earlier driver; with `fresh`, empties it first.
+
+    Args:
+        seen: the folder's state() when this process looked at it.
+
+    Raises:
+        InputError: if another process has the folder or changed it meanwhile.
+    """
+    with _locked(folder):
+        if not fresh and state(folder) != seen:
+            raise InputError(
+                f"another process has run {folder} meanwhile; run the same command again", key="run.name"
+            )
+        wait_for_old_workers(folder)
+        if fresh and storage.exists(folder):  # only now: a mistake in the job must not delete the old run
+            fs, inner = storage.filesystem(folder)
+            fs.delete_dir_contents(inner)
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    if storage.is_remote(folder):
+        yield
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(
+            f"cannot use the folder {folder} ({error.strerror}); choose another run.name", key="run.name"
+        ) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise InputError(
+            f"another process is running {folder} right now; wait for it, end it, or choose another run.name",
+            key="run.name",
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def hold_worker_lock(folder: str) -> None:
+    """Makes `wait_for_old_workers` see this process, a worker, until it ends."""
+    if not storage.is_remote(folder):
+        os.makedirs(folder, exist_ok=True)
+        handle = os.open(os.path.join(folder, WORKERS), os.O_RDWR | os.O_CREAT)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+
+
+def wait_for_old_workers(folder: str, seconds: float = 60.0) -> None:
+    """Waits until no worker of an earlier driver is left. Workers outlive a killed driver by seconds.
+
+    Raises:
+        InputError: if they are still there after `seconds`.
+    """
+    path = os.path.join(folder, WORKERS)
+    if storage.is_remote(folder) or not os.path.exists(path):
+        return
+    try:
+        with storage.locked(path, "the workers of a killed process to exit", seconds):
+            pass
+    except TimeoutError as error:
+        raise InputError(
+            f"workers of an earlier process still run in {folder}; end them (ps lists them as ray::RayTrainWorker), or choose "
+            "another run.name",
+            key="run.name",
+        ) from error
+
+
+# --------------------------------------------------------------------------------------- what a run has left
+
+
+def record(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
+    """Writes job.json: from here on the run has begun."""
+    facts = {"inputs": inputs, "base": base, "rows": rows}
+    storage.write_json(storage.join(job.folder, FILE), job.to_dict() | {"begun_with": facts})
+
+
+def read_object(path: str, *keys: str) -> dict[str, Any]:
+    """Returns a JSON object that a run has written.
+
+    Raises:
+        InputError: if it cannot be read or lacks one of `keys`.
+    """
+    try:
+        left = storage.read_json(path)
+        for key in keys:
+            left[key]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise InputError(
+            f"{path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or set run.fresh=true to start "
+            "over",
+            key="run.name",
+        ) from error
+    return left
+
+
+def read(job: Job, path: str) -> dict[str, Any]:
+    """Returns job.json or result.json of the run of this name.
+
+    Raises:
+        InputError: if it cannot be read, or belongs to another stage.
+    """
+    left = read_object(path, "stage")
+    stage = left["stage"]
+    if stage != job.stage:
+        kind = "an unfinished" if path.endswith(FILE) else "a finished"
+        raise InputError(
+            f"{job.run.name!r} is the name of {kind} {stage} run in {job.run.storage_path}; choose another one, for example "
+            f"run.name={job.stage}-{job.run.name}",
+            key="run.name",
+        )
+    return left
+
+
+def unfinished(job: Job) -> dict[str, Any] | None:
+    """Returns job.json of the run that this job resumes, or None if it starts one, or starts it over.
+
+    Without a checkpoint or a part there is nothing to resume: the job may then be edited, and is another run.
+
+    Raises:
+        InputError: if this job would give other results than the one that began the run.
+    """
+    path = storage.join(job.folder, FILE)
+    if job.run.fresh or not storage.exists(path):
+        return None
+    left, free = read(job, path), _free(job)
+    changed = differences(left, job, (*free, *_resolved(job), "begun_with")) | _other_comparison(left, job)
+    different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
+    if different and not _has_progress(job):
+        return None
+    if different:
+        raise InputError(
+            f"{job.run.name!r} began with {_first(different)} and cannot resume with different settings. Restore them, choose "
+            f"another run.name, or set run.fresh=true. These may change: {_first([key for key in free if key != 'source'])}",
+            key="run.name",
+        )
+    then, now = differences(left, job, ()).get("scaling.num_workers", (None, None))
+    if then != now and STAGE[job.stage].runs_in == "train":
+        print(
+            f"run {job.run.name} continues with scaling.num_workers={now} instead of {then}: the same batches, but sums in "
+            "another order",
+            flush=True,
+        )
+    return left
+
+
+def pinned_inputs(left: dict[str, Any], job: Job) -> dict[str, str]:
+    """Returns {input: version} that the run began with, of the inputs that this job names the same way."""
+    inputs = left.get("begun_with", {}).get("inputs", {})
+    return {
+        key: version
+        for key, version in inputs.items()
+        if left.get(name := key.partition(".")[0]) == getattr(job, name)
+    }
+
+
+def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
+    """Returns True if base, rows and Python functions are those that the run began with, False if it starts again.
+
+    Args:
+        rows: digests, of rows and of functions.
+
+    Raises:
+        InputError: with what changed since the run began, if it left checkpoints or parts.
+    """
+    was = left.get("begun_with", {})
+    begun_on = was.get("base", base)
+    changed = [f"model.name_or_path ({job.model.name_or_path})"] if begun_on != base else []
+    changed += changed_content(was.get("rows", {}), rows)
+    if changed and _has_progress(job):
+        commit = begun_on.partition("commit:")[2]
+        restore = f"Set model.revision={commit}" if commit and begun_on != base else "Restore the files"
+        raise content_error(job.run.name, changed, restore)
+    return not changed
+
+
+def content_error(name: str | None, changed: list[str], restore: str = "Restore the files") -> InputError:
+    return InputError(
+        f"the content of {', '.join(changed)} has changed since {name!r} began; it cannot be continued. {restore}, choose "
+        "another run.name, or set run.fresh=true",
+        key="run.name",
+    )
+
+
+def changed_content(then: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Returns the keys of the job whose rows or functions have other digests now."""
+    names = [name for name, digest in then.items() if now.get(name, digest) != digest]
+    return [name if name in INPUTS else f"data.{name}" for name in names]
+
+
+# --------------------------------------------------------------------------------------------- differences
+
+
+def essence(job: Job, *but: str) -> dict[str, Any]:
+    """Returns what decides the numbers of a job, as plain data, without the sections `but`."""
+    kept = {key: value for key, value in job.to_dict().items() if key not in (*ELSEWHERE, *but)}
+    kept["data"] = {key: value for key, value in kept["data"].items() if key != "cache_dir"}
+    return json.loads(json.dumps(kept))
+
+
+def differences(left: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
+    """Returns {section.key: (value in a recorded job, value in this job)} where they differ, except for `but`."""
+    then, now = (flat(tree) for tree in (left, json.loads(json.dumps(job.to_dict(), default=str))))
+    return {
+        key: (then.get(key), now.get(key))
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key) and not any(key == one or key.startswith(f"{one}.") for one in but)
+    }
+
+
+def _other_comparison(left: dict[str, Any], job: Job) -> dict[str, tuple[Any, Any]]:
+    """Returns differences in how evaluations are compared, if one of the jobs keeps the best step or may stop early."""
+    compares = (
+        keys.get("run.keep") == "best" or "run.early_stopping_patience" in keys
+        for keys in (flat(left), flat(job.to_dict()))
+    )
+    if not any(compares):
+        return {}
+    return {key: pair for key, pair in differences(left, job, ()).items() if key in COMPARISON}
+
+
+def print_differences(left: dict[str, Any], job: Job, most: int = 5) -> None:
+    """Prints, for a finished run, the settings of this command that it did not run with."""
+    changed = differences(left, job, ("run", "source", *_resolved(job)))
+    if changed:
+        print("it ran with other settings; those of this command were not used:")
+    for key, (then, now) in list(changed.items())[:most]:
+        print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
+    if len(changed) > most:
+        print(f"   and {len(changed) - most} more")
+
+
+def _resolved(job: Job) -> tuple[str, ...]:
+    """Returns the keys of which a run records what they stood for: the base of a registered version, the commit on the hub.
+
+    The base's content is compared later.
+    """
+    named = Ref.parse(job.model.name_or_path).is_registered
+    return ("model.name_or_path", "model.revision") if named else ("model.revision",)
+
+
+def _free(job: Job) -> tuple[str, ...]:
+    """Returns the keys that may change."""
+    free: tuple[str, ...] = MAY_CHANGE
+    if job.data.batch_size or job.stage == "ppo":  # rows in memory, not rows of a step
+        free += ("trainer.per_device_train_batch_size",)
+    if STAGE[job.stage].learns:  # nothing is trained on its scores
+        free += ("judge",)
+    if STAGE[job.stage].runs_in == "train":  # elsewhere it decides which rows make a part
+        free += ("trainer.local_rollout_forward_batch_size",)
+    return free
+
+
+def _has_progress(job: Job) -> bool:
+    """Returns True if the run has left something to resume: a checkpoint, even a damaged one, or parts of its output."""
+    folders = storage.folders(job.folder)
+    return PARTS in folders or checkpoints.DAMAGED in folders or bool(checkpoints.complete(job.folder))
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns {section.key: value} of everything in a tree that is not null."""
+    if not isinstance(tree, dict):
+        return {} if tree is None else {prefix.rstrip("."): tree}
+    return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}{key}.").items()}
+
+
+def _first(names: list[str], most: int = 5) -> str:
+    """Returns the first few of a list, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
+def _shown(value: Any) -> str:
+    shown = "not given" if value is None else json.dumps(value)
+    return shown if len(shown) <= 200 else f"{shown[:197]}..."
