@@ -79,7 +79,7 @@ def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str) -> str:
     rows = [
         (
             f"`{key}`",
-            schema.expected(one) + (f", {outside}" if (outside := range_of(one)) else ""),
+            type_of(one),
             "required" if one.get("needed") else f"`{show(one.get('default'))}`",
             meaning(one.get("description", "")),
         )
@@ -97,8 +97,15 @@ def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str) -> str:
     )
 
 
-def range_of(one: Mapping[str, Any]) -> str:
-    return schema.outside(float("nan"), one["range"]) or "" if "range" in one else ""
+def type_of(one: Mapping[str, Any]) -> str:
+    """Returns type and range of a key, with the usual names of types."""
+    allowed = schema.outside(float("nan"), one["range"]) if "range" in one else None
+    words = schema.expected(one) + (f", {allowed}" if allowed else "")
+    names = {"a whole number": "integer", "true or false": "boolean", "a number": "number", "text": "string"}
+    names |= {"a list": "list", "a mapping": "mapping"}
+    for name, usual in names.items():
+        words = re.sub(rf"\b{name}\b", usual, words)
+    return words
 
 
 def meaning(text: str) -> str:
