@@ -398,7 +398,7 @@ def _print_dry_run(job: Job, folder: str) -> None:
     ]
     if "base_model:" not in text and not job.args.merge:
         base = job.model.name_or_path
-        lines.append(f"warning: the base is a folder, {base}: nobody else can load an adapter on it")
+        lines.append(f"warning: the base is a folder, {base}: others cannot load an adapter on it")
     print("\n".join(lines), flush=True)
 
 

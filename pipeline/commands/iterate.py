@@ -175,7 +175,7 @@ def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dic
     itself = replace(trained, run=replace(trained.run, name=plan.name, storage_path=plan.storage_path))
     uri, path = registry.tracking_uri(itself), storage.join(plan.folder, table.FILE)
     rounds: list[dict[str, Any]] = list(left.get("rounds", []))
-    with registry.mlflow_run(itself, {}, anew=not left) as run_id, registry.nested_under(run_id):
+    with registry.mlflow_run(itself, {}, new_run=not left) as run_id, registry.nested_under(run_id):
         summary: dict[str, Any] = {
             "stage": "iterate",
             "name": plan.name,

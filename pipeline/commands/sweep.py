@@ -136,7 +136,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         return summary
 
     # It has the data sets of its trials too: two that note one for the first time, at the same time, fail (mlflow 3.17).
-    with registry.mlflow_run(sweep.job, work.digests, anew=not left) as run_id:
+    with registry.mlflow_run(sweep.job, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
         with _trials_closed(sweep), watching(sweep, rungs, keep):

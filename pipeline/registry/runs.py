@@ -44,14 +44,14 @@ def nested_under(run_id: str) -> Iterator[None]:
 
 @contextmanager
 def mlflow_run(
-    job: Job, digests: dict[str, str], anew: bool = False, parent: str | None = None
+    job: Job, digests: dict[str, str], new_run: bool = False, parent: str | None = None
 ) -> Iterator[str]:
     """Opens the MLflow run of a job, yields its id, and ends it as FINISHED, FAILED, or, on Ctrl-C or SIGTERM, KILLED.
 
     The same `run.name` opens an interrupted run again, so that one job stays one run.
 
     Args:
-        anew: starts a new run instead. A run that a killed driver left RUNNING is then ended as KILLED.
+        new_run: starts a new run instead. A run that a killed driver left RUNNING is then ended as KILLED.
         parent: the run that MLflow shows it under; None: the run of `nested_under`.
     """
     from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
@@ -61,7 +61,7 @@ def mlflow_run(
     experiment = _experiment(mlflow, job)
     newest = _newest(mlflow, [experiment], run_key)
     unfinished = newest.info if newest and newest.info.status != "FINISHED" else None
-    if unfinished and not anew:
+    if unfinished and not new_run:
         run_id = unfinished.run_id
         mlflow.update_run(run_id, status="RUNNING")
     else:

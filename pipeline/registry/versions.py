@@ -360,7 +360,7 @@ def fetch(reference: str, uri: str, patient: bool = False) -> str:
     location = mlflow.get_model_version_download_uri(ref.name, ref.version)
     try:
         return _download(mlflow, location) if _is_here(location) else _cached(mlflow, location, patient)
-    except Exception as error:  # each artifact store raises types of its own
+    except Exception as error:  # each artifact store has its own types
         raise InputError(
             f"{reference}: its files cannot be fetched from {without_credentials(location)} ({summary(error)}); restore them, or "
             "use another version"

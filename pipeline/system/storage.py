@@ -215,7 +215,7 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
         reach(path)
         write_json(probe := probe_in(path), {})
         remove(probe)
-    except Exception as error:  # pyarrow and each cloud's client raise types of their own
+    except Exception as error:  # pyarrow and each cloud's client have their own types
         raise InputError(
             without_credentials(
                 f"{key}: {path!r} cannot be written ({error}); choose a folder or bucket that this user may write to, e.g. "

@@ -14,7 +14,7 @@ def test_a_run_that_was_left_running_is_ended_when_its_name_starts_over(job):
     with pytest.raises(Killed), registry.mlflow_run(job, {}) as dead:
         raise Killed
     mlflow(job).update_run(dead, status="RUNNING")  # a driver that was killed writes nothing
-    with registry.mlflow_run(job, {}, anew=True) as fresh:
+    with registry.mlflow_run(job, {}, new_run=True) as fresh:
         assert fresh != dead and mlflow(job).get_run(dead).info.status == "KILLED"
     assert mlflow(job).get_run(fresh).info.status == "FINISHED"
 
@@ -22,7 +22,7 @@ def test_a_run_that_was_left_running_is_ended_when_its_name_starts_over(job):
 def test_starting_over_after_a_failure_is_another_run(job):
     with pytest.raises(KeyError), registry.mlflow_run(job, {}) as first:
         raise KeyError
-    with registry.mlflow_run(job, {}, anew=True) as second:
+    with registry.mlflow_run(job, {}, new_run=True) as second:
         pass
     assert second != first and mlflow(job).get_run(first).info.status == "FAILED"
 

@@ -75,7 +75,7 @@ def test_a_version_says_which_versions_wrote_its_rows(job, adapter):
 def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_name(job, adapter):
     """`mlflow` may change when a run goes on: the alias of the new name is never set to the old name's number."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
-    with registry.mlflow_run(job, {}, anew=True) as run_id:
+    with registry.mlflow_run(job, {}, new_run=True) as run_id:
         registry.publish(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
         held_back = registry.publish(
             replace(other, gate=job.gate), run_id, adapter, {"eval_loss": 1.0}, LINEAGE
@@ -100,7 +100,7 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
     for name, alias in (("unchanged", None), ("other", "champion")):
         work = Work(job, None, {}, {}, {}, "", inputs={"policy": str(tmp_path / "policy")} if start else {})
         outcome = Outcome({"eval_loss": 0.0}, [], str(tmp_path / name), "", 0.0, 0, {})
-        with registry.mlflow_run(job, {}, anew=True) as run_id:
+        with registry.mlflow_run(job, {}, new_run=True) as run_id:
             run = Run(work, {}, None, 0.0, mlflow_run_id=run_id)
             lineage.write(str(tmp_path / name), LINEAGE)
             version = publish(run, outcome)
