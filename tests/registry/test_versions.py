@@ -21,9 +21,14 @@ from pipeline.runtime.run import Outcome, publish
 from pipeline.system import storage
 
 
-def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
+def register(job, adapter, metrics=None, lineage=LINEAGE):
+    """Publishes an adapter in a run of its job. Returns the version."""
     with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
-        version = registry.publish(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
+        return registry.publish(job, run_id, adapter, metrics or {}, lineage)
+
+
+def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
+    version = register(job, adapter, {"eval_loss": 1.0})
     assert str(version) == "rlhf-sft v1 @champion"
     pinned = registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job))
     assert pinned == "models:/rlhf-sft/1"
@@ -34,14 +39,11 @@ def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
 def test_a_version_is_described_in_words_and_links(job, adapter):
     parents = {"policy": "models:/rlhf-sft/3", "reward.0": "python:my:reward"}
     lineage = {**LINEAGE, "parents": parents, "versions": {"torch": "2.13.0"}, "data": {"train": "ab" * 32}}
-    with registry.mlflow_run(job, {}) as run_id:
-        registry.publish(
-            job, run_id, adapter, {"before_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}, lineage
-        )
+    register(job, adapter, {"before_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}, lineage=lineage)
     version = mlflow(job).get_model_version("rlhf-sft", "1")
     assert version.description == (
         "- held-out loss: 0.54 → **0.5**\n- gate: none set\n\n"
-        f"Trained by [one](#/experiments/1/runs/{run_id}) (sft) on `b` (sha256:1), from\n"
+        f"Trained by [one](#/experiments/1/runs/{version.run_id}) (sft) on `b` (sha256:1), from\n"
         "- policy: [rlhf-sft v3](#/models/rlhf-sft/versions/3)\n- reward.0: `python:my:reward`\n\n"
         "Data: train abababababab  \nLibraries: torch 2.13.0"
     )
@@ -58,8 +60,7 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
 
 def test_a_version_says_which_versions_wrote_its_rows(job, adapter):
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
-    with registry.mlflow_run(job, {}) as run_id:
-        registry.publish(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
+    register(job, adapter, lineage={**LINEAGE, "rows_from": counts})
     version = registry.version("models:/rlhf-sft/1", registry.tracking_uri(job))
     rows_from = version["tags"]["rows_from"]
     assert len(rows_from) == 21 and rows_from["models:/rlhf-ppo/30"] == 30
@@ -120,8 +121,7 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
 )
 def test_a_name_whose_newest_version_has_another_base(base, warned, job, adapter):
     assert registry.other_base(job, base) is None, "nothing is registered yet"
-    with registry.mlflow_run(job, {}) as run_id:
-        registry.publish(job, run_id, adapter, {}, LINEAGE)
+    register(job, adapter)
     warning = registry.other_base(job, base)
     assert (warning is not None) == warned
     if warning:
@@ -131,10 +131,9 @@ def test_a_name_whose_newest_version_has_another_base(base, warned, job, adapter
     assert registry.other_base(nameless, base) is None
 
 
-def test_a_run_warns_of_the_other_base_before_it_trains(job, adapter, tmp_path, capsys, embedded_ray):
+def test_a_run_warns_of_the_other_base_before_it_trains(job, adapter, tmp_path, capsys):
     """And of its own rows that the job file's rows evaluate."""
-    with registry.mlflow_run(job, {}) as run_id:
-        registry.publish(job, run_id, adapter, {}, LINEAGE)
+    register(job, adapter)
     few = [
         "trainer.max_steps=1",
         "trainer.eval_strategy=no",
@@ -156,8 +155,7 @@ def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter
     monkeypatch.setattr(versions, "_is_here", lambda location: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     uri = registry.tracking_uri(job)
-    with registry.mlflow_run(job, {}) as run_id:
-        registry.publish(job, run_id, adapter, {}, LINEAGE)
+    register(job, adapter)
     stored = mlflow(job).get_model_version_download_uri("rlhf-sft", "1")
 
     rename = os.rename
@@ -180,17 +178,6 @@ def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter
     ]
     shutil.rmtree(stored.removeprefix("file://"))
     assert registry.fetch("models:/rlhf-sft/1", uri) == folder
-
-
-def test_a_run_registered_just_before_a_crash_is_not_registered_twice(job, adapter):
-    with pytest.raises(KeyboardInterrupt), registry.mlflow_run(job, {}) as first:
-        registry.publish(job, first, adapter, {}, LINEAGE)
-        raise KeyboardInterrupt  # after the version, before result.json
-    with registry.mlflow_run(job, {}) as second:
-        version = registry.publish(job, second, adapter, {}, LINEAGE)
-    assert second == first
-    assert version.version == "1"
-    assert len(mlflow(job).search_model_versions("name = 'rlhf-sft'")) == 1
 
 
 def test_files_that_come_back_changed_are_not_registered(job, adapter, monkeypatch):
@@ -233,8 +220,7 @@ def test_the_gate(gate, metrics, ok):
 
 def test_a_version_that_fails_its_gate_stays_without_alias(job, adapter):
     closed = replace(job, gate={"eval_loss": "<= 0.1"})
-    with registry.mlflow_run(closed, {}) as run_id:
-        version = registry.publish(closed, run_id, adapter, {"eval_loss": 0.5}, LINEAGE)
+    version = register(closed, adapter, {"eval_loss": 0.5})
     assert version.alias is None and version.gate == "failed: eval_loss = 0.5, required <= 0.1"
     with pytest.raises(
         InputError, match=r"models:/rlhf-sft@champion.*aliases: none.*models:/rlhf-sft/1 \(gate failed"
