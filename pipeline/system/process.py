@@ -34,6 +34,7 @@ def run(main: Callable[[], int]) -> int:
     console.wrap_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _deliver_again
     listen()
     status = main()
     for number in (signal.SIGINT, *ENDING):  # a signal while the libraries shut down changes no status
@@ -83,6 +84,15 @@ def _leave(number: int, _: Any) -> None:
     if not _repeated(number):
         received = signal.Signals(number)
         raise SystemExit(128 + number)
+
+
+def _deliver_again(swallowed: Any) -> None:
+    """Repeats a signal whose exception Python dropped in a weakref's callback or a __del__: SQLAlchemy and MLflow have many."""
+    if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):
+        resume()
+        threading.Timer(0.1, os.kill, (os.getpid(), received or signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(swallowed)
 
 
 @contextlib.contextmanager

@@ -101,6 +101,29 @@ def test_a_signal_says_the_name_that_a_run_was_given(arguments, says, monkeypatc
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_inside_a_callback_is_not_lost(number):
+    """Python drops what a weakref's callback raises, a KeyboardInterrupt included."""
+    text = f"""
+    import os, time, weakref
+    class Thing: pass
+    def callback(_):
+        os.kill(os.getpid(), {int(number)})
+        sum(range(10**6))
+    thing = Thing()
+    reference = weakref.ref(thing, callback)
+    try:
+        del thing
+        time.sleep(20)
+    except (KeyboardInterrupt, SystemExit) as error:
+        print(type(error).__name__)
+        return 0
+    return 1
+    """
+    out, err = program(text)
+    assert out.decode().strip() in ("KeyboardInterrupt", "SystemExit") and err == b""
+
+
 def test_a_second_ctrl_c_does_not_cut_short_what_tidies_up():
     with process.signals_ignored():
         os.kill(os.getpid(), signal.SIGINT)
