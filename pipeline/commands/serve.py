@@ -74,7 +74,8 @@ def serving(job: Job) -> Iterator[Work]:
                 started(work, digests, job.run.name or "serve")
             yield work
         finally:
-            serve.shutdown()
+            with console.native_lines_filtered():
+                serve.shutdown()
 
 
 def started(work: Work, digests: list[str], name: str) -> Any:

@@ -128,7 +128,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     )
     started, now = time.monotonic(), 0
     # After an error too, the actors end before the run's folder is let go.
-    with contextlib.closing(batches):
+    with console.native_lines_filtered(), contextlib.closing(batches):
         for batch in batches:
             if problem := next(filter(None, batch["problem"]), None):
                 raise pickle.loads(problem)

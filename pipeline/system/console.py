@@ -96,6 +96,31 @@ def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
         timer.cancel()
 
 
+@contextlib.contextmanager
+def native_lines_filtered() -> Iterator[None]:
+    """Keeps NOISE that C++ code of this process writes to stderr, past Python, off the terminal: Ray logs it as an error."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    read, write = os.pipe()
+    os.dup2(write, 2)
+    os.close(write)
+    forward = threading.Thread(target=_forward, args=(read, terminal), daemon=True)
+    forward.start()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(terminal, 2)  # closes the pipe, which ends the thread
+        forward.join(5.0)  # unless a child process of the block still has the pipe
+
+
+def _forward(read: int, terminal: int) -> None:
+    with open(read, "rb") as lines, open(terminal, "wb", buffering=0) as shown:
+        for line in lines:
+            if not any(text.encode() in line for text in NOISE):
+                shown.write(line)
+
+
 def attach(own: Collection[str] = (), sink: Any = None) -> None:
     """Replaces the printer of worker logs that ray.init() installed.
 

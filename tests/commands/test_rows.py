@@ -118,7 +118,7 @@ def test_killed_in_the_middle_it_continues_to_the_same_rows(models, storage, cap
     assert [line["completion"] for line in lines] == [one["completion"] for [one] in expected]
 
 
-def test_collect_selects_from_the_engines_completions(models, storage):
+def test_collect_selects_from_the_engines_completions(models, storage, capfd):
     rows = [{"prompt": f"What is the capital of {place}?", "number": i} for i, place in enumerate(PLACES)]
     settings = ["trainer.seed=5", "trainer.num_generations=3", "trainer.local_rollout_forward_batch_size=6"]
     pairs = ["trainer.select=pairs", "scaling.num_workers=2"]
@@ -135,6 +135,7 @@ def test_collect_selects_from_the_engines_completions(models, storage):
         assert line["seed"] == 5 and line["score_chosen"] > line["score_rejected"]
     assert (result["rows"], result["counts"]["rows"], result["counts"]["completions"]) == (11, len(lines), 33)
     assert len(lines) > 11
+    assert capfd.readouterr().err == ""  # nor a line of Ray's C++
     assert result["counts"]["prompts_with_rows"] == len({line["number"] for line in lines})
     scores = [one["score"] for samples in expected for one in samples]
     assert result["metrics"]["score"] == pytest.approx(sum(scores) / 33, abs=1e-4)
