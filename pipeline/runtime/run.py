@@ -71,7 +71,9 @@ def launch(
         parent = sweep.run_id if sweep else None
         with (
             open_run(job) as run,
-            registry.mlflow_run(run.job, run.work.digests, new_run=not run.continues, parent=parent) as run_id,
+            registry.mlflow_run(
+                run.job, run.work.digests, new_run=not run.continues, parent=parent
+            ) as run_id,
         ):
             run.mlflow_run_id = run_id
             work = replace(run.work, run_id=run_id, sweep=sweep)
