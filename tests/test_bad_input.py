@@ -188,7 +188,6 @@ JOB = [
     case("settings that peft refuses", "rm", r"lora\S*: .*`layers_to_transform` cannot be used", overrides=["lora.layers_to_transform=[0]"]),
     case("critic warmed up for the whole run", "ppo", r"trainer\.critic_warmup_steps: found 9, but the run has 9 updates \(\d+ prompts\): the policy would never learn",
          overrides=["trainer.critic_warmup_steps=9", "trainer.total_episodes=72", "trainer.batch_size=8"]),
-    case("experts of a base that has none", "sft", r"trainer\.router_aux_loss_coef: found 0\.1, but jobs/demo/model has no experts", overrides=["trainer.router_aux_loss_coef=0.1"]),
     # models
     case("no such base", "sft", r"model\.name_or_path: there is no folder '/nowhere/model'; expected a model folder or a hub id", overrides=["model.name_or_path=/nowhere/model"]),
     case("hub id offline", "sft", r"model\.name_or_path: 'nobody/nothing' is not a folder here, and the hub cannot be reached.*hf download nobody/nothing",

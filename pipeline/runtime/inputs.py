@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -23,19 +23,38 @@ from pipeline.registry import lineage
 from pipeline.system import storage
 from pipeline.system.functions import digest, imported, signature
 
-GIVEN = ("prompts", "completions", "completion_ids")  # to every Python reward, whatever the data holds
+GIVEN = ("prompts", "completions", "completion_ids")  # arguments that every Python reward may have
+
+
+def references(job: Job) -> dict[str, str]:
+    """Returns {input: what the job names}: policy, reward.0, policies.ID, ...; without the bare base."""
+    found = {name: getattr(job, name) for name in ("policy", "reference", "baseline", "judge")}
+    found |= {f"reward.{index}": source for index, (source, _) in enumerate(job.rewards)}
+    return {name: source for name, source in (found | served(job)).items() if source and source != "base"}
+
+
+def served(job: Job) -> dict[str, str]:
+    """Returns {policies.ID or rewards.ID: name} of what the section `serve` names."""
+    return dict(named(job.serve))
+
+
+def key_of(job: Job, name: str) -> str:
+    """Returns the job's key of an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
+    if name in served(job):
+        return f"serve.{name}"
+    return "reward" if name == "reward.0" and not isinstance(job.reward, list) else name
 
 
 def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tuple[Job, dict[str, str]]:
-    """Every model that the job names, by version instead of alias, so that it cannot change while the job runs.
+    """Returns the job and its inputs by version instead of alias, so that they cannot change while the job runs.
 
     A base given as `models:/name@alias` stands for the base that this version was trained on.
 
     Args:
-        pinned: versions that are known already, those that a run was begun with: their aliases are not looked at.
+        pinned: versions that a run began with, whose aliases may have moved.
     """
-    uri = registry.tracking_uri(job)
-    if any(Ref.parse(name).is_registered for name in (job.model.name_or_path, *job.inputs.values())):
+    uri, named = registry.tracking_uri(job), references(job)
+    if any(Ref.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
         registry.check(job)
     if Ref.parse(job.model.name_or_path).is_registered:
         with about("model.name_or_path"):
@@ -47,39 +66,25 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 )
         revision = base.get("revision")
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
+    for index, (_, weight) in enumerate(job.rewards):
+        if not math.isfinite(weight):
+            raise InputError(
+                f"weight: found {weight}, expected a finite number", key=key_of(job, f"reward.{index}")
+            )
     inputs = {}
-    for name in ("policy", "reference", "baseline", "judge"):
-        reference = getattr(job, name)
-        if reference and reference != "base" and not Ref.parse(reference).is_function:
-            with about(name):
-                inputs[name] = pinned.get(name) or registry.pin(
-                    os.path.expanduser(reference), uri, job.source
-                )
-    for index, (source, weight) in enumerate(job.rewards):
-        with about(key_of(job, f"reward.{index}")):
-            if not math.isfinite(weight):
-                raise InputError(f"weight: found {weight}, expected a finite number")
-            name = f"reward.{index}"
-            inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri, job.source)
-    if job.judge and Ref.parse(job.judge).is_function:
-        inputs["judge"] = job.judge
-    for name, reference in served(job).items():
+    for name, source in named.items():
         with about(key_of(job, name)):
-            if Ref.parse(reference).is_function:
-                inputs[name] = reference
-            elif reference != "base":
-                inputs[name] = registry.pin(os.path.expanduser(reference), uri, job.source)
-    for key, source in functions(job).items():
-        with about(key):
-            check_function(source)
+            if Ref.parse(source).is_function:
+                check_function(source)
+            inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri, job.source)
     return job, inputs
 
 
 def check_paths(job: Job) -> None:
-    """Files of rows and the model's folder, before anything is started for them; of a bucket or hub, that it answers.
+    """Checks that files of rows, transforms and the model's folder exist, and that a bucket or hub answers.
 
     Raises:
-        InputError: when one is not there.
+        InputError: if one does not.
     """
     from pipeline.data import files, lookahead
     from pipeline.data.sets import HUB
@@ -90,44 +95,32 @@ def check_paths(job: Job) -> None:
             check_transform(source)
     if STAGE[job.stage].rows:
         lookahead.preprocessing(job.stage, job.data)
-
-    met = set()
+    reached = set()
     for key, path in job.paths:
         if not storage.is_remote(path) or path.startswith(HUB):
             files.find(path, key)
-        elif (bucket := tuple(path.split("/")[:3])) not in met:
+        elif (bucket := tuple(path.split("/")[:3])) not in reached:
             files.reach(path, key)
-            met.add(bucket)
+            reached.add(bucket)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
     if not Ref.parse(job.model.name_or_path).is_registered:
         require_local(job.model.name_or_path)
 
 
-def key_of(job: Job, name: str) -> str:
-    """What the job file calls an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
-    if name in served(job):
-        return f"serve.{name}"
-    return "reward" if name == "reward.0" and not isinstance(job.reward, list) else name
-
-
-def served(job: Job) -> Mapping[str, str]:
-    """{policies.ID or rewards.ID: name} of what the section `serve` names."""
-    return named(job.serve)
+# ------------------------------------------------------------------------------------------ Python functions
 
 
 def functions(job: Job) -> dict[str, str]:
-    """{key of the job: python:module:function} of its rewards and its judge."""
-    sources = {key_of(job, f"reward.{index}"): source for index, (source, _) in enumerate(job.rewards)}
-    sources["judge"] = job.judge or ""
-    sources |= {f"serve.{name}": reference for name, reference in served(job).items()}
-    return {key: source for key, source in sources.items() if Ref.parse(source).is_function}
+    """Returns {key of the job: python:module:function} of its rewards and its judge."""
+    named = references(job).items()
+    return {key_of(job, name): source for name, source in named if Ref.parse(source).is_function}
 
 
 def digests_of_functions(job: Job) -> dict[str, str]:
-    """{reward or judge: digest of the modules of its Python functions}: two runs in which one differs have other numbers.
+    """Returns {reward or judge: digest of the modules of its Python functions}, which decide the numbers of a run.
 
-    A stage that learns does not learn from its judge.
+    The judge of a stage that learns is left out: the stage does not learn from it.
     """
     found: dict[str, list[str]] = {}
     for key, source in functions(job).items():
@@ -138,70 +131,125 @@ def digests_of_functions(job: Job) -> dict[str, str]:
     return {key: digest(sources) for key, sources in found.items()}
 
 
-def check_sampler(job: Job) -> None:
-    """Refuses rollout.engine=vllm where vLLM, or its plugin for nf4, is not installed.
+def check_function(source: str) -> Callable[..., Any]:
+    """Returns the function of `python:module:function`, which is called as a reward.
 
-    Nodes are made alike: what is missing here is missing there.
+    Raises:
+        InputError: if it cannot be imported, or its parameters cannot be read.
+    """
+    reward = imported(source)
+    signature(source, reward, "prompts and completions")
+    return reward
+
+
+def check_transform(source: str) -> None:
+    """Checks that data.transform can be imported, and called with a row.
+
+    Raises:
+        InputError: with the module or the function, and what is wrong with it.
+    """
+    found = signature(source, imported(source), "one row")
+    try:
+        found.bind({})
+    except TypeError as error:
+        raise InputError(f"{source}: takes {found}, expected one argument, the row ({error})") from error
+
+
+def unfilled(source: str, columns: set[str]) -> str | None:
+    """Returns the parameter of a Python reward that no column of the rows fills, or None if all are filled."""
+    for parameter in inspect.signature(check_function(source)).parameters.values():
+        required = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        )
+        if required and parameter.name not in {*columns, *GIVEN}:
+            return parameter.name
+    return None
+
+
+def check_columns(job: Job, rows: dict[str, Any]) -> None:
+    """Checks on the first rows that data.subset is a column, and that columns fill the parameters of Python rewards and judges.
+
+    Raises:
+        InputError: with the missing column or the unfilled parameter.
+    """
+    first = {
+        name: [
+            json.loads(row["row"])
+            for row in (some.slice(0, 100).to_pylist() if hasattr(some, "slice") else some.take(100))
+        ]
+        for name, some in rows.items()
+    }
+    if job.data.subset and "pairs" in first:
+        known = {key for row in first["pairs"] for key in row}
+        if job.data.subset not in known:
+            raise InputError(
+                f"found {job.data.subset!r}, which the rows of data.pairs do not have; expected one of "
+                f"{', '.join(sorted(known))}",
+                key="data.subset",
+            )
+    for name, some in first.items():
+        columns = {key for row in some for key in row} - {"prompt", "completion"}
+        columns |= {"messages"} if any(isinstance(row.get("prompt"), list) for row in some) else set()
+        for key, source in functions(job).items():
+            if key == "judge" and name != "eval":
+                continue  # it sees eval prompts only, and pairs if it can
+            if wanted := unfilled(source, columns):
+                raise InputError(
+                    f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
+                    f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
+                    "parameter a default",
+                    key=key,
+                )
+
+
+# ---------------------------------------------------------------------------------------------------- models
+
+
+def check_sampler(job: Job) -> None:
+    """Checks that vLLM, and its plugin for NF4, are installed if the job needs them.
+
+    All nodes share one image, so a package missing here is missing there.
     """
     if job.rollout_config.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
-            'vLLM is not installed here; type .venv/bin/pip install -e ".[vllm]" -c constraints-vllm.txt (on every node; it '
-            "needs a GPU), or leave the key out",
+            'vLLM is not installed here; run .venv/bin/pip install -e ".[vllm]" -c constraints-vllm.txt (on every node; it '
+            "needs a GPU), or remove the key",
             key="rollout.engine",
         )
     # vLLM 0.28 and later read no bitsandbytes weights by themselves.
     if job.model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
         raise InputError(
-            "vLLM needs a plugin for model.load_in_4bit; type .venv/bin/pip install vllm-bnb-plugin (on every node), or "
-            "model.load_in_4bit=false, or leave rollout.engine out",
+            "vLLM needs a plugin for model.load_in_4bit; run .venv/bin/pip install vllm-bnb-plugin (on every node), set "
+            "model.load_in_4bit=false, or remove rollout.engine",
             key="rollout.engine",
         )
 
 
-def check_split(job: Job, config: dict[str, Any]) -> None:
-    """Refuses GPUs over which vLLM cannot split the base: each has a whole number of attention heads.
-
-    Args:
-        config: the base's config.json.
-    """
-    size, text = job.rollout_config.tensor_parallel_size, config.get("text_config") or config
-    heads = text.get("num_attention_heads") or text.get("n_head")
-    if heads and heads % size:
-        fits = [str(n) for n in range(1, min(heads, 65)) if heads % n == 0]
-        raise InputError(
-            f"found {size}, and the base has {heads} attention heads; expected one of {', '.join(fits)}",
-            key="rollout.tensor_parallel_size",
-        )
-
-
 def check_shards(job: Job, files: Any) -> None:
-    """Refuses model.fsdp for a base whose files cannot be read in shards.
-
-    Args:
-        files: of the base, models.compatibility.Base.
-    """
+    """Raises InputError for model.fsdp if the base's files (models.compatibility.Base) cannot be read in shards."""
     if not job.model.fsdp:
         return
     if files.config.get("quantization_config"):
-        what = "has quantised weights, which FSDP cannot gather"
+        what = "has quantized weights, which FSDP cannot gather"
     elif job.model.allow_pickle and not files.tensors:
-        what = "has no safetensors, which alone can be read in shards"
+        what = "has no safetensors, and other files cannot be read in shards"
     else:
         return
-    raise InputError(f"{job.model.name_or_path!r} {what}; type model.fsdp=false", key="model.fsdp")
+    raise InputError(f"{job.model.name_or_path!r} {what}; set model.fsdp=false", key="model.fsdp")
 
 
 def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files: Any) -> dict[str, str]:
-    """{input: local folder} of those inputs that are adapters; each must have been trained on the job's base.
+    """Returns {input: local folder} of the inputs that are adapters; each must have been trained on the job's base.
 
     Args:
         base: its identity.
         files: its files, models.compatibility.Base.
 
     Raises:
-        InputError: when an adapter is missing or damaged, or belongs to another base.
+        InputError: if an adapter is missing or damaged, or belongs to another base.
     """
     from pipeline.models import adapter_files
 
@@ -215,7 +263,7 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
             if scores and not lineage.is_adapter(folder):
                 if STAGE[job.stage].runs_in == "here":
                     raise InputError(
-                        f"{job.reward} is a model of its own already: there is nothing to merge; type {key}=null"
+                        f"{job.reward} is a full model: there is nothing to merge; set {key}=null"
                     )
                 check_reward_model(job, folder)
                 continue
@@ -226,59 +274,53 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
             if "base" not in facts:
                 lineage.check_base_name(folder, base, reference)
             adapter_files.check(files, folder, scores)
-            _check_lm_head(job, folder)
-            _check_mixable(job, folder)
+            _check_supported(job, adapter_files.settings(folder))
         adapters[name] = folder
     return adapters
 
 
-def _check_lm_head(job: Job, folder: str) -> None:
-    """Refuses an adapter on the lm head where TRL would copy it, or where merging it would change the embeddings."""
+def _check_supported(job: Job, adapter: dict[str, Any]) -> None:
+    """Raises InputError if the stage cannot use an adapter with these settings.
+
+    TRL would copy an adapter on the lm head, merging it would change tied embeddings, and DoRA cannot be batched or sharded.
+    """
     from pipeline.models import adapter_files
     from pipeline.models.hub import base_config
 
-    if not adapter_files.adapts_lm_head(adapter_files.settings(folder).get("target_modules")):
-        return
-    if STAGE[job.stage].trl:
-        raise InputError("it adapts lm_head, to which TRL's trainers apply no adapter; train one without it")
-    tied = base_config(job.model.name_or_path, job.model.revision).get("tie_word_embeddings")
-    if STAGE[job.stage].runs_in == "here" and tied:
-        raise InputError(
-            "it adapts lm_head, which this base ties to its embeddings: merging it would change both; train one without it"
-        )
-
-
-def _check_mixable(job: Job, folder: str) -> None:
-    """Refuses an adapter that cannot share a batch with others, where batches are shared, or is of weights in shards."""
-    from pipeline.models import adapter_files
-
-    if STAGE[job.stage].runs_in == "serve" and adapter_files.settings(folder).get("use_dora"):
+    stage = STAGE[job.stage]
+    if adapter_files.adapts_lm_head(adapter.get("target_modules")):
+        if stage.trl:
+            raise InputError(
+                "it adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
+            )
+        tied = base_config(job.model.name_or_path, job.model.revision).get("tie_word_embeddings")
+        if stage.runs_in == "here" and tied:
+            raise InputError(
+                "it adapts lm_head, which this base ties to its embeddings: merging it would change both; train one without it"
+            )
+    if adapter.get("use_dora") and stage.runs_in == "serve":
         raise InputError(
             "it is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
             "model.name_or_path, and serve `base`"
         )
-    if job.model.fsdp and adapter_files.settings(folder).get("use_dora"):
+    if adapter.get("use_dora") and job.model.fsdp:
         raise InputError(
-            "it is a DoRA adapter, which takes norms of whole weights, and model.fsdp puts them in shards; type model.fsdp=false"
+            "it is a DoRA adapter, which takes norms of full weights, and model.fsdp shards them; set model.fsdp=false"
         )
 
 
 def makes_adapter(job: Job, adapters: dict[str, str]) -> bool:
-    """Whether a role of the stage begins as a new adapter, made as the job's `lora` section says."""
+    """Returns True if a role of the stage begins as a new adapter, made as the job's `lora` section says."""
     facts = STAGE[job.stage]
-    there = {name.partition(".")[0] for name in adapters}
+    given = {name.partition(".")[0] for name in adapters}
     started_from = {name for name in ("policy", "reward") if name in facts.inputs}
     if job.stage == "ppo" and not job.args.has_critic_adapter:  # nothing starts from the reward
         started_from.discard("reward")
-    return facts.learns is not None and not (started_from and there >= started_from)
+    return facts.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(job: Job, where: str) -> None:
-    """Refuses a reward that is neither an adapter nor a model with one score: its head would be random numbers.
-
-    Raises:
-        InputError: naming what it is.
-    """
+    """Raises InputError if a reward is neither an adapter nor a model with one score: its head would be random."""
     from pipeline.models.compatibility import check_base
     from pipeline.models.hub import base_config
     from pipeline.models.tokenizer import load_tokenizer
@@ -305,108 +347,7 @@ def check_reward_model(job: Job, where: str) -> None:
     load_tokenizer(name, revision, trust_remote_code=job.model.trust_remote_code)
 
 
-def check_function(source: str) -> Any:
-    """The function of `python:module:function`: proves that it can be imported, and called as a reward is.
-
-    Raises:
-        InputError: naming the module or the function, and what is wrong with it.
-    """
-    reward = imported(source)
-    if inspect.isclass(reward):
-        raise InputError(f"{source}: is a class, expected a function that returns a list of numbers")
-    if inspect.isgeneratorfunction(reward) or inspect.isasyncgenfunction(reward):
-        raise InputError(f"{source}: yields its scores, expected a function that returns a list of numbers")
-    parameters = signature(source, reward, "prompts and completions").parameters.values()
-    if nameless := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        raise InputError(
-            f"{source}: takes {nameless[0]!r} by position only; arguments come by name: take the `/` out"
-        )
-    if all(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise InputError(
-            f"{source}: takes nothing by name; expected parameters such as prompts, completions and **columns"
-        )
-    return reward
-
-
-def check_transform(source: str) -> None:
-    """Proves that data.transform can be imported, and called with a row.
-
-    Raises:
-        InputError: naming the module or the function, and what is wrong with it.
-    """
-    function = imported(source)
-    if (
-        inspect.isclass(function)
-        or inspect.iscoroutinefunction(function)
-        or inspect.isasyncgenfunction(function)
-    ):
-        raise InputError(f"{source}: expected a function that takes a row and returns one, several, or None")
-    found = signature(source, function, "one row")
-    try:
-        found.bind({})
-    except TypeError as error:
-        raise InputError(f"{source}: takes {found}, expected one argument, the row ({error})") from error
-
-
-def _first(rows: Any) -> list[dict[str, Any]]:
-    """Returns the first hundred rows of an Arrow table or a Ray dataset."""
-    return rows.slice(0, 100).to_pylist() if hasattr(rows, "slice") else rows.take(100)
-
-
-def check_columns(job: Job, rows: dict[str, Any]) -> None:
-    """Proves on the first rows that data.subset is a column, and that a Python reward or judge gets those that it asks for.
-
-    Raises:
-        InputError: naming the column that is not there, or the parameter that none fills.
-    """
-    if job.data.subset and "pairs" in rows:
-        known = {key for row in _first(rows["pairs"]) for key in json.loads(row["row"])}
-        if job.data.subset not in known:
-            raise InputError(
-                f"found {job.data.subset!r}, which the rows of data.pairs do not have; expected one of "
-                f"{', '.join(sorted(known))}",
-                key="data.subset",
-            )
-    for name in rows if functions(job) else ():
-        some = [json.loads(row["row"]) for row in _first(rows[name])]
-        columns = {key for row in some for key in row} - {"prompt", "completion"}
-        columns |= {"messages"} if any(isinstance(row.get("prompt"), list) for row in some) else set()
-        for key, source in functions(job).items():
-            if key == "judge" and name != "eval":
-                continue  # it only sees held-out prompts, and pairs if it can
-            if wanted := unfilled(source, columns):
-                raise InputError(
-                    f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
-                    f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
-                    "parameter a default",
-                    key=key,
-                )
-
-
-def unfilled(source: str, columns: set[str]) -> str | None:
-    """The parameter of a Python reward that none of the rows' columns fills; None: it gets all that it asks for."""
-    for parameter in inspect.signature(check_function(source)).parameters.values():
-        optional = parameter.default is not parameter.empty
-        if optional or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
-        if parameter.name not in {*columns, *GIVEN}:
-            return parameter.name
-    return None
-
-
-def check_experts(job: Job) -> None:
-    """Refuses a loss that balances experts, of a base that has none: TRL says so when it has loaded the model."""
-    from pipeline.models.hub import base_config
-
-    if not job.trainer.get("router_aux_loss_coef"):
-        return
-    config = base_config(job.model.name_or_path, job.model.revision)
-    if not any("expert" in key for key in [*config, *(config.get("text_config") or {})]):
-        raise InputError(
-            f"found {job.trainer['router_aux_loss_coef']}, but {job.model.name_or_path} has no "
-            "experts to balance; take it out",
-            key="trainer.router_aux_loss_coef",
-        )
+# ------------------------------------------------------------------------------------------------------ rows
 
 
 def room_for_prompts(job: Job, context: int | None) -> int | None:
@@ -429,14 +370,14 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
     if completion > context - 2:
         raise InputError(
             f"{completion} tokens leave no room for a prompt in the model's context of {context}; "
-            f"type trainer.response_length={context // 2}",
+            f"set trainer.response_length={context // 2}",
             key="trainer.response_length",
         )
     room = context - completion
     if longest is not None and longest > room:
         raise InputError(
             f"{longest} tokens of a prompt and the trainer.response_length={completion} of its completion exceed "
-            f"the model's context of {context}; type data.max_length={room}, or a smaller trainer.response_length",
+            f"the model's context of {context}; set data.max_length={room}, or a smaller trainer.response_length",
             key="data.max_length",
         )
     return room
@@ -456,12 +397,12 @@ def check_row_format(job: Job, policy: str | None, rows: str | None) -> None:
 
 
 def check_labels(job: Job, desirable: int, undesirable: int) -> None:
-    """Says how the labels of a kto run are balanced, and warns where the paper would weigh them otherwise."""
+    """Prints how the labels of a kto run are balanced, and warns if the paper weighs them otherwise."""
     weights = job.trainer.get("desirable_weight", 1.0), job.trainer.get("undesirable_weight", 1.0)
     print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
     if not (desirable and undesirable and all(weights)):
         print(
-            "warning: only one of the labels teaches anything: the policy is moved towards or away from all completions alike",
+            "warning: only one of the labels has rows and a weight: the policy moves towards, or away from, all completions",
             flush=True,
         )
         return
@@ -478,7 +419,7 @@ def check_labels(job: Job, desirable: int, undesirable: int) -> None:
 
 
 def check_updates(job: Job, prompts: int) -> None:
-    """Refuses a ppo run that trains the critic alone, and warns of one that ends within its warm-up."""
+    """Raises InputError if a ppo run trains the critic alone, and warns if it ends within its warm-up."""
     args = job.args
     updates = args.total_updates(prompts)
     has = f"the run has {updates} update{'s' * (updates > 1)}"

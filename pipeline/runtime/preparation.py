@@ -22,13 +22,11 @@ from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import (
     check_adapters,
     check_columns,
-    check_experts,
     check_labels,
     check_paths,
     check_row_format,
     check_sampler,
     check_shards,
-    check_split,
     check_updates,
     digests_of_functions,
     makes_adapter,
@@ -186,11 +184,8 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
 
     if sampler:
         check_sampler(job)
-    check_experts(job)
     model = job.model
     files = check_base(model, gpu=bool(job.scaling.get("use_gpu")))
-    if job.stage == "ppo":
-        check_split(job, files.config)
     check_shards(job, files)
     base = base_identity(model.name_or_path, model.revision)
     room_for_prompts(job, base["context_length"])

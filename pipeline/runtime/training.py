@@ -5,25 +5,27 @@ TRL's trainers stay TRL's: a stage subclasses one only to take its rows from Ray
 
 import json
 import os
+import time
 from collections import defaultdict
 from typing import Any
 
 import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
+from pipeline.config.stages import STAGE
 from pipeline.findings import require
 from pipeline.models import adapter_files, probes
+from pipeline.models.gpus import peak_flops
 from pipeline.runtime import best, checks
 from pipeline.runtime.best import Best
-from pipeline.runtime.speed import Speed
-from pipeline.runtime.worker import Worker
+from pipeline.runtime.worker import Worker, peak_memory
 from pipeline.system.progress import Counter
 
 REFERENCE = "ref"  # TRL's name of the frozen adapter that a DPOTrainer compares with
 
 
 def arguments(worker: Worker, config: Any, recompute: bool, **fixed: Any) -> Any:
-    """The job's `trainer` section as TRL's own configuration class, plus what the pipeline decides.
+    """Returns the job's `trainer` section as TRL's configuration class, plus what the pipeline decides.
 
     `data.batch_size` is the number of rows of one optimizer step over all workers; gradient accumulation follows
     from it, so that the same job means the same steps on any number of workers.
@@ -43,6 +45,50 @@ def arguments(worker: Worker, config: Any, recompute: bool, **fixed: Any) -> Any
         **fixed,
         **values,
     )
+
+
+class Speed(TrainerCallback):
+    """Measures a trainer's speed over the seconds of its optimizer steps, without evaluations, checkpoints and waits for rows."""
+
+    def __init__(self, worker: Worker, trainer: Any) -> None:
+        self.worker, self.trainer = worker, trainer
+        facts = STAGE[worker.job.stage]
+        # A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only activations
+        # have gradients. What is recomputed does not count: model FLOPs (Chowdhery et al. 2022, PaLM, section 4.1).
+        self.passes = 2 + facts.keeps_reference + facts.further_forwards
+        self.device = torch.device(worker.device)
+        self.begun: float | None = None
+        self.seconds, self.tokens = 0.0, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.tokens = self._trained()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.device.type == "cuda":  # kernels are only launched when Python has come here
+            torch.cuda.synchronize(self.device)
+        assert self.begun is not None
+        self.seconds += time.monotonic() - self.begun
+
+    def take(self) -> dict[str, float]:
+        """Returns the metrics since the last call, of all workers together, or {} if no step was made."""
+        tokens, seconds = self._trained() - self.tokens, self.seconds
+        if not tokens or not seconds:
+            return {}
+        self.tokens, self.seconds = self.tokens + tokens, 0.0
+        found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory() / 2**30}
+        if peak := peak_flops(self.device):
+            base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
+            found["mfu"] = (
+                2 * base.num_parameters() * tokens * self.passes / (seconds * peak * self.worker.world)
+            )
+        return found
+
+    def _trained(self) -> int:
+        """Returns the tokens that all workers have trained on."""
+        return int(self.trainer._total_train_tokens)  # private in TRL 1.16; see save_sums
 
 
 class Reporter(TrainerCallback):
@@ -100,7 +146,7 @@ class Reporter(TrainerCallback):
 
 
 def _sums_file(worker: Worker, folder: str) -> str:
-    """Each rank has its own, like its random state; a rank that the checkpoint does not know takes rank 0's."""
+    """Returns this rank's file, or rank 0's if the checkpoint was made by fewer workers."""
     own = os.path.join(folder, f"sums_{worker.rank}.json")
     return own if os.path.exists(own) else os.path.join(folder, "sums_0.json")
 
@@ -138,20 +184,48 @@ def restore_sums(trainer: Any, path: str) -> None:
     trainer._metrics = {mode: defaultdict(list, values) for mode, values in sums["metrics"].items()}
 
 
-def undo_rounding(trainer: Any) -> None:
-    """The adapter that dpo or kto starts from, as it is in its file: TRL's copy of it, the reference, is what it was.
+class TokenizedRows:
+    """For trainers of preferences on rows that are tokenized already."""
 
-    On a 4-bit base TRL rounds the adapter to bf16 after copying it (trl 1.16, DPOTrainer and KTOTrainer). Remove with the cast in
-    `run`.
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        # TRL 1.16 has no switch for this; it would look for the text columns. Remove when it leaves rows with `prompt_ids` as
+        # they are, as its RewardTrainer leaves those with `chosen_ids`.
+        return dataset
+
+
+def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
+    """Returns one of TRL's trainers that continues the `policy` adapter; its reference is that adapter, frozen.
+
+    A job without `policy` starts a new adapter, and its reference is the base.
     """
-    named = dict(trainer.model.named_parameters())
-    for name, parameter in named.items():
-        if parameter.requires_grad:
-            parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
+    from peft import LoraConfig, PeftModel
+
+    base, adapter = worker.load_base(), None
+    if "policy" in worker.work.inputs:
+        # TRL copies the adapter that it finds here to one called `ref` and freezes that.
+        base = PeftModel.from_pretrained(base, worker.input("policy"), is_trainable=True)
+    else:
+        adapter = LoraConfig(task_type="CAUSAL_LM", **worker.job.lora)
+    trainer = trainer_class(
+        model=base,
+        args=args,
+        peft_config=adapter,
+        train_dataset=worker.rows("train"),
+        eval_dataset=worker.rows("eval"),
+        processing_class=worker.tokenizer,
+    )
+    if adapter is None:
+        # On a 4-bit base TRL rounds the adapter to bf16 after copying it (trl 1.16, DPOTrainer and KTOTrainer): this takes the
+        # adapter as it is in its file from the copy. Remove with the cast in `run`.
+        named = dict(trainer.model.named_parameters())
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
+    return trainer
 
 
 def replace_reference(worker: Worker, trainer: Any) -> None:
-    """The job's `reference` in the place of TRL's frozen copy of the policy; `base`: no adapter at all.
+    """Puts the job's `reference` in place of TRL's frozen copy of the policy; `base` means no adapter.
 
     The trainer uses the adapter called `ref`, and without one the bare base (trl 1.16, DPOTrainer).
     """
@@ -204,7 +278,7 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
 
 
 def leave_shards_alone(model: Any) -> None:
-    """DDP sends rank 0's parameters to the others as it begins, frozen ones too; shards of the base differ on purpose."""
+    """Keeps DDP from sending rank 0's shards of the base to the other ranks, whose shards differ on purpose."""
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
@@ -218,7 +292,7 @@ def _evaluations(trainer: Any) -> list[dict[str, Any]]:
 
 
 def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
-    """The summary of trainer.train(); `train_loss` is over all steps, whatever part of them this process made."""
+    """Returns the summary of trainer.train(); `train_loss` is over all steps, also those before a resume."""
     if worker.resume:
         # It was evaluated at step 0; here it would be evaluated in mid-run.
         trainer.args.eval_on_start = False
@@ -243,8 +317,20 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     return metrics
 
 
+def finish(
+    worker: Worker, trainer: Any, metrics: dict[str, float], probe: Any, **more: Any
+) -> dict[str, Any]:
+    """Ends a stage with the trained adapter; `probe` are token ids of rows on which it must reload as it was saved."""
+    return worker.finish(
+        metrics,
+        save=lambda folder: save(trainer, folder),
+        verify=lambda folder: verify_reload(trainer, folder, list(probe)),
+        **more,
+    )
+
+
 def save(trainer: Any, folder: str) -> None:
-    """Write the trained adapter, with its head if it has one, and its probes.
+    """Writes the trained adapter, with its head if it has one, and its probes.
 
     Not by peft's save_pretrained, which adds the base's own weights where an adapter is on the lm head or the embedding,
     and looks the base up on the hub.
@@ -260,7 +346,7 @@ def save(trainer: Any, folder: str) -> None:
 
 
 def _output(model: Any, ids: list[int]) -> float:
-    """What a probe records: the score of a reward model, else the mean log-prob of the tokens after the first."""
+    """Returns what a probe records: the score of a reward model, else the mean log-prob of the tokens after the first."""
     found = logits(model, ids)
     if found.ndim == 2:
         return float(found)
@@ -269,16 +355,15 @@ def _output(model: Any, ids: list[int]) -> float:
 
 
 def verify_reload(trainer: Any, folder: str, rows: list[list[int]]) -> None:
-    """Check that the saved adapter, loaded back, gives the same outputs as the one in memory, to the bit.
+    """Checks that the saved adapter, loaded back onto the same base, gives bit-identical outputs.
 
-    It is loaded beside the trained one, onto the same frozen base. Lost heads and renamed keys are the faults of LoRA
-    checkpoints that are reported most often, and peft only warns about them.
+    Lost heads and renamed keys are the most reported faults of LoRA checkpoints, and peft only warns about them.
 
     Args:
         rows: token ids of a few sequences to compare on.
 
     Raises:
-        RuntimeError: when the outputs differ.
+        RuntimeError: if the outputs differ.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     was_training = model.training
@@ -300,6 +385,6 @@ def verify_reload(trainer: Any, folder: str, rows: list[list[int]]) -> None:
 
 @torch.no_grad()
 def logits(model: Any, row: list[int]) -> torch.Tensor:
-    """The model's fp32 logits of one sequence, on the CPU: (1, T, V), or (1, 1) of a reward model."""
+    """Returns the fp32 logits of one sequence, on the CPU: (1, T, V), or (1, 1) of a reward model."""
     ids = torch.tensor([row], device=model.device)
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().cpu()

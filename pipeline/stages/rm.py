@@ -60,10 +60,11 @@ def train(worker: Worker) -> dict[str, Any]:
         metrics["eval_margin"] = sum(margins) / len(margins)
     probe = rows.select(range(min(4, len(rows))))["chosen_ids"]
 
-    return worker.finish(
+    return training.finish(
+        worker,
+        trainer,
         metrics,
-        save=lambda folder: training.save(trainer, folder),
-        verify=lambda folder: training.verify_reload(trainer, folder, probe),
+        probe,
         facts={"reward": {"mean": mean, "std": std}},
         tables={"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}
         if held_out is not None

@@ -76,8 +76,4 @@ def train(worker: Worker) -> dict[str, Any]:
     )
     metrics = training.run(worker, trainer)
     probe = rows.select(range(min(4, len(rows))))["input_ids"]
-    return worker.finish(
-        metrics,
-        save=lambda folder: training.save(trainer, folder),
-        verify=lambda folder: training.verify_reload(trainer, folder, probe),
-    )
+    return training.finish(worker, trainer, metrics, probe)

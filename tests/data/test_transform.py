@@ -64,8 +64,6 @@ def test_columns_come_after_the_transform():
         ("python:transforms:nothing", "has no attribute 'nothing'"),
         ("python:transforms:COUNT", "is no function"),
         ("python:transforms:two_arguments", r"takes \(row, tokenizer\), expected one argument, the row"),
-        ("python:transforms:waits", "expected a function that takes a row"),
-        ("python:transforms:Kind", "expected a function that takes a row"),
     ],
 )
 def test_a_function_that_cannot_be_called_with_a_row_is_refused(source, expected):

@@ -78,11 +78,6 @@ def test_a_module_that_exits_is_no_success(module, tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Polite", "is a class, expected a function that returns a list of numbers"),
-        ("generator", "yields its scores, expected a function"),
-        ("by_position", "takes 'prompts' by position only; arguments come by name: take the `/` out"),
-        ("nothing", "takes nothing by name; expected parameters such as prompts"),
-        ("only_rest", "takes nothing by name"),
         ("add", "its parameters cannot be read .*; wrap it in a Python function"),
         ("RETURNS", "is no function"),
     ],

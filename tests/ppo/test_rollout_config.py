@@ -1,16 +1,11 @@
 """The `rollout` section: what it means, and what it may not be."""
 
-from types import SimpleNamespace
-
 import pytest
-import toy_ppo as toy
 
 from pipeline.config import load_job
 from pipeline.config.rules import warnings
-from pipeline.errors import InputError
 from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.ppo.settings import SettingError
-from pipeline.runtime.inputs import check_split
 
 
 @pytest.mark.parametrize(
@@ -41,14 +36,6 @@ def test_what_is_corrected_by_default():
     assert RolloutConfig(engine="vllm", correction="none").corrects is None
     assert RolloutConfig(correction="sequence").corrects == "sequence"
     assert RolloutConfig(num_workers=[0, 3]).workers == (0, 3)
-
-
-def test_vllm_splits_whole_attention_heads_only():
-    job = SimpleNamespace(rollout_config=SimpleNamespace(tensor_parallel_size=3))
-    with pytest.raises(InputError, match="found 3, and the base has 4 attention heads; expected one of 1, 2"):
-        check_split(job, toy.config().to_dict())
-    job.rollout_config.tensor_parallel_size = 2
-    check_split(job, toy.config().to_dict())
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_shards_and_what_needs_whole_weights_are_refused_together(tmp_path, in_r
     check_shards(job, SimpleNamespace(config={}, tensors={"a": None}))
     for config, says in (
         ({"quantization_config": {}}, None),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
     ):
         with pytest.raises(InputError, match=says or "has no safetensors"):
             check_shards(job, SimpleNamespace(config=config, tensors={}))

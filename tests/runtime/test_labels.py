@@ -32,8 +32,8 @@ from pipeline.runtime.inputs import check_labels
             100,
             r"is 0\.50 of .*desirable_weight=4 to 5\.33",
         ),
-        ({}, 100, 0, "only one of the labels teaches anything"),
-        ({"undesirable_weight": 0.0}, 100, 100, "only one of the labels teaches anything"),
+        ({}, 100, 0, "only one of the labels has rows and a weight"),
+        ({"undesirable_weight": 0.0}, 100, 100, "only one of the labels has rows and a weight"),
     ],
 )
 def test_unbalanced_labels_are_named_with_the_weights_that_balance_them(

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from pipeline.models.adapters import SharedBase
-from pipeline.runtime import speed, training
+from pipeline.runtime import training
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +70,18 @@ def test_an_adapter_on_the_lm_head_takes_no_weight_of_the_base_along(base, tmp_p
 
 def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monkeypatch):
     clock = iter([10.0, 12.0, 50.0, 52.0])
-    monkeypatch.setattr(speed.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
     trainer = trained(base)
     trainer._total_train_tokens = 1000  # before a resume
     worker = SimpleNamespace(job=SimpleNamespace(stage="dpo"), device="cpu", world=2)
-    measured = speed.Speed(worker, trainer)
+    measured = training.Speed(worker, trainer)
     measured.on_train_begin(None, None, None)
     assert measured.take() == {}
     for _ in range(2):
         measured.on_step_begin(None, None, None)
         trainer._total_train_tokens += 300
         measured.on_step_end(None, None, None)
-    monkeypatch.setattr(speed, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr(training, "peak_flops", lambda device: 1e9)
     found = measured.take()
     assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
     # forward and backward of the policy, forward of the reference; a datasheet's peak for each worker

@@ -7,28 +7,6 @@ from functools import partial
 import numpy as np
 import torch
 
-
-class Polite:
-    def __init__(self, prompts, completions):
-        pass
-
-
-def generator(prompts, completions):
-    yield from [0.0] * len(prompts)
-
-
-def by_position(prompts, completions, /):
-    return [0.0] * len(prompts)
-
-
-def nothing():
-    return []
-
-
-def only_rest(*prompts):
-    return []
-
-
 add = max  # a function in C without a signature
 half = partial(lambda completions, by: [len(text) / by for text in completions], by=2)
 
