@@ -6,6 +6,9 @@ backward pass is counted, and what the second layer adds is multiplied by the nu
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
@@ -33,10 +36,14 @@ class Shape:
         raw, self.unread = config_of(job.model)  # `unread`: why the shape is one of those kept here
         self.job, self.context = job, context_length(raw) or 2048
         self.config = AutoConfig.for_model(**raw)
+        # A reward's head, or that of the critic, which starts as the reward.
+        head = "reward" in (STAGE[job.stage].learns, *STAGE[job.stage].inputs)
+        self.model = _Model(json.dumps(raw, sort_keys=True), job.base_dtype, head)
+        self.lora = json.dumps(job.lora, sort_keys=True)
         text = self.config.get_text_config()
         self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
         self.dtype_bytes = 4 if job.base_dtype == "float32" else 2
-        one, two = (self._count(layers) for layers in (1, 2))
+        one, two = (_count(self.model, self.lora, layers) for layers in (1, 2))
         grown = {key: two[key] - one[key] for key in one}  # of each layer
         whole = {key: one[key] + (self.layers - 1) * grown[key] for key in one}
         self.parameters = whole["parameters"]
@@ -58,31 +65,11 @@ class Shape:
         tied = self.config.get_text_config().tie_word_embeddings
         return self.weights - self.embedding * (not tied)
 
-    def _count(self, layers: int) -> dict[str, int]:
-        """Parameters of a model of `layers` layers: all, and those of linear layers without the lm head."""
-        with _Fake(self, layers, bf16=False) as shared:
-            import torch
-
-            whole = {n: p for n, p in shared.base.named_parameters() if "lora_" not in n}
-            linear = {
-                id(p)
-                for module in shared.base.base_model.modules()
-                if isinstance(module, torch.nn.Linear)
-                for p in module.parameters()
-            }
-            return {
-                "parameters": sum(p.numel() for p in whole.values()),
-                "linear": sum(p.numel() for p in whole.values() if id(p) in linear),
-            }
-
     def adapter(self, lora: dict[str, Any]) -> int:
         """Parameters of an adapter with these peft settings, its head included."""
-        one, two = (self._adapter(layers, lora) for layers in (1, 2))
+        settings = json.dumps(lora, sort_keys=True)
+        one, two = (_adapter(self.model, settings, layers) for layers in (1, 2))
         return one + (self.layers - 1) * (two - one)
-
-    def _adapter(self, layers: int, lora: dict[str, Any]) -> int:
-        with _Fake(self, layers, bf16=False, lora=lora) as shared:
-            return sum(p.numel() for p in shared.parameters_of("policy"))
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
         """Bytes that the forward pass of one role saves for backward, plus one layer's temporary tensors."""
@@ -94,27 +81,8 @@ class Shape:
         return rest + layer + rows * width * self.hidden * self._width(bf16) * self.layers + passing
 
     def saved(self, layers: int, rows: int, width: int, bf16: bool) -> float:
-        """Bytes that autograd saves in a forward pass through `layers` layers, without the parameters."""
-        from unittest.mock import patch
-
-        import torch
-
-        kept: dict[int, torch.Tensor] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept[tensor.untyped_storage()._cdata] = tensor
-            return tensor
-
-        with _Fake(self, layers, bf16) as shared:
-            parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
-            ids = torch.zeros(rows, width, dtype=torch.long)
-            # Whether rows are packed is looked for in numbers; without them transformers (5.23) would make a mask for it.
-            # Remove when a forward can be told that they are not, or fake tensors are seen there.
-            unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
-            with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                hidden = shared.hidden("policy", ids)
-            del hidden
-            return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in parameters))
+        """Returns the bytes that autograd saves in a forward pass through `layers` layers, without the parameters."""
+        return _saved(self.model, self.lora, layers, rows, width, bf16)
 
     def forward(self, bf16: bool) -> float:
         """Bytes per token of a layer's largest temporary tensors: three times the MLP's intermediate width."""
@@ -136,35 +104,88 @@ class Shape:
         return 2 if bf16 else self.dtype_bytes
 
 
-class _Fake:
-    """`with _Fake(shape, layers, bf16) as shared`: a SharedBase of fake tensors with one trainable role."""
+@dataclass(frozen=True)
+class _Model:
+    """What the counts below depend on; they are made once for each model, not once for each job."""
 
-    def __init__(self, shape: Shape, layers: int, bf16: bool, lora: dict[str, Any] | None = None) -> None:
-        self.shape, self.layers, self.bf16 = shape, layers, bf16
-        self.lora = lora if lora is not None else shape.job.lora
+    config: str  # config.json
+    dtype: str
+    head: bool
+
+
+@cache
+def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
+    """Returns the parameters of a model of `layers` layers: all, and those of linear layers without the lm head."""
+    import torch
+
+    with _Fake(model, lora, layers) as shared:
+        every = {name: p for name, p in shared.base.named_parameters() if "lora_" not in name}
+        linear = {
+            id(p)
+            for module in shared.base.base_model.modules()
+            if isinstance(module, torch.nn.Linear)
+            for p in module.parameters()
+        }
+        return {
+            "parameters": sum(p.numel() for p in every.values()),
+            "linear": sum(p.numel() for p in every.values() if id(p) in linear),
+        }
+
+
+@cache
+def _adapter(model: _Model, lora: str, layers: int) -> int:
+    """Returns the parameters of an adapter on a model of `layers` layers."""
+    with _Fake(model, lora, layers) as shared:
+        return sum(p.numel() for p in shared.parameters_of("policy"))
+
+
+@cache
+def _saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bool) -> float:
+    """Returns the bytes that autograd saves in a forward pass through `layers` layers, without the parameters."""
+    from unittest.mock import patch
+
+    import torch
+
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with _Fake(model, lora, layers, bf16) as shared:
+        parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
+        ids = torch.zeros(rows, width, dtype=torch.long)
+        # Whether rows are packed is looked for in numbers; without them transformers (5.23) would make a mask for it.
+        # Remove when a forward can be told that they are not, or fake tensors are seen there.
+        unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
+        with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = shared.hidden("policy", ids)
+        del hidden
+        return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in parameters))
+
+
+class _Fake:
+    """`with _Fake(model, lora, layers) as shared`: a SharedBase of fake tensors with one trainable role."""
+
+    def __init__(self, model: _Model, lora: str, layers: int, bf16: bool = False) -> None:
+        self.model, self.lora, self.layers, self.bf16 = model, json.loads(lora), layers, bf16
 
     def __enter__(self) -> Any:
-        import copy
-
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         from pipeline.models.adapters import SharedBase
 
-        config = copy.deepcopy(self.shape.config)
+        config = AutoConfig.for_model(**json.loads(self.model.config))
         text = config.get_text_config()
         text.num_hidden_layers = self.layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: self.layers]
-        dtype = getattr(torch, self.shape.job.base_dtype)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            shared = SharedBase(model, autocast=torch.bfloat16 if self.bf16 else None)
-            # A reward's head, or that of the critic, which starts as the reward.
-            facts = STAGE[self.shape.job.stage]
-            head = "reward" in (facts.learns, *facts.inputs)
-            shared.add("policy", lora=self.lora, head=head, trainable=True)
+            base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.model.dtype))
+            shared = SharedBase(base, autocast=torch.bfloat16 if self.bf16 else None)
+            shared.add("policy", lora=self.lora, head=self.model.head, trainable=True)
         self.mode = FakeTensorMode()
         self.mode.__enter__()
         # From meta to the CPU, where autocast works, still without numbers; tied weights stay one.
