@@ -646,25 +646,26 @@ def test_rows_that_share_a_packed_row_still_do_not_see_each_other(tmp_path):
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=0)
 
 
-def test_a_cache_with_room_is_still_transformers_own():
-    """pipeline/ppo/engine.py, Room(DynamicLayer) and DynamicCache.layers. If this fails, sampling is wrong or slow."""
+def test_a_cache_of_slots_is_still_transformers_own():
+    """pipeline/inference/slots.py, Slots(DynamicLayer) and DynamicCache.layers. If this fails, sampling is wrong or slow."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    from pipeline.ppo.engine import Room, room_for
+    from pipeline.inference.slots import SlotCache, Slots
 
     model, ids = tiny().eval(), torch.tensor([[5, 6, 7], [8, 9, 10]])
-    own, roomy = DynamicCache(config=model.config), room_for(SimpleNamespace(base=model), 2, 8)
+    own, slots = DynamicCache(config=model.config), SlotCache(model.config, 2, 8, model.device)
     assert [type(layer) for layer in own.layers] == [DynamicLayer] * 2
-    assert [type(layer) for layer in roomy.layers] == [Room] * 2
+    assert [type(layer) for layer in slots.layers] == [Slots] * 2
+    slots.joining, slots.lengths[:] = (torch.arange(2), torch.arange(2)), 3
     with torch.no_grad():
         for part in (ids, ids[:, :1]):
-            logits = [model(part, past_key_values=cache, use_cache=True).logits for cache in (own, roomy)]
-            assert torch.equal(*logits)
-        for cache in (own, roomy):
-            cache.reorder_cache(torch.tensor([1]))
-        for theirs, ours in zip(own.layers, roomy.layers, strict=True):
-            assert torch.equal(theirs.keys, ours.keys) and torch.equal(theirs.values, ours.values)
+            logits = [model(part, past_key_values=cache, use_cache=True).logits for cache in (own, slots)]
+            torch.testing.assert_close(*logits)
+            slots.joining, slots.seen = None, 4
+    for theirs, ours in zip(own.layers, slots.layers, strict=True):
+        torch.testing.assert_close(theirs.keys, ours.keys[:, :, :4])
+        torch.testing.assert_close(theirs.values, ours.values[:, :, :4])
 
 
 def test_what_a_weight_file_lacks_is_still_told(tmp_path):
@@ -962,15 +963,15 @@ def test_mlflows_own_asynchronous_log_still_drops_a_batch_that_failed():
 
 
 def test_vllm_still_lists_the_ranks_that_it_makes_room_for():
-    """pipeline/ppo/vllm_engine.py, accepted_rank: MaxLoRARanks."""
+    """pipeline/inference/vllm.py, accepted_rank: MaxLoRARanks."""
     pytest.importorskip("vllm", reason="needs the extra `vllm`")
-    from pipeline.ppo.vllm_engine import accepted_rank
+    from pipeline.inference.vllm import accepted_rank
 
     assert [accepted_rank(rank) for rank in (1, 9, 64)] == [1, 16, 64]
 
 
 def test_vllm_still_ends_its_process_when_it_is_told_to():
-    """pipeline/ppo/vllm_engine.py, close: llm.llm_engine.engine_core.shutdown()."""
+    """pipeline/inference/vllm.py, close: llm.llm_engine.engine_core.shutdown()."""
     vllm = pytest.importorskip("vllm", reason="needs the extra `vllm`")
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -981,7 +982,7 @@ def test_vllm_still_ends_its_process_when_it_is_told_to():
 
 
 def test_vllm_still_takes_the_arguments_of_an_exact_sampler():
-    """pipeline/ppo/vllm_engine.py. If this fails, completions come from another distribution than is learned from."""
+    """pipeline/inference/vllm.py. If this fails, completions come from another distribution than is learned from."""
     vllm = pytest.importorskip("vllm", reason="needs the extra `vllm`")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.lora.request import LoRARequest

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.config import Job
 from pipeline.errors import InputError, visible
@@ -20,10 +20,6 @@ from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import functions, room_for_prompts, unfilled
 from pipeline.runtime.preparation import load_host
 from pipeline.system import process
-
-if TYPE_CHECKING:
-    from pipeline.models.adapters import SharedBase
-    from pipeline.ppo.engine import Sampling
 
 HELP = "/reset forgets the conversation, /system TEXT sets the instructions (nothing: none), /quit ends"
 
@@ -57,15 +53,17 @@ class Chat:
     def __init__(self, host: Host):
         from pipeline.data.encode import Encoder
         from pipeline.data.shapes import kind_of
+        from pipeline.inference.decoder import SlotDecoder
+        from pipeline.inference.rows import Sampling
         from pipeline.models.tokenizer import eos_ids
-        from pipeline.ppo.engine import Sampling
         from pipeline.runtime import roles
 
         self.host = host
         self.shared = roles.shared_base(host)
         self.role = roles.add_frozen(host, self.shared, "policy", "policy")
         self.rewards = roles.add_rewards(host, self.shared)
-        self.sampling = Sampling.of(host.job.args, host.tokenizer, self.shared)
+        self.sampling = Sampling.from_args(host.job.args, host.tokenizer, self.shared)
+        self.decoder = SlotDecoder(self.shared, 1, host.tokenizer.pad_token_id, look=1)
         self.room = room_for_prompts(host.job, host.work.base["context_length"]) or sys.maxsize
         ends = eos_ids(host.tokenizer, self.shared.base.generation_config)
         special = host.job.data.special_tokens
@@ -93,22 +91,27 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Prints the completion to `text` as it is written, and its reward; both turns are remembered."""
+        from pipeline.inference.rows import Row
+
         self.turns.append({"role": "user", "content": text})
         prompt = self._prompt()
         if prompt is None:
             self.turns.pop()
             return
-        tokens: list[int] = []
+        row = Row(prompt, self.completions, self.sampling, self.role)
         writer = Writer(self.host.tokenizer)
         try:
-            for token in stream(self.shared, self.role, prompt, self.completions, self.sampling):
-                tokens.append(token)
-                writer.show(tokens)
+            self.decoder.join([row])
+            writer.show(row.tokens)
+            while not row.done:
+                self.decoder.step()
+                writer.show(row.tokens)
         except KeyboardInterrupt:
             process.resume()
+            self.decoder.reset()
             print(" (stopped)", end="")
         self.completions += 1
-        ended = bool(tokens) and tokens[-1] in self.sampling.eos
+        tokens, ended = row.tokens, row.ended
         completion = writer.close(tokens)
         notes = (
             []
@@ -156,35 +159,6 @@ class Chat:
         row = {"prompt": [*self.system, *self.turns]}
         samples = Samples([prompt], [tokens], [ended], [row], self.host.tokenizer)
         return weighted(self.rewards, samples, normalize=False)[0][0]
-
-
-def stream(
-    shared: SharedBase, role: str | None, prompt: list[int], episode: int, sampling: Sampling
-) -> Iterator[int]:
-    """The tokens of one completion as they are sampled: those that TransformersEngine gives for the same episode."""
-    import torch
-
-    from pipeline.ppo.engine import room_for, sample, uniforms
-
-    noise = torch.from_numpy(uniforms(sampling.seed, [episode], sampling.max_new_tokens)).to(shared.device)
-    ids = torch.tensor([prompt], device=shared.device)
-    cache = room_for(shared, 1, len(prompt) + sampling.max_new_tokens)
-    positions = torch.arange(len(prompt), device=shared.device).unsqueeze(0)
-    for step in range(sampling.max_new_tokens):
-        with torch.no_grad(), shared.use(role):
-            inputs = {
-                "input_ids": ids,
-                "position_ids": positions,
-                "past_key_values": cache,
-                "use_cache": True,
-            }
-            logits = shared.logits(shared.body(**inputs).last_hidden_state[:, -1])
-        barred = sampling.eos if step < sampling.min_new_tokens else ()
-        token, _ = sample(logits, noise[:, step], sampling.temperature, barred)
-        yield int(token)
-        if int(token) in sampling.eos:
-            return
-        ids, positions = token.unsqueeze(-1), positions[:, -1:] + 1
 
 
 class Writer:

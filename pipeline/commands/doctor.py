@@ -73,8 +73,8 @@ def train(worker: Worker) -> dict[str, Any]:
     rewards = roles.add_rewards(worker, shared)
     if args.uses_critic:
         roles.add_critic(worker, shared, args)
-    with roles.sampler(worker, shared, args) as engine:
-        trainer = PPOTrainer(shared, worker.tokenizer, args, worker.rows("train"), rewards, engine=engine)
+    with roles.trainers_decoder(worker, shared, args) as decoder:
+        trainer = PPOTrainer(shared, worker.tokenizer, args, worker.rows("train"), rewards, decoder=decoder)
         print("examining one rollout and one minibatch", flush=True)
         findings, phases = doctor.examine(trainer, roles.folders(worker, shared))
     return worker.finish(

@@ -187,8 +187,9 @@ def expectations(host: Host, name: str) -> list[Any]:
     """Returns what the adapter on its frozen base answers to each probe: a greedy completion, or a score."""
     import torch
 
+    from pipeline.inference.decoder import SlotDecoder
+    from pipeline.inference.rows import Sampling
     from pipeline.models.tokenizer import eos_ids
-    from pipeline.ppo.engine import Sampling, TransformersEngine
     from pipeline.runtime import roles
 
     work = replace(host.work, job=replace(host.job, model=replace(host.job.model, load_in_4bit=False)))
@@ -201,8 +202,8 @@ def expectations(host: Host, name: str) -> list[Any]:
             return [shared.scores("exported", ids, torch.ones_like(ids)).item() for ids in batches]
     ends = tuple(eos_ids(host.tokenizer, shared.base.generation_config))
     greedy = Sampling(completion_length(host, rows), ends, temperature=0.0)
-    engine = TransformersEngine(shared, "exported", rows=1, pad=host.tokenizer.pad_token_id)
-    return engine.generate(rows, range(len(rows)), greedy)
+    decoder = SlotDecoder(shared, 1, host.tokenizer.pad_token_id)
+    return decoder.generate("exported", rows, range(len(rows)), greedy)
 
 
 def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:

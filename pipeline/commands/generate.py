@@ -46,20 +46,20 @@ def sampler(
     The function takes the rows and the index of the first one, which keys the streams of random numbers. It returns each input
     row with its samples: completion, completion_tokens, ended, and score if the job has rewards.
     """
-    from pipeline.ppo.engine import Sampling
+    from pipeline.inference.rows import Sampling
     from pipeline.ppo.rewards import Samples, weighted
     from pipeline.runtime import roles
 
     shared = roles.shared_base(host)
     role = roles.add_frozen(host, shared, "policy", "policy")
     rewards = roles.add_rewards(host, shared)
-    engine = roles.engines(host, shared, [role])(role)
-    how = Sampling.of(host.job.args, host.tokenizer, shared)
+    decoder = roles.decoder(host, shared, [role])
+    how = Sampling.from_args(host.job.args, host.tokenizer, shared)
 
     def sample(rows: list[dict[str, Any]], first: int) -> list[tuple[Record, list[Record]]]:
         prompts = [row["input_ids"] for row in rows for _ in range(several)]
         keys = range(first * several, (first + len(rows)) * several)
-        completions = engine.generate(prompts, keys, how)
+        completions = decoder.generate(role, prompts, keys, how)
         given = [json.loads(row["row"]) for row in rows]
         tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
         repeated = [row for row in given for _ in range(several)]

@@ -5,17 +5,17 @@ Both sample one completion to every prompt with the same random numbers; the pro
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pipeline.figures import distinct, mean, repetition, wilson
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Completion, Decoder, Sampling
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.batch import micro_batches
+from pipeline.models.batches import micro_batches
 from pipeline.ppo.config import PLANNED_ROWS
-from pipeline.ppo.engine import Completion, Engine, Sampling, TransformersEngine
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.runtime.worker import Worker
@@ -31,7 +31,7 @@ class Comparison:
         prompts: rows with `input_ids` (prompt token ids) and `row` (JSON text of the row as the data has it).
         rewards, judge: scorers of pipeline.ppo.rewards; the judge may be None.
         baseline: a frozen role on `shared`; None is the bare base.
-        engine: what decodes for a role. None: the base itself.
+        decoder: writes the completions. None: the base itself.
     """
 
     def __init__(
@@ -42,18 +42,16 @@ class Comparison:
         rewards: list[Any],
         judge: Any,
         baseline: str | None,
-        engine: Callable[[str | None], Engine] | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         self.worker, self.shared, self.rewards, self.judge = worker, shared, rewards, judge
-        sampling = Sampling.of(worker.job.args, worker.tokenizer, shared)
+        sampling = Sampling.from_args(worker.job.args, worker.tokenizer, shared)
         self.baseline, self.sampling = baseline, replace(sampling, seed=sampling.seed + SEED_OFFSET)
         mine = range(worker.rank, len(prompts), worker.world)
         self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
         # None in a PPO job: not by the memory that is free, which would be another in a run that is resumed.
         self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
-        self.engine = engine or (
-            lambda role: TransformersEngine(shared, role, rows=self.size, pad=worker.tokenizer.pad_token_id)
-        )
+        self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: list[dict[str, Any]] | None = None
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -93,9 +91,9 @@ class Comparison:
         """One completion of a role to each of this rank's prompts: its tokens, scores and figures."""
         if not self.rows:
             return []
-        engine = self.engine(role)
         ids = [row["input_ids"] for row in self.rows]
-        completions = engine.generate(ids, [row["index"] for row in self.rows], self.sampling)
+        numbers = [row["index"] for row in self.rows]
+        completions = self.decoder.generate(role, ids, numbers, self.sampling)
         scored = _score(self.worker, self.rows, completions, self.rewards, self.judge)
         records = [
             {

@@ -250,6 +250,9 @@ class SharedBase(nn.Module):
     def use(self, role: str | None) -> Iterator[SharedBase]:
         """Within the block, forwards of the base use this role's adapter; None: no adapter."""
         previous = self._role
+        if role == previous:
+            yield self
+            return
         self._switch(role)
         try:
             yield self

@@ -13,10 +13,10 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+from pipeline.inference.memory import SAMPLING_BYTES
 from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
-from pipeline.ppo.decode_memory import SAMPLING_BYTES
 from pipeline.references import Ref
 
 GIB = 2**30
@@ -145,8 +145,8 @@ def settings(job: Job, context: int) -> Settings:
         prompt, rows = job.data.max_length or context - completion, job.args.local_rollout_forward_batch_size
         return Settings(0, prompt + completion, job.bf16, False, 1, rows, prompt, completion)
     if job.stage == "ppo":  # its arguments are a PPOConfig
+        from pipeline.inference.memory import MOST_ROWS
         from pipeline.ppo.forward import FORWARD_TOKENS
-        from pipeline.ppo.vllm_memory import MOST_ROWS
 
         args = job.args
         prompt = job.data.max_length or context - args.response_length
@@ -303,7 +303,7 @@ def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus:
     """Returns what sampling holds in addition to the base: a second base and its cache, split over vLLM's `gpus`,
     or the cache and its decoding steps.
     """
-    from pipeline.ppo.engine import PREFILL_TOKENS
+    from pipeline.inference.decoder import PREFILL_TOKENS
 
     rows, width = asked.rollout_rows, asked.width
     tokens = rows * asked.prompt
@@ -313,7 +313,7 @@ def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus:
     if not asked.completion:
         return [forward]
     if vllm:
-        from pipeline.ppo.vllm_memory import WORKSPACE
+        from pipeline.inference.memory import WORKSPACE
 
         return [
             Item("vLLM: a base of its own in bfloat16", 2.0 * shape.parameters / gpus),

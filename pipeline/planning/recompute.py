@@ -37,7 +37,7 @@ def settled(worker: Any) -> bool:
     """
     import torch
 
-    from pipeline.ppo.decode_memory import free_bytes
+    from pipeline.inference.memory import free_bytes
 
     said = schema.keys(STAGE[worker.job.stage].trainer)["gradient_checkpointing"].get("default")
     said = worker.job.trainer.get("gradient_checkpointing", said)

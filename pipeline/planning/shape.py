@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
 from pipeline.config.stages import STAGE
-from pipeline.ppo.decode_memory import kv_bytes
+from pipeline.inference.memory import kv_bytes
 
 if TYPE_CHECKING:
     import torch

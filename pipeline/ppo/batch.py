@@ -19,11 +19,7 @@ from torch import Tensor
 from pipeline.models.lockstep import catch_up
 
 if TYPE_CHECKING:
-    from pipeline.ppo.engine import Completion
-
-# A forward of so many tokens keeps the hardware busy: beyond, padding costs more than another forward. On a CPU measured; on a
-# GPU, a layer's launches take about 1 ms, in which one of 8B multiplies some 1,000 tokens, and smaller ones more.
-BUSY_TOKENS = {"cpu": 256, "cuda": 2048}
+    from pipeline.inference.rows import Completion
 
 
 def world() -> tuple[int, int]:
@@ -99,40 +95,6 @@ def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
         shares[worker].append(row)
         tokens[worker] += lengths[row]
     return shares
-
-
-def micro_batches(
-    lengths: Sequence[int],
-    rows: int | None,
-    tokens: int | None,
-    device: str = "cpu",
-    completions: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """Batches of rows of like length, as indices into `lengths`, shortest first.
-
-    A batch that already has the device's BUSY_TOKENS also ends where the next, longer row would turn over 1/8 of it into padding.
-
-    Args:
-        lengths: tokens of each row.
-        rows: limit on completions per batch. None: none.
-        tokens: limit on tokens per batch, padding included; a longer row is a batch by itself. None: none.
-        device: type of the device that computes.
-        completions: in each row, where rows are packs of them. None: one.
-    """
-    held = completions or [1] * len(lengths)
-    busy = BUSY_TOKENS.get(device, BUSY_TOKENS["cpu"])
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        batch = batches[-1] if batches else []
-        used = sum(lengths[j] for j in batch)
-        padded = (len(batch) + 1) * lengths[i]  # with this row, the longest so far
-        full = rows is not None and sum(held[j] for j in batch) + held[i] > rows
-        full |= tokens is not None and padded > tokens
-        sparse = used >= busy and padded - used - lengths[i] > padded / 8
-        if not batch or full or sparse:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
 
 
 class Totals(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeline.ppo.engine import Completion
+from pipeline.inference.rows import Completion
 
 Key = tuple[
     int, int, int

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
+from pipeline.models.batches import micro_batches
 from pipeline.models.packing import alone, packed, packs_that_pay
-from pipeline.ppo.batch import Episodes, micro_batches
+from pipeline.ppo.batch import Episodes
 
 # Of a forward without gradients, the most tokens: it holds one layer's activations at a time, some 100 KB a token at 8B.
 FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.memory import GIB, decoding_rows
+from pipeline.inference.rows import Completion, Decoder, Sampling
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import forward
 from pipeline.ppo.batch import Episodes, all_reduce, collate, world
 from pipeline.ppo.chunks import Chunk, Greedy, Sampled
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.decode_memory import GIB, decoding_rows
-from pipeline.ppo.engine import Completion, Engine, Sampling, TransformersEngine
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Reward, Samples, raw_scores
 from pipeline.ppo.rng import kept_rng_state
@@ -35,7 +36,7 @@ class Sampler:
     Args:
         tokenizer: decodes completions for Python rewards; its pad id fills batches up.
         reference: the role of the reference; None: the bare base.
-        engine: decodes. None: the base itself.
+        decoder: writes the completions. None: the base itself.
         eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
     """
 
@@ -46,14 +47,14 @@ class Sampler:
         args: PPOConfig,
         rewards: Sequence[Reward],
         reference: str | None,
-        engine: Engine | None = None,
+        decoder: Decoder | None = None,
         eos: Sequence[int] | None = None,
     ) -> None:
         self.shared, self.tokenizer, self.args = shared, tokenizer, args
         self.rewards, self.reference = rewards, reference
-        self.sampling = Sampling.of(args, tokenizer, shared, eos)
+        self.sampling = Sampling.from_args(args, tokenizer, shared, eos)
         self.pad = tokenizer.pad_token_id or 0
-        self.engine = engine or TransformersEngine(shared, "policy", pad=self.pad)
+        self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
         self.rows = args.local_rollout_forward_batch_size  # decoded at once; None: a whole chunk
 
     def fit_to_memory(self, chunk: int, longest: int) -> None:
@@ -65,7 +66,7 @@ class Sampler:
             chunk: completions of a chunk.
             longest: tokens of the longest prompt and its completion.
         """
-        if self.rows is not None or not isinstance(self.engine, TransformersEngine):
+        if self.rows is not None or not isinstance(self.decoder, SlotDecoder):
             return
         rows, room = decoding_rows(self.shared, chunk, longest)
         self.rows = int(all_reduce(torch.tensor(rows, device=self.shared.device), dist.ReduceOp.MIN))
@@ -89,15 +90,16 @@ class Sampler:
         return sampled
 
     def sample(self, chunk: Chunk, digest: str = "") -> Sampled:
-        """The chunk's completions, and the greedy ones of remax. The engine has been told of the policy (`engine.sync`)."""
-        if isinstance(self.engine, TransformersEngine):
-            self.engine.rows = self.rows or len(chunk.episodes)
+        """The chunk's completions, and the greedy ones of remax. The decoder has the policy (`decoder.changed`)."""
+        if isinstance(self.decoder, SlotDecoder):
+            self.decoder.max_rows = self.rows
         prompts = [ids for ids in chunk.prompt_ids for _ in range(chunk.generations)]
-        completions = self.engine.generate(prompts, chunk.episodes, self.sampling)
+        completions = self.decoder.generate("policy", prompts, chunk.episodes, self.sampling)
         greedy = None
         if self.args.estimator.needs_greedy:
-            of_each = self.engine.generate(
-                chunk.prompt_ids, range(len(chunk.prompt_ids)), replace(self.sampling, temperature=0.0)
+            greedy_sampling = replace(self.sampling, temperature=0.0)
+            of_each = self.decoder.generate(
+                "policy", chunk.prompt_ids, range(len(chunk.prompt_ids)), greedy_sampling
             )
             greedy = Greedy(of_each)
         return Sampled(chunk.key, chunk.version, digest, completions, greedy)

@@ -73,7 +73,7 @@ class Rollouts:
         self.chunks_of, self.total, self.publishes = chunks_of, total, publishes
         self.ahead = versions.staleness if versions else 0
         self.published: set[int] = set()
-        self.synced: tuple[int, int] | None = None  # (update, version) that the engine here samples from
+        self.synced: tuple[int, int] | None = None  # (update, version) that the decoder here samples from
         self.asked: dict[int, list[Chunk]] = {}
 
     def of(self, update: int) -> tuple[list[Chunk], list[Sampled]]:
@@ -105,11 +105,9 @@ class Rollouts:
             self.versions.use(chunk.version) if self.versions and chunk.version != update else nullcontext()
         )
         with older:
-            if self.synced != (
-                update,
-                chunk.version,
-            ):  # an engine with a copy of its own gets each adapter once
-                self.sampler.engine.sync()
+            # vLLM, which has a copy, gets each adapter once.
+            if self.synced != (update, chunk.version):
+                self.sampler.decoder.changed("policy")
                 self.synced = (update, chunk.version)
             if self.workers and self.versions:
                 return self.sampler.whole(chunk, self.versions.digests[chunk.version])

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from pipeline.findings import require
+from pipeline.inference.rows import Decoder, Sampling
 from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
 from pipeline.models.lora import cast_once
@@ -41,7 +42,6 @@ from pipeline.ppo.batch import (
 from pipeline.ppo.chunks import Chunk, cut
 from pipeline.ppo.clock import Phases, Timeline
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.engine import Engine, Sampling
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.functional import AdaptiveKLController
 from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
@@ -71,7 +71,7 @@ class PPOTrainer:
         rewards: the weighted sum of their scores is an episode's score.
         evaluate: returns metrics of the policy on held-out prompts; called on every rank every `eval_steps` updates.
         eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
-        engine: samples the completions. None: the base itself.
+        decoder: writes the completions. None: the base itself.
         rollout: how far sampling may run ahead, and how what is off-policy is weighed. None: the defaults.
         rollout_workers: sample and score in this trainer's place. None: it does so itself.
         on_update: called after each update with its metrics, its number (from 1) and the total number of updates; True ends
@@ -92,7 +92,7 @@ class PPOTrainer:
         rewards: list[Reward],
         evaluate: Callable[[], dict[str, float]] | None = None,
         eos: Sequence[int] | None = None,
-        engine: Engine | None = None,
+        decoder: Decoder | None = None,
         on_update: OnUpdate | None = None,
         draws: Callable[[int], Any] | None = None,
         rollout: RolloutConfig | None = None,
@@ -109,7 +109,7 @@ class PPOTrainer:
         self.draws, self.prompts_per_epoch = draws, len(draws(0)) if draws else len(prompts)
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
         reference = "reference" if "reference" in shared.roles else None
-        self.sampler = Sampler(shared, tokenizer, args, rewards, reference, engine, eos)
+        self.sampler = Sampler(shared, tokenizer, args, rewards, reference, decoder, eos)
         if not rollout_workers:
             longest = max(len(ids) for ids in self._all_prompt_ids()) + args.response_length
             self.sampler.fit_to_memory(args.decoded(self.workers), longest)
@@ -158,9 +158,9 @@ class PPOTrainer:
         return self.sampler.sampling
 
     @property
-    def engine(self) -> Engine:
+    def decoder(self) -> Decoder:
         """What samples in this process."""
-        return self.sampler.engine
+        return self.sampler.decoder
 
     def _check_inputs(self) -> None:
         if "policy" not in self.shared.roles or (self.args.uses_critic and "critic" not in self.shared.roles):

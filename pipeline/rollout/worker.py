@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import tempfile
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ class RolloutWorker:
             self.sampler = Sampler(shared, self.work.tokenizer, job.args, rewards, reference)
 
     def settle(self, terms: Terms) -> None:
-        """Computes from here on as the trainer's workers do; an engine that needs to know how long rows are starts."""
+        """Computes from here on as the trainer's workers do. Starts vLLM if the job samples with it."""
         import torch
 
         from pipeline.runtime import memory, roles
@@ -89,10 +88,8 @@ class RolloutWorker:
             self.sampler.fit_to_memory(rows, terms.longest)
         else:
             with memory.explained(job):
-                folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-"))
-                self.sampler.engine = self.stack.enter_context(
-                    roles.vllm(Host(self.work), self.sampler.shared, folder, terms.longest, rows)
-                )
+                vllm = roles.vllm(Host(self.work), self.sampler.shared, ["policy"], terms.longest, rows)
+                self.sampler.decoder = self.stack.enter_context(vllm)
 
     def sample(self, session: str, chunk: bytes, tensors: list[Any]) -> bytes | None:
         """A chunk sampled and scored, pickled; None where its version is gone with the trainer that had published it.
@@ -114,7 +111,7 @@ class RolloutWorker:
                 except ray.exceptions.OwnerDiedError:
                     return None
                 self.sampler.shared.fill("policy", adapter)
-                self.sampler.engine.sync()
+                self.sampler.decoder.changed("policy")
                 self.digest = digest(self.sampler.shared.tensors_of("policy"))
                 self.holds = (session, one.version)
             return pickle.dumps(self.sampler.whole(one, self.digest))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import hub
@@ -20,11 +18,10 @@ from pipeline.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from pipeline.config import Job
+    from pipeline.inference.rows import Decoder
     from pipeline.models.adapters import SharedBase
     from pipeline.ppo.config import PPOConfig
-    from pipeline.ppo.engine import Engine
     from pipeline.ppo.rewards import Reward
-    from pipeline.ppo.vllm_engine import VllmEngine
 
 
 def shared_base(worker: Host) -> SharedBase:
@@ -160,64 +157,85 @@ def _reward_role(index: int) -> str:
 
 
 @contextmanager
-def sampler(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Engine | None]:
-    """The engine of a training worker for the block: vLLM if the job asks for it and no rollout workers have it; None, the
-    base itself, if not."""
+def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Decoder | None]:
+    """What decodes in a training worker, for the block: vLLM if the job requests it and no rollout workers have it. None: the
+    base itself.
+    """
     rollout = worker.job.rollout_config
     if rollout.engine != "vllm" or rollout.workers[1]:
         yield None
         return
     longest = max(map(len, worker.rows("train")["input_ids"])) + args.response_length
-    folder = os.path.join(worker.scratch, f"vllm-{worker.rank}")
-    with vllm(worker, shared, folder, longest, math.ceil(args.batch_size / worker.world)) as engine:
-        yield engine
+    rows = math.ceil(args.batch_size / worker.world)
+    with vllm(worker, shared, ["policy"], longest, rows, worker.scratch) as decoder:
+        yield decoder
 
 
-def engines(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Callable[[str | None], Engine]:
-    """What decodes for each of some frozen roles (None: the bare base), by the role: `rollout.engine` of a job that does not
-    train. vLLM ends with this process.
+def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
+    """What decodes for some frozen roles (None: the bare base) in a job that does not train, by `rollout.engine`. vLLM ends
+    with this process.
     """
-    from pipeline.ppo.engine import TransformersEngine
+    from pipeline.inference.decoder import SlotDecoder
 
     rows = host.job.args.local_rollout_forward_batch_size
     if host.job.rollout_config.engine != "vllm":
-        return lambda role: TransformersEngine(shared, role, rows=rows, pad=host.tokenizer.pad_token_id)
+        return SlotDecoder(shared, rows, host.tokenizer.pad_token_id)
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(vllm(host, shared, wanted, longest_row(host), rows))
+
+
+def longest_row(host: Host) -> int:
+    """Returns the tokens of the longest prompt that a job takes, and of its completion."""
     context = host.work.base["context_length"] or 1 << 20
-    longest = min(context, (host.job.data.max_length or context) + host.job.args.response_length)
-    folder = tempfile.mkdtemp(prefix="vllm-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    engine = _start_vllm(host, shared, folder, longest, rows, wanted)
-    return {role: engine.of(role) for role in wanted}.__getitem__
+    return min(context, (host.job.data.max_length or context) + host.job.args.response_length)
 
 
 @contextmanager
-def vllm(host: Host, shared: SharedBase, folder: str, longest: int, rows: int) -> Iterator[Engine]:
-    """vLLM beside the base of this process, for the policy and the block.
+def vllm(
+    host: Host,
+    shared: SharedBase,
+    wanted: Sequence[str | None],
+    longest: int,
+    rows: int,
+    scratch: str | None = None,
+) -> Iterator[Decoder]:
+    """Starts vLLM next to the base of this process, for the block.
 
     Args:
-        folder: adapters are handed over in it.
+        wanted: roles that it may sample from.
         longest: tokens of the longest prompt and its completion.
         rows: completions of an update that this process samples.
+        scratch: folder for what is handed over. None: the system's for temporary files.
+
+    Raises:
+        ValueError: if vLLM cannot run an adapter: DoRA, or a rank that is too large.
     """
-    engine = _start_vllm(host, shared, folder, longest, rows, ["policy"])
-    try:
-        yield engine
-    finally:
-        engine.close()
+    import torch
 
-
-def _start_vllm(
-    host: Host, shared: SharedBase, folder: str, longest: int, rows: int, wanted: Sequence[str | None]
-) -> VllmEngine:
-    from pipeline.ppo.vllm_engine import VllmEngine
-    from pipeline.ppo.vllm_memory import MOST_ROWS
+    from pipeline.inference.memory import MOST_ROWS, kv_bytes, memory_share
+    from pipeline.inference.vllm import VllmDecoder, largest_rank, start_llm
 
     options = vllm_options(host.job, min(rows, MOST_ROWS))
     if shared.device.type == "cuda":
-        share = host.job.rollout_config.gpu_memory_utilization or vllm_share(shared, rows, longest)
-        options["gpu_memory_utilization"] = share
-        print(f"vLLM takes {share} of the GPU's memory", flush=True)
-    return VllmEngine(shared, host.job.model.name_or_path, folder, longest=longest, roles=wanted, **options)
+        cache = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
+        named = shared.base.named_parameters()
+        weights = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
+        total = torch.cuda.get_device_properties(shared.device).total_memory
+        share = memory_share(total, weights, cache, rows, longest)
+        options["gpu_memory_utilization"] = host.job.rollout_config.gpu_memory_utilization or share
+        print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
+    # Log-probs after the temperature, as the trainer's.
+    options |= {"max_loras": 1, "max_logprobs": 1, "logprobs_mode": "processed_logprobs"}
+    rank = largest_rank(shared, wanted)
+    llm = start_llm(host.job.model.name_or_path, shared.device, longest, rank, **options)
+    started = VllmDecoder(llm, rank, shared=shared, folder=tempfile.mkdtemp(prefix="vllm-", dir=scratch))
+    try:
+        for role in wanted:
+            started.changed(role)
+        yield started
+    finally:
+        started.close()
 
 
 def vllm_options(job: Job, rows: int) -> dict[str, Any]:
@@ -228,7 +246,7 @@ def vllm_options(job: Job, rows: int) -> dict[str, Any]:
     Args:
         rows: completions that it decodes at the same time.
     """
-    from pipeline.ppo.vllm_memory import BATCHED_TOKENS
+    from pipeline.inference.memory import BATCHED_TOKENS
 
     model, rollout = job.model, job.rollout_config
     options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
@@ -245,20 +263,6 @@ def vllm_options(job: Job, rows: int) -> dict[str, Any]:
         "trust_remote_code": model.trust_remote_code,
     }
     return options | (rollout.vllm_kwargs or {})
-
-
-def vllm_share(shared: SharedBase, rows: int, longest: int) -> float:
-    """vLLM's share of this GPU for `rows` completions of an update; see ppo.vllm_memory."""
-    import torch
-
-    from pipeline.ppo.decode_memory import kv_bytes
-    from pipeline.ppo.vllm_memory import memory_share
-
-    cache = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
-    named = shared.base.named_parameters()
-    weights = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
-    total = torch.cuda.get_device_properties(shared.device).total_memory
-    return memory_share(total, weights, cache, rows, longest)
 
 
 def folders(worker: Host, shared: SharedBase) -> dict[str, str]:

@@ -2,9 +2,8 @@
 
     make serve    or    python -m pipeline serve jobs/demo/serve.yaml
 
-From a request down to the model: `app.py` (HTTP, a Ray Serve application) -> `traffic.py` (which version answers) ->
-`answer.py` (its choices, whole or as a stream) -> `batching.py` (the rows of all requests), which `engine.py` starts as
-`transformers_batcher.py` (one forward for all rows; `slots.py` is their KV cache) or as `vllm_batcher.py`. Beside it:
-`protocol.py` (what a request may say), `models.py` (the versions that a replica holds), `scores.py`
-(reward models), `feedback.py` (what users thought of the answers, as rows to learn from), `metrics.py`.
+A request passes `app.py` (HTTP, a Ray Serve application), `answer.py` (its choices, in one piece or streamed) and
+`batching.py` (the rows of all requests) on its way to a decoder of pipeline.inference, which `start.py` starts.
+`protocol.py` reads requests, `models.py` holds the versions of a replica, `scores.py` runs reward models, `feedback.py`
+keeps what users think of the answers, and `metrics.py` counts.
 """

@@ -8,14 +8,16 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pipeline.errors import in_brief
+from pipeline.inference.rows import Sampling
 from pipeline.serving import protocol
-from pipeline.serving.batching import QueueFull, Row, Token
+from pipeline.serving.batching import QueueFull, ServedRow, Token
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, Refused
 from pipeline.serving.text import Text
@@ -65,20 +67,17 @@ class Answer:
         self.tokens: list[list[Token]] = [[] for _ in range(asked.n)]
         self.reasons: list[str | None] = [None] * asked.n
         self.arrived: asyncio.Queue[tuple[int, Token | BaseException]] = asyncio.Queue()
-        args = server.args
+        usual: Sampling = server.sampling
+        sampling = replace(
+            usual,
+            max_new_tokens=min(asked.most_tokens or usual.max_new_tokens, usual.max_new_tokens),
+            temperature=usual.temperature if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            seed=self.seed,
+        )
         top = (asked.top_logprobs or 0) if asked.logprobs else None
         self.rows = [
-            Row(
-                prompt,
-                served.role,
-                self._deliver(choice),
-                min(asked.most_tokens or args.response_length, args.response_length),
-                temperature=args.temperature if asked.temperature is None else asked.temperature,
-                top_p=1.0 if asked.top_p is None else asked.top_p,
-                seed=self.seed,
-                number=choice,
-                top=top,
-            )
+            ServedRow(prompt, choice, sampling, served.role, top, deliver=self._deliver(choice))
             for choice in range(asked.n)
         ]
 
@@ -132,7 +131,7 @@ class Answer:
         if text.stopped:
             row.cancelled = True
         if text.stopped or token.last:
-            self.reasons[choice] = "stop" if text.stopped or token.id in self.server.batcher.eos else "length"
+            self.reasons[choice] = "stop" if text.stopped or row.ended else "length"
         return more
 
     def _finish(self) -> None:

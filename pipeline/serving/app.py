@@ -34,7 +34,7 @@ from pipeline.on_ray import placement
 from pipeline.runtime import memory
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import room_for_prompts
-from pipeline.serving import engine, protocol
+from pipeline.serving import protocol, start
 from pipeline.serving.answer import Answer, Mailbox, Stream, limit
 from pipeline.serving.feedback import FeedbackStore, Reader, folder_of
 from pipeline.serving.metrics import Metrics, Page
@@ -88,7 +88,7 @@ def application(work: Work, digests: list[str]) -> Any:
     reader = Reader(
         work.tokenizer,
         longest_prompt(work) + job.args.response_length,
-        engine.ends(Host(work)),
+        start.ends(Host(work)),
         job.data.special_tokens,
     )
     kept = recorder.bind(folder_of(job), job.serve.log_prompts, job.serve.feedback_bytes, reader)
@@ -182,9 +182,9 @@ class Server:
         self.name = secrets.token_hex(4)
         host = Host(work)
         with memory.explained(work.job):
-            shared, self.batcher = engine.start(host)
+            shared, self.batcher = start.start(host)
             self.models = Models(host, shared, self.batcher)
-        self.eos = engine.ends(host)
+        self.sampling = start.sampling(host)
         self.context = work.base["context_length"] or 1 << 20
         self.scores = Scores(host, self.batcher, self.context)
         self.encoder = self._encoder()
@@ -204,7 +204,9 @@ class Server:
 
         special = self.job.data.special_tokens
         longest = longest_prompt(self.work)
-        return Encoder(self.tokenizer, kind_of("generate"), longest, "error", True, self.eos, special)
+        return Encoder(
+            self.tokenizer, kind_of("generate"), longest, "error", True, list(self.sampling.eos), special
+        )
 
     # -------------------------------------------------------------------------------------- in the background
 

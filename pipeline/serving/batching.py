@@ -1,19 +1,19 @@
-"""Continuous batching: completions of all requests are written together, a token each a step, whatever policy writes them.
+"""Continuous batching: the completions of all requests are written together, a token of each in a step, for all policies.
 
-A row joins at any step and leaves when it ends. One thread has the engine: it hands over rows that wait, delivers what was
-written, and in between does what it is asked to (`run`): scores, and new versions. Two engines: transformers on the base that
-the replica holds (transformers_batcher.py), and vLLM (vllm_batcher.py).
+A row joins at any step and leaves when it ends. One thread has the decoder. It hands over rows that wait, delivers what was
+written, and between steps runs what other threads request (`run`): scores, and new versions.
 """
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from pipeline.inference.rows import Decoder, Row
 
 
 class QueueFull(Exception):
@@ -21,7 +21,7 @@ class QueueFull(Exception):
 
 
 class Ended(RuntimeError):
-    """The batcher works no more: it was closed, or its engine cannot go on."""
+    """The batcher has stopped: it was closed, or its decoder cannot continue."""
 
     def __init__(self) -> None:
         super().__init__("the batcher has ended")
@@ -31,64 +31,57 @@ class Token(NamedTuple):
     """One token of a row."""
 
     id: int
-    logprob: float  # nats, of the model at temperature 1
-    top: list[tuple[int, float]]  # the most likely ids and their log-probs, as many as were asked for
-    last: bool  # it ends the completion, or is the last for which there is room
+    logprob: float  # nats, of the model at temperature 1 if the row reports alternatives
+    top: list[tuple[int, float]]  # the most likely ids and their log-probs, as many as requested
+    last: bool  # whether it ends the row
 
 
 @dataclass(eq=False)
-class Row:
-    """One completion that is to be written.
+class ServedRow(Row):
+    """A row with a receiver.
 
     Args:
-        role: of the shared base; None: the bare base.
-        number: of the completion among those of its request; with the seed it is the key of its random numbers.
         deliver: called in the batcher's thread with each token, or with the error that ended the row.
     """
 
-    prompt: list[int]
-    role: str | None
-    deliver: Callable[[Token | BaseException], None]
-    max_new_tokens: int
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    seed: int = 0
-    number: int = 0
-    top: int | None = None  # alternatives that are reported with each token; None: no log-probs either
-    cancelled: bool = False
-    written: int = field(default=0, init=False)
-    noise: Any = field(default=None, init=False)
+    deliver: Callable[[Token | BaseException], None] = field(kw_only=True)
+    delivered: int = field(default=0, init=False)
 
-    @property
-    def most(self) -> int:
-        """The most positions that it can take."""
-        return len(self.prompt) + self.max_new_tokens
+    def deliver_new(self) -> None:
+        """Delivers the tokens, and the error, that came since the last call."""
+        for i in range(self.delivered, len(self.tokens)):
+            if self.cancelled:
+                return
+            top = self.tops[i] if self.top else []
+            last = i + 1 == len(self.tokens) and self.done
+            self.delivered += 1
+            self.deliver(Token(self.tokens[i], self.logprobs[i], top, last))
+        if self.error and not self.cancelled:
+            self.deliver(self.error)
 
 
-class Batcher(ABC):
-    """Writes the rows that are submitted; all of it happens in one thread of its own.
+class Batcher:
+    """Writes the rows that are submitted, in a separate thread.
 
     Args:
-        rows: that are written at the same time.
         queue: rows that may wait.
-        eos: ids that end a completion.
-        min_new_tokens: until then, `eos` has probability 0.
+        prompt_tokens: padded tokens of the prompts that join in one turn, because the rows that are being written wait.
     """
 
-    def __init__(self, rows: int, queue: int, eos: Sequence[int], min_new_tokens: int = 0) -> None:
-        self.most_rows, self.queue = rows, queue
-        self.eos, self.min_new_tokens = frozenset(eos), min_new_tokens
-        self.rows: list[Row] = []  # that are being written
-        self.waiting: deque[Row] = deque()
-        self.asked: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+    def __init__(self, decoder: Decoder, queue: int, prompt_tokens: int = 1 << 30) -> None:
+        self.decoder, self.queue, self.prompt_tokens = decoder, queue, prompt_tokens
+        self.rows: list[ServedRow] = []  # being written
+        self.waiting: deque[ServedRow] = deque()
+        self.requested: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.condition = threading.Condition()
         self.closed = False
         self.thread = threading.Thread(target=self._work, daemon=True, name="batcher")
+        self.thread.start()
 
     # ------------------------------------------------------------------------------------ from other threads
 
-    def submit(self, rows: Sequence[Row]) -> None:
-        """Rows of one request. Raises QueueFull, and then none of them is taken."""
+    def submit(self, rows: Sequence[ServedRow]) -> None:
+        """Takes all rows of one request, or none. Raises QueueFull."""
         with self.condition:
             self._forget_cancelled()
             if len(self.waiting) + len(rows) > self.queue:
@@ -97,10 +90,10 @@ class Batcher(ABC):
             self._wake()
 
     def run(self, function: Callable[[], Any]) -> Future[Any]:
-        """What `function` returns or raises, called between two steps."""
+        """Calls `function` between two steps. Returns a future of its result."""
         future: Future[Any] = Future()
         with self.condition:
-            self.asked.append((function, future))
+            self.requested.append((function, future))
             self._wake()
         return future
 
@@ -109,24 +102,25 @@ class Batcher(ABC):
             self.closed = True
             self._wake()
         self.thread.join()
+        self.decoder.close()
 
     @property
     def alive(self) -> bool:
         return self.thread.is_alive()
 
     def roles(self) -> set[str | None]:
-        """Those that rows are being written by, or wait for."""
+        """Returns the roles of all rows that are being written or wait."""
         with self.condition:
             return {row.role for row in (*self.rows, *self.waiting)}
 
     def _wake(self) -> None:
-        """Tells the thread that there is something new. A closed batcher answers it at once."""
+        """Wakes the thread. If the batcher is closed, answers what is new."""
         if self.closed:
             self._end()
         self.condition.notify()
 
     def _forget_cancelled(self) -> None:
-        """Removes rows that nobody waits for from the queue."""
+        """Removes cancelled rows from the queue, so that they do not count."""
         self.waiting = deque(row for row in self.waiting if not row.cancelled)
 
     def _end(self) -> None:
@@ -135,53 +129,61 @@ class Batcher(ABC):
             row = self.waiting.popleft()
             if not row.cancelled:
                 row.deliver(Ended())
-        while self.asked:
-            self.asked.popleft()[1].set_exception(Ended())
+        while self.requested:
+            self.requested.popleft()[1].set_exception(Ended())
 
     # ----------------------------------------------------------------------------------------- in its thread
-
-    @abstractmethod
-    def add(self, role: str, folder: str) -> None:
-        """From now on rows may be of this role, the adapter in a folder. Raises InputError where the engine cannot run it."""
-
-    @abstractmethod
-    def remove(self, role: str) -> None:
-        """Frees a role that no row is of."""
-
-    @abstractmethod
-    def _joining(self) -> list[Row]:
-        """Takes from `waiting` the rows that can join, first come first served."""
-
-    @abstractmethod
-    def _turn(self, joining: list[Row]) -> None:
-        """One step: reads what joins, lets go of cancelled rows, and delivers a token of each row."""
-
-    @abstractmethod
-    def _reset(self) -> None:
-        """After an error in a turn: the rows that were being written are gone."""
 
     def _work(self) -> None:
         while True:
             with self.condition:
-                while not (self.closed or self.asked or self.waiting or self.rows):
+                while not (self.closed or self.requested or self.waiting or self.decoder.rows):
                     self.condition.wait()
                 if self.closed:
                     self._end()
                     return
-                self._forget_cancelled()
-                asked = [self.asked.popleft() for _ in range(len(self.asked))]
-                joining = self._joining()
-            for function, future in asked:
+                requested = [self.requested.popleft() for _ in range(len(self.requested))]
+            for function, future in requested:
                 try:
                     future.set_result(function())
                 except BaseException as error:  # its caller's to handle; this thread is needed for the others
                     future.set_exception(error)
+            with self.condition:
+                self._forget_cancelled()
+                joining = self._joining()
+                self.rows += joining
             try:
-                self._turn(joining)
-            except (
-                Exception
-            ) as error:  # out of memory, for one: the rows of this step are lost, not the replica
-                lost = [row for row in {*self.rows, *joining} if not row.cancelled]
-                for row in lost:
-                    row.deliver(error)
-                self._reset()
+                if joining:
+                    self.decoder.join(joining)
+                    self._deliver()
+                self.decoder.step()
+                self._deliver()
+            except Exception as error:  # such as out of memory: its rows are lost, the replica is not
+                self._lose_rows(error)
+
+    def _joining(self) -> list[ServedRow]:
+        """Takes from `waiting` the rows that can join, first come first served."""
+        joining: list[ServedRow] = []
+        width = 0
+        while self.waiting and self.decoder.fits([*joining], self.waiting[0]):
+            width = max(width, len(self.waiting[0].prompt))
+            if joining and width * (len(joining) + 1) > self.prompt_tokens:
+                break
+            joining.append(self.waiting.popleft())
+        return joining
+
+    def _deliver(self) -> None:
+        for row in self.rows:
+            row.deliver_new()
+        self.rows = [row for row in self.rows if not row.done]
+
+    def _lose_rows(self, error: Exception) -> None:
+        """Delivers the error to all rows that were being written. Closes the batcher if its decoder cannot continue."""
+        lost, self.rows = self.rows, []
+        for row in lost:
+            if not row.cancelled:
+                row.deliver(error)
+        try:
+            self.decoder.reset()
+        except RuntimeError:
+            self.closed = True

@@ -94,8 +94,8 @@ class Models:
         if folder is None:
             return Served(version)
         role = f"version_{self.loaded}"
-        self.batcher.add(role, folder)
-        self.remove[role] = self.batcher.remove
+        self.batcher.decoder.add(role, folder)
+        self.remove[role] = self.batcher.decoder.remove
         return Served(version, role)
 
     def _reward(self, key: str, version: str, folder: str | None) -> Served:

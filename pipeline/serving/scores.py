@@ -30,7 +30,7 @@ class Scores:
 
     def __init__(self, host: Host, batcher: Batcher, context: int) -> None:
         from pipeline.models.template import text_as_chat
-        from pipeline.serving.engine import ends
+        from pipeline.serving.start import ends
 
         data, self.tokenizer = host.job.data, host.tokenizer
         self.ends = ends(host)

@@ -52,8 +52,8 @@ def train(worker: Worker) -> dict[str, Any]:
     if prompts is not None:
         policy = roles.add_frozen(worker, shared, "policy", "policy")
         baseline = roles.add_frozen(worker, shared, "baseline", "reference")
-        engines = roles.engines(worker, shared, [policy, baseline])
-        comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline, engines)
+        decoder = roles.decoder(worker, shared, [policy, baseline])
+        comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline, decoder)
         metrics, samples = comparison.of(policy)
         if worker.rank == 0:
             warn_of_endless(metrics["eval_eos"], "the policy's completions")

@@ -72,7 +72,7 @@ def train(worker: Worker) -> dict[str, Any]:
         """{update: its metrics} of all that were logged: the last update, and each that was evaluated, among them."""
         return {int(metrics["episode"]) // args.batch_size: metrics for metrics in trainer.history}
 
-    with roles.sampler(worker, shared, args) as engine:
+    with roles.trainers_decoder(worker, shared, args) as decoder:
         trainer = PPOTrainer(
             shared,
             worker.tokenizer,
@@ -80,7 +80,7 @@ def train(worker: Worker) -> dict[str, Any]:
             prompts=worker.rows("train"),
             rewards=rewards,
             evaluate=(lambda: comparison.of("policy")[0]) if comparison else None,
-            engine=engine,
+            decoder=decoder,
             on_update=on_update,
             draws=(lambda epoch: mixture.rows(epoch, args.seed)) if mixture else None,
             rollout=worker.job.rollout_config,

@@ -9,10 +9,11 @@ from running import ROOT
 from toy_models import BASE, registered, shared_base, tokenizer
 
 from pipeline.__main__ import main
-from pipeline.commands.chat import Chat, Writer, stream
+from pipeline.commands.chat import Chat, Writer
 from pipeline.config import load_job
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Sampling
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.engine import Sampling, TransformersEngine
 from pipeline.runtime.preparation import load_host
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
@@ -36,20 +37,10 @@ def ask(*turns: str) -> list[int]:
     return tokenizer().apply_chat_template(roles, add_generation_prompt=True, return_dict=False)
 
 
-def engine(shared, prompt, temperature, episode=0):
-    ends = tuple(eos_ids(tokenizer(), shared.base.generation_config))
-    how = Sampling(20, ends, temperature=temperature, seed=3)
-    [completion] = TransformersEngine(shared, "policy", pad=tokenizer().pad_token_id).generate(
-        [prompt], [episode], how
-    )
-    return how, completion
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_stream_is_what_the_engine_says(shared, temperature):
-    prompt = ask("What is the capital of Peru?")
-    how, completion = engine(shared, prompt, temperature, episode=7)
-    assert list(stream(shared, "policy", prompt, 7, how)) == completion.tokens
+def greedy(shared, prompt):
+    how = Sampling(20, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=0.0)
+    [completion] = SlotDecoder(shared).generate("policy", [prompt], [0], how)
+    return completion
 
 
 def test_half_a_character_waits_for_the_rest():
@@ -86,9 +77,9 @@ def test_a_conversation_through_a_pipe(models, shared, storage):
     import torch
 
     question = "What is the capital of Peru?"
-    _, first = engine(shared, ask(question), 0.0)
+    first = greedy(shared, ask(question))
     text = tokenizer().decode(first.tokens, skip_special_tokens=True)
-    _, second = engine(shared, ask(question, text, "And of Chile?"), 0.0)
+    second = greedy(shared, ask(question, text, "And of Chile?"))
     lines = f"{question}\nAnd of Chile?\n/reset\n{question}\n/nonsense\n/system Be brief.\n{question}\n/quit\nnot read\n"
     said = talk(storage, lines)
     whole = torch.tensor([[*ask(question), *first.tokens]])

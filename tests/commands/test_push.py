@@ -18,9 +18,10 @@ from pipeline.__main__ import main
 from pipeline.commands import export
 from pipeline.commands import hub as cards
 from pipeline.config import load_job
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Sampling
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.engine import Sampling, TransformersEngine
 from pipeline.registry import lineage
 from pipeline.runtime import roles
 from pipeline.runtime.preparation import load_host
@@ -215,9 +216,7 @@ def test_the_code_of_a_card_says_what_the_adapter_says(models_of, merge, models,
     shared.add("it", folder=host.input("policy"))
     ids = host.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     greedy = Sampling(128, tuple(eos_ids(host.tokenizer, shared.base.generation_config)), temperature=0.0)
-    [completion] = TransformersEngine(shared, "it", rows=1, pad=host.tokenizer.pad_token_id).generate(
-        [ids], [0], greedy
-    )
+    [completion] = SlotDecoder(shared, 1, host.tokenizer.pad_token_id).generate("it", [ids], [0], greedy)
     assert said == host.tokenizer.decode(completion.tokens, skip_special_tokens=True).strip()
 
 

@@ -17,8 +17,9 @@ from toy_models import registered, shared_base, tokenizer
 from pipeline.__main__ import main
 from pipeline.commands import collect
 from pipeline.config import Collect
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Sampling
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.engine import Sampling, TransformersEngine
 from pipeline.ppo.rewards import AdapterReward, Samples
 
 POLICY, REWARD = "policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"
@@ -53,8 +54,8 @@ def by_the_engine(models, rows: list[dict], several: int, temperature: float) ->
     how = Sampling(
         40, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=temperature, seed=5
     )
-    engine = TransformersEngine(shared, "policy", rows=len(ids), pad=tokenizer().pad_token_id)
-    done = engine.generate(ids, range(len(ids)), how)
+    decoder = SlotDecoder(shared, len(ids), tokenizer().pad_token_id)
+    done = decoder.generate("policy", ids, range(len(ids)), how)
     samples = Samples(ids, [d.tokens for d in done], [d.ended for d in done], [{}] * len(ids), tokenizer())
     made = [
         {"completion": text, "score": score, "completion_tokens": len(one.tokens), "ended": one.ended}

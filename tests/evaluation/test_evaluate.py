@@ -15,7 +15,8 @@ from toy_models import BASE, registered, tokenizer
 from pipeline import evaluation, figures
 from pipeline.__main__ import main
 from pipeline.evaluation import pairs
-from pipeline.ppo.engine import Sampling, TransformersEngine
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Sampling
 from pipeline.runtime.summary import pairs_table
 
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
@@ -80,7 +81,7 @@ def test_diversity_and_repetition():
 def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(temperature, like, fewest):
     shared = toy_ppo.shared_base(spread=0.1)
     how = Sampling(8, tuple(toy_ppo.EOS), min_new_tokens=fewest, temperature=temperature)
-    completion = TransformersEngine(shared, "policy", rows=1, pad=0).generate([[5, 6, 7]], [0], how)[0]
+    completion = SlotDecoder(shared, 1, 0).generate("policy", [[5, 6, 7]], [0], how)[0]
     [found] = evaluation.logprobs(shared, "policy", [([5, 6, 7], completion.tokens)], 1, how)
     logits = (
         shared.logits(shared.hidden("policy", torch.tensor([[5, 6, 7, *completion.tokens]])))[0, 2:-1] / like

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Completion, Sampling
 from pipeline.models import probes
 from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import linear_fp32, mm_fp32
 from pipeline.ppo.batch import Totals, collate
-from pipeline.ppo.engine import Completion, Sampling, TransformersEngine
 from pipeline.ppo.selfcheck import doctor
 from tests.gpu import models
 from tests.gpu.models import DEVICE, SMALL, small
@@ -212,7 +213,7 @@ def fp32_logits(record: Record) -> None:
     shared = models.shared_base(layers=LAYERS, roles=["policy"], spread=0.02)
     prompts = models.prompts(16, 20, 20)
     sampling = Sampling(small(64, 8), (2,), seed=1)
-    completions = TransformersEngine(shared).generate(prompts, range(16), sampling)
+    completions = SlotDecoder(shared).generate("policy", prompts, range(16), sampling)
     rms = sampler_drift(shared, prompts, completions)
     record.check("sampler's and trainer's log-probs: rms below 0.02 nats", rms, rms < 0.02)
 

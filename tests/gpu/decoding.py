@@ -7,9 +7,10 @@ import time
 import torch
 from peft.tuners.lora.layer import Linear
 
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Sampling
 from pipeline.models import lora
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.engine import Sampling, TransformersEngine
 from tests.gpu import models
 from tests.gpu.correct import distance, sampler_drift
 from tests.gpu.models import CUDA, DEVICE, small
@@ -27,8 +28,8 @@ def rows_at_once(record: Record, precision: str) -> None:
         for shortest in (PROMPT, 7 * PROMPT // 8):
             models.fresh()
             prompts = models.prompts(rows, shortest, PROMPT)
-            engine = TransformersEngine(shared, rows=rows, pad=models.PAD)
-            prefill, step = step_seconds(engine, prompts)
+            decoder = SlotDecoder(shared, rows, models.PAD)
+            prefill, step = step_seconds(decoder, prompts)
             speed[rows, shortest] = rows / step
             lengths = "one" if shortest == PROMPT else "different"
             figures = dict(
@@ -41,13 +42,13 @@ def rows_at_once(record: Record, precision: str) -> None:
         record.check(f"{ROWS[-1]} rows: at least 2x the tokens/s of {ROWS[0]}", many / few, many >= 2 * few)
 
 
-def step_seconds(engine: TransformersEngine, prompts: list[list[int]]) -> tuple[float, float]:
+def step_seconds(decoder: SlotDecoder, prompts: list[list[int]]) -> tuple[float, float]:
     """(seconds of the prompts' forward, mean seconds of the decoding steps after it)."""
     seconds = []
     for tokens in (4, 1, STEPS + 1):  # the first is to warm up
         models.synchronize()
         start = time.perf_counter()
-        completions = engine.generate(prompts, range(len(prompts)), Sampling(tokens, ()))
+        completions = decoder.generate("policy", prompts, range(len(prompts)), Sampling(tokens, ()))
         models.synchronize()
         seconds.append(time.perf_counter() - start)
         assert all(len(one.tokens) == tokens for one in completions)
@@ -60,20 +61,19 @@ def cuda_graphs(record: Record, precision: str) -> None:
     shared = models.shared_base(precision=precision, roles=["policy"])
     for rows in (ROWS[0], ROWS[-1]):
         prompts, seconds = models.prompts(rows, PROMPT, PROMPT), {}
-        for windows in (False, True):
+        for graphs in (False, True):
             models.fresh()
-            engine = TransformersEngine(shared, rows=rows, pad=models.PAD)
-            engine.windows = windows  # on a CPU they run without a graph
-            _, seconds[windows] = step_seconds(engine, prompts)
-            how = "graphs" if windows else "kernel by kernel"
-            record.row(rows=rows, steps=how, ms_a_step=1e3 * seconds[windows], peak_GiB=models.allocated())
+            decoder = SlotDecoder(shared, rows, models.PAD, graphs=graphs and CUDA)
+            _, seconds[graphs] = step_seconds(decoder, prompts)
+            how = "graphs" if graphs else "kernel by kernel"
+            record.row(rows=rows, steps=how, ms_a_step=1e3 * seconds[graphs], peak_GiB=models.allocated())
         if CUDA:
-            works = engine.recorder is not None and engine.recorder.works
+            works = decoder.graphs is not None and decoder.graphs.works
             record.check(f"{rows} rows: steps can be recorded", "yes" if works else "no", works)
             faster = seconds[False] / seconds[True]
             record.check(f"{rows} rows: not slower than kernel by kernel", f"{faster:.2f}x", faster > 0.95)
     few = models.prompts(ROWS[0], PROMPT // 2, PROMPT)
-    completions = engine.generate(few, range(len(few)), Sampling(STEPS, (), seed=1))
+    completions = decoder.generate("policy", few, range(len(few)), Sampling(STEPS, (), seed=1))
     rms = sampler_drift(shared, few, completions)
     record.check("graphs' and trainer's log-probs: rms below 0.05 nats", rms, rms < 0.05)
 
@@ -96,9 +96,7 @@ def fused_lora(record: Record, backward: bool) -> None:
             unfuse(shared)
         results[name] = torch.cat([part.float().flatten() for part in step()])
         prompts = models.prompts(small(64, 2), small(256, 8), small(256, 8))
-        decoding = (
-            {} if backward else {"decoding_ms": 1e3 * step_seconds(TransformersEngine(shared), prompts)[1]}
-        )
+        decoding = {} if backward else {"decoding_ms": 1e3 * step_seconds(SlotDecoder(shared), prompts)[1]}
         record.row(layer=name, kernels=kernels(step), seconds=models.timed(step, 5), **decoding)
     ours, pefts = record.rows
     off = distance(results["fused"], results["peft"])
@@ -134,13 +132,13 @@ def cache_memory(record: Record) -> None:
     """A rollout's cache is one allocation a layer: what torch reserves stays near what is used."""
     shared = models.shared_base(layers=4, roles=["policy"])
     rows, tokens = small(64, 4), small(300, 12)
-    engine = TransformersEngine(shared, rows=rows)
+    decoder = SlotDecoder(shared, rows)
     ends = tuple(range(2, 2 + small(128, 64)))  # rows leave at all times
     models.fresh()
     ended = 0
     for seed in range(3):
         prompts = models.prompts(rows, small(50, 3), small(500, 9))
-        completions = engine.generate(prompts, range(rows), Sampling(tokens, ends, seed=seed))
+        completions = decoder.generate("policy", prompts, range(rows), Sampling(tokens, ends, seed=seed))
         ended += sum(one.ended for one in completions)
     record.check("rows left the batch", ended, ended > 0)
     if CUDA:

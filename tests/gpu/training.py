@@ -206,6 +206,6 @@ def installed_vllm(record: Record) -> None:
     """Where vLLM and pytest are installed: the tests of its engine, on this device."""
 
     models.need("vllm", "pytest")
-    command = [sys.executable, "-m", "pytest", "-rs", "tests/ppo/test_vllm_engine.py"]
+    command = [sys.executable, "-m", "pytest", "-rs", "tests/inference/test_vllm.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     record.check("its tests pass", done.stdout[-300:] if done.returncode else 0, done.returncode == 0)

@@ -20,7 +20,6 @@ from pipeline.models.adapters import SharedBase
 from pipeline.planning import known, plan
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import Shape
-from pipeline.ppo.engine import room_for
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -95,10 +94,7 @@ def test_activations_are_those_of_the_real_model(bf16, settings, dtype, tmp_path
 def test_the_cache_is_that_of_the_real_model(tmp_path):
     model = toy.base("llama", num_hidden_layers=3)
     model.config.save_pretrained(tmp_path)
-    shared = SharedBase(model)
-    cache = room_for(shared, 4, 10)
-    shared.body(input_ids=torch.ones(4, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
-    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    real = toy.cache_bytes(SharedBase(model), rows=4, tokens=10)
     assert Shape(job(tmp_path)).cache(bf16=False) * 40 == real
 
 

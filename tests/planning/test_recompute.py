@@ -7,8 +7,8 @@ import pytest
 from running import ROOT
 
 from pipeline.config import load_job
+from pipeline.inference import memory
 from pipeline.planning import plan, recompute
-from pipeline.ppo import decode_memory
 
 
 @pytest.fixture(params=["ppo", "sft", "rm", "dpo", "kto"])
@@ -31,7 +31,7 @@ def test_the_plan_without_recomputation_decides(job):
 @pytest.mark.parametrize("free", [1 << 20, 1 << 40])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_all_workers_do_what_the_smallest_needs(job, free, elsewhere, monkeypatch, capsys):
-    monkeypatch.setattr(decode_memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     others = [(True, "another has no room")] if elsewhere else []
     worker = SimpleNamespace(
         job=job, rank=0, device="cpu", gather=lambda mine: [mine, *others],

@@ -6,8 +6,9 @@ import pytest
 import torch
 import toy_ppo as toy
 
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Completion
 from pipeline.ppo import losses
-from pipeline.ppo.engine import Completion, TransformersEngine
 from pipeline.ppo.functional import gae, whiten
 from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.rollout_config import RolloutConfig
@@ -94,7 +95,7 @@ def test_whitened_rewards_keep_their_mean():
 
 @pytest.mark.parametrize(("limit", "weight"), [(3.0, math.exp(0.5)), (1.2, 1.2)])
 def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
-    class Off(TransformersEngine):
+    class Off(SlotDecoder):
         def generate(self, *args):
             return [
                 Completion(r.tokens, r.ended, [p - 0.5 for p in r.logprobs]) for r in super().generate(*args)
@@ -102,7 +103,7 @@ def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
 
     def advantages(**changes):
         shared = toy.shared_base()
-        trainer = toy.trainer(shared, engine=Off(shared), **changes)
+        trainer = toy.trainer(shared, decoder=Off(shared), **changes)
         rollout = trainer.rollout()
         episodes = rollout.episodes
         trainer.score(rollout)

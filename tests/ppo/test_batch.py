@@ -5,8 +5,9 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.ppo.batch import collate, deal, micro_batches, minibatches, prompt_order
-from pipeline.ppo.engine import Completion
+from pipeline.inference.rows import Completion
+from pipeline.models.batches import micro_batches
+from pipeline.ppo.batch import collate, deal, minibatches, prompt_order
 
 
 def test_prompts_come_once_a_pass_in_another_order_each():

@@ -1,5 +1,7 @@
 """The doctor: on a sound job every check holds, and each check fails when the thing that it is about is broken."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,10 +10,10 @@ from running import stage
 
 from pipeline.errors import SelfCheckFailed
 from pipeline.findings import Finding
+from pipeline.inference.decoder import SlotDecoder
 from pipeline.models import probes
 from pipeline.ppo import trainer as ppo_trainer
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.engine import TransformersEngine
 from pipeline.ppo.selfcheck import doctor
 from pipeline.ppo.selfcheck import rollout as checks
 from pipeline.ppo.selfcheck.definitions import advantages_by_definition
@@ -131,15 +133,13 @@ def test_what_should_not_learn_is_seen(change):
 
 
 def test_a_sampler_with_a_temperature_of_its_own_is_seen():
-    class Hot(TransformersEngine):
-        def generate(self, prompts, episodes, sampling):
-            return super().generate(
-                prompts, episodes, type(sampling)(**{**vars(sampling), "temperature": 1.5})
-            )
+    class Hot(SlotDecoder):
+        def generate(self, role, prompts, numbers, sampling):
+            return super().generate(role, prompts, numbers, replace(sampling, temperature=1.5))
 
     shared = toy.shared_base()
     with pytest.raises(SelfCheckFailed, match="sampler and trainer agree"):
-        toy.trainer(shared, engine=Hot(shared)).run_update()
+        toy.trainer(shared, decoder=Hot(shared)).run_update()
 
 
 def test_an_adapter_that_is_not_its_file_is_seen(tmp_path):

@@ -10,9 +10,9 @@ import torch.multiprocessing as mp
 import toy_ppo as toy
 
 from pipeline.findings import Finding
+from pipeline.inference import memory
+from pipeline.inference.rows import Completion, Sampling
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import decode_memory
-from pipeline.ppo.engine import Completion, Sampling
 from pipeline.ppo.rewards import FunctionReward
 from pipeline.ppo.selfcheck import rollout as checks
 
@@ -152,20 +152,20 @@ def made_up_logprobs(monkeypatch):
     monkeypatch.setattr(checks, "sampler_agrees", lambda *_: Finding("", "", None))
 
 
-def test_another_engine_fits_in(made_up_logprobs):
+def test_another_decoder_fits_in(made_up_logprobs):
     class Canned:
         synced = 0
 
-        def sync(self):
+        def changed(self, role):
             self.synced += 1
 
-        def generate(self, prompts, episodes, sampling):
+        def generate(self, role, prompts, numbers, sampling):
             return [Completion([10, 11, 2], True, [-1.0] * 3) for _ in prompts]
 
-    engine = Canned()
-    metrics = toy.trainer(engine=engine).train()[-1]
+    decoder = Canned()
+    metrics = toy.trainer(decoder=decoder).train()[-1]
     assert (
-        engine.synced == 4 and metrics["completions/mean_length"] == 3 and metrics["val/sampler_drift"] > 0.1
+        decoder.synced == 4 and metrics["completions/mean_length"] == 3 and metrics["val/sampler_drift"] > 0.1
     )
 
 
@@ -219,9 +219,9 @@ def shared_run(number, spread=0.0):
 def worker(rank, port, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    row = decode_memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
+    row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
     with pytest.MonkeyPatch.context() as patch:  # free: twice what 2 rows take, and 5 rows
-        patch.setattr(decode_memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
+        patch.setattr(memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
         assert toy.trainer().sampler.rows == 2, "workers decode different numbers of rows"
     for number in range(len(SHARED_RUNS)):
         # rank 0's weights are the ones that count
@@ -280,15 +280,15 @@ def test_a_batch_of_one(changes):
 
 def test_empty_completions_are_an_end_and_nothing_else(made_up_logprobs):
     class Silent:
-        def sync(self):
+        def changed(self, role):
             pass
 
-        def generate(self, prompts, episodes, sampling):
+        def generate(self, role, prompts, numbers, sampling):
             return [Completion([2], True, [0.0]) for _ in prompts]
 
     seen = []
     trainer = toy.trainer(
-        engine=Silent(), reward=lambda completions: [seen.append(c) or 0.5 for c in completions]
+        decoder=Silent(), reward=lambda completions: [seen.append(c) or 0.5 for c in completions]
     )
     metrics = trainer.train()[-1]
     assert (

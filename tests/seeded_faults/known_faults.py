@@ -18,11 +18,12 @@ from torch import nn
 
 from pipeline.data import encode, kl_pairs, tasks
 from pipeline.data.template import ChatTemplate
+from pipeline.inference import decoder, rows
+from pipeline.inference.rows import Completion
 from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import engine, forward, functional, losses, rewards, sampler, schedule
+from pipeline.ppo import forward, functional, losses, rewards, sampler, schedule
 from pipeline.ppo import trainer as ppo
-from pipeline.ppo.engine import Completion
 from pipeline.runtime import roles, training
 
 Patch = Any  # pytest's MonkeyPatch
@@ -241,14 +242,14 @@ def _(patch):
         sampling = original(args, tokenizer, shared, eos)
         return replace(sampling, eos=(tokenizer.convert_tokens_to_ids("<|end_of_text|>"),))
 
-    original = engine.Sampling.of
-    patch.setattr(engine.Sampling, "of", staticmethod(lambda *args: of(original, *args)))
+    original = rows.Sampling.from_args
+    patch.setattr(rows.Sampling, "from_args", staticmethod(lambda *args: of(original, *args)))
 
 
 @fault("no token ends a completion", "ppo", "sampling goes on after")
 def _(patch):
-    original = engine.Sampling.of
-    patch.setattr(engine.Sampling, "of", staticmethod(lambda *args: replace(original(*args), eos=())))
+    original = rows.Sampling.from_args
+    patch.setattr(rows.Sampling, "from_args", staticmethod(lambda *args: replace(original(*args), eos=())))
 
 
 # -------------------------------------------------------------------------------------------------- the sampler
@@ -258,9 +259,9 @@ def _(patch):
 def _(patch):
     wrapped(
         patch,
-        engine,
-        "sample",
-        lambda original, logits, noise, t, barred=(): original(logits, noise, 1.0, barred),
+        decoder,
+        "draw",
+        lambda original, logits, noise, t, *rest: original(logits, noise, torch.ones_like(t), *rest),
     )
 
 
@@ -270,35 +271,35 @@ def nucleus(logits: torch.Tensor, p: float) -> torch.Tensor:
     return logits.masked_fill(torch.zeros_like(out).scatter(-1, index, out), float("-inf"))
 
 
+def of_all(logits: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Log-probs of tokens under the whole distribution, at temperature 1."""
+    return logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+
 MANY = ("trainer.batch_size=256", "trainer.total_episodes=256", "trainer.per_device_train_batch_size=256")
 
 
 @fault("top-p is on, log-probs are of the whole distribution", "ppo", "whole distribution.*top-p", *MANY)
 def _(patch):
-    def sample(original, logits, noise, temperature, barred=()):
-        token, _ = original(nucleus(logits, 0.8), noise, temperature, barred)
-        return token, (logits / temperature).log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    def draw(original, logits, *rest):
+        token, _ = original(nucleus(logits, 0.8), *rest)
+        return token, of_all(logits, token)
 
-    wrapped(patch, engine, "sample", sample)
+    wrapped(patch, decoder, "draw", draw)
 
 
 @fault("top-p is on, log-probs are of what it leaves", "ppo", "sampler and trainer agree")
 def _(patch):
-    wrapped(
-        patch,
-        engine,
-        "sample",
-        lambda original, logits, noise, t, barred=(): original(nucleus(logits, 0.8), noise, t, barred),
-    )
+    wrapped(patch, decoder, "draw", lambda original, logits, *rest: original(nucleus(logits, 0.8), *rest))
 
 
 @fault("completions are greedy", "ppo", "whole distribution.*top-p")
 def _(patch):
-    def sample(original, logits, noise, temperature, barred=()):
+    def draw(original, logits, *rest):
         token = logits.argmax(-1)
-        return token, (logits / temperature).log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        return token, of_all(logits, token)
 
-    wrapped(patch, engine, "sample", sample)
+    wrapped(patch, decoder, "draw", draw)
 
 
 @fault(
@@ -308,31 +309,20 @@ def _(patch):
     "trainer.num_generations=2",
 )
 def _(patch):
-    wrapped(
-        patch,
-        engine,
-        "uniforms",
-        lambda original, seed, episodes, count: original(seed, [e // 2 for e in episodes], count),
-    )
+    wrapped(patch, rows, "uniforms", lambda original, row: original(replace(row, number=row.number // 2)))
 
 
 @fault("the sampler keeps the first policy", "ppo", "the sampler follows the policy")
 def _(patch):
-    def init(original, self, *args, **keys):
-        original(self, *args, **keys)
-        self.engine.role = "reference"
+    def generate(original, self, role, *rest):
+        return original(self, "reference", *rest)
 
-    wrapped(patch, sampler.Sampler, "__init__", init)
+    wrapped(patch, decoder.SlotDecoder, "generate", generate)
 
 
 @fault("the sampler attends to padding", "ppo", "sampler and trainer agree")
 def _(patch):
-    def pad_left(original, rows, pad, device):
-        ids, mask = original(rows, pad, device)
-        return ids, torch.ones_like(mask)
-
-    wrapped(patch, engine, "pad_left", pad_left)
-    patch.setattr(engine.TransformersEngine, "_mask", lambda *_: None)
+    wrapped(patch, decoder.SlotDecoder, "_bias", lambda original, *args: torch.zeros_like(original(*args)))
 
 
 @fault(

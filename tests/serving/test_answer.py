@@ -7,6 +7,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from toy_models import tokenizer
 
+from pipeline.inference.rows import Sampling
 from pipeline.serving.answer import Answer, Mailbox, Stream
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest
@@ -24,9 +25,9 @@ def test_a_client_that_closes_cancels_its_rows_from_the_first_message_on(message
         taken = []
         server = SimpleNamespace(
             tokenizer=tokenizer(),
-            args=SimpleNamespace(response_length=8, temperature=1.0),
+            sampling=Sampling(8, ()),
             serve=SimpleNamespace(timeout_s=0.1),
-            batcher=SimpleNamespace(submit=taken.extend, eos=frozenset()),
+            batcher=SimpleNamespace(submit=taken.extend),
             mailbox=Mailbox(),
         )
         asked = ChatRequest(model="p", messages=[{"role": "user", "content": "Hi"}], n=3, stream=True)

@@ -25,8 +25,9 @@ from pipeline.__main__ import main
 from pipeline.commands.serve import TOKENS, token_digests
 from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Sampling
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.engine import Sampling, TransformersEngine
 from tests.chaos.runs import until
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
@@ -105,9 +106,9 @@ def test_answers_are_those_of_the_engine_that_generate_asks(client, models, temp
     how = Sampling(
         40, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=temperature, seed=5
     )
-    engine = TransformersEngine(shared, "policy", pad=tokenizer().pad_token_id)
+    decoder = SlotDecoder(shared, pad=tokenizer().pad_token_id)
     for ids, place in zip(asked, places, strict=True):
-        [expected] = engine.generate([ids], [0], how)
+        [expected] = decoder.generate("policy", [ids], [0], how)
         answer = client.chat.completions.create(
             model="toy", messages=messages(f"Where is {place}?"), temperature=temperature, seed=5
         )

@@ -161,10 +161,11 @@ def test_registered_adapters_load_in_plain_peft_with_the_same_score_and_text(run
 
     from pipeline import registry
     from pipeline.config import load_job
+    from pipeline.inference.decoder import SlotDecoder
+    from pipeline.inference.rows import Sampling
     from pipeline.models.adapters import SharedBase
     from pipeline.models.base import load_base
     from pipeline.models.tokenizer import eos_ids, load_tokenizer
-    from pipeline.ppo.engine import Sampling, TransformersEngine
 
     uri = runs["rm"]["tracking_uri"]
     rm, policy = (
@@ -192,9 +193,7 @@ def test_registered_adapters_load_in_plain_peft_with_the_same_score_and_text(run
     ids = torch.tensor([row])
     assert shared.scores("reward", ids, torch.ones_like(ids)).item() == pytest.approx(score, abs=1e-5)
     greedy = Sampling(12, tuple(eos_ids(tokenizer, shared.base.generation_config)), temperature=0)
-    [completion] = TransformersEngine(shared, "policy", pad=tokenizer.pad_token_id).generate(
-        [row], [0], greedy
-    )
+    [completion] = SlotDecoder(shared, pad=tokenizer.pad_token_id).generate("policy", [row], [0], greedy)
     assert completion.tokens == text[: len(completion.tokens)]
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 import torch
 import transformers
 
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Row, Sampling
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import FunctionReward, Samples, weighted
@@ -112,7 +114,7 @@ def trainer(
     shared=None,
     reward=low,
     rows=None,
-    engine=None,
+    decoder=None,
     evaluate=None,
     on_update=None,
     rollout=None,
@@ -129,7 +131,7 @@ def trainer(
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
     return PPOTrainer(
-        shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, engine, on_update,
+        shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, decoder, on_update,
         rollout=rollout, rollout_workers=workers, critic_reward=critic_reward,
     )  # fmt: skip
 
@@ -143,8 +145,9 @@ def weights(trainer_or_shared, roles=("policy", "critic")):
 def greedy_score(trainer, prompts, rewards=None):
     """Mean score of greedy completions to `prompts`, by the trainer's rewards or by others."""
     ids = [trainer._prompt_ids(row) for row in prompts]
-    trainer.engine.sync()
-    completions = trainer.engine.generate(ids, range(len(ids)), replace(trainer.sampling, temperature=0.0))
+    trainer.decoder.changed("policy")
+    greedy = replace(trainer.sampling, temperature=0.0)
+    completions = trainer.decoder.generate("policy", ids, range(len(ids)), greedy)
     samples = Samples(
         ids,
         [one.tokens for one in completions],
@@ -154,6 +157,13 @@ def greedy_score(trainer, prompts, rewards=None):
     )
     total, _ = weighted(rewards or trainer.rewards, samples, trainer.args.normalize_rewards)
     return sum(total) / len(total)
+
+
+def cache_bytes(shared, rows, tokens):
+    """Bytes of the keys and values of a decoder's cache for some rows of so many tokens."""
+    decoder = SlotDecoder(shared)
+    decoder.join([Row([1] * (tokens - 2), i, Sampling(2, ())) for i in range(rows)])
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in decoder.cache.layers)
 
 
 def recorded(trainer):

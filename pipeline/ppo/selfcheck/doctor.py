@@ -114,7 +114,7 @@ def behaves_as_trained(trainer: PPOTrainer, role: str, folder: str) -> Finding:
 
 @torch.no_grad()
 def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> Finding:
-    """After the policy has changed, the engine samples from the policy as it is now. The policy is put back."""
+    """After the policy has changed, the decoder samples from the policy as it is now. The policy is put back."""
     name, shared = "the sampler follows the policy", trainer.shared
     parameters = shared.parameters_of("policy")
     before = [parameter.detach().clone() for parameter in parameters]
@@ -130,14 +130,14 @@ def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> Finding:
         if moved > limit:
             break
     prompt = row.input_ids[0, : int(row.starts[0])].tolist()
-    trainer.engine.sync()
-    completions = trainer.engine.generate([prompt] * 4, range(4), trainer.sampling)
+    trainer.decoder.changed("policy")
+    completions = trainer.decoder.generate("policy", [prompt] * 4, range(4), trainer.sampling)
     sampled = collate([prompt] * 4, completions, range(4), trainer.sampler.pad, shared.device)
     now, _ = trainer.logprobs("policy", sampled)
     apart = float((now - sampled.sampler_logprobs)[sampled.mask].square().mean().sqrt())
     for parameter, start in zip(parameters, before, strict=True):
         parameter.data = start
-    trainer.engine.sync()
+    trainer.decoder.changed("policy")
     found = f"the policy moved by {moved:.2g} nats, and then they differ by {apart:.2g}"
     return Finding(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
 

@@ -1,4 +1,4 @@
-"""How many completions a worker decodes at once: as many as the memory that is free holds."""
+"""Memory of decoding: rows that fit into the free memory, and the share of a GPU that vLLM needs. Imports no torch at first."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ if TYPE_CHECKING:
     from pipeline.models.adapters import SharedBase
 
 GIB = 2**30
-SHARE = 0.5  # of the free memory; the rest is for the prompts' forward, and for what other phases hold then
-# Of a row, for each token of the vocabulary: logits, probabilities and their sums in float64.
-SAMPLING_BYTES = 20
+SHARE = 0.5  # of the free memory, for decoding; the rest is for the prompts' forward and for other phases
+SAMPLING_BYTES = (
+    20  # of a row, for each token of the vocabulary: logits, probabilities, and their sums in float64
+)
+# vLLM: activations of its largest forward, CUDA graphs, and a CUDA context in another process. An assumption.
+WORKSPACE = 3 * GIB
+LARGEST = 0.95  # share of a GPU that vLLM can be given
+MOST_ROWS = 256  # that vLLM decodes at once
+BATCHED_TOKENS = 8192  # in one of vLLM's forwards; it reads longer prompts in pieces
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
-    """Bytes of keys and values of one token in all layers of a text model with this config."""
+    """Returns the bytes of keys and values of one token in all layers of a text model with this config."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * size * itemsize
 
 
 def decoding_rows(shared: SharedBase, most: int, longest: int) -> tuple[int, float]:
-    """(rows, bytes): the completions to decode at once, up to `most`, and the memory that is free for them.
+    """Returns (rows, bytes): the completions to decode at once, up to `most`, and the memory that they may take.
 
     Args:
         longest: tokens of the longest prompt and completion together.
@@ -39,7 +45,7 @@ def decoding_rows(shared: SharedBase, most: int, longest: int) -> tuple[int, flo
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that this process can still allocate on a device; infinity where the system does not say."""
+    """Returns the bytes that this process can still allocate on a device, or infinity if the system does not report it."""
     import torch
 
     if device.type == "cuda":
@@ -50,7 +56,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def free_of_node() -> float:
-    """Bytes of memory that are available here, within the container's limit; infinity where Linux does not say."""
+    """Returns the bytes of memory available here, within the container's limit, or infinity if Linux does not report it."""
     found = [math.inf]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -65,6 +71,26 @@ def free_of_node() -> float:
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such file, or no limit: "max"
             continue
-        # The usage contains cached files, which give way.
+        # The usage contains cached files, which the kernel drops.
         found.append(free + float(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
     return max(0.0, min(found))
+
+
+def memory_needed(weights: float, kv_bytes: float, rows: int, length: int) -> float:
+    """Returns the bytes that vLLM needs for a base of `weights` bytes and a cache of `rows` completions with their prompts.
+
+    Args:
+        kv_bytes: keys and values of one token in all layers.
+        rows: completions of one worker in an update.
+        length: tokens of the longest prompt and completion together.
+    """
+    return weights + kv_bytes * min(rows, MOST_ROWS) * length + WORKSPACE
+
+
+def memory_share(total: float, weights: float, kv_bytes: float, rows: int, length: int) -> float:
+    """Returns the same as a share of a GPU of `total` bytes, rounded up to hundredths: vllm.LLM's gpu_memory_utilization.
+
+    At most LARGEST: with a cache for fewer rows, vLLM decodes in turns.
+    """
+    needed = memory_needed(weights, kv_bytes, rows, length)
+    return min(LARGEST, math.ceil(100 * needed / total) / 100)

@@ -11,14 +11,15 @@ import toy_ppo as toy
 from running import curve, stage
 from toy_models import BASE, shared_base, tokenizer
 
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Sampling
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.engine import Sampling, TransformersEngine
 from pipeline.ppo.rewards import FunctionReward
 from pipeline.ppo.trainer import PPOTrainer
 from tests.chaos.runs import until
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
-from pipeline.ppo.vllm_engine import VllmEngine, accepted_rank
+from pipeline.inference.vllm import VllmDecoder, accepted_rank, largest_rank, start_llm
 
 pytestmark = pytest.mark.slow
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -34,10 +35,13 @@ def shared():
 
 
 @pytest.fixture(scope="module")
-def engine(shared, tmp_path_factory):
-    engine = VllmEngine(shared, BASE, tmp_path_factory.mktemp("vllm"), longest=64, dtype="float32")
-    yield engine
-    engine.close()
+def decoder(shared, tmp_path_factory):
+    options = dict(max_loras=1, max_logprobs=1, logprobs_mode="processed_logprobs", dtype="float32")
+    rank = largest_rank(shared, ["policy"])
+    llm = start_llm(BASE, shared.device, 64, rank, **options)
+    decoder = VllmDecoder(llm, rank, shared=shared, folder=tmp_path_factory.mktemp("vllm"))
+    yield decoder
+    decoder.close()
 
 
 def prompts(count=12):
@@ -52,35 +56,41 @@ def disturb(shared, seed):
         parameter.data += 0.1 * torch.randn_like(parameter)
 
 
-def test_greedy_completions_are_those_of_the_adapter_as_it_is_now(shared, engine):
+def test_greedy_completions_are_those_of_the_adapter_as_it_is_now(shared, decoder):
     greedy, seen = Sampling(16, EOS, temperature=0.0), []
     for seed in range(3):
         disturb(shared, seed)
-        engine.sync()
-        completions = engine.generate(prompts(4), range(4), greedy)
-        expected = TransformersEngine(shared).generate(prompts(4), range(4), greedy)
+        decoder.changed("policy")
+        completions = decoder.generate("policy", prompts(4), range(4), greedy)
+        expected = SlotDecoder(shared).generate("policy", prompts(4), range(4), greedy)
         assert [(r.tokens, r.ended) for r in completions] == [(r.tokens, r.ended) for r in expected]
         seen.append([r.tokens for r in completions])
     assert seen[0] != seen[1] != seen[2]
 
 
-def test_samples_hang_on_seed_and_episode(engine):
-    engine.sync()
-    first = engine.generate(prompts(), range(12), Sampling(12, EOS, seed=1))
-    assert [r.tokens for r in engine.generate(prompts(), range(12), Sampling(12, EOS, seed=1))] == [
-        r.tokens for r in first
-    ]
-    assert [r.tokens for r in engine.generate(prompts(), range(12), Sampling(12, EOS, seed=2))] != [
-        r.tokens for r in first
-    ]
+def test_samples_hang_on_seed_and_episode(decoder):
+    decoder.changed("policy")
+    first = decoder.generate("policy", prompts(), range(12), Sampling(12, EOS, seed=1))
+    assert [
+        r.tokens for r in decoder.generate("policy", prompts(), range(12), Sampling(12, EOS, seed=1))
+    ] == [r.tokens for r in first]
+    assert [
+        r.tokens for r in decoder.generate("policy", prompts(), range(12), Sampling(12, EOS, seed=2))
+    ] != [r.tokens for r in first]
     same_prompt = [prompts(1)[0]] * 12
     assert (
-        len({tuple(r.tokens) for r in engine.generate(same_prompt, range(12), Sampling(12, EOS, seed=1))}) > 3
+        len(
+            {
+                tuple(r.tokens)
+                for r in decoder.generate("policy", same_prompt, range(12), Sampling(12, EOS, seed=1))
+            }
+        )
+        > 3
     )
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])
-def test_its_log_probs_are_the_trainers(shared, engine, settings):
+def test_its_log_probs_are_the_trainers(shared, decoder, settings):
     """With the temperature and the barred ends, over several ids that end a completion; and what was sampled is learned from."""
     rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
     args = PPOConfig(
@@ -89,7 +99,7 @@ def test_its_log_probs_are_the_trainers(shared, engine, settings):
     )  # fmt: skip
     reward = FunctionReward(lambda completions, **_: [float(len(text)) for text in completions])
     before = toy.weights(shared).clone()
-    trainer = PPOTrainer(shared, tokenizer(), args, rows, [reward], engine=engine)
+    trainer = PPOTrainer(shared, tokenizer(), args, rows, [reward], decoder=decoder)
     trainer.args.check_reference = False  # the policy was disturbed
     for metrics in trainer.train():
         assert metrics["val/sampler_drift"] < 1e-5
@@ -168,8 +178,8 @@ def test_a_rank_that_vllm_knows():
         accepted_rank(513)
 
 
-def test_dora_is_refused(tmp_path):
+def test_dora_is_refused():
     shared = shared_base()
     shared.add("policy", lora={**toy.LORA, "use_dora": True}, trainable=True)
     with pytest.raises(ValueError, match="vLLM cannot run a DoRA adapter"):
-        VllmEngine(shared, BASE, tmp_path, longest=64)
+        largest_rank(shared, ["policy"])

@@ -1,4 +1,4 @@
-"""Decoding in windows of fixed shape: the completions are those of the plain loop, with recorded steps or without."""
+"""Steps of one shape that are replayed: the completions are those of steps that run kernel by kernel."""
 
 import contextlib
 
@@ -6,77 +6,74 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.ppo import graphs
-from pipeline.ppo.engine import Sampling, TransformersEngine
-
-ENDS = Sampling(12, (2, 3, 4, 5, 6, 7), seed=7)
+from pipeline.inference import decoder, graphs
+from pipeline.inference.rows import Sampling
 
 
-def engine(kind="llama", steps=4, windows=True, record=None, monkeypatch=None):
-    if monkeypatch:
-        monkeypatch.setattr("pipeline.ppo.engine.STEPS_PER_GRAPH", steps)
-    made = TransformersEngine(toy.shared_base(kind, critic=False, spread=0.1))
-    made.windows, made.recorder = windows, record
-    return made
+def made(kind="llama", look=4, record=None):
+    one = decoder.SlotDecoder(toy.shared_base(kind, critic=False, spread=0.1), look=look, graphs=bool(record))
+    if record:
+        one.graphs.record = record
+    return one
 
 
-def of(engine, rows=slice(None)):
+def written(decoder, rows=slice(None)):
     prompts = [row["input_ids"] for row in toy.prompts(12)][rows]
-    return engine.generate(prompts, range(len(prompts)), ENDS)
+    return decoder.generate("policy", prompts, range(len(prompts)), Sampling(12, (2, 3, 4, 5, 6, 7), seed=7))
 
 
 class Replayed(graphs.Recorder):
     """What a CUDA graph does, without one: a replay runs the step and leaves its result where the recording's was."""
 
-    def __init__(self):
+    def __init__(self, wrong=0.0):
         super().__init__()
         self.recorded = self.replays = 0
+        self.wrong = wrong  # added to what a replay writes
 
     def _capture(self, step):
-        output = torch.full((self.rows, 32), float("nan"))
+        output = torch.full((1, 1), float("nan"))
         self.recorded += 1
 
         def replay():
             self.replays += 1
-            output.copy_(step())
+            hidden = step() + self.wrong
+            output.resize_(hidden.shape).copy_(hidden)
 
         return replay, output
 
-    def __call__(self, step):
-        self.rows = len(step.__self__.token)
-        return super().__call__(step)
 
-
-@pytest.mark.parametrize(
-    "kind", ["llama", "qwen3", "gemma2"]
-)  # the last has sliding windows, and no windows here
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("rows", [slice(None), slice(0, None, 5)], ids=["padded", "of one length"])
-def test_windows_sample_what_the_plain_loop_samples(kind, rows, monkeypatch):
-    plain = of(engine(kind, windows=False), rows)
-    assert len({len(one.tokens) for one in plain}) > 1 or kind == "gemma2", "no row left the batch"
-    for steps in (1, 4, 9, 100):
+def test_replayed_steps_sample_what_other_steps_sample(kind, rows):
+    plain = written(made(kind), rows)
+    assert len({len(one.tokens) for one in plain}) > 1 or kind in ("gemma2", "gpt2"), "no row left the batch"
+    for look in (1, 4, 9, 100):
         record = Replayed()
-        windows = of(engine(kind, steps, record=record, monkeypatch=monkeypatch), rows)
-        assert [one.tokens for one in windows] == [one.tokens for one in plain]
-        apart = [
-            a - b
-            for x, y in zip(windows, plain, strict=True)
-            for a, b in zip(x.logprobs, y.logprobs, strict=True)
-        ]
-        assert max(map(abs, apart)) < 1e-4
-        if kind in ("llama", "qwen3") and steps >= 9:
+        replayed = written(made(kind, look, record), rows)
+        assert [one.tokens for one in replayed] == [one.tokens for one in plain]
+        for one, other in zip(replayed, plain, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        if look >= 9:
             assert record.recorded and record.replays >= graphs.FEWEST_REPLAYS * record.recorded
 
 
-def test_a_step_that_cannot_be_recorded_runs_as_before(monkeypatch, capsys):
+def test_a_replay_that_gives_other_states_is_noticed_at_once(capsys):
+    record = Replayed(wrong=1.0)
+    one = made(look=9, record=record)
+    assert [x.tokens for x in written(one)] == [x.tokens for x in written(made(look=9))]
+    assert record.replays == 1 and not one.graphs.works
+    assert "without CUDA graphs: a replayed step gives other hidden states" in capsys.readouterr().out
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_before(capsys):
     class Fails(graphs.Recorder):
         def _capture(self, step):
             raise RuntimeError("operation not permitted when stream is capturing\nCUDA error")
 
-    made = engine(steps=9, record=Fails(), monkeypatch=monkeypatch)
-    completions = of(made)
-    assert [one.tokens for one in completions] == [one.tokens for one in of(engine(windows=False))]
-    assert not made.recorder.works and [one.tokens for one in of(made)] == [one.tokens for one in completions]
+    one = made(look=9, record=Fails())
+    completions = written(one)
+    assert [x.tokens for x in completions] == [x.tokens for x in written(made())]
+    assert not one.graphs.works and [x.tokens for x in written(one)] == [x.tokens for x in completions]
     said = capsys.readouterr().out
     assert said.count("without CUDA graphs") == 1 and "not permitted" in said and "CUDA error" not in said
 

@@ -1,0 +1,351 @@
+"""Decoding on the shared base itself: no second copy of any weight, and nothing to synchronize."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import InputError
+from pipeline.inference.graphs import Recorder, Steps
+from pipeline.inference.rows import Completion, Decoder, Row, Sampling, Settings, draw
+from pipeline.inference.slots import SlotCache, live_first
+from pipeline.models.adapters import SharedBase
+from pipeline.models.batches import micro_batches
+from pipeline.models.logprobs import bar
+from pipeline.models.lora import cast_once
+
+# Padded tokens in one forward of prompts: many keep the device busy, few keep activations small compared with the KV cache.
+PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
+# Decoding steps between two looks at which rows have ended. On a CPU looking is free, and a step is shorter with each row
+# that leaves. A GPU waits for the host at each look, and its steps are bound by launches more than by rows.
+STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
+STEPS_PER_GRAPH = 32  # the same if steps are replayed as a CUDA graph
+BUCKET = 64  # a graph looks at a multiple of this many positions
+
+Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), the alternatives' topk or None
+
+
+class SlotDecoder(Decoder):
+    """Decodes with one forward for all rows (adapters.SharedBase.use_each). The KV cache is freed when the last row leaves.
+
+    A prompt that several joining rows have goes through the model once.
+
+    Args:
+        max_rows: rows written at the same time. None: as many as join.
+        max_positions: of the KV cache over all slots; rows join while the cache stays within it. None: no limit.
+        pad: token id that pads prompts.
+        look: decoding steps between two looks at which rows have ended. None: by the device.
+        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None: if the base allows it.
+    """
+
+    share = True  # off to measure what reading a prompt once saves
+
+    def __init__(
+        self,
+        shared: SharedBase,
+        max_rows: int | None = None,
+        pad: int = 0,
+        max_positions: int | None = None,
+        look: int | None = None,
+        graphs: bool | None = None,
+    ) -> None:
+        self.shared, self.max_rows, self.pad, self.max_positions = shared, max_rows, pad, max_positions
+        device = shared.device.type
+        config = shared.base.config.get_text_config()
+        self.window = getattr(config, "sliding_window", None)
+        self.kinds = set(getattr(config, "layer_types", None) or ())
+        self.masked = self._takes_masks(config)
+        # A graph cannot contain the collectives that gather shards.
+        wanted = device == "cuda" and not shared.sharded if graphs is None else graphs
+        self.graphs = Steps(self._forward, self._take_back, Recorder()) if wanted and self.masked else None
+        self.look = look
+        self.rows: list[Row] = []
+        self.cache: Any = None  # a SlotCache while there are rows
+        self.settings: Settings | None = None
+        self.longest, self.equal = (
+            0,
+            True,
+        )  # tokens of the longest row in the cache; whether all rows have as many
+
+    # ---------------------------------------------------------------------------------------------- roles
+
+    def add(self, role: str, folder: str) -> None:
+        self.shared.add(role, folder=folder)
+
+    def remove(self, role: str) -> None:
+        self.shared.remove(role)
+
+    def changed(self, role: str | None) -> None:
+        """Does nothing: the adapter that is trained is the one that samples."""
+
+    # ---------------------------------------------------------------------------------------------- rows
+
+    def reset(self) -> None:
+        self.rows, self.cache, self.settings = [], None, None
+        self.longest, self.equal = 0, True
+        if self.graphs:
+            self.graphs.forget()
+
+    def generate(
+        self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        with cast_once(), self.shared.use(role):  # the steps need not switch to it
+            return super().generate(role, prompts, numbers, sampling)
+
+    def fits(self, joining: Sequence[Row], row: Row) -> bool:
+        count = len(self.rows) + len(joining) + 1
+        if count == 1:
+            return True
+        if self.max_rows is not None and count > self.max_rows:
+            return False
+        if not self.masked:  # rows of one length need no mask
+            return not self.rows and len(joining[0].prompt) == len(row.prompt)
+        if self.max_positions is None:
+            return True
+        longest = max(one.positions for one in (*self.rows, *joining, row))
+        slots, positions = self.cache.size_with(count, longest) if self.cache else (count, longest)
+        return slots * positions <= self.max_positions
+
+    @torch.no_grad()
+    def join(self, rows: Sequence[Row]) -> None:
+        device, first = self.shared.device, len(self.rows)
+        size = first + len(rows), max(row.positions for row in (*self.rows, *rows))
+        if self.cache is None:
+            self.cache = SlotCache(self.shared.base.config, *size, device)
+        else:
+            self.cache.reserve(*size)
+        hidden = self._read(rows)
+        self.cache.lengths[first : size[0]] = torch.tensor([len(row.prompt) for row in rows], device=device)
+        new = Settings.of(rows, device)
+        self.settings = self.settings.and_of(new) if self.settings else new
+        self.rows = [*self.rows, *rows]
+        self._look_at_rows()
+        with self.shared.use_each([row.role for row in rows]):
+            drawn = self._draw(hidden, slice(first, size[0]))
+        self._note([drawn], first)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._leave()
+        if not self.rows:
+            return
+        roles = [row.role for row in self.rows]
+        graphs = self.graphs if len(set(roles)) == 1 and self.graphs and self.graphs.works else None
+        device = self.shared.device.type
+        look = self.look or (
+            STEPS_PER_GRAPH if graphs else STEPS_PER_LOOK.get(device, STEPS_PER_LOOK["cuda"])
+        )
+        steps = min(look, *(row.sampling.max_new_tokens - len(row.tokens) for row in self.rows))
+        found = []
+        with self.shared.use_each(roles):
+            for ahead in reversed(range(steps)):
+                self.longest += 1
+                count, seen = len(self.rows), self.longest
+                if graphs:
+                    seen = min(-(-seen // BUCKET) * BUCKET, self.cache.positions)
+                    hidden = graphs((count, seen, roles[0]), count, seen, ahead)
+                else:
+                    hidden = self._forward(count, seen)
+                found.append(self._draw(hidden, slice(0, count)))
+        self._note(found, 0)
+
+    # ------------------------------------------------------------------------------------------ forwards
+
+    def _read(self, rows: Sequence[Row]) -> Tensor:
+        """Returns the (B, H) hidden states of the last tokens of B prompts. The cache then holds the prompts."""
+        device, first, cache = self.shared.device, len(self.rows), self.cache
+        numbers: dict[tuple[Any, ...], int] = {}
+        keys = [(row.role, *row.prompt) if self.share else (i,) for i, row in enumerate(rows)]
+        prompt_of = [numbers.setdefault(key, len(numbers)) for key in keys]
+        slots_of: list[list[int]] = [[] for _ in numbers]
+        for slot, number in enumerate(prompt_of, first):
+            slots_of[number].append(slot)
+        distinct = [rows[slots[0] - first] for slots in slots_of]
+        lengths = [len(row.prompt) for row in distinct]
+        limit = PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"])
+        parts = micro_batches(lengths, None, limit, device.type)
+        if cache.other_layers:  # their state is filled once
+            parts = [list(range(len(distinct)))]
+        states: list[Tensor] = [torch.empty(0)] * len(distinct)
+        for part in parts:
+            width = max(lengths[i] for i in part)
+            ids = torch.tensor(
+                [[*distinct[i].prompt, *[self.pad] * (width - lengths[i])] for i in part], device=device
+            )
+            places = [(slot, at) for at, i in enumerate(part) for slot in slots_of[i]]
+            slots, prompts = torch.tensor(places, device=device).T
+            cache.joining = slots, prompts
+            with self.shared.use_each([distinct[i].role for i in part]):
+                hidden = self._body(ids, None, torch.arange(width, device=device).expand(len(part), -1))
+            last = torch.tensor([lengths[i] - 1 for i in part], device=device)
+            for i, state in zip(part, hidden[torch.arange(len(part), device=device), last], strict=True):
+                states[i] = state
+        cache.joining = None
+        for layer in cache.other_layers:
+            layer.reorder_cache(torch.tensor(prompt_of, device=device))
+        return torch.stack([states[number] for number in prompt_of])
+
+    def _forward(self, count: int, seen: int) -> Tensor:
+        """Returns the (B, H) hidden states after each of `count` rows has read its newest token.
+
+        Args:
+            seen: positions that attention looks at.
+        """
+        cache = self.cache
+        cache.seen, lengths = seen, cache.lengths[:count]
+        needs_mask = not self.equal or self.graphs or (self.window and seen > self.window)
+        mask = self._mask(lengths, seen) if needs_mask and self.masked else None
+        hidden = self._body(cache.newest[:count, None], mask, lengths.unsqueeze(-1))[:, -1]
+        lengths += 1
+        return hidden
+
+    def _take_back(self, count: int) -> None:
+        self.cache.lengths[:count] -= 1
+
+    def _body(self, ids: Tensor, mask: Any, positions: Tensor) -> Tensor:
+        """Returns the (B, T, H) hidden states of tokens (B, T), which the cache takes."""
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        return self.shared.body(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
+
+    def _mask(self, lengths: Tensor, seen: int) -> Any:
+        """Returns what attention adds to the scores of each row's new token: 0 on the row's tokens, up to the new one and
+        within a sliding window, and -inf elsewhere.
+
+        Returns:
+            (B, 1, 1, seen), or {kind of layer: such a mask} for models with layers of both kinds.
+        """
+        columns, own = self.cache.columns[:seen], lengths.unsqueeze(-1)
+        full = columns <= own
+        slides = any(layer.is_sliding for layer in self.cache.slot_layers)
+        window = full & (columns > own - self.window) if slides and self.window else full
+        if {"full_attention", "sliding_attention"} <= self.kinds:
+            return {"full_attention": self._bias(full), "sliding_attention": self._bias(window)}
+        return self._bias(window)
+
+    def _bias(self, mask: Tensor) -> Tensor:
+        dtype = self.shared.autocast or self.shared.base.dtype
+        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        return bias.masked_fill(~mask, float("-inf"))[:, None, None]
+
+    def _takes_masks(self, config: Any) -> bool:
+        """Returns whether rows of different lengths can be decoded together: the base's attention adds a mask to its scores,
+        and takes positions from `position_ids`. Otherwise rows of one length are decoded together.
+        """
+        cache = SlotCache(self.shared.base.config, 1, 1, self.shared.device)
+        takes_positions = "position_ids" in inspect.signature(self.shared.base.base_model.forward).parameters
+        return (
+            takes_positions
+            and not cache.other_layers
+            and not getattr(config, "alibi", False)
+            and self.kinds <= {"full_attention", "sliding_attention"}
+            and config._attn_implementation in ("sdpa", "eager")
+        )
+
+    # -------------------------------------------------------------------------------------------- tokens
+
+    def _draw(self, hidden: Tensor, rows: slice) -> Drawn:
+        """Draws one token for some rows from the hidden states before it."""
+        assert self.settings
+        noise, temperature, top_p, minimum, written = (values[rows] for values in self.settings)
+        logits, drawing = self.shared.logits(hidden), self.rows[rows]
+        if any(row.sampling.min_new_tokens for row in drawing):
+            logits = bar(logits, written < minimum, drawing[0].sampling.eos)
+        nucleus = any(row.sampling.top_p < 1 for row in drawing)
+        token, logprob = draw(
+            logits,
+            noise.gather(1, written.unsqueeze(-1)).squeeze(-1),
+            temperature,
+            top_p if nucleus else None,
+            [row.sampling.temperature == 0 for row in drawing],
+        )
+        alternatives = None
+        if any(row.top is not None for row in drawing):
+            of_model = logits.log_softmax(-1)
+            reports = torch.tensor([row.top is not None for row in drawing], device=logits.device)
+            logprob = of_model.gather(-1, token.unsqueeze(-1)).squeeze(-1).where(reports, logprob)
+            if most := max(row.top or 0 for row in drawing):
+                alternatives = of_model.topk(most, dim=-1)
+        self.cache.newest[rows] = token
+        written += 1
+        return token, logprob, alternatives
+
+    def _note(self, found: list[Drawn], first: int) -> None:
+        """Hands drawn tokens to the rows from `first` on. Rows that are done leave."""
+        tokens, logprobs = (torch.stack([step[i] for step in found], 1).tolist() for i in (0, 1))
+        tops = [(x.indices.tolist(), x.values.tolist()) if x else None for _, _, x in found]
+        for i, row in enumerate(self.rows[first:]):
+            for token, logprob, top in zip(tokens[i], logprobs[i], tops, strict=True):
+                if row.done:
+                    break
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+                row.ended = token in row.sampling.eos
+                if row.top and top:
+                    ids, values = (x[i][: row.top] for x in top)
+                    row.tops.append(list(zip(ids, values, strict=True)))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Removes rows that are done. The cache is freed with the last one."""
+        going = [not row.done for row in self.rows]
+        if all(going):
+            return
+        if not any(going):
+            self.reset()
+            return
+        assert self.settings
+        order = live_first(going)
+        self.settings = self.settings.take(self.cache.keep(order, self.longest))
+        self.rows = [self.rows[i] for i in order]
+        self._look_at_rows()
+
+    def _look_at_rows(self) -> None:
+        """Notes how many tokens the cache holds of the rows: of all but the newest one of each."""
+        lengths = [len(row.prompt) + max(0, len(row.tokens) - 1) for row in self.rows]
+        self.longest, self.equal = max(lengths), len(set(lengths)) == 1
+
+    # --------------------------------------------------------------------------------------------- check
+
+    def check(self) -> None:
+        """Decodes three short prompts that come and go, and compares the log-probs with those of a forward without a cache.
+
+        Raises:
+            InputError: if they differ, so that the base's rows cannot be batched in this way.
+        """
+        size = min(self.shared.vocab_size, 97)
+        prompts = [[(7 * i + 3 * j) % size for i in range(2 + 3 * j)] for j in range(3)]
+        rows = [
+            Row(prompt, j, Sampling(1 + 2 * (j % 2) + j, (), temperature=0.0), top=1)
+            for j, prompt in enumerate(prompts)
+        ]
+        try:
+            waiting = list(rows)
+            while waiting or self.rows:
+                if waiting and self.fits([], waiting[0]):
+                    self.join([waiting.pop(0)])
+                self.step()
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise self._unsupported(f"{type(error).__name__}: {error}"[:200]) from error
+        exact = self.shared.autocast is None and self.shared.base.dtype == torch.float32
+        for row in rows:
+            ids = torch.tensor([[*row.prompt, *row.tokens]], device=self.shared.device)
+            starts = torch.tensor([len(row.prompt)], device=self.shared.device)
+            actions = torch.ones(1, len(row.tokens), dtype=torch.bool, device=self.shared.device)
+            with torch.no_grad():
+                expected = self.shared.logprobs(None, ids, starts, actions)[0][0].tolist()
+            worst = max(abs(a - b) for a, b in zip(expected, row.logprobs, strict=True))
+            if not worst <= (1e-3 if exact else 0.2):
+                raise self._unsupported("its log-probs differ from those of a whole forward")
+
+    def _unsupported(self, why: str) -> InputError:
+        return InputError(
+            f"{type(self.shared.base).__name__}: rows cannot be decoded together on it ({why}); expected a decoder-only model "
+            "such as Llama, Mistral, Gemma or Qwen",
+            key="model.name_or_path",
+        )

@@ -1,0 +1,117 @@
+"""Decoding steps that a GPU can replay as a CUDA graph.
+
+Python and CUDA take about 1 ms to launch the kernels of a decoder layer's step, longer than a GPU computes on them. A graph
+launches all kernels of a step at once, but always with the same tensors, and so with the same rows and positions. The first
+step of each shape runs kernel by kernel. The next one is recorded, which takes no longer than launching it. The others are
+replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FEWEST_REPLAYS = 4  # with fewer steps ahead, recording one takes longer than it saves
+TOLERANCE = 1e-2  # relative difference between the first replay and the step that it repeats
+
+
+class Steps:
+    """Runs steps, and replays them while their shape stays the same.
+
+    Args:
+        step: returns (B, H) hidden states for (rows, positions). It reads and writes the same tensors each time.
+        take_back: undoes the change of state of a step, so that the step can run again.
+        record: makes graphs.
+    """
+
+    def __init__(
+        self, step: Callable[[int, int], Tensor], take_back: Callable[[int], None], record: Recorder
+    ) -> None:
+        self.step, self.take_back, self.record = step, take_back, record
+        self.proved = False  # whether a replay has been compared with the step that it repeats
+        self.key: Hashable = None
+        self.replay: Callable[[], None] | None = None
+        self.output: Tensor = torch.empty(0)  # what a replay writes
+
+    @property
+    def works(self) -> bool:
+        return self.record.works
+
+    def forget(self) -> None:
+        """Drops the graph: the tensors that it uses are gone."""
+        self.key = self.replay = self.record.graph = None
+
+    def __call__(self, key: Hashable, rows: int, seen: int, ahead: int) -> Tensor:
+        """Returns the (B, H) hidden states of a step. The next call overwrites them.
+
+        Args:
+            key: steps with the same key have the same shape.
+            ahead: steps that are known to follow with this shape.
+        """
+        if key == self.key and self.replay:
+            self.replay()
+            return self.output
+        if key != self.key:
+            self.key, self.replay = key, None
+        hidden = self.step(rows, seen)
+        if ahead >= FEWEST_REPLAYS and (recorded := self.record(lambda: self.step(rows, seen))):
+            self.replay, self.output = recorded
+            if not self.proved:
+                self.take_back(rows)
+                self.replay()
+                self.proved = True
+                if not (self.output - hidden).norm() <= TOLERANCE * hidden.norm():
+                    self.record.fail("a replayed step gives other hidden states")
+                    self.forget()
+                    self.take_back(rows)
+                    hidden = self.step(rows, seen)
+        return hidden
+
+
+class Recorder:
+    """Records steps as CUDA graphs in one pool of memory. After a failure it records none."""
+
+    def __init__(self) -> None:
+        self.works = True
+        self.pool: Any = None
+        self.stream: Any = None  # one for all graphs: cuBLAS keeps a workspace for each stream
+        self.graph: Any = None  # the newest; it keeps its memory alive
+
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
+        """Returns (replay, the tensor that a replay writes), or None if the step cannot be recorded. Reports that once."""
+        if not self.works:
+            return None
+        try:
+            return self._capture(step)
+        except (RuntimeError, ValueError) as error:
+            why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            self.fail(f"a step cannot be recorded ({why})")
+            return None
+
+    def fail(self, why: str) -> None:
+        self.works, self.graph = False, None
+        print(f"decoding without CUDA graphs: {why}", flush=True)
+
+    def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        # Not `with torch.cuda.graph`, which collects garbage and returns free memory to the device: each time a second.
+        graph = torch.cuda.CUDAGraph()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        self.stream = stream = self.stream or torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Other threads, such as Ray's, may continue to use CUDA.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                output = step()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it fails, too, and its message is less clear
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = graph
+        return graph.replay, output

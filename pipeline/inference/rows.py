@@ -1,0 +1,231 @@
+"""What a decoder takes and returns: how to sample, the rows to write, their completions, and the draw of a token.
+
+Sampling is pure unless a row sets `top_p`: softmax(logits / temperature), no top-k and no repetition penalty. Anything else
+samples from another distribution than the one whose log-probs enter PPO's loss, and makes the estimated KL to the
+reference negative.
+
+A completion depends on seed, number, prompt and role alone. Each row has its own stream of random numbers, from a
+counter-based generator keyed by seed and number. So batch composition, rows that ended and the number of workers do not
+change a sample; on a CPU, batches of other sizes round differently in the last bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.models.adapters import SharedBase
+from pipeline.models.tokenizer import eos_ids
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample."""
+
+    max_new_tokens: int
+    eos: tuple[int, ...]  # every token id that ends a completion; the same for all rows of a batch
+    min_new_tokens: int = 0  # EOS is masked for this many tokens
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = (
+        1.0  # keeps the most likely tokens of this total probability (https://arxiv.org/abs/1904.09751)
+    )
+    seed: int = 0
+
+    @classmethod
+    def from_args(
+        cls, args: Any, tokenizer: Any, shared: SharedBase, eos: Sequence[int] | None = None
+    ) -> Sampling:
+        """Returns the sampling that a job's settings describe.
+
+        Args:
+            args: a PPOConfig, or other settings with the same names.
+            eos: token ids that end a completion; ids without a logit are dropped. None: those of the tokenizer and the
+                base's generation config.
+        """
+        ids = eos_ids(tokenizer, shared.base.generation_config) if eos is None else eos
+        ends = tuple(i for i in ids if i < shared.vocab_size)
+        return cls(args.response_length, ends, args.min_new_tokens, args.temperature, seed=args.seed)
+
+
+@dataclass
+class Completion:
+    """One sampled completion."""
+
+    tokens: list[int]  # token ids, including the end-of-sequence token
+    ended: bool  # False: truncated at the length limit
+    # The sampler's, in nats. Compared with the trainer's, but never used as old log-probs: they differ from the training
+    # forward's by rounding, and the first ratio must be 1.
+    logprobs: list[float]
+
+
+@dataclass(eq=False)
+class Row:
+    """One completion to write. The decoder fills `tokens`, `logprobs`, `tops` and `ended`."""
+
+    prompt: Sequence[int]
+    number: int  # with the seed, the key of its random numbers
+    sampling: Sampling
+    role: str | None = None  # None: the bare base
+    # Alternatives to report with each token; `logprobs` are then the model's at temperature 1. None: `logprobs` are of the
+    # distribution that is sampled, with its temperature and masked EOS.
+    top: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # the most likely ids, with log-probs
+    ended: bool = False
+    cancelled: bool = False  # set by its owner: it leaves at the next step
+    error: Exception | None = None  # why the decoder cannot write it
+
+    @property
+    def done(self) -> bool:
+        full = len(self.tokens) >= self.sampling.max_new_tokens
+        return self.ended or self.cancelled or full or self.error is not None
+
+    @property
+    def positions(self) -> int:
+        """The most tokens that the row can have, its prompt included."""
+        return len(self.prompt) + self.sampling.max_new_tokens
+
+    @property
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.ended, self.logprobs)
+
+
+class Decoder(ABC):
+    """Writes rows. They join and leave at any step, whatever their role."""
+
+    rows: list[Row]  # being written
+    max_rows: int | None  # that are written at the same time; None: as many as join
+
+    @abstractmethod
+    def add(self, role: str, folder: str) -> None:
+        """Loads a role's adapter from a folder. Raises InputError if the decoder cannot run it."""
+
+    @abstractmethod
+    def remove(self, role: str) -> None:
+        """Frees a role that no row has."""
+
+    @abstractmethod
+    def changed(self, role: str | None) -> None:
+        """Takes note that a role's parameters have changed: later rows have the new ones."""
+
+    @abstractmethod
+    def fits(self, joining: Sequence[Row], row: Row) -> bool:
+        """Returns whether `row` can join now, together with `joining`. A row fits into an empty decoder in any case."""
+
+    @abstractmethod
+    def join(self, rows: Sequence[Row]) -> None:
+        """Reads the prompts of rows that fit, and may write their first tokens."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Writes at least one token of each row. Rows that are done or cancelled leave."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Drops all rows after an error. Raises RuntimeError if the decoder cannot continue."""
+
+    def close(self) -> None:
+        """Frees what the decoder has started."""
+        return
+
+    def generate(
+        self,
+        role: str | None,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        sampling: Sampling,
+    ) -> list[Completion]:
+        """Returns one completion for each prompt (token ids), in their order. `numbers` are the rows' numbers.
+
+        The longest prompts join first, and others as rows end.
+        """
+        rows = [Row(prompt, number, sampling, role) for prompt, number in zip(prompts, numbers, strict=True)]
+        waiting = sorted(rows, key=lambda row: len(row.prompt))
+        while waiting or self.rows:
+            joining: list[Row] = []
+            while waiting and self.fits(joining, waiting[-1]):
+                joining.append(waiting.pop())
+            if joining:
+                self.join(joining)
+            self.step()
+        return [row.completion for row in rows]
+
+
+class Settings(NamedTuple):
+    """The sampling settings of B rows, on the device."""
+
+    noise: Tensor  # (B, max_new_tokens) uniform numbers in [0, 1)
+    temperature: Tensor  # (B,); 0: greedy
+    top_p: Tensor  # (B,)
+    minimum: Tensor  # (B,) tokens for which EOS is masked
+    written: Tensor  # (B,) tokens written
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], device: torch.device) -> Settings:
+        """Returns the settings of rows that have no token yet."""
+        noise = np.zeros((len(rows), max(row.sampling.max_new_tokens for row in rows)))
+        for i, row in enumerate(rows):
+            if row.sampling.temperature:
+                noise[i, : row.sampling.max_new_tokens] = uniforms(row)
+        how = [row.sampling for row in rows]
+        return cls(
+            torch.from_numpy(noise).to(device),
+            torch.tensor([one.temperature for one in how], device=device),
+            torch.tensor([one.top_p for one in how], device=device),
+            torch.tensor([one.min_new_tokens for one in how], device=device),
+            torch.zeros(len(rows), dtype=torch.long, device=device),
+        )
+
+    def take(self, rows: Tensor) -> Settings:
+        return Settings(*(values[rows] for values in self))
+
+    def and_of(self, others: Settings) -> Settings:
+        """Returns these settings followed by others."""
+        width = max(self.noise.shape[1], others.noise.shape[1])
+        noise = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.noise, others.noise)]
+        rest = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))
+        return Settings(torch.cat(noise), *rest)
+
+
+def uniforms(row: Row) -> np.ndarray:
+    """Returns a row's (max_new_tokens,) random numbers in [0, 1): a function of its seed and number alone."""
+    key = np.array([row.sampling.seed, row.number], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(row.sampling.max_new_tokens)
+
+
+def draw(
+    logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor | None, greedy: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Returns token ids (B,) and their log-probs (B,) from logits (B, V), by inverse transform sampling.
+
+    Args:
+        noise: (B,) uniform numbers in [0, 1).
+        temperature: (B,) divides the logits; greedy rows ignore it.
+        top_p: (B,); None: no row has one below 1. Log-probs are those before it.
+        greedy: which rows take the most likely token.
+    """
+    if all(greedy):
+        token = logits.argmax(-1)
+        return token, logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    if any(greedy):
+        temperature = temperature.where(temperature > 0, 1.0)
+    probabilities = (logits / temperature.unsqueeze(-1)).softmax(-1)
+    kept = probabilities
+    if top_p is not None:
+        ordered, index = probabilities.sort(dim=-1, descending=True)
+        likely = ordered.cumsum(-1) - ordered < top_p.unsqueeze(-1)
+        kept = torch.zeros_like(probabilities).scatter(-1, index, ordered * likely)
+    cumulative = kept.cumsum(-1, dtype=torch.float64)
+    # right=True: the first index *above* the noise, so that a token of probability 0 is never drawn
+    token = torch.searchsorted(cumulative, noise.unsqueeze(-1) * cumulative[:, -1:], right=True)
+    token = token.clamp(max=logits.shape[-1] - 1).squeeze(-1)
+    if any(greedy):
+        token = torch.where(torch.tensor(list(greedy), device=token.device), logits.argmax(-1), token)
+    return token, probabilities.gather(-1, token.unsqueeze(-1)).log().squeeze(-1)

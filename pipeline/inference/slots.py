@@ -1,0 +1,139 @@
+"""A KV cache in which rows come and go: row i lies in slot i, from position 0 on.
+
+Prompts are padded on the right, so causal attention never sees the padding. A row does not move when another one joins or
+grows. When rows leave, the last rows move into their slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+
+class Slots(DynamicLayer):
+    """One layer's keys and values, (slots, heads, positions, features), allocated once for a batch.
+
+    Overrides what transformers 5.23 calls in a forward. A layer with a sliding window keeps all positions: a mask hides the
+    older ones.
+    """
+
+    def __init__(self, cache: SlotCache, sliding: bool) -> None:
+        super().__init__()
+        self.cache, self.is_sliding = cache, sliding
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        size = self.cache.slots, self.cache.positions
+        # Zeros, because attention multiplies what a mask hides by 0.
+        self.keys, self.values = (
+            x.new_zeros(size[0], x.shape[1], size[1], x.shape[3]) for x in (key_states, value_states)
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Writes the states of new tokens. Returns what their attention looks at."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, count = self.cache, len(key_states)
+        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+            if cache.joining is not None:
+                slots, prompts = cache.joining
+                kept[slots, :, : new.shape[2]] = new[prompts]
+            else:
+                kept[cache.order[:count], :, cache.lengths[:count]] = new[:, :, 0]
+        if cache.joining is not None:  # prompts look at themselves alone
+            return key_states, value_states
+        return self.keys[:count, :, : cache.seen], self.values[:count, :, : cache.seen]
+
+    def get_seq_length(self) -> int:
+        return 0 if self.cache.joining is not None else self.cache.seen - 1
+
+    def resize(self) -> None:
+        """Makes room for the slots and positions that the cache now has."""
+        if not self.is_initialized:
+            return
+        old = self.keys, self.values
+        self.lazy_initialization(*old)
+        for kept, states in zip((self.keys, self.values), old, strict=True):
+            kept[: states.shape[0], :, : states.shape[2]] = states
+
+
+class SlotCache(DynamicCache):
+    """The cache of all layers, and for each slot the tokens in it and the one to read next."""
+
+    def __init__(self, config: Any, slots: int, positions: int, device: torch.device) -> None:
+        super().__init__(config=config)
+        kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+        self.layers: list[Any] = [
+            Slots(self, layer.is_sliding) if type(layer) in kinds else layer for layer in self.layers
+        ]
+        self.slot_layers = [layer for layer in self.layers if isinstance(layer, Slots)]
+        # Layers whose state has no positions, such as convolutions.
+        self.other_layers = [layer for layer in self.layers if not isinstance(layer, Slots)]
+        self.slots, self.positions = slots, positions
+        self.order = torch.arange(slots, device=device)
+        self.columns = torch.arange(positions, device=device)
+        self.lengths = torch.zeros(slots, dtype=torch.long, device=device)  # tokens in each slot
+        self.newest = torch.zeros(slots, dtype=torch.long, device=device)  # the token to read next
+        self.seen = 0  # positions that attention looks at
+        # While prompts are read: (slots, the prompt in the batch that belongs to each of them).
+        self.joining: tuple[Tensor, Tensor] | None = None
+
+    def size_with(self, slots: int, positions: int) -> tuple[int, int]:
+        """Returns (slots, positions) after growing, by doubling, to hold at least these."""
+        return doubled(self.slots, slots), doubled(self.positions, positions)
+
+    def reserve(self, slots: int, positions: int) -> None:
+        size = self.size_with(slots, positions)
+        if size == (self.slots, self.positions):
+            return
+        lengths, newest, device = self.lengths, self.newest, self.order.device
+        self.slots, self.positions = size
+        self.order, self.columns = (torch.arange(count, device=device) for count in size)
+        self.lengths, self.newest = (x.new_zeros(self.slots) for x in (lengths, newest))
+        self.lengths[: len(lengths)], self.newest[: len(newest)] = lengths, newest
+        for layer in self.slot_layers:
+            layer.resize()
+
+    def keep(self, order: Sequence[int], filled: int) -> Tensor:
+        """Makes row i what row `order[i]` was. Rows that stay in place are not copied.
+
+        Args:
+            filled: positions of the longest row.
+
+        Returns:
+            `order` on the device.
+        """
+        device, count = self.order.device, len(order)
+        index = torch.tensor(order, dtype=torch.long, device=device)
+        moves = [(to, row) for to, row in enumerate(order) if to != row]
+        if moves:
+            to, row = torch.tensor(moves, device=device).T
+            for layer in self.slot_layers:
+                for states in (layer.keys, layer.values):
+                    states[to, :, :filled] = states[row, :, :filled]
+        for layer in self.other_layers:
+            layer.reorder_cache(index)
+        for values in (self.lengths, self.newest):
+            values[:count] = values[index]
+        return index
+
+
+def doubled(size: int, needed: int) -> int:
+    """Returns `size`, doubled as often as `needed` requires."""
+    while size < needed:
+        size *= 2
+    return size
+
+
+def live_first(live: Sequence[bool]) -> list[int]:
+    """Returns the indices of live rows: each keeps its place if that is among the first ones, or fills a free one."""
+    count = sum(live)
+    movers = [row for row in range(count, len(live)) if live[row]]
+    return [row if live[row] else movers.pop() for row in range(count)]

@@ -1,0 +1,319 @@
+"""Decoding: what a completion depends on and where it ends, whatever other rows are in the batch."""
+
+import random
+
+import pytest
+import torch
+import toy_ppo as toy
+import transformers
+
+from pipeline.errors import InputError
+from pipeline.inference import decoder as decoders
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Row, Sampling, draw, uniforms
+from pipeline.inference.slots import SlotCache, live_first
+from pipeline.models.adapters import SharedBase
+
+ENDS = (2, 3, 4, 5, 6, 7)
+PROMPTS = [row["input_ids"] for row in toy.prompts(12)]
+
+
+def with_convolutions():
+    """A model in which half of the layers keep no keys and values, but the state of a convolution."""
+    config = transformers.Lfm2Config(
+        vocab_size=toy.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], initializer_range=0.2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    shared = SharedBase(transformers.AutoModelForCausalLM.from_config(config).eval())
+    shared.add("policy", lora=toy.LORA)
+    return shared
+
+
+def base(kind="llama", spread=0.1, critic=False):
+    return (
+        with_convolutions() if kind == "convolutions" else toy.shared_base(kind, critic=critic, spread=spread)
+    )
+
+
+def alone(shared, row):
+    """The row's tokens and their log-probs, one forward of all tokens without a cache for each: the definition."""
+    noise = uniforms(row)
+    tokens, logprobs, how = [], [], row.sampling
+    with torch.no_grad(), shared.use(row.role):
+        for step in range(how.max_new_tokens):
+            hidden = shared.body(input_ids=torch.tensor([[*row.prompt, *tokens]])).last_hidden_state
+            logits = shared.logits(hidden[:, -1])[0]
+            if step < how.min_new_tokens:
+                logits[list(how.eos)] = float("-inf")
+            chances = (logits / (how.temperature or 1.0)).softmax(-1)
+            sums = chances.double().cumsum(-1)
+            drawn = int((sums <= noise[step] * sums[-1]).sum())
+            tokens.append(drawn if how.temperature else int(logits.argmax()))
+            logprobs.append(chances[tokens[-1]].log().item())
+            if tokens[-1] in how.eos:
+                break
+    return tokens, logprobs
+
+
+def completions(shared, prompts, sampling, decoder=None, numbers=None):
+    decoder = decoder or SlotDecoder(shared)
+    return decoder.generate("policy", prompts, numbers or range(len(prompts)), sampling)
+
+
+@pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
+def test_rows_are_what_they_are_alone_whoever_joins_and_leaves(kind):
+    """Rows of several roles and temperatures join at random; some share prompts, some are cancelled."""
+    shared, dice = base(kind, critic=kind != "convolutions"), random.Random(3)
+    roles = (None, "policy") if kind == "convolutions" else (None, "policy", "reference")
+    rows = []
+    for i in range(24):
+        prompt = (
+            rows[-1].prompt if i % 5 == 4 else [dice.randrange(8, 64) for _ in range(dice.randrange(1, 20))]
+        )
+        how = Sampling(4 + i % 7, ENDS, i % 3, (0.0, 1.0, 0.7)[i % 3], seed=5)
+        rows.append(Row(prompt, i, how, roles[i // 3 % len(roles)]))
+    decoder, waiting, most = SlotDecoder(shared, 6), list(rows), 0
+    while waiting or decoder.rows:
+        joining: list[Row] = []
+        while waiting and len(joining) < dice.randrange(1, 4) and decoder.fits(joining, waiting[0]):
+            joining.append(waiting.pop(0))
+        if joining:
+            decoder.join(joining)
+        most = max(most, len(decoder.rows))
+        if len(waiting) == 10 and decoder.rows:
+            decoder.rows[0].cancelled = True
+        decoder.step()
+    assert decoder.cache is None and 1 < most <= 6
+    for row in rows:
+        tokens, logprobs = alone(shared, row)
+        count = len(row.tokens) if row.cancelled else len(tokens)
+        assert row.tokens == tokens[:count]
+        assert row.logprobs == pytest.approx(logprobs[:count], abs=2e-5)
+        assert row.cancelled or row.ended == (tokens[-1] in ENDS)
+    assert sum(row.ended for row in rows) > 3
+
+
+@pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
+def test_a_completion_depends_on_seed_number_and_prompt_alone(kind):
+    shared, sampling = base(kind), Sampling(12, ENDS, seed=7)
+    together = completions(shared, PROMPTS, sampling)
+    assert 1 < len({len(one.tokens) for one in together}), "no row left the batch early"
+    order = [3, 0, 11, 7, 5]
+    apart = completions(shared, [PROMPTS[i] for i in order], sampling, SlotDecoder(shared, 2), order)
+    assert [together[i].tokens for i in order] == [one.tokens for one in apart]
+    for look in (3, 100):  # steps after which rows that ended leave
+        later = completions(shared, PROMPTS, sampling, SlotDecoder(shared, look=look))
+        assert [one.tokens for one in later] == [one.tokens for one in together]
+    other = completions(shared, PROMPTS, Sampling(12, ENDS, seed=8))
+    assert [one.tokens for one in together] != [one.tokens for one in other]
+    same_prompt = completions(shared, [PROMPTS[0]] * 5, sampling)
+    assert len({tuple(one.tokens) for one in same_prompt}) > 1
+
+
+def test_a_batch_has_the_same_bits_whatever_was_decoded_before():
+    shared, sampling = base(), Sampling(12, ENDS, seed=7)
+    decoder = SlotDecoder(shared)
+    first = completions(shared, PROMPTS[:7], sampling, decoder)
+    completions(shared, [[9] * 30] * 20, Sampling(40, ()), decoder)
+    assert completions(shared, PROMPTS[:7], sampling, decoder) == first
+
+
+@pytest.mark.parametrize("kind", toy.KINDS)
+def test_greedy_completions_are_transformers_own(kind):
+    shared = base(kind)
+    ours = completions(shared, PROMPTS, Sampling(10, (2, 3), temperature=0.0))
+    for prompt, completion in zip(PROMPTS[:4], ours, strict=False):
+        with shared.use("policy"):
+            own = shared.base.generate(
+                torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=[2, 3], pad_token_id=0
+            )  # fmt: skip
+        assert completion.tokens == own[0, len(prompt) :].tolist()
+
+
+def test_sampling_is_pure_with_one_temperature():
+    shared, prompt, count = base(spread=0.3), [5, 6, 7], 20_000
+    sampling = Sampling(max_new_tokens=1, eos=(2, 3), temperature=0.7, seed=1)
+    sampled = completions(shared, [prompt] * count, sampling)
+    seen = torch.bincount(torch.tensor([one.tokens[0] for one in sampled]), minlength=toy.VOCAB) / count
+    with torch.no_grad(), shared.use("policy"):
+        true = (shared.base(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.7).softmax(-1)
+    assert (seen - true).abs().sum() / 2 < 0.03  # top-k, top-p or another temperature: more than 0.1
+    assert (seen > 0).sum() > 30
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(temperature=0.6), dict(min_new_tokens=4), dict(kl_estimator="k3", temperature=1.5)]
+)
+def test_temperature_and_masked_ends_are_the_same_in_sampler_and_log_probs(changes):
+    trainer = toy.trainer(**changes)
+    kept = toy.recorded(trainer)
+    metrics = trainer.run_update()
+    assert metrics["val/sampler_drift"] < 1e-5
+    assert abs(metrics["objective/kl"]) < 1e-4
+    assert min(map(len, kept[0].completion_ids)) >= changes.get("min_new_tokens", 1)
+
+
+def test_top_p_keeps_the_most_likely_tokens():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(1000, -1)
+    noise, ones = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1], torch.ones(1000)
+
+    def shares(top_p):
+        tokens, logprobs = draw(logits, noise, ones, ones * top_p, [False] * 1000)
+        assert torch.allclose(logprobs, logits[0][tokens])
+        return [(tokens == i).sum().item() / 1000 for i in range(4)]
+
+    assert shares(1.0) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.002)
+    assert shares(0.7) == pytest.approx([0.625, 0.375, 0, 0], abs=0.002)
+    assert shares(0.1) == [1, 0, 0, 0]
+
+
+def test_alternatives_come_with_the_models_log_probs():
+    shared, decoder = base(), SlotDecoder(base())
+    how = Sampling(6, ENDS, temperature=0.5, seed=1)
+    asks, plain = Row([8, 9, 10], 0, how, top=3), Row([8, 9, 10, 11], 1, how)
+    decoder.join([asks, plain])
+    while decoder.rows:
+        decoder.step()
+    ids = torch.tensor([[*asks.prompt, *asks.tokens]])
+    with torch.no_grad():
+        model = shared.logits(shared.hidden(None, ids))[0, 2:-1].log_softmax(-1)
+    for token, logprob, top, own in zip(asks.tokens, asks.logprobs, asks.tops, model, strict=True):
+        assert [one for one, _ in top] == own.topk(3).indices.tolist()
+        assert logprob == pytest.approx(own[token].item(), abs=1e-5)
+    assert plain.tops == [] and plain.logprobs == pytest.approx(alone(shared, plain)[1], abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- the cache
+
+
+def seen_by(shared, monkeypatch):
+    """A list that fills with the inputs of each forward of the body."""
+    seen, body = [], shared.body
+
+    def noted(**inputs):
+        seen.append(inputs)
+        return body(**inputs)
+
+    monkeypatch.setattr(shared, "body", noted)
+    return seen
+
+
+def test_a_batch_is_allocated_once_and_freed_with_its_last_row(monkeypatch):
+    """On a GPU each other size would be another block of memory, and the last one a hole."""
+    shared, places, counts = base(), set(), set()
+    body, decoder = shared.body, SlotDecoder(shared)
+
+    def noted(**inputs):
+        out = body(**inputs)
+        cache = inputs["past_key_values"]
+        tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        places.add(tuple(tensor.data_ptr() for tensor in tensors))
+        counts.add(len(inputs["input_ids"]))
+        assert (cache.slots, cache.positions) == (12, max(map(len, PROMPTS)) + 100)
+        return out
+
+    monkeypatch.setattr(shared, "body", noted)
+    completions(shared, PROMPTS, Sampling(100, (2, 3, 4), seed=7), decoder)
+    assert len(counts) > 2, "no row left"
+    assert len(places) == 1 and decoder.cache is None
+
+
+def test_rows_join_while_the_cache_stays_within_its_positions():
+    decoder = SlotDecoder(base(), 8, max_positions=4 * 64)
+    rows = [Row([5 + i] * (3 + i), i, Sampling(20, ())) for i in range(20)]
+    rows.append(Row([9] * 90, 20, Sampling(400, ())))  # more than the cache may have: alone, it is written
+    waiting, largest = list(rows), 0
+    while waiting or decoder.rows:
+        joining: list[Row] = []
+        while waiting and decoder.fits(joining, waiting[0]):
+            joining.append(waiting.pop(0))
+        if joining:
+            decoder.join(joining)
+        if decoder.cache and rows[-1] not in decoder.rows:
+            largest = max(largest, decoder.cache.slots * decoder.cache.positions)
+        decoder.step()
+    assert 64 < largest <= 4 * 64 and [len(row.tokens) for row in rows] == [20] * 20 + [400]
+
+
+@pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
+def test_a_prompt_goes_through_the_model_once_for_all_its_completions(kind, monkeypatch):
+    shared = base(kind)
+    prompts = [prompt for prompt in PROMPTS[:5] for _ in range(4)]
+    prompts.append(prompts[0])
+    if kind == "convolutions":  # rows of one length are decoded together
+        prompts = [prompt for prompt in prompts if len(prompt) == len(prompts[0])]
+    sampling = Sampling(12, ENDS, min_new_tokens=1, seed=7)
+    alone = completions(shared, prompts, sampling, SlotDecoder(shared, 1))
+    seen = seen_by(shared, monkeypatch)
+    together = completions(shared, prompts, sampling)
+    distinct = len({tuple(prompt) for prompt in prompts})
+    assert [len(inputs["input_ids"]) for inputs in seen[:2]] == [distinct, len(prompts)]
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=5e-6)
+
+
+@pytest.mark.parametrize("kind", toy.KINDS)
+def test_prompts_go_through_the_model_in_parts_of_similar_width(kind, monkeypatch):
+    shared, sampling = base(kind), Sampling(8, (2, 3), seed=7)
+    at_once = completions(shared, PROMPTS, sampling)
+    monkeypatch.setitem(decoders.PREFILL_TOKENS, "cpu", 15)
+    seen = seen_by(shared, monkeypatch)
+    in_parts = completions(shared, PROMPTS, sampling)
+    assert [one.tokens for one in in_parts] == [one.tokens for one in at_once]
+    shapes = [tuple(inputs["input_ids"].shape) for inputs in seen]
+    assert [shape for shape in shapes if shape[1] > 1] == [(3, 3), (3, 4), (2, 5), (2, 6), (2, 7)]
+
+
+def test_rows_that_stay_keep_their_slot():
+    live = [False, True, True, False, True, False, True]
+    assert live_first(live) == [6, 1, 2, 4] and live_first([True] * 3) == [0, 1, 2]
+    cache = SlotCache(toy.config(), 7, 5, torch.device("cpu"))
+    cache.joining = torch.arange(7), torch.arange(7)
+    states = torch.randn(2, 7, 2, 4, 3)
+    for layer in cache.layers:
+        layer.update(*states)
+    cache.lengths[:] = torch.arange(7)
+    assert cache.keep(live_first(live), 4).tolist() == [6, 1, 2, 4] and cache.lengths[:4].tolist() == [
+        6,
+        1,
+        2,
+        4,
+    ]
+    for layer in cache.layers:
+        assert torch.equal(layer.keys[:4, :, :4], states[0][[6, 1, 2, 4]])
+    cache.reserve(9, 6)
+    assert (cache.slots, cache.positions) == (14, 10)
+    for layer in cache.layers:
+        assert layer.values.shape[0::2] == (14, 10) and torch.equal(layer.values[1, :, :4], states[1][1])
+
+
+# --------------------------------------------------------------------------------------------------- other bases
+
+
+def test_rows_of_one_length_need_no_mask(monkeypatch):
+    """As bases need it whose attention takes no mask that is added to its scores."""
+    shared = base()
+    expected = completions(shared, PROMPTS, Sampling(8, ENDS, seed=7))
+    monkeypatch.setattr(shared.base.config, "alibi", True, raising=False)
+    seen = seen_by(shared, monkeypatch)
+    found = completions(shared, PROMPTS, Sampling(8, ENDS, seed=7))
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert all(inputs["attention_mask"] is None for inputs in seen)
+
+
+@pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
+def test_a_base_whose_rows_can_be_decoded_together_passes_the_check(kind):
+    SlotDecoder(base(kind), 4).check()
+
+
+def test_a_slot_that_is_read_wrongly_fails_the_check(monkeypatch):
+    body = SlotDecoder._body
+
+    def shifted(self, ids, mask, positions):
+        return body(self, ids, mask, positions + (ids.shape[1] == 1))
+
+    monkeypatch.setattr(SlotDecoder, "_body", shifted)
+    with pytest.raises(InputError, match="differ from those of a whole forward"):
+        SlotDecoder(base(), 4).check()
