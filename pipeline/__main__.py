@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         return stopped("interrupted", options.verb, 130, stop)
     except SystemExit as error:
-        if signal := process.received:
+        if signal := process.received or process.of_ray():
             return stopped(f"terminated by {signal.name}", options.verb, 128 + signal, error)
         at = traceback.extract_tb(error.__traceback__)[-1]
         why = f"{at.filename}:{at.lineno} called sys.exit({error.code!r}), which no run may do"

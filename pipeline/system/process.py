@@ -86,6 +86,12 @@ def _leave(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
 
+def of_ray() -> signal.Signals | None:
+    """Returns SIGTERM if Ray's own handler is active, which it is while Ray starts: it ends the process by sys.exit(15)."""
+    module = getattr(signal.getsignal(signal.SIGTERM), "__module__", None) or ""
+    return signal.SIGTERM if module.startswith("ray.") else None
+
+
 def _deliver_again(swallowed: Any) -> None:
     """Repeats a signal whose exception Python dropped in a weakref's callback or a __del__: SQLAlchemy and MLflow have many."""
     if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):

@@ -215,14 +215,16 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "word"),
+    ("number", "status", "word", "workers"),
     [
-        (signal.SIGINT, 130, "interrupted"),
-        pytest.param(signal.SIGTERM, 143, "terminated by SIGTERM", marks=pytest.mark.slow),
+        (signal.SIGINT, 130, "interrupted", 0),
+        pytest.param(signal.SIGTERM, 143, "terminated by SIGTERM", 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, "terminated by SIGTERM", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_while_ray_starts(number, status, word, tmp_path):
-    run = Run(tmp_path)
+def test_a_signal_while_a_run_starts(number, status, word, workers, tmp_path):
+    """With a worker, Ray's own handler is active at that moment."""
+    run = Run(tmp_path, f"scaling.num_workers={workers}")
     run.until("starting Ray|tokenising|data for")
     os.killpg(run.process.pid, number)
     found, lines = run.ends()
