@@ -225,7 +225,7 @@ class Run:
 def test_a_signal_while_a_run_starts(number, status, word, workers, tmp_path):
     """With a worker, Ray's own handler is active at that moment."""
     run = Run(tmp_path, f"scaling.num_workers={workers}")
-    run.until("starting Ray|tokenising|data for")
+    run.until("starting Ray|tokeni[sz]ing|data for")
     os.killpg(run.process.pid, number)
     found, lines = run.ends()
     assert found == status and [line for line in lines if line.strip()][-1].startswith(word), lines
