@@ -135,11 +135,8 @@ def _metadata(
     """Returns the card's metadata as YAML: library, base, datasets, metrics, tags."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    base, uri, repo = (
-        host.work.base["name_or_path"],
-        registry.tracking_uri(host.job),
-        host.job.args.hub_model_id,
-    )
+    base, uri = host.work.base["name_or_path"], registry.tracking_uri(host.job)
+    title = host.job.args.hub_model_id or host.work.inputs["policy" if kind == "policy" else "reward.0"]
     on_hub = hub.is_reference(base) and not hub.local(base).is_dir()  # the hub rejects a folder as base
     task = "text-generation" if kind == "policy" else "text-classification"
     stages = [str(one.facts["stage"]) for one in made_from if "stage" in one.facts]
@@ -171,9 +168,7 @@ def _metadata(
         base_model_relation=("finetune" if merged else "adapter") if on_hub else None,
         datasets=list(dict.fromkeys(datasets)) or None,
         tags=tags,
-        model_name=repo or host.work.inputs["policy" if kind == "policy" else "reward.0"]
-        if results
-        else None,
+        model_name=title if results else None,
         eval_results=results or None,
         **_license(base, host.job.model.revision),
     )
