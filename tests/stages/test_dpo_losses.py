@@ -11,7 +11,7 @@ from running import ROOT
 from pipeline.config import load_job
 from pipeline.config.library_keys import DPO_LOSSES
 from pipeline.data.feed import ExactBatches
-from pipeline.runtime import checks
+from pipeline.runtime import trl_checks
 
 # Of the losses, those that CI's quick tests train with: of the logistic ones, with a label smoothing, with a running mean,
 # over a whole batch, and a mixture of others. The rest is slow.
@@ -64,7 +64,7 @@ def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
     made = trainer(loss, tmp_path)
     made.model.eval()
     with torch.no_grad():
-        found = checks.starts_as_the_reference(made, made.model, list(made.train_dataset))
+        found = trl_checks.starts_as_the_reference(made, made.model, list(made.train_dataset))
     assert [finding.holds for finding in found] == [True, True]
     made.model.train()
     made._metrics["eval"].clear()

@@ -1,4 +1,4 @@
-"""What kto checks on its first rows: those of checks.py, its loss by the formula, and the rows that its KL term pairs."""
+"""Self-checks that only kto has: its loss by the formula, and the rows that its KL term pairs."""
 
 from __future__ import annotations
 
@@ -11,37 +11,33 @@ import torch
 
 from pipeline.data.kl_pairs import paired
 from pipeline.findings import Finding
-from pipeline.runtime.checks import (
+from pipeline.runtime.trl_checks import (
+    Row,
+    affordable,
     collated,
+    completion_logprob,
     ends_learned,
-    logprobs_alone,
     loss_after_generation_prompt,
     one_bos,
-    shortest,
+    policy_is_reference,
     starts_as_its_file,
     tolerance,
-    with_truncation,
 )
 from pipeline.runtime.worker import Worker
 
-NUDGE = 0.02  # standard deviation of what the adapter's B is moved by, for a policy that is not the reference
+NUDGE = (
+    0.02  # standard deviation of the noise on the adapter's B that moves the policy away from the reference
+)
 
-Row = dict[str, Any]
 
-
-def check(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
-    tokenizer = worker.tokenizer
-    prompts = [row["prompt_ids"] for row in rows]
+def unpaired(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
+    """Returns the findings that only kto has."""
+    completions = [(row["prompt_ids"], row["completion_ids"]) for row in rows]
     few = _of_both_labels(model, rows)
     return [
-        one_bos(tokenizer, [row["prompt_ids"] + row["completion_ids"] for row in rows]),
-        # A completion may hold further turns; of each, the beginning shows whether the prompt's end is in it.
-        loss_after_generation_prompt(
-            tokenizer, prompts, [row["prompt_ids"] + row["completion_ids"][:8] for row in rows]
-        ),
-        ends_learned(
-            tokenizer, *with_truncation(worker, [(row["prompt_ids"], row["completion_ids"]) for row in rows])
-        ),
+        one_bos(worker.tokenizer, [prompt + completion for prompt, completion in completions]),
+        loss_after_generation_prompt(worker.tokenizer, completions),
+        ends_learned(worker, completions),
         *([starts_as_its_file(model, worker.input("policy"))] if "policy" in worker.work.inputs else []),
         starts_as_the_reference(trainer, model, few),
         loss_by_the_formula(trainer, model, few),
@@ -50,41 +46,35 @@ def check(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> list[Fin
 
 
 def _of_both_labels(model: Any, rows: list[Row]) -> list[Row]:
-    """Of the rows that can be afforded the longest two that are desirable, and the longest that is not.
+    """Returns the longest two desirable rows that can be afforded, and the longest undesirable one.
 
-    Unequal numbers: swapped labels show even where all log-ratios are the same.
+    Unequal numbers: swapped labels show even if all log-ratios are equal.
     """
 
     def length(row: Row) -> int:
         return len(row["prompt_ids"]) + len(row["completion_ids"])
 
     desirable, undesirable = ([row for row in rows if row["label"] is label] for label in (True, False))
-    return shortest(model, desirable, length)[-2:] + shortest(model, undesirable, length)[-1:]
+    return affordable(model, desirable, length)[-2:] + affordable(model, undesirable, length)[-1:]
 
 
 def starts_as_the_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
-    """Before the first step policy and reference agree."""
-    name, mode = "the policy starts as the reference", trainer._metrics["eval"]
+    """Checks that policy and reference agree before the first step."""
+    mode = trainer._metrics["eval"]
     if not rows:
-        return Finding(name, "not checked: the rows are too long", None)
+        return Finding("the policy starts as the reference", "not checked: the rows are too long", None)
     mode.clear()
     trainer.compute_loss(model, _batch(trainer, model, rows))
-    rewards = {
-        side: mode[f"rewards/{side}"][-1] for side in ("chosen", "rejected") if f"rewards/{side}" in mode
-    }
+    sides = [side for side in ("chosen", "rejected") if f"rewards/{side}" in mode]
     longest = max(len(row["completion_ids"]) for row in rows)
     limit = tolerance(trainer, model) * trainer.beta * longest
-    same = all(abs(value) <= limit for value in rewards.values())
-    found = ", ".join(f"reward of the {side} {value:.3g}" for side, value in rewards.items())
-    if not same:
-        found += ": the reference is another adapter, or the bare base, or dropout is on in one of the two"
-    return Finding(name, found, same)
+    return policy_is_reference({side: mode[f"rewards/{side}"][-1] for side in sides}, limit)
 
 
 def loss_by_the_formula(trainer: Any, model: Any, rows: list[Row]) -> Finding:
-    """TRL's loss of a padded batch is eq. 7 of the paper on the log-probs of each completion alone.
+    """Checks TRL's loss of a padded batch against eq. 7 of the paper (Ethayarajh et al. 2024) on single completions.
 
-    Equal policy and reference would hide swapped labels: the adapter is moved a little for this, and back.
+    If policy and reference were equal, swapped labels would not show: the adapter is moved a little for this check.
     """
     name = "the loss is the paper's on the completions alone"
     if trainer.aux_loss_enabled or not rows:
@@ -113,16 +103,16 @@ def loss_by_the_formula(trainer: Any, model: Any, rows: list[Row]) -> Finding:
 
 
 def pairs_other_rows(trainer: Any) -> Finding:
-    """In the first batch the KL term is over prompts with the completions of other rows of the same step."""
+    """Checks the KL term of the first batch: it is over prompts with completions of other rows of the same step."""
     name = "the KL term pairs prompts with other rows' completions"
     if not trainer.calculate_KL:
         return Finding(name, "not checked: the loss has no KL term", None)
     loader = trainer.get_train_dataloader()
     drawn = next(iter(loader.batch_sampler))
-    own, others = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+    count = len(drawn) // 2
+    own, others = drawn[:count], drawn[count:]
     rows = trainer.train_dataset.select(drawn)
     batch = loader.collate_fn(list(rows))
-    count = len(own)
     expected = [
         row["prompt_ids"] + other["completion_ids"]
         for row, other in zip(rows.select(range(count)), rows.select(range(count, 2 * count)), strict=True)
@@ -155,27 +145,26 @@ def _batch(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
 
 
 def _log_ratio(model: Any, prompt: list[int], completion: list[int]) -> tuple[float, float]:
-    """(log policy - log reference, |log policy|) of a completion."""
+    """Returns (log policy - log reference, |log policy|) of a completion."""
     from trl.trainer.utils import use_adapter
 
-    ids, start = prompt + completion, len(prompt) - 1
-    policy = logprobs_alone(model, ids)[start:].sum()
+    policy = completion_logprob(model, prompt, completion)
     with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-        reference = logprobs_alone(model, ids)[start:].sum()
-    return float(policy - reference), abs(float(policy))
+        reference = completion_logprob(model, prompt, completion)
+    return policy - reference, abs(policy)
 
 
 @contextlib.contextmanager
 def _nudged(model: Any) -> Iterator[None]:
-    """For the block, an adapter that is not the reference's; afterwards the one that it was, to the bit."""
-    kept = {n: p.data for n, p in model.named_parameters() if "lora_B.default" in n}
-    generator = torch.Generator().manual_seed(0)
+    """Moves the adapter away from the reference within the block, and restores it exactly."""
     parameters = dict(model.named_parameters())
-    for name, data in kept.items():
+    before = {name: p.data for name, p in parameters.items() if "lora_B.default" in name}
+    generator = torch.Generator().manual_seed(0)
+    for name, data in before.items():
         noise = NUDGE * torch.randn(data.shape, generator=generator)
         parameters[name].data = data + noise.to(data)
     try:
         yield
     finally:
-        for name, data in kept.items():
+        for name, data in before.items():
             parameters[name].data = data
