@@ -24,7 +24,7 @@ import yaml
 
 from pipeline.commands import shipped
 from pipeline.config import Job, load_job
-from pipeline.data import chunks, guess, lookahead, sets
+from pipeline.data import chunks, guess, preview, sets
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.files import find
 from pipeline.data.record import Record
@@ -185,10 +185,10 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
 def source_of(path: str, for_eval: bool) -> Source:
     """Finds the stages that can read the first rows of a path."""
     heads = []
-    for file in find(path, "data.train")[: lookahead.FILES]:
-        heads.append(lookahead.first_rows(file, kind_of("sft", Preprocess())))
+    for file in find(path, "data.train")[: preview.FILES]:
+        heads.append(preview.first_rows(file, kind_of("sft", Preprocess())))
         if not heads[-1]:
-            raise InputError(f"{file.path}: {lookahead.first_error(file) or 'it has no rows'}")
+            raise InputError(f"{file.path}: {preview.first_error(file) or 'it has no rows'}")
     rows = heads[0]
     stages: dict[str, dict[str, Any]] = {}
     for example, columns in EXAMPLES.items():
@@ -385,12 +385,12 @@ def longest(job: Job) -> tuple[int, int, int]:
 def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
     """Yields the first readable rows of each file of data.train."""
     files = find(job.data.train, "data.train")
-    asked = {"train": lookahead.preprocessing(job.stage, job.data)["train"]}
-    preprocess = lookahead.settled(asked, {"train": files}, job.stage)["train"]
+    asked = {"train": preview.preprocessing(job.stage, job.data)["train"]}
+    preprocess = preview.resolve_labels(asked, {"train": files}, job.stage)["train"]
     for file in files:
         kind = kind_of(job.stage, preprocess[file.source])
         chunk = chunks.plan([file], "train", kind)[0]
-        for _, row, _ in itertools.islice(chunks.rows(chunk), lookahead.ROWS):
+        for _, row, _ in itertools.islice(chunks.rows(chunk), preview.ROWS):
             for made in kind.rows(row):
                 record = checked(made, kind, chunk.format) if isinstance(made, dict) else None
                 if isinstance(record, Record):

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config import Job, rules
 from pipeline.config.stages import INPUTS, STAGE
-from pipeline.data import lookahead
+from pipeline.data import preview
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
 from pipeline.runtime import resume
@@ -38,7 +38,7 @@ def run(job: Job) -> dict[str, Any]:
     job = without_absent_models(job)
     for key in ("train", "eval"):
         if getattr(job.data, key):
-            for path, fits in lookahead.fitting(key, job.data).items():
+            for path, fits in preview.fitting(key, job.data).items():
                 print(f"data.{key}: the first rows of {path} fit {fits or 'no stage'}", flush=True)
     with prepared(job, looks=True) as run:
         print(run.report.render(), flush=True)

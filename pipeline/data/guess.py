@@ -1,6 +1,6 @@
-"""Which columns of a file may be meant by the fields of a stage: guessed from their names, and from a look at their values.
+"""Guesses which columns of a file the fields of a stage may be, from their names and from their values.
 
-A guess is only ever shown, as the data.columns to type; and only if rows can be read with it.
+A guess is only shown, as the data.columns to set, and only if rows can be read with it.
 """
 
 import contextlib
@@ -8,8 +8,7 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -31,119 +30,16 @@ SCORES = "score rating reward votes likes points".split()  # of which more is be
 PROMPTS = "post history context title article document source human text review".split()
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column, or a field of a column of objects, and what its values in the first rows look like."""
-
-    name: str
-    values: list[Any]
-
-    @property
-    def is_text(self) -> bool:
-        texts = [value for value in self.values if isinstance(value, str)]
-        return 2 * len(texts) > len(self.values) and any(len(text.split()) > 1 for text in texts)
-
-    @property
-    def is_chat(self) -> bool:
-        first = next((value[0] for value in self.values if isinstance(value, list) and value), None)
-        return isinstance(first, dict) and bool(
-            {"role", "from"} & first.keys() or {"input", "output"} <= first.keys()
-        )
-
-    @property
-    def is_dialogue(self) -> bool:
-        """Whether most values are conversations from the first turn to the last, whatever their form."""
-        listed = any(isinstance(value, list) and value and isinstance(value[0], str) for value in self.values)
-        if listed and self.name not in ("messages", "conversations", "data", *ALIASES["messages"]):
-            return False  # several texts, but of what?
-        turns = [dialogue(value) for value in self.values]
-        return self.is_chat or (
-            2 * sum(isinstance(one, list) and len(one) > 1 for one in turns) > len(turns)
-            and (
-                all(
-                    isinstance(item, dict) and "role" in item
-                    for one in turns
-                    if isinstance(one, list)
-                    for item in one
-                )
-            )
-        )
-
-    @property
-    def is_tools(self) -> bool:
-        """Functions that may be called."""
-        found = [tools for value in self.values if (tools := offered(value))]
-        return bool(found) and all("function" in tool for tools in found for tool in tools)
-
-    @property
-    def is_number(self) -> bool:
-        return all(isinstance(reshape.comparable(value), float) for value in self.values) and bool(
-            self.values
-        )
-
-    @property
-    def is_verdict(self) -> bool:
-        """Whether its name and values say which completions are good."""
-        words = {self.name, *re.split(r"[^a-z]+", self.name.lower())}
-        return bool(words & {*VERDICTS, *ALIASES["label"]}) and all(
-            is_good(value) is not None for value in self.values
-        )
-
-    @property
-    def is_rating(self) -> bool:
-        """Whether it holds numbers, by name of ratings, that do not say which completions are good."""
-        words = {*re.split(r"[^a-z]+", self.name.lower())}
-        return self.is_number and not self.is_verdict and bool(words & {"label", *ALIASES["label"]})
-
-    @property
-    def is_element(self) -> bool:
-        """Whether it is a part of one of two objects in a list (`summaries.0.text`)."""
-        return bool(re.search(r"\.[01]\.", self.name))
-
-    @property
-    def is_label(self) -> bool:
-        """Few different values, each a number or a word or two; one alone is no label where there are several rows.
-
-        Or numbers from 1 to 2, as AlpacaEval's.
-        """
-        if self.is_number:
-            numbers = [reshape.comparable(value) for value in self.values]
-            if 1 <= min(numbers) < 1.5 < max(numbers) <= 2:
-                return True
-        different = {
-            str(reshape.comparable(value)) for value in self.values if not isinstance(value, list | dict)
-        }
-        least = 2 if len(self.values) > 1 else 1
-        return least <= len(different) <= reshape.SEVERAL and all(
-            len(value.split()) <= 2 for value in different
-        )
-
-    def picks(self, ends: tuple[str, str]) -> bool:
-        """Whether its values are what the names of two columns end in, whatever it is called itself; one more may be a tie."""
-        different = {str(value).strip().lower().removesuffix(".0") for value in self.values}
-        return set(ends) <= different and len(different) <= 3
-
-    @property
-    def length(self) -> float:
-        """Mean number of characters."""
-        return sum(len(str(value)) for value in self.values) / len(self.values)
-
-    @property
-    def repeats(self) -> float:
-        """The share of values that stand in an earlier row, too."""
-        return 1 - len({str(value) for value in self.values}) / len(self.values)
-
-
 def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
-    """What to say of a file of whose rows none has a shape of the stage, and what to type; `key` of its source, or of all."""
+    """Returns the message for a file of which no row has a shape of the stage; `key` is that of its source, or of all."""
     found = visible(
         ", ".join(dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))), lines=False
     )
-    numbers = f"rows 1-{len(rows):,} are" if len(rows) > 1 else "row 1 is"
-    head = f"{visible(file, lines=False)}: {numbers} of no shape that `{stage}` reads; found the columns {found[:300] or 'none'}"
+    numbers = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
+    head = f"{visible(file, lines=False)}: {numbers} no format of `{stage}`; the columns are {found[:300] or 'none'}"
     guess = guessed(rows, stage)
     if guess:
-        return f"{head}; type {typed(guess, rows, key)}"
+        return f"{head}; set {as_setting(guess, rows, key)}"
     if others := fitting(rows):
         return f"{head}; such rows fit {others}"
     shape = next(iter(kind_of(stage).shapes.values()))
@@ -155,11 +51,11 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
 
 
 def fitting(rows: Sequence[dict[str, Any]]) -> str:
-    """The stages that rows fit, as they are or with which data.columns, in words; empty: none."""
+    """Says which stages rows fit, as they are or with which data.columns; empty: none."""
     fits: dict[str, list[str]] = {}
     for stage, facts in STAGE.items():
         if facts.learns and (guess := guessed(rows, stage)) is not None:
-            fits.setdefault(f"with {typed(guess, rows)}" if guess else "as they are", []).append(stage)
+            fits.setdefault(f"with {as_setting(guess, rows)}" if guess else "as they are", []).append(stage)
     return "; ".join(f"{_listed(stages)} {how}" for how, stages in fits.items())
 
 
@@ -168,8 +64,8 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def typed(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
-    """The guess as it is typed behind a command, or written where `key` is that of a source."""
+def as_setting(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
+    """Returns the guess as it is written on a command line, or in the job file if `key` is that of a source."""
     shown = setting(f"{key}.columns", mapping(guess))
     if not is_clear(guess, rows):
         label = setting(f"{key}.label", meaning(guess))
@@ -178,7 +74,7 @@ def typed(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "dat
 
 
 def mapping(guess: dict[str, Any]) -> str:
-    """The guess as data.columns, in YAML on one line."""
+    """Returns the guess as data.columns, in YAML on one line."""
     return "{" + ", ".join(f"{field}: {_yaml(column)}" for field, column in guess.items()) + "}"
 
 
@@ -202,19 +98,22 @@ def _yaml(column: str | list[str]) -> str:
 
 
 def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None:
-    """{field: column} with which most of the rows can be read, {} if they can be as they are; None: nothing fits."""
+    """Returns {field: column} with which most of the rows can be read, {} if they can be as they are, or None."""
     rows = rows[:LOOKED]
     columns = _columns(rows)
     guess = next((guess for guess in _candidates(columns, stage) if reads(rows, guess, stage)), None)
-    if guess is not None and stage == "sft":
-        verdict = next(
-            (one.name for one in columns if one.is_verdict and one.name not in _used(guess)), "label"
-        )
-        guess |= {} if verdict in VERDICTS else {"label": verdict}
-    tools = next((one.name for one in columns if one.is_tools), "tools")
-    if guess is None or "tools" in rows[0] or tools == "tools" or tools in _used(guess):
-        return guess
-    return {**guess, "tools": tools} if stage in ("sft", "ppo") else guess
+    if guess is None:
+        return None
+    free = {name: values for name, values in columns.items() if name not in _used(guess)}
+    if stage == "sft":
+        names = {*VERDICTS, *ALIASES["label"]}
+        labels = [name for name, values in free.items() if _words(name) & names and _is_verdict(values)]
+        if labels and labels[0] not in VERDICTS:
+            guess |= {"label": labels[0]}
+    if stage in ("sft", "ppo") and "tools" not in rows[0]:
+        tools = [name for name, values in free.items() if _is_tools(values)]
+        guess |= {"tools": tools[0]} if tools else {}
+    return guess
 
 
 def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
@@ -264,172 +163,14 @@ def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
     return [value for value in found if value is not None and not isinstance(value, list | dict)]
 
 
-# ---- candidates ------------------------------------------------------------------------------------------------
+# ---- columns and their values ----------------------------------------------------------------------------------------
+
+Values = list[Any]  # of a column in the first rows, without nulls
 
 
-def _candidates(columns: list[Column], stage: str) -> Iterator[dict[str, Any]]:
-    """Mappings worth a try, the likeliest first."""
-    yield {}
-    if stage == "sft":
-        yield from _demonstrations(columns)
-    elif stage == "ppo":
-        yield from ({"prompt": one.name} for one in _prompts(columns) if not one.is_label)
-    else:
-        yield from _thumbs(columns) if stage == "kto" else ()
-        for pair in _pairs(columns):
-            free = [one for one in columns if one.name not in _used(pair)]
-            if any(one.name in ("prompt", "instruction") for one in columns):
-                yield _unlike(pair)
-            yield from (_unlike({"prompt": one.name, **pair}) for one in _prompts(free))
-            yield _unlike(pair)
-    if next(_pairs(columns), None):
-        return  # what is left would take one side of a pair for something else
-    for needs in kind_of(stage).shapes.values():  # by the names alone
-        called = {need: _called(need, columns) for need in needs}
-        if None not in called.values() and len({*called.values()}) == len(needs):
-            yield _unlike(called)
-
-
-def _demonstrations(columns: list[Column]) -> Iterator[dict[str, Any]]:
-    if next(_pairs(columns), None):
-        return  # which of two completions is to be imitated?
-    yield from (_unlike({"messages": one.name}) for one in columns if one.is_dialogue)
-    names = {one.name for one in columns}
-    if "instruction" in names and (output := _called("completion", columns)):
-        context = {"input": "context"} if "context" in names - {"input"} else {}
-        yield _unlike({"instruction": "instruction", **context, "output": output})
-    for prompt in _prompts(columns):
-        others = [one for one in columns if one.is_text and one is not prompt and not one.is_tools]
-        if name := _called("completion", others):
-            yield _unlike({"prompt": prompt.name, "completion": name})
-    for prompt in _prompts(columns):
-        for one in sorted(columns, key=lambda one: -one.length):
-            if one.is_text and one is not prompt and not one.is_tools:
-                yield _unlike({"prompt": prompt.name, "completion": one.name})
-
-
-def _thumbs(columns: list[Column]) -> Iterator[dict[str, Any]]:
-    if next(_pairs(columns), None):
-        return
-    verdicts = [
-        one
-        for one in columns
-        if all(is_good(value) is not None for value in one.values)
-        and len({is_good(value) for value in one.values}) == 2
-    ] + [one for one in columns if one.is_rating]
-    for one in sorted(verdicts, key=lambda one: one.name not in ("label", *ALIASES["label"])):
-        for guess in ({}, *_demonstrations([other for other in columns if other is not one])):
-            yield _unlike({**guess, "label": one.name})
-
-
-def _prompts(columns: list[Column]) -> list[Column]:
-    """Columns that may be the prompt: by name, then those whose values repeat, then in their order."""
-    texts = [
-        one
-        for one in columns
-        if (one.is_text or one.is_chat)
-        and not one.is_tools
-        and not one.is_element
-        and one.name not in ("system", "system_prompt")
-    ]
-    words = ("prompt", *ALIASES["prompt"], *PROMPTS)
-
-    def rank(one: Column) -> tuple[bool, int, float]:
-        parts = re.split(r"[^a-z]+", one.name.lower())
-        named = next((at for at, word in enumerate(words) if word in parts), len(words))
-        return one.is_label, named, -one.repeats
-
-    return sorted(texts, key=rank)
-
-
-def _pairs(columns: list[Column]) -> Iterator[dict[str, Any]]:
-    """Mappings of both completions: by names that say which is better, or with what else says it."""
-    texts = [one for one in columns if not one.is_number]
-    chosen = _called("chosen", texts)
-    rejected = _called("rejected", [one for one in texts if one.name != chosen])
-    if chosen and rejected:
-        yield {"chosen": chosen, "rejected": rejected}
-    for first, second, ends in _siblings([one for one in columns if one.is_text or one.is_chat]):
-        both = {"first": first, "second": second}
-        numbers = [
-            one for one in columns if one.is_number and any(word in one.name.lower() for word in SCORES)
-        ]
-        scores = [(one, two) for one, two, _ in _siblings(numbers, ends)]
-        labels = [one for one in columns if one.is_label and any(word in one.name.lower() for word in LABELS)]
-        for one, two, _ in _siblings(labels, ends):
-            if one_hot := _one_hot(one, two, columns):
-                yield {**both, **one_hot}
-        labels = labels or [one for one in columns if one.is_label and one.picks(ends)]
-        if scores:
-            score = next((pair for pair in scores if "score" in pair[0].lower()), scores[0])
-            found = {**both, "first_score": score[0], "second_score": score[1]}
-            if "score" in score[0].lower() or not labels:
-                yield found
-        voters = [one.name for one in labels if re.sub(r"\d+$", "", one.name) != one.name]
-        if len(voters) > 1:
-            yield {**both, "label": voters}
-        yield from ({**both, "label": one.name} for one in labels)
-
-
-def _one_hot(first: str, second: str, columns: list[Column]) -> dict[str, str]:
-    """Returns the scores of both sides if each of two columns says whether its side wins; a tie has 0 in both."""
-    flags = [one.values for one in columns if one.name in (first, second)]
-    if all({*map(reshape.comparable, values)} <= {0.0, 1.0} for values in flags) and not any(
-        all(map(reshape.comparable, both)) for both in zip(*flags, strict=False)
-    ):
-        return {"first_score": first, "second_score": second}
-    return {}
-
-
-def _siblings(
-    columns: list[Column], ends: tuple[str, str] | None = None
-) -> Iterator[tuple[str, str, tuple[str, str]]]:
-    """Names of two columns that differ in one of PAIRED alone, and in which."""
-    names = [one.name for one in columns]
-    for low, high in [ends] if ends else PAIRED:
-        before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # response1, but not data
-        for name in names:
-            for match in re.finditer(rf"(?i){before}{low}(?![a-z0-9])", name):
-                other = (
-                    name[: match.start()]
-                    + (high.upper() if match[0].isupper() else high)
-                    + name[match.end() :]
-                )
-                if other in names and other != name:
-                    yield name, other, (low, high)
-
-
-def _called(field: str, columns: list[Column]) -> str | None:
-    """The column that a field is likely to be called, by its spelling or as other data sets do."""
-    names = [one.name for one in columns]
-    if field in names:
-        return field
-    words = {name: re.split(r"[^a-z0-9]+", name.lower()) for name in names}
-    aliases = next((alias for alias in ALIASES.get(field, ()) if alias in names), None)
-    within = next(
-        (
-            name
-            for word in (field, *ALIASES.get(field, ()))
-            for name in names
-            if word in words[name] and "non" not in words[name]
-        ),
-        None,
-    )
-    return aliases or within or next(iter(difflib.get_close_matches(field, names, 1)), None)
-
-
-def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the fields whose column has their name."""
-    return {field: column for field, column in guess.items() if field != column}
-
-
-def _used(guess: dict[str, Any]) -> set[str]:
-    return {one for column in guess.values() for one in named(column)}
-
-
-def _columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    """The columns of rows, and the fields of those that hold objects (`question.full_text`) or two (`summaries.0.text`)."""
-    values: dict[str, list[Any]] = {}
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
+    """Returns the columns, and the fields of those that hold objects (`question.full_text`) or two (`summaries.0.text`)."""
+    columns: dict[str, Values] = {}
     for row in rows:
         for name in some(row):
             value = row[name]
@@ -438,6 +179,201 @@ def _columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
                 objects = {f"{name}.{at}": one for at, one in enumerate(value)}
             inner = {f"{path}.{key}": one[key] for path, one in objects.items() for key in some(one)}
             for path, one in {name: value, **inner}.items():
-                values.setdefault(path, [])
-                values[path] += [one] if one is not None else []
-    return [Column(name, found) for name, found in values.items() if found]
+                columns.setdefault(path, []).extend([one] if one is not None else [])
+    return {name: values for name, values in columns.items() if values}
+
+
+def _words(name: str) -> set[str]:
+    return {name, *re.split(r"[^a-z]+", name.lower())}
+
+
+def _is_text(values: Values) -> bool:
+    texts = [value for value in values if isinstance(value, str)]
+    return 2 * len(texts) > len(values) and any(len(text.split()) > 1 for text in texts)
+
+
+def _is_chat(values: Values) -> bool:
+    first = next((value[0] for value in values if isinstance(value, list) and value), None)
+    keys = first.keys() if isinstance(first, dict) else set()
+    return bool({"role", "from"} & keys) or {"input", "output"} <= keys
+
+
+def _is_dialogue(name: str, values: Values) -> bool:
+    """Whether most values are conversations from the first turn to the last, in any form."""
+    listed = any(isinstance(value, list) and value and isinstance(value[0], str) for value in values)
+    if listed and name not in ("messages", "conversations", "data", *ALIASES["messages"]):
+        return False  # several texts, but of what?
+    turns = [one for one in map(dialogue, values) if isinstance(one, list)]
+    long = sum(len(one) > 1 for one in turns)
+    roles = all(isinstance(item, dict) and "role" in item for one in turns for item in one)
+    return _is_chat(values) or (2 * long > len(values) and roles)
+
+
+def _is_tools(values: Values) -> bool:
+    found = [tools for value in values if (tools := offered(value))]
+    return bool(found) and all("function" in tool for tools in found for tool in tools)
+
+
+def _numbers(values: Values) -> list[float]:
+    """The values as numbers; none if one of them is something else."""
+    numbers = [*map(reshape.comparable, values)]
+    return numbers if all(isinstance(number, float) for number in numbers) else []
+
+
+def _is_label(values: Values) -> bool:
+    """Whether there are few different values, each a number or a word or two, or numbers from 1 to 2, as AlpacaEval's."""
+    numbers = _numbers(values)
+    if numbers and 1 <= min(numbers) < 1.5 < max(numbers) <= 2:
+        return True
+    different = {str(reshape.comparable(value)) for value in values if not isinstance(value, list | dict)}
+    least = 2 if len(values) > 1 else 1  # one value alone is no label if there are several rows
+    return least <= len(different) <= reshape.SEVERAL and all(len(value.split()) < 3 for value in different)
+
+
+def _is_verdict(values: Values) -> bool:
+    return all(is_good(value) is not None for value in values)
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+
+
+def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, Any]]:
+    """Mappings worth a try, the likeliest first."""
+    yield {}
+    pairs, prompts = [*_pairs(columns)], _prompts(columns)
+    if stage == "ppo":
+        yield from ({"prompt": name} for name in prompts if not _is_label(columns[name]))
+    elif stage != "sft":
+        for pair in pairs:
+            if {"prompt", "instruction"} & columns.keys():
+                yield _unlike(pair)
+            free = [name for name in prompts if name not in _used(pair)]
+            yield from (_unlike({"prompt": name, **pair}) for name in free)
+            yield _unlike(pair)
+    if pairs:
+        return  # what is left would take one side of a pair for something else
+    if stage == "sft":
+        yield from _demonstrations(columns)
+    if stage == "kto":
+        yield from _rated(columns)
+    for needs in kind_of(stage).shapes.values():  # by the names alone
+        called = {need: _called(need, columns) for need in needs}
+        if None not in called.values() and len({*called.values()}) == len(needs):
+            yield _unlike(called)
+
+
+def _demonstrations(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
+    yield from (_unlike({"messages": name}) for name in columns if _is_dialogue(name, columns[name]))
+    if "instruction" in columns and (output := _called("completion", columns)):
+        context = {"input": "context"} if "context" in columns and "input" not in columns else {}
+        yield _unlike({"instruction": "instruction", **context, "output": output})
+    texts = [name for name, values in columns.items() if _is_text(values) and not _is_tools(values)]
+    longest = sorted(texts, key=lambda name: -sum(len(str(value)) for value in columns[name]))
+    prompts = _prompts(columns)
+    for prompt in prompts:
+        if name := _called("completion", [name for name in texts if name != prompt]):
+            yield _unlike({"prompt": prompt, "completion": name})
+    for prompt in prompts:
+        yield from (_unlike({"prompt": prompt, "completion": name}) for name in longest if name != prompt)
+
+
+def _rated(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
+    names = ("label", *ALIASES["label"])
+    verdicts = [
+        name
+        for name, values in columns.items()
+        if (_is_verdict(values) and len({*map(is_good, values)}) == 2)
+        or (_numbers(values) and not _is_verdict(values) and _words(name) & {*names})
+    ]
+    for label in sorted(verdicts, key=lambda name: name not in names):
+        others = {name: values for name, values in columns.items() if name != label}
+        for guess in ({}, *_demonstrations(others)):
+            yield _unlike({**guess, "label": label})
+
+
+def _prompts(columns: dict[str, Values]) -> list[str]:
+    """Columns that may be the prompt: by name, then those whose values repeat, then in their order."""
+    known = ("prompt", *ALIASES["prompt"], *PROMPTS)
+
+    def rank(name: str) -> tuple[bool, int, int]:
+        words = _words(name)
+        place = next((at for at, word in enumerate(known) if word in words), len(known))
+        return _is_label(columns[name]), place, len({*map(str, columns[name])})
+
+    texts = [
+        name
+        for name, values in columns.items()
+        if (_is_text(values) or _is_chat(values)) and not _is_tools(values)
+    ]
+    # not one side of two objects in a list (`summaries.0.text`)
+    free = [name for name in texts if not re.search(r"\.[01]\.", name) and not name.startswith("system")]
+    return sorted(free, key=rank)
+
+
+def _pairs(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
+    """Mappings of both completions: by names that say which is better, or with what else says it."""
+    texts = [name for name, values in columns.items() if not _numbers(values)]
+    chosen = _called("chosen", texts)
+    rejected = _called("rejected", [name for name in texts if name != chosen])
+    if chosen and rejected:
+        yield {"chosen": chosen, "rejected": rejected}
+    labels = [name for name, values in columns.items() if _is_label(values)]
+    named_labels = [name for name in labels if any(word in name.lower() for word in LABELS)]
+    flags = [name for name in named_labels if {*_numbers(columns[name])} in ({0.0, 1.0}, {0.0}, {1.0})]
+    numbers = [
+        name
+        for name, values in columns.items()
+        if _numbers(values) and any(word in name.lower() for word in SCORES)
+    ]
+    for first, second, ends in _siblings([n for n in texts if _is_text(columns[n]) or _is_chat(columns[n])]):
+        both = {"first": first, "second": second}
+        picks = named_labels or [name for name in labels if _picks(columns[name], ends)]
+        scores = [(one, two) for one, two, _ in (*_siblings(flags, ends), *_siblings(numbers, ends))]
+        scores.sort(key=lambda pair: "score" not in pair[0].lower())
+        if scores and (not picks or scores[0][0] in flags or "score" in scores[0][0].lower()):
+            yield {**both, "first_score": scores[0][0], "second_score": scores[0][1]}
+        voters = [name for name in picks if re.search(r"\d$", name)]
+        if len(voters) > 1:
+            yield {**both, "label": voters}
+        yield from ({**both, "label": name} for name in picks)
+
+
+def _picks(values: Values, ends: tuple[str, str]) -> bool:
+    """Whether the values are what the names of two columns end in; one more may be a tie."""
+    different = {str(value).strip().lower().removesuffix(".0") for value in values}
+    return set(ends) <= different and len(different) <= 3
+
+
+def _siblings(
+    names: list[str], ends: tuple[str, str] | None = None
+) -> Iterator[tuple[str, str, tuple[str, str]]]:
+    """Names of two columns that differ in one of PAIRED alone, and in which."""
+    for low, high in [ends] if ends else PAIRED:
+        before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # response1, but not data
+        for name in names:
+            for match in re.finditer(rf"(?i){before}{low}(?![a-z0-9])", name):
+                end = high.upper() if match[0].isupper() else high
+                other = name[: match.start()] + end + name[match.end() :]
+                if other in names and other != name:
+                    yield name, other, (low, high)
+
+
+def _called(field: str, names: Iterable[str]) -> str | None:
+    """The column that a field is likely to be called, by its spelling or as other datasets do."""
+    names = [*names]
+    aliases = (field, *ALIASES.get(field, ()))
+    exact = [alias for alias in aliases if alias in names]
+    words = {name: re.split(r"[^a-z0-9]+", name.lower()) for name in names}
+    within = (
+        name for alias in aliases for name in names if alias in words[name] and "non" not in words[name]
+    )
+    return next(iter([*exact, *within, *difflib.get_close_matches(field, names, 1)]), None)
+
+
+def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the fields whose column has their name."""
+    return {field: column for field, column in guess.items() if field != column}
+
+
+def _used(guess: Mapping[str, Any]) -> set[str]:
+    return {one for column in guess.values() for one in named(column)}

@@ -1,33 +1,36 @@
-"""Ray Data reads, validates, templates and tokenises a job's rows once, into parquet parts in a cache folder.
+"""Reads, validates, templates and tokenizes a job's rows once, into parquet parts in a cache folder.
 
-One task for each chunk of a file streams its rows and writes its part (tasks.py); only small statistics come back to
-the driver, whose memory does not grow with the data. It merges them into the report (merge.py), refuses what cannot be
-trained on (refusals.py), and loads the parts as tables (cache.py).
+A task for each chunk of a file streams its rows and writes its part (tasks.py). Only small counts come back to the driver,
+whose memory does not grow with the data. It makes the report from them (report.py), rejects what cannot be trained on, and
+loads the parts as tables. A later run on the same files, tokenizer, template and options reuses the parts.
 """
 
 import contextlib
 import functools
 import hashlib
+import json
 import logging
+import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config.sources import sources_of
-from pipeline.data import cache
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.counts import Counts, RowsDigest, of_split, totals
 from pipeline.data.files import File, find
-from pipeline.data.lookahead import preprocessing, settled
 from pipeline.data.mixture import Mixture, mix
+from pipeline.data.preview import preprocessing, resolve_labels
 from pipeline.data.report import Report, add_empty_files, check, report_of
 from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import Options, columns_of, make_part, tokenize
+from pipeline.data.template import DATE
 from pipeline.errors import InputError
 from pipeline.system import storage
 
+VERSION = 10  # of the parts: raise it if the same rows become other tokens or are reported differently
 SMALL = 64 << 20  # bytes of files that are tokenized without Ray; more take longer than Ray to start
 
 
@@ -67,12 +70,12 @@ def prepare(
             nothing left to train on.
     """
     begin = time.monotonic()
-    files, options = looked_at(stage, data, tokenizer, context_length, packing)
+    files, options = plan_reading(stage, data, tokenizer, context_length, packing)
     if not files:
         raise InputError(f"stage {stage} needs rows; name a file: data.train=rows.jsonl", key="data.train")
-    key = cache.cache_key(files, tokenizer, options)
+    key = cache_key(files, tokenizer, options)
     folder = storage.join(storage.absolute(cache_root), key[:32])
-    manifest = cache.read_manifest(folder)
+    manifest = read_manifest(folder)
     reused = manifest is not None
     if manifest is None:
         chunks = [
@@ -95,10 +98,7 @@ def prepare(
     here = ray_for_rows is not None
     if not here:
         set_up_ray_data()
-    sets = {
-        name: cache.load(folder, parts, manifest["columns"], here)
-        for name, parts in manifest["parts"].items()
-    }
+    sets = {name: load(folder, parts, manifest["columns"], here) for name, parts in manifest["parts"].items()}
     describe_sources(report, data, files)
     mixture = mixed(data, report)
     report = replace(report, reused=reused, seconds=round(time.monotonic() - begin, 3))
@@ -112,7 +112,7 @@ def prepare(
     )
 
 
-def looked_at(
+def plan_reading(
     stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool = False
 ) -> tuple[dict[str, list[File]], Options]:
     """The files of each set, and what is done to their rows: all that is known from the first rows, without Ray.
@@ -122,7 +122,7 @@ def looked_at(
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
     files = {key: find(spec, f"data.{key}") for key in ("train", "eval") if (spec := getattr(data, key))}
-    return files, replace(options, preprocess=settled(options.preprocess, files, stage))
+    return files, replace(options, preprocess=resolve_labels(options.preprocess, files, stage))
 
 
 def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> None:
@@ -246,3 +246,76 @@ def set_up_ray_data() -> None:
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # one line for each execution otherwise
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that bars are off
+
+
+# ---- the cache: parts, and the manifest that, written last, makes their folder usable -------------------------------
+
+
+def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) -> str:
+    """Returns a digest of all that the parts depend on.
+
+    It has the path, size and time of change of a file, not its content: to know that, all files would have to be read before
+    the cache could save it. A copy of a file is tokenized again.
+    """
+    from pipeline.models.tokenizer import template_digest, tokenizer_digest
+
+    listed = {
+        name: [(storage.absolute(file.path), file.size, file.mtime, file.source) for file in listing]
+        for name, listing in files.items()
+    }
+    parts = [
+        VERSION,
+        DATE,
+        listed,
+        tokenizer_digest(tokenizer),
+        template_digest(tokenizer),
+        sorted(vars(options).items()),
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def read_manifest(folder: str) -> dict[str, Any] | None:
+    """Returns the manifest of a complete cache folder, or None if it is unfinished, damaged or incomplete."""
+    path = storage.join(folder, "manifest.json")
+    if not storage.exists(path):
+        return None
+    try:
+        manifest = storage.read_json(path)
+        names = [name for parts in manifest["parts"].values() for name, _ in parts]
+    except (ValueError, KeyError, TypeError, AttributeError):  # damaged: the cache can always be made again
+        return None
+    return manifest if all(is_whole(storage.join(folder, name)) for name in names) else None
+
+
+def is_whole(path: str) -> bool:
+    """Returns True if a part exists and, if it is local, is not cut short."""
+    if storage.is_remote(path) or not storage.exists(path):
+        return storage.exists(path)
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 4))
+        return file.read() == b"PAR1"
+
+
+def load(folder: str, parts: list[list[Any]], columns: list[str], in_process: bool) -> Any:
+    """Returns the rows in the order of the parts: one Arrow table, or a materialized ray.data.Dataset of Arrow blocks."""
+    names = [storage.join(folder, name) for name, _ in parts]
+    if in_process:
+        import pyarrow as pa
+
+        return pa.concat_tables(_read_part({"id": range(len(names))}, names, columns))
+    import ray
+
+    task = functools.partial(_read_part, names=names, columns=columns)
+    blocks = ray.data.range(len(names), override_num_blocks=len(names))
+    return blocks.map_batches(task, batch_size=None, batch_format="numpy").materialize()
+
+
+def _read_part(batch: dict[str, Any], names: list[str], columns: list[str]) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for index in batch["id"]:
+        fs, inner = storage.filesystem(names[int(index)])
+        with fs.open_input_file(inner) as file:
+            for records in pq.ParquetFile(file).iter_batches(batch_size=1 << 14, columns=columns):
+                yield pa.Table.from_batches([records])

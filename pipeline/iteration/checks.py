@@ -26,7 +26,7 @@ def models(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
     Raises:
         InputError: naming STEP.section.key.
     """
-    from pipeline.data.read import looked_at
+    from pipeline.data.read import plan_reading
 
     works = {}
     for step, job in plan.jobs.items():
@@ -34,7 +34,7 @@ def models(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
             registry.check_trackers(job)
             works[step] = work = check_models(job, inputs[step])
             room = room_for_prompts(work.job, work.base["context_length"])
-            looked_at(step, _there(plan, work.job).data, work.tokenizer, room, _packs(job))
+            plan_reading(step, _there(plan, work.job).data, work.tokenizer, room, _packs(job))
     return works
 
 

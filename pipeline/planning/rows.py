@@ -8,8 +8,8 @@ from pipeline.config import Job
 from pipeline.config.sources import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.files import find
-from pipeline.data.lookahead import settled
 from pipeline.data.mixture import mix
+from pipeline.data.preview import resolve_labels
 from pipeline.data.read import options_of
 from pipeline.data.report import split_of
 from pipeline.data.tasks import tokenize
@@ -47,7 +47,7 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
             model.name_or_path, model.revision, model.chat_template, model.trust_remote_code
         )
         options = options_of(job.stage, job.data, tokenizer, context, packing=False)
-        options = replace(options, preprocess=settled(options.preprocess, {"train": files}, job.stage))
+        options = replace(options, preprocess=resolve_labels(options.preprocess, {"train": files}, job.stage))
         chunks = [
             chunk
             for file in files

@@ -86,7 +86,7 @@ def check_paths(job: Job) -> None:
     Raises:
         InputError: if one does not.
     """
-    from pipeline.data import files, lookahead
+    from pipeline.data import files, preview
     from pipeline.data.sets import HUB
     from pipeline.models.hub import require_local
 
@@ -94,7 +94,7 @@ def check_paths(job: Job) -> None:
         with about(key):
             check_transform(source)
     if STAGE[job.stage].rows:
-        lookahead.preprocessing(job.stage, job.data)
+        preview.preprocessing(job.stage, job.data)
     reached = set()
     for key, path in job.paths:
         if not storage.is_remote(path) or path.startswith(HUB):

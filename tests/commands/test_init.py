@@ -11,7 +11,7 @@ from pipeline.__main__ import main
 from pipeline.commands import shipped, validate
 from pipeline.commands.init import EXAMPLES, name_of
 from pipeline.config import load_job
-from pipeline.data import lookahead
+from pipeline.data import preview
 from pipeline.data.files import find
 
 PAIRS = [
@@ -47,12 +47,12 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
         and job.model.name_or_path == load_job(ROOT / "jobs/own/rm.yaml").model.name_or_path
     )
     # the rows can be read with it, as they could not without
-    lookahead.settled(
-        lookahead.preprocessing("rm", job.data), {"train": find(job.data.train, "data.train")}, "rm"
+    preview.resolve_labels(
+        preview.preprocessing("rm", job.data), {"train": find(job.data.train, "data.train")}, "rm"
     )
-    with pytest.raises(Exception, match="of no shape that `rm` reads"):
-        bare = lookahead.preprocessing("rm", load_job(ROOT / "jobs/own/rm.yaml").data)
-        lookahead.settled(bare, {"train": find(job.data.train, "data.train")}, "rm")
+    with pytest.raises(Exception, match="no format of `rm`"):
+        bare = preview.preprocessing("rm", load_job(ROOT / "jobs/own/rm.yaml").data)
+        preview.resolve_labels(bare, {"train": find(job.data.train, "data.train")}, "rm")
 
 
 def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
@@ -128,7 +128,7 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here):
 @pytest.mark.parametrize(
     ("made", "more", "message"),
     [
-        ([{"a": 1}], [], "is of no shape that"),
+        ([{"a": 1}], [], "matches no format of"),
         (PAIRS, ["--profile", "nonsense"], "there is no profile 'nonsense'"),
         (PAIRS, ["--color", "red"], "unknown option 'color'"),
         (PAIRS, ["--name", "own"], "choose another name"),

@@ -11,34 +11,34 @@ from pipeline.errors import InputError
 ROWS = "jobs/demo/data"
 
 
-def looked_at(stage, tmp_path, capsys, *overrides, profile="demo"):
+def plan_reading(stage, tmp_path, capsys, *overrides, profile="demo"):
     job = load_job(ROOT / f"jobs/{profile}/{stage}.yaml", [f"run.storage_path={tmp_path}", *overrides], stage)
     return validate.run(job), capsys.readouterr().out
 
 
 def test_a_ppo_job_needs_no_registered_models(tmp_path, embedded_ray, capsys):
-    report, text = looked_at("ppo", tmp_path, capsys, "data.train=jobs/demo/data/prompts_eval.jsonl")
+    report, text = plan_reading("ppo", tmp_path, capsys, "data.train=jobs/demo/data/prompts_eval.jsonl")
     assert report["splits"]["train"]["kept"] == 120
     for name in ("policy: models:/rlhf-sft@champion", "reward: models:/rlhf-rm@champion"):
         assert f"note: {name}: no registered model" in text
     rows = ["model.name_or_path=jobs/demo/model", "data.max_length=100", "trainer.response_length=40"]
-    _, text = looked_at("ppo", tmp_path, capsys, *rows, f"data.train={ROWS}/prompts.jsonl", profile="own")
+    _, text = plan_reading("ppo", tmp_path, capsys, *rows, f"data.train={ROWS}/prompts.jsonl", profile="own")
     assert "run `make sft PROFILE=own` first" in text and "run `make rm PROFILE=own` first" in text
     with pytest.raises(InputError, match="No module named 'nowhere'"):
-        looked_at("ppo", tmp_path, capsys, "reward=python:nowhere:polite")
+        plan_reading("ppo", tmp_path, capsys, "reward=python:nowhere:polite")
 
 
 def test_a_job_for_gpus_is_looked_at_without_them(tmp_path, embedded_ray, capsys):
     overrides = ["model.name_or_path=jobs/demo/model", "data.max_length=256", "data.eval_fraction=0"]
     overrides += [f"data.{name}={ROWS}/demonstrations_eval.jsonl" for name in ("train", "eval")]
-    report, text = looked_at("sft", tmp_path, capsys, *overrides, profile="llama3-8b")
+    report, text = plan_reading("sft", tmp_path, capsys, *overrides, profile="llama3-8b")
     assert report["splits"]["train"]["kept"] == 60
     assert "note: the run itself cannot start here: scaling.use_gpu: " in text
 
 
 def test_a_job_without_rows(tmp_path, capsys):
     with pytest.raises(InputError, match="`export` reads no rows"):
-        looked_at("export", tmp_path, capsys)
+        plan_reading("export", tmp_path, capsys)
 
 
 @pytest.mark.parametrize("verb", ["validate", "plan"])

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.data import reshape
-from pipeline.data.lookahead import preprocessing
+from pipeline.data.preview import preprocessing
 from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError

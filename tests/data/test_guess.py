@@ -92,11 +92,9 @@ def test_every_stage_that_the_rows_fit(name):
 def test_the_error_is_one_line_and_ends_in_what_to_type():
     line = guess.misfit(SETS["openhermes"], "sft", "my/rows.jsonl")
     assert line.startswith(
-        "my/rows.jsonl: rows 1-8 are of no shape that `sft` reads; found the columns id, system_prompt, question, response"
+        "my/rows.jsonl: rows 1-8 match no format of `sft`; the columns are id, system_prompt, question, response"
     )
-    assert (
-        line.endswith("; type data.columns='{prompt: question, completion: response}'") and "\n" not in line
-    )
+    assert line.endswith("; set data.columns='{prompt: question, completion: response}'") and "\n" not in line
     line = guess.misfit(SETS["hh"], "sft", "hh.jsonl")
     assert line.endswith("; such rows fit rm, dpo, kto and ppo as they are")
     line = guess.misfit(SETS["numbers"], "rm", "n.jsonl")
@@ -109,7 +107,7 @@ def test_a_name_that_yaml_would_misread_is_quoted():
     made = rows(**{"the question: long": "Why is {} so?", "response": "It just is."})
     assert guess.guessed(made, "sft") == {"prompt": "the question: long", "completion": "response"}
     assert (
-        guess.typed({"prompt": "the question: long"}, made)
+        guess.as_setting({"prompt": "the question: long"}, made)
         == """data.columns='{prompt: "the question: long"}'"""
     )
 

@@ -297,7 +297,7 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
         (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
         (["judge=models:/toy-policy/1"], r"judge: models:/toy-policy/1 is an adapter without a scalar head"),
         (["policy=base", "gate.eval_reward=>= 0"], r"gate: found one, but 'base' is no registered version"),
-        (["data.pairs={single}"], r"data\.pairs: .*single\.jsonl: row 1 is of no shape that `pairs` reads"),
+        (["data.pairs={single}"], r"data\.pairs: .*single\.jsonl: row 1 matches no format of `pairs`"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, capsys, in_root, embedded_ray):

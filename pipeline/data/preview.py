@@ -1,7 +1,4 @@
-"""The first rows of a job's files: what can be known before all of them are read.
-
-That their columns are those that the job names, what the values of a label mean, and that the rows are of a shape of the stage.
-"""
+"""Checks the first rows of a job's files: their columns, what their labels mean, and that the stage can read them."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -39,18 +36,16 @@ def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
 
 def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
     """Of one source; `key` says where its columns are named."""
-    mapped = source.columns or {}
+    mapped, kind = source.columns or {}, kind_of(stage)
     if stage in ("evaluate", "pairs"):  # two sets of two kinds, and each takes its own fields
-        kinds = [kind_of("evaluate"), kind_of("pairs")]
-        elsewhere = {field for kind in kinds for field in reshape.known_fields(kind)}
-        mapped = {
-            field: column
-            for field, column in mapped.items()
-            if field in reshape.known_fields(kind_of(stage)) or field not in elsewhere
-        }
-    if stage == "evaluate" and pairs:
-        mapped = {field: column for field, column in mapped.items() if field not in ("chosen", "rejected")}
-    kind = kind_of(stage)
+        own, all_fields = (
+            {field for name in names for field in reshape.known_fields(kind_of(name))}
+            for names in ((stage,), ("evaluate", "pairs"))
+        )
+        others = all_fields - own
+        if stage == "evaluate" and pairs:
+            others |= {"chosen", "rejected"}
+        mapped = {field: column for field, column in mapped.items() if field not in others}
     reshape.check_columns(mapped, kind, f"{key}.columns")
     if source.label and "good" in source.label and "label" not in kind.further.union(*kind.shapes.values()):
         raise InputError(
@@ -81,7 +76,7 @@ class Head:
         return f"{self.key}.{self.file.source}" if self.several else "data"
 
 
-def settled(
+def resolve_labels(
     preprocess: Mapping[str, Sequence[Preprocess]], files: Mapping[str, Sequence[File]], stage: str
 ) -> dict[str, tuple[Preprocess, ...]]:
     """The preprocessing of a stage's files, with the rules that their labels follow where the job says none.

@@ -7,7 +7,7 @@ from toy_data import make, write
 
 from pipeline.config import Data
 from pipeline.data.files import find
-from pipeline.data.lookahead import preprocessing, settled
+from pipeline.data.preview import preprocessing, resolve_labels
 from pipeline.data.reshape import Rule
 from pipeline.errors import InputError
 
@@ -20,7 +20,7 @@ def look(tmp_path, rows, stage="rm", key="train", **options):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {key: find(str(path), f"data.{key}")}
     data = Data(**{key: str(path)}, **options)
-    return settled(preprocessing(stage, data), files, stage)[key][0]
+    return resolve_labels(preprocessing(stage, data), files, stage)[key][0]
 
 
 def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
@@ -46,7 +46,7 @@ def test_a_file_of_other_columns_is_one_line(tmp_path):
         look(tmp_path, [{"question": "Why is it?", "response": "It just is."}] * 3, "sft", on_error="skip")
     line = str(caught.value)
     assert line.startswith("data.train: ") and line.endswith(
-        "type data.columns='{prompt: question, completion: response}'"
+        "set data.columns='{prompt: question, completion: response}'"
     )
 
 
@@ -61,7 +61,7 @@ def test_rows_are_looked_at_as_the_transform_makes_them(tmp_path):
     rows = [{"q": "a", "a": "b", "id": i} for i in range(4)]
     look(tmp_path, rows, "sft", transform="python:transforms:twice")
     with pytest.raises(
-        InputError, match="found the columns prompt, completion; such rows fit sft and ppo as they are"
+        InputError, match="the columns are prompt, completion; such rows fit sft and ppo as they are"
     ):
         look(tmp_path, rows, "rm", transform="python:transforms:twice")
 
@@ -87,13 +87,15 @@ def test_a_label_that_is_an_object_is_left_to_its_row(tmp_path):
 
 
 def several(tmp_path, stage="sft", **sources):
-    """What is settled for files of these names, {name: (rows, what the job says of them)}."""
+    """What is resolve_labels for files of these names, {name: (rows, what the job says of them)}."""
     entries = []
     for name, (rows, said) in sources.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         entries.append({"path": str(tmp_path / f"{name}.jsonl"), **said})
     data = Data(train=entries)
-    return settled(preprocessing(stage, data), {"train": find(data.train, "data.train")}, stage)["train"]
+    return resolve_labels(preprocessing(stage, data), {"train": find(data.train, "data.train")}, stage)[
+        "train"
+    ]
 
 
 ASKED = [{"question": "Why is it so?", "response": "It just is."}] * 3
@@ -118,7 +120,7 @@ def test_each_source_has_columns_and_labels_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "said", "message"),
     [
-        (ASKED, {}, r"data\.train: .*y\.jsonl: rows 1-3 are .* type `columns: \{prompt: question, completion: response\}` in the entry data\.train\.1$"),
+        (ASKED, {}, r"data\.train: .*y\.jsonl: rows 1-3 match .* set `columns: \{prompt: question, completion: response\}` in the entry data\.train\.1$"),
         (ASKED, {"columns": {"prompt": "x"}}, r"data\.train\.1\.columns\.prompt: .*y\.jsonl: rows 1-3 have no column 'x'"),
         (ASKED, {"columns": {"promt": "question"}}, r"data\.train\.1\.columns\.promt: .*did you mean prompt"),
     ],
