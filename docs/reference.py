@@ -41,16 +41,16 @@ def configuration() -> str:
     """Returns the page about the keys of job files."""
     pages = [CONFIGURATION]
     for title, dotted, intro in (
-        ("Top level", "pipeline.config.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
-        ("model", "pipeline.config.Model", "The frozen base model."),
-        ("data", "pipeline.config.Data", "Rows: see [data.md](data.md)."),
-        ("An entry of data.train, data.eval or data.pairs", "pipeline.config.sources.Source", "A path, or a mapping:"),
+        ("Top level", "pipeline.config.job.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
+        ("model", "pipeline.config.job.Model", "The frozen base model."),
+        ("data", "pipeline.config.job.Data", "Rows: see [data.md](data.md)."),
+        ("An entry of data.train, data.eval or data.pairs", "pipeline.config.job.Source", "A path, or a mapping:"),
         ("lora", schema.LIBRARIES["lora"], "Keys of peft's `LoraConfig`."),
         ("scaling", schema.LIBRARIES["scaling"], "Ray Train's `ScalingConfig`. With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
-        ("run", "pipeline.config.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
-        ("mlflow", "pipeline.config.MLflow", "Tracking and registration."),
+        ("run", "pipeline.config.job.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
+        ("mlflow", "pipeline.config.job.MLflow", "Tracking and registration."),
         ("rollout", schema.class_of("rollout", "ppo"), "Who samples: see [rollouts.md](rollouts.md)."),
-        ("serve", "pipeline.config.Serve", "The endpoint: see [serving.md](serving.md)."),
+        ("serve", "pipeline.config.job.Serve", "The endpoint: see [serving.md](serving.md)."),
         ("sweep", "pipeline.sweep.space.Settings", "Of the subcommand `sweep`: see [training.md](training.md#sweeps)."),
         ("iterate", "pipeline.iteration.plan.Settings", "Of `stage: iterate`: see [loop.md](loop.md)."),
     ):  # fmt: skip

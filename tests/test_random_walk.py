@@ -208,8 +208,8 @@ def file_of_rows(draw, stage, folder):
 # ------------------------------------------------------------------------------------------------- job files
 
 SECTIONS = {
-    **{name: f"pipeline.config.{name.title()}" for name in ("model", "data", "run")},
-    "mlflow": "pipeline.config.MLflow",
+    **{name: f"pipeline.config.job.{name.title()}" for name in ("model", "data", "run")},
+    "mlflow": "pipeline.config.job.MLflow",
     "lora": "peft.tuners.lora.config.LoraConfig",
     "scaling": "ray.train.v2.api.config.ScalingConfig",
 }

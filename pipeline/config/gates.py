@@ -1,24 +1,23 @@
-"""The gate: conditions on the metrics of a run, read and compared with what its stage measures.
+"""Metrics by name: which ones a stage measures, the conditions of a gate, and the metric that `run.keep: best` compares.
 
 gate: {eval_accuracy: ">= 0.95"}
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from difflib import get_close_matches
+from typing import Any
 
-from pipeline.config.jobfile import Tree
+from pipeline.config.job import Job
 from pipeline.config.stages import STAGE
 from pipeline.errors import short, show
 from pipeline.references import Ref
 
-if TYPE_CHECKING:
-    from pipeline.config import Job
+Problems = Iterator[tuple[str, str]]  # (key of the job, what is wrong with it)
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -27,9 +26,8 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 
-# What a stage measures, by what it takes: nothing more than training, held-out rows, a reward, a judge, pairs. The names are
-# repeated here, because a gate is checked before anything heavy is imported: tests/test_upstream.py compares them with
-# what TRL's trainers log, tests/config/test_gates.py with what ours logs, and tests/support/running.py every result.json.
+# What a stage measures. The names are repeated here because a gate is checked before heavy imports. tests/test_upstream.py
+# compares them with what TRL's trainers log, tests/config/test_gates.py with PPO, tests/support/running.py with result.json.
 HELD_OUT_ROWS = "held-out rows (data.eval or data.eval_fraction)"
 _TRL = "loss runtime samples_per_second steps_per_second num_tokens"
 _TOKENS = "entropy mean_token_accuracy aux_loss"
@@ -55,15 +53,16 @@ HELD_OUT = {
     "kto": f"""{_TRL} entropy aux_loss kl logits/chosen logits/rejected logps/chosen logps/rejected rewards/chosen
         rewards/rejected rewards/margins""",
 }
+# Parts of the names of metrics for which smaller is better, for which larger is better, and that do not rate the model.
+SMALLER = re.compile(r"loss|perplexity|kl|repetition")
+LARGER = re.compile(r"accurac|margin|judge|reward$|win_rate|chosen|agreement")
+CLOCKS = re.compile(r"runtime|per_second|num_tokens")
 
 
 def parse_gate(rule: Any) -> tuple[str, float]:
-    """`">= 0.95"` -> (">=", 0.95); the operator is a key of OPERATORS. Raises ValueError."""
-    match = (
-        re.fullmatch(r"\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*", rule)
-        if isinstance(rule, str)
-        else None
-    )
+    """Returns (">=", 0.95) for `">= 0.95"`; the operator is a key of OPERATORS. Raises ValueError."""
+    pattern = r"\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*"
+    match = re.fullmatch(pattern, rule) if isinstance(rule, str) else None
     if match is None or not math.isfinite(float(match[2])):
         raise ValueError(
             f'found {show(rule)}, expected a comparison in quotes: ">= 0.95" (operators >= <= > <)'
@@ -72,90 +71,135 @@ def parse_gate(rule: Any) -> tuple[str, float]:
 
 
 def metrics(job: Job) -> dict[str, str]:
-    """{metric: what the job lacks for it, in words; "" if nothing} for every metric that the stage can measure."""
-    held_out = bool(job.data.eval or job.data.eval_fraction)
-    if STAGE[job.stage].trl:
-        rows = "" if held_out else HELD_OUT_ROWS
-        first = rows or ("" if job.trainer.get("eval_on_start") else "trainer.eval_on_start=true")
-        names = HELD_OUT[job.stage].split()
-        return {
-            **dict.fromkeys(TRAINED.split(), ""),
-            **{f"eval_{name}": rows for name in names},
-            **{f"before_{name}": first for name in names},
-        }
+    """Returns {metric: what the job lacks for it, or ""} for every metric that the stage can measure."""
+    facts = STAGE[job.stage]
     lacks: dict[str, str] = {}
+
+    def add(names: str, lacking: str = "", prefix: str = "") -> None:
+        lacks.update({f"{prefix}{name}": lacking for name in names.split()})
+
+    rows = HELD_OUT_ROWS if facts.learns else "prompts to answer (data.eval)"
+    rows = "" if job.held_out else rows
+    if facts.trl:
+        add(TRAINED)
+        add(HELD_OUT[job.stage], rows, "eval_")
+        first = "" if job.trainer.get("eval_on_start") else "trainer.eval_on_start=true"
+        add(HELD_OUT[job.stage], rows or first, "before_")
+        return lacks
     if job.stage == "ppo":
-        lacks = dict.fromkeys(UPDATE.split(), "")
-        lacks |= {f"rewards/reward_{i}/mean": "" for i in range(1, len(job.rewards))}
         rollout = job.rollout_config
-        lacks |= dict.fromkeys(
-            ROLLOUT.split(), "" if rollout.workers[1] else "rollout workers (rollout.num_workers)"
-        )
-        lacks |= dict.fromkeys(
-            OFF_POLICY.split(),
-            "" if rollout.corrects or rollout.staleness else "rollout.staleness or rollout.correction",
-        )
-    missing = HELD_OUT_ROWS if STAGE[job.stage].learns else "prompts to answer (data.eval)"
-    rows = "" if held_out else missing
-    reward, judge = rows or ("" if job.reward else "a reward"), rows or ("" if job.judge else "a judge")
-    lacks |= {f"{when}_{name}": rows for when in ("before", "eval") for name in _COMPLETIONS.split()}
-    lacks["eval_kl"] = rows
-    lacks |= dict.fromkeys(("before_reward", "eval_reward", *_interval("eval_win_rate")), reward)
-    lacks |= dict.fromkeys(("before_judge", "eval_judge", *_interval("eval_judge_win_rate")), judge)
+        add(UPDATE)
+        add(" ".join(f"rewards/reward_{index}/mean" for index in range(1, len(job.rewards))))
+        add(ROLLOUT, "" if rollout.workers[1] else "rollout workers (rollout.num_workers)")
+        corrected = rollout.corrects or rollout.staleness
+        add(OFF_POLICY, "" if corrected else "rollout.staleness or rollout.correction")
+    reward, judge = "" if job.reward else "a reward", "" if job.judge else "a judge"
+    for when in ("before_", "eval_"):
+        add(_COMPLETIONS, rows, when)
+        add("reward", rows or reward, when)
+        add("judge", rows or judge, when)
+    add("kl", rows, "eval_")
+    add("win_rate win_rate_low win_rate_high", rows or reward, "eval_")
+    add("judge_win_rate judge_win_rate_low judge_win_rate_high", rows or judge, "eval_")
     if job.stage == "evaluate":
         pairs = "" if job.data.pairs else "pairs to evaluate the reward on (data.pairs)"
-        agreed = pairs or ("" if job.judge else "a judge")
-        lacks |= {f"eval_rm_{name}": pairs for name in _PAIRS.split()}
-        lacks |= dict.fromkeys(("eval_rm_agreement", "eval_rm_judge_accuracy"), agreed)
+        add(_PAIRS, pairs, "eval_rm_")
+        add("agreement judge_accuracy", pairs or judge, "eval_rm_")
     return lacks
 
 
-def _interval(name: str) -> tuple[str, str, str]:
-    return name, f"{name}_low", f"{name}_high"
-
-
-def check(tree: Tree, job: Job) -> None:
-    """Refuses what is no condition, and conditions on a metric that the stage never has."""
+def problems(job: Job) -> Problems:
+    """Yields what is no condition, and conditions on metrics that the stage never measures."""
+    learns = STAGE[job.stage].learns
     known = metrics(job) if job.gate else {}
     for metric, rule in job.gate.items():
+        key = f"gate.{short(metric)}"
         try:
             parse_gate(rule)
         except ValueError as error:
-            raise tree.error(f"gate.{short(metric)}", str(error)) from None
-        if metric not in known and not _of_a_subset(job, metric):
-            near = difflib.get_close_matches(metric, known, n=1)
+            yield key, str(error)
+        # The values of data.subset are in the rows: any may be meant.
+        of_subset = job.data.subset and metric.startswith("eval_rm_accuracy/")
+        if metric not in known and not of_subset:
+            near = get_close_matches(metric, known, n=1)
             examples = ", ".join([name for name in known if name.startswith("eval_")][:6])
             hint = f"did you mean {near[0]}?" if near else f"expected one of {examples}, ..."
-            raise tree.error(f"gate.{short(metric)}", f"`{job.stage}` has no such metric; {hint}")
-        if STAGE[job.stage].learns and known.get(metric) == HELD_OUT_ROWS and not _taken_away(tree, metric):
-            raise tree.error(
-                f"gate.{short(metric)}",
-                f"needs {HELD_OUT_ROWS}, which this job does not have; type data.eval_fraction=0.1, or gate={{}}",
+            yield key, f"`{job.stage}` has no such metric; {hint}"
+        # If the command line removes the held-out rows that the file's gate needs, the run only moves no alias.
+        removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
+        if learns and known.get(metric) == HELD_OUT_ROWS and (not removed or key in job.overridden):
+            yield (
+                key,
+                f"needs {HELD_OUT_ROWS}, which this job does not have; set data.eval_fraction=0.1, or gate={{}}",
             )
     judged = job.policy or job.reward
-    if job.gate and not STAGE[job.stage].learns and not Ref.parse(str(judged)).is_registered:
-        raise tree.error(
-            "gate",
-            f"found one, but {show(judged)} is no registered version that it could let pass; take it out",
-        )
-
-
-def _taken_away(tree: Tree, metric: str) -> bool:
-    """Whether the command line took the held-out rows from a job file whose gate counts on them: the run only moves no alias."""
-    typed = [key for key, place in tree.where.items() if place == "command line"]
-    return {"data.eval", "data.eval_fraction"} & {*typed} != set() and f"gate.{metric}" not in typed
+    if job.gate and not learns and not Ref.parse(str(judged)).is_registered:
+        yield "gate", f"found one, but {show(judged)} is no registered version that could pass it; remove it"
 
 
 def unmeasured(job: Job) -> Iterator[str]:
-    """A warning for each condition that cannot hold, because this job leaves out what its metric is measured on."""
+    """Yields a warning for each condition that cannot hold, because this job lacks what its metric is measured on."""
     known = metrics(job) if job.gate else {}
     for metric in job.gate:
         if lacking := known.get(metric):
-            yield (
-                f"gate.{metric}: needs {lacking}, which this job does not have; the version will be kept without its alias"
-            )
+            yield f"gate.{metric}: needs {lacking}, which this job does not have; the version will be kept without its alias"
 
 
-def _of_a_subset(job: Job, metric: str) -> bool:
-    """The values of data.subset are in the rows: any may be meant."""
-    return bool(job.data.subset) and metric.startswith("eval_rm_accuracy/")
+# ---------------------------------------------------------------- run.keep: best
+def default_metric(job: Job) -> str:
+    """Returns eval_loss, or for ppo the judge's score, else the reward's.
+
+    The loss also distinguishes models that rank all pairs the same way. PPO maximizes the reward: a judge says whether what
+    raises it is better.
+    """
+    if STAGE[job.stage].trl:
+        return "eval_loss"
+    return "eval_judge" if job.judge else "eval_reward"
+
+
+def greater_is_better(metric: str, given: bool | None) -> bool:
+    """Returns whether larger values are better: as `given`, or else by the metric's name."""
+    return not SMALLER.search(metric) if given is None else given
+
+
+def keep_problems(job: Job) -> Problems:
+    """Yields why evaluations cannot be compared: the job makes none, or they lack the metric."""
+    run = job.run
+    if run.keep == "last" and run.early_stopping_patience is None:
+        return
+    key, off = ("keep", "last") if run.keep == "best" else ("early_stopping_patience", "null")
+    found, off = f"found {show(getattr(run, key))}", f"run.{key}={off}"
+    if not job.held_out:
+        yield (
+            f"run.{key}",
+            f"{found}, and there are no held-out rows to compare steps by: set data.eval or data.eval_fraction, or {off}",
+        )
+    if STAGE[job.stage].trl:
+        evaluates, wanted = job.trainer.get("eval_strategy", "no") != "no", "trainer.eval_strategy=epoch"
+    else:
+        evaluates, wanted = bool(job.trainer.get("eval_steps")), "trainer.eval_steps=10"
+    if not evaluates:
+        yield (
+            f"run.{key}",
+            f"{found}, but the job evaluates only after training: set {wanted}, or {off}",
+        )
+    yield from metric_problems(job)
+
+
+def metric_problems(job: Job) -> Problems:
+    """Yields why run.metric_for_best_model cannot compare the job's evaluations."""
+    key, metric = "run.metric_for_best_model", job.run.metric_for_best_model
+    rating = {k: v for k, v in metrics(job).items() if k.startswith("eval_") and not CLOCKS.search(k)}
+    known = [name for name, lacking in rating.items() if not lacking]
+    if metric is None:
+        return
+    if metric in known:
+        if job.run.greater_is_better is None and not (SMALLER.search(metric) or LARGER.search(metric)):
+            yield key, f"is a larger {metric} better? Set run.greater_is_better=true or false"
+    elif rating.get(metric):
+        yield key, f"{metric} needs {rating[metric]}, and there is none"
+    else:
+        near = get_close_matches(metric, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        expected = f"expected one of {', '.join(known)}{hint}"
+        yield key, f"found {show(metric)}, which no evaluation of `{job.stage}` has; {expected}"

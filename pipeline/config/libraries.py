@@ -1,20 +1,19 @@
 """Asks TRL and peft whether they accept a job: builds their config objects, an optimizer and a schedule from it.
 
-    with libraries.asked(job) as check:       # a process of its own begins to import them
+    with libraries.asked(job) as check:       # a child process begins to import them
         ...                                   # Ray starts meanwhile
-        check()                               # InputError, if one of them refuses its section
+        check()                               # InputError if one of them rejects its section
 
-They take 5 seconds to import, the driver needs neither, and their side effects on a process (devices, environment) are
-kept out of it. Where they are loaded already, as in a notebook, they are asked in this process.
+They take 5 seconds to import, the driver needs neither, and they have side effects on a process (devices, environment).
+If this process has loaded them already, as a notebook has, it asks them itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -28,17 +27,17 @@ from pipeline.errors import InputError, printable, show
 if TYPE_CHECKING:
     from pipeline.config import Job
 
-STEPS = 1_000_000  # of the schedule that is tried, where the job does not say
+STEPS = 1_000_000  # of the schedule that is built if the job sets no max_steps
 LOADED = ("trl.trainer.base_config", "transformers.trainer", "peft")
-_answers: dict[str, str | None] = {}  # by request: why a section is refused, or None
+_answers: dict[str, str | None] = {}  # by request: why a section is rejected, or None
 _running: dict[str, subprocess.Popen[str]] = {}
 
 
 @contextlib.contextmanager
 def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
-    """A function that waits for the answers about these jobs, and raises InputError for the first that is refused.
+    """Yields a function that waits for the answers about these jobs, and raises InputError for the first rejected one.
 
-    All jobs of one call are asked about together, so the first to wait also reports what is wrong with the last.
+    One child process answers about all of them, so the first to wait also reports what is wrong with the last.
     """
     requests = [request for job in jobs if (request := _request(job))]
     new = [one for one in dict.fromkeys(requests) if one not in _answers and one not in _running]
@@ -51,14 +50,14 @@ def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
         yield lambda: _check(requests)
     finally:
         if process is not None:
-            process.kill()  # nothing to be done where it has answered
+            process.kill()
             process.communicate()
             for one in new:
                 _running.pop(one, None)
 
 
 def load() -> None:
-    """Imports them in this process, which `asked` then asks. Python's garbage collector would take a quarter of the time."""
+    """Imports the libraries in this process, for `asked`. Without garbage collection, which takes a quarter of the time."""
     gc.disable()
     try:
         for module in LOADED:
@@ -69,13 +68,13 @@ def load() -> None:
 
 
 def accept(job: Job) -> None:
-    """For a process whose parent has asked about this job already."""
+    """Records that the parent of this process has asked about the job already."""
     if request := _request(job):
         _answers[request] = None
 
 
 def _request(job: Job) -> str | None:
-    """What to ask about a job, as JSON; None if it has no section for TRL or peft."""
+    """Returns what to ask about a job as JSON, or None if it has no section for TRL or peft."""
     facts = STAGE[job.stage]
     if not facts.learns:
         return None
@@ -97,7 +96,7 @@ def _start(requests: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already, and _check says why
+    with contextlib.suppress(BrokenPipeError):  # it has ended already; _check reports why
         process.stdin.write(json.dumps(requests))
         process.stdin.close()
     process.stdin = None
@@ -106,103 +105,77 @@ def _start(requests: list[str]) -> subprocess.Popen[str]:
 
 
 def _check(requests: list[str]) -> None:
-    answers: dict[str, str | None] = {}
+    rejected: list[str | None] = []
     for one in requests:
         if one not in _answers:
-            process = _running[one]
-            printed, errors = process.communicate()
-            if process.returncode:
-                status = f"exit status {process.returncode}"
-                raise RuntimeError(
-                    f"the libraries could not be asked about the job: {status}\n{errors[-3000:]}"
-                )
-            printed_answers = json.loads(printed.splitlines()[-1])
-            _answers.update(printed_answers)
-            answers |= printed_answers
-        answers[one] = _answers[one]
-    if refused := next(filter(None, answers.values()), None):
-        raise InputError(refused)
+            printed, errors = _running[one].communicate()
+            if status := _running[one].returncode:
+                raise RuntimeError(f"cannot ask TRL and peft: exit status {status}\n{errors[-3000:]}")
+            answers = json.loads(printed.splitlines()[-1])
+            _answers.update(answers)
+            rejected += answers.values()
+        rejected.append(_answers[one])
+    if reason := next(filter(None, rejected), None):
+        raise InputError(reason)
 
 
-# ------------------------------------------------------------------------------------------- where they are loaded
+# ---------------------------------------------------------------- in the process that has loaded them
 
 
 def problem(asked: dict[str, Any]) -> str | None:
-    """Why peft or TRL refuses a section of the job, naming the key; None: they take them."""
+    """Returns why peft or TRL rejects a section of the job, naming the key, or None."""
     prefix = f"{asked['source']}: " if asked.get("source") else ""
     for section, make in (("lora", _lora), ("trainer", _trainer)):
         values = asked.get(section) or {}
-        error = _refused(make, asked, values) if section in asked else None
+        error = _rejected(make, asked, values) if section in asked else None
         if error is None:
             continue
-        reason = printable(" ".join(str(error).split())[:500])
-        # The key without which they take the rest.
+        owner = "peft.LoraConfig" if section == "lora" else STAGE[asked["stage"]].trainer.rpartition(".")[2]
+        reason = f"{owner} says: {printable(' '.join(str(error).split())[:500])}"
+        # The key without which they accept the rest.
         for key in values:
-            if _refused(make, asked, {k: v for k, v in values.items() if k != key}) is None:
-                return (
-                    f"{prefix}{section}.{key}: found {show(values[key])}; {make(asked, None)} says: {reason}"
-                )
-        return f"{prefix}{section}: {make(asked, None)} says: {reason}"
+            if _rejected(make, asked, {k: v for k, v in values.items() if k != key}) is None:
+                return f"{prefix}{section}.{key}: found {show(values[key])}; {reason}"
+        return f"{prefix}{section}: {reason}"
     return None
 
 
-def _refused(make: Callable[..., Any], asked: dict[str, Any], values: dict[str, Any]) -> Exception | None:
+def _rejected(make: Callable[..., object], asked: dict[str, Any], values: dict[str, Any]) -> Exception | None:
     try:
         make(asked, values)
-    except Exception as error:  # whatever a library raises for values that it cannot take
+    except Exception as error:  # libraries raise anything for values that they cannot take
         return error
     return None
 
 
-def _lora(asked: dict[str, Any], values: dict[str, Any] | None) -> Any:
+def _lora(asked: dict[str, Any], values: dict[str, Any]) -> None:
     from peft import LoraConfig
 
-    return "peft.LoraConfig" if values is None else LoraConfig(task_type="CAUSAL_LM", **values)
+    LoraConfig(task_type="CAUSAL_LM", **values)
 
 
-def _trainer(asked: dict[str, Any], values: dict[str, Any] | None) -> Any:
-    """The stage's arguments as a worker would make them, its optimizer and its schedule, on one parameter."""
+def _trainer(asked: dict[str, Any], values: dict[str, Any]) -> None:
+    """Builds the stage's arguments as a worker does, its optimizer and its schedule, on one parameter."""
     import torch
     from transformers import Trainer, get_scheduler
 
     module, _, name = STAGE[asked["stage"]].trainer.rpartition(".")
-    if values is None:
-        return name
-    given = dict(values)
     if asked["use_gpu"]:  # this process may be on a machine without one
-        given = {key: value for key, value in given.items() if key not in ("fp16", "fp16_full_eval", "tf32")}
-        given["use_cpu"] = True
+        values = {k: v for k, v in values.items() if k not in ("fp16", "fp16_full_eval", "tf32")}
+        values["use_cpu"] = True
     config = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory() as folder:
-        args = config(output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, **given)
-    if args.use_liger_kernel:
-        _require("liger_kernel")
-    if args.torch_compile and args.torch_compile_backend not in (known := torch.compiler.list_backends(None)):
-        raise ValueError(f"torch_compile_backend is one of {', '.join(known)}")
-    made, settings = Trainer.get_optimizer_cls_and_kwargs(args)
-    if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
-        return args  # a factory, which needs the model
+        args = config(output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, **values)
+    if args.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+        raise ImportError("the package liger_kernel is not installed here")
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        return  # a factory, which needs the model
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    optimizer = made([{"params": [parameter], "weight_decay": args.weight_decay}], **settings)
+    optimizer = kind([{"params": [parameter], "weight_decay": args.weight_decay}], **settings)
     steps = args.max_steps if args.max_steps > 0 else STEPS
     warmup = args.get_warmup_steps(steps)
-    settings = dict(args.lr_scheduler_kwargs or {})
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, settings)
-    for rate in getattr(schedule, "lr_lambdas", ()):
-        for step in sorted({0, 1, warmup, warmup + 1, (warmup + steps) // 2, steps - 1, steps}):
-            share = rate(step)
-            if isinstance(share, complex) or not math.isfinite(share) or not 0 <= share <= 1e6:
-                raise ValueError(
-                    f"at step {step} of {steps} the learning rate is {share} times learning_rate"
-                )
-    return args
-
-
-def _require(package: str) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(f"the package {package} is not installed here")
+    get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, dict(args.lr_scheduler_kwargs or {}))
 
 
 if __name__ == "__main__":

@@ -1,435 +1,641 @@
-"""Keys and combinations of keys that a job may not have: each check raises an InputError that says what to do instead."""
+"""What a job may not contain, beyond the types and ranges of the schema. Each rule names a key and what to do instead.
+
+`problems` yields (key, message). Settings that are valid but often unintended are `warnings`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 from pipeline import references
-from pipeline.config import best, gates, scaling, schema, serve, sources, trainer
-from pipeline.config.jobfile import Tree
+from pipeline.config import gates, library_keys, schema
+from pipeline.config.gates import Problems
+from pipeline.config.job import HUB, Data, Export, Job, Source, completed, sources_of
 from pipeline.config.stages import STAGE
+from pipeline.config.yaml_tree import Tree
 from pipeline.errors import about, show
 from pipeline.intervals import outside
+from pipeline.models import hub
+from pipeline.models.adapter_files import adapts_lm_head
+from pipeline.ppo.settings import SettingError
 from pipeline.references import Ref
 
-if TYPE_CHECKING:
-    from pipeline.config import Job
-
-
-# What run.storage_path keeps beside the folders of runs.
+# What run.storage_path contains in addition to the folders of runs.
 RESERVED = ("artifacts", "data", "feedback", "mlflow.db", "report")
+MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # of `serve`, in requests
+REPOSITORY = r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}"
+MAX_WORKERS = 10_000
 
 
-# ---------------------------------------------------------------- what a stage has no use for
-def _check_unused(tree: Tree, job: Job) -> None:
-    """Refuses a value that would change nothing, unless it is the default."""
+def check(tree: Tree, job: Job) -> None:
+    """Raises InputError for the first problem of a job."""
+    for key, message in problems(job):
+        raise tree.error(key, message)
+
+
+def problems(job: Job) -> Problems:
+    """Yields (key, what is wrong with it). Later checks may assume that earlier ones found nothing."""
+    yield from _unused(job)
+    yield from _texts(job)
+    yield from _settings(job)
+    for stages, key, wrong, advice in RULES:
+        facts = STAGE[job.stage]
+        concerned = any(word == job.stage or getattr(facts, word, False) for word in stages.split())
+        if (concerned or not stages) and (found := wrong(job)):
+            yield key, advice.format(found, value=show(_value(job, key)))
+    for further in (_patterns, _sources, _scaling, _batches, gates.keep_problems, gates.problems, _inputs):
+        yield from further(job)
+
+
+def _value(job: Job, key: str) -> Any:
+    section, _, name = key.partition(".")
+    values = getattr(job, section)
+    if not name:
+        return values
+    return values.get(name) if isinstance(values, dict) else getattr(values, name)
+
+
+# ---------------------------------------------------------------- rules about one or two keys
+class Rule(NamedTuple):
+    """A combination of settings that a job may not have."""
+
+    stages: str  # names of stages, or facts of them (stages.Stage); "": all stages
+    key: str
+    wrong: Callable[[Job], Any]  # returns what breaks the rule, or something false
+    advice: str  # {value}: the key's value; {}: what `wrong` returned
+
+
+def _given(key: str, *others: str) -> Callable[[Job], Any]:
+    """Returns whether a job sets all of these keys to something true."""
+    return lambda job: all(_value(job, one) for one in (key, *others))
+
+
+def _no_template(job: Job) -> bool:
+    template = job.model.chat_template
+    return template not in (None, "plain") and not os.path.isfile(os.path.expanduser(str(template)))
+
+
+def _rewrites_base(job: Job) -> bool:
+    init = job.lora.get("init_lora_weights")
+    return isinstance(init, str) and init not in ("gaussian", "orthogonal")
+
+
+def _bad_pattern(name: str) -> Callable[[Job], Any]:
+    def wrong(job: Job) -> re.error | None:
+        pattern = job.lora.get(name)
+        try:
+            re.compile(pattern if isinstance(pattern, str) else "")
+        except re.error as error:
+            return error
+        return None
+
+    return wrong
+
+
+def _no_rows(job: Job) -> str:
+    purpose = "to learn from" if STAGE[job.stage].learns else "to work on"
+    return "" if job.data.train else f"`{job.stage}` needs rows {purpose}"
+
+
+def _evaluates_nothing(job: Job) -> bool:
+    """Returns whether `trainer` asks for evaluations and there are no rows. PPOConfig has no strategy: its steps count."""
+    strategy = job.trainer.get("eval_strategy", "no") != "no"
+    return not job.held_out and bool(strategy or (job.stage == "ppo" and job.trainer.get("eval_steps")))
+
+
+def _by_epoch(what: str) -> Callable[[Job], Any]:
+    return lambda job: f"{what}_steps" in job.trainer and job.trainer.get(f"{what}_strategy") == "epoch"
+
+
+def _needs_gpu(key: str) -> Callable[[Job], Any]:
+    return lambda job: job.trainer.get(key) and not job.scaling.get("use_gpu")
+
+
+def _losses(job: Job) -> set[str]:
+    return set(job.trainer.get("loss_type", ["sigmoid"]))
+
+
+def _without_divergence(job: Job) -> str:
+    """Returns the losses that have no f-divergence, if the job sets one."""
+    diverging = set("sigmoid sigmoid_norm hinge ipo exo_pair robust discopop sft".split())
+    given = job.trainer.get("f_divergence_type", "reverse_kl") != "reverse_kl"
+    return ", ".join(sorted(_losses(job) - diverging)) if given else ""
+
+
+def _in_kto_loss(key: str, *values: Any) -> Callable[[Job], Any]:
+    return lambda job: job.trainer.get("loss_type", "kto") == "kto" and job.trainer.get(key) in values
+
+
+def _too_few_prompts(job: Job) -> int:
+    """Returns the least batch_size that gives each worker a prompt, or 0."""
+    generations, workers = job.args.num_generations, job.workers[1]
+    return workers * generations if job.args.batch_size // generations < workers else 0
+
+
+def _bad_id(section: str) -> Callable[[Job], Any]:
+    def wrong(job: Job) -> str:
+        return ", ".join(show(one) for one in _value(job, section) if not re.fullmatch(MODEL_ID, one))
+
+    return wrong
+
+
+def _in_bucket(job: Job) -> str:
+    path = job.serve.feedback_path or job.run.storage_path
+    return path if "://" in path else ""
+
+
+def _reserved_alias(job: Job) -> str:
+    return job.mlflow.alias if re.fullmatch(r"latest|v\d+", job.mlflow.alias, re.IGNORECASE) else ""
+
+
+def _lacks_repository(name: str) -> Callable[[Job], Any]:
+    default = getattr(Export, name)
+    return lambda job: not job.args.hub_model_id and job.trainer.get(name) not in (None, default)
+
+
+def _bad_repository(job: Job) -> bool:
+    name = job.args.hub_model_id
+    return name is not None and not re.fullmatch(REPOSITORY, name)
+
+
+NOTHING_HELD_OUT = "there is nothing to evaluate on: set data.eval or data.eval_fraction, or "
+RULES = [Rule(*row) for row in (
+    # model and lora
+    ("", "model.chat_template", _no_template, "found {value}, expected an existing Jinja file, `plain`, or null"),
+    ("", "lora.bias", lambda job: job.lora.get("bias", "none") != "none",
+     "found {value}, which trains biases of the base, expected none: the base stays frozen and shared"),
+    ("", "lora.init_lora_weights", _rewrites_base,
+     "found {value}, which rewrites base weights that all adapters share; expected true or gaussian"),
+    ("", "model.fsdp", _given("model.fsdp", "model.load_in_4bit"),
+     "given together with model.load_in_4bit, whose 4-bit weights FSDP cannot gather; keep one: an nf4 base is not sharded, "
+     "and takes a quarter of the memory of bfloat16"),
+    ("", "model.fsdp", _given("model.fsdp", "lora.use_dora"),
+     "given together with lora.use_dora, which takes norms of unsharded weights; keep one"),
+    ("", "rollout.engine", lambda job: job.model.fsdp and job.rollout.get("engine") == "vllm",
+     "found vllm together with model.fsdp: each process with vLLM also loads the full base on one device, for "
+     "reference and rewards; set rollout.engine=transformers, or model.fsdp=false if the base fits on one device"),
+    ("trl", "lora.target_modules", lambda job: adapts_lm_head(job.lora.get("target_modules")),
+     "found lm_head, to which TRL's trainers apply no adapter; remove it"),
+    ("", "lora.target_modules", lambda job: job.lora.get("target_modules") == [],
+     "found an empty list, expected layers to adapt, for example all-linear"),
+    *(("", f"lora.{key}", _bad_pattern(key), "found {value}, which is no pattern ({})")
+      for key in ("target_modules", "exclude_modules")),
+    # data
+    ("reads_train", "data.train", _no_rows, "missing; {}, for example data.train=jobs/demo/data/*.jsonl"),
+    ("evaluate", "data.eval", lambda job: not job.data.eval and not (job.data.pairs and not job.policy),
+     "missing; `evaluate` needs prompts, for example data.eval=jobs/demo/data/prompts_eval.jsonl (or, for a reward model "
+     "alone, data.pairs and policy=null)"),
+    ("evaluate", "policy", lambda job: job.data.eval and not job.policy,
+     "missing; `evaluate` needs it to answer data.eval: models:/rlhf-ppo@champion (or `base`: no adapter); for a reward "
+     "model alone set data.eval=null"),
+    ("evaluate", "baseline", lambda job: job.baseline and not job.data.eval,
+     "there are no prompts to compare it on: set data.eval, or baseline=null"),
+    ("", "data.subset", lambda job: job.data.subset and not job.data.pairs,
+     "names a column of data.pairs, and there are none"),
+    ("", "data.pairs", lambda job: job.data.pairs and not job.reward,
+     "there is no reward model to evaluate: set reward, for example reward=models:/rlhf-rm@champion"),
+    ("", "data.eval_fraction", _given("data.eval", "data.eval_fraction"),
+     "given together with data.eval; keep one: a separate file, or a share of data.train"),
+    ("trl", "trainer.eval_strategy", _evaluates_nothing, NOTHING_HELD_OUT + "eval_strategy=no"),
+    ("ppo", "trainer.eval_steps", _evaluates_nothing, NOTHING_HELD_OUT + "eval_steps=0"),
+    ("trl", "trainer.eval_on_start", lambda job: job.trainer.get("eval_on_start") and not job.held_out,
+     NOTHING_HELD_OUT + "eval_on_start=false"),
+    # trainer
+    ("", "trainer.fp16", _given("trainer.fp16", "trainer.bf16"),
+     "given together with trainer.bf16; keep one (bf16 if the GPU has it)"),
+    ("", "trainer.use_cpu", _given("trainer.use_cpu", "scaling.use_gpu"),
+     "given together with scaling.use_gpu=true; keep one"),
+    *(("trl", f"trainer.{what}_steps", _by_epoch(what),
+       f"found {{value}}, which counts only with trainer.{what}_strategy=steps; the job sets epoch")
+      for what in ("eval", "save", "logging")),
+    ("trl", "trainer.fp16", _needs_gpu("fp16"), "needs a GPU; on CPUs set trainer.fp16=false trainer.bf16=true"),
+    ("trl", "trainer.activation_offloading", _needs_gpu("activation_offloading"),
+     "needs a GPU, from which it offloads; remove it"),
+    ("trl", "trainer.save_strategy", lambda job: job.trainer.get("save_strategy") == "best",
+     "found best, which leaves a stopped run few checkpoints to continue from; expected steps or epoch. run.keep=best "
+     "registers the best step with any save_strategy"),
+    ("trl", "trainer.sync_ref_model", _given("trainer.sync_ref_model"),
+     "the reference is the frozen sft adapter, which never changes"),
+    # TRL raises these only in a worker, after it has loaded the model.
+    ("dpo", "trainer.loss_type", lambda job: not _losses(job),
+     "found an empty list, expected a loss, for example [sigmoid]"),
+    ("dpo", "trainer.label_smoothing", lambda job: "exo_pair" in _losses(job) and not job.trainer.get("label_smoothing"),
+     "exo_pair needs it above 0, for example 0.001"),
+    ("dpo", "trainer.f_divergence_type", _without_divergence,
+     "found {value}, which has no meaning for {}; expected reverse_kl"),
+    ("dpo", "trainer.use_weighting", lambda job: job.trainer.get("use_weighting") and {"aot", "aot_unpaired"} & _losses(job),
+     "needs paired losses, and aot and aot_unpaired are not; remove it"),
+    ("kto", "trainer.per_device_train_batch_size", _in_kto_loss("per_device_train_batch_size", 1),
+     "found 1: the kto loss needs the completions of other rows for its KL term; expected 2 or more, or "
+     "trainer.loss_type=apo_zero_unpaired, which has none"),
+    ("kto", "trainer.precompute_ref_log_probs", _in_kto_loss("precompute_ref_log_probs", True),
+     "each epoch pairs different rows for the KL term, so their log-probs cannot be computed before training; remove it"),
+    ("ppo", "trainer.batch_size", _too_few_prompts,
+     "fewer prompts for an update than workers; expected at least trainer.batch_size={}"),
+    ("evaluate generate collect serve", "trainer.min_new_tokens",
+     lambda job: job.args.min_new_tokens >= job.args.response_length, "found {value}, expected less than response_length"),
+    ("collect", "trainer.num_generations", lambda job: job.args.select != "best" and job.args.num_generations < 2,
+     "found {value}: a pair needs two completions; expected 2 or more, for example 4, or trainer.select=best"),
+    ("collect", "trainer.temperature", lambda job: job.args.temperature == 0 and job.args.num_generations > 1,
+     "found 0, so all completions of a prompt are the same; expected a temperature above 0, for example 1.0"),
+    ("collect", "trainer.min_margin", lambda job: job.args.select == "best" and job.args.min_margin,
+     "trainer.select=best makes no pairs; remove it"),
+    ("collect", "trainer.skip_prompts", lambda job: job.args.skip_prompts and job.args.num_prompts is None,
+     "needs trainer.num_prompts, which draws prompts in an order; without it all are used"),
+    # run and mlflow
+    ("", "run.name", lambda job: name_problem(job.run.name, job.stage), "{}"),
+    ("", "mlflow.registered_model", lambda job: not re.fullmatch(references.NAME, job.mlflow.registered_model or "none"),
+     "found {value}, expected letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"),
+    ("", "mlflow.alias", _reserved_alias, "`{}` is reserved by MLflow; use another word, for example champion"),
+    ("", "mlflow.alias", lambda job: not re.fullmatch(r"[\w-]{1,255}", job.mlflow.alias),
+     "found {value}, expected letters, digits, `_` and `-`, for example champion"),
+    ("", "mlflow.tracking_uri", lambda job: str(job.mlflow.tracking_uri).startswith("file:"),
+     "MLflow no longer writes to file: stores; use sqlite:///runs/mlflow.db or http://host:5000"),
+    # serve
+    ("serve", "serve.policies", lambda job: not job.serve.inputs,
+     "missing; `serve` needs it, or serve.rewards: 'serve.policies={{my-policy: models:/rlhf-ppo@champion}}'"),
+    *(("serve", key, _bad_id(key), "found {}, expected an id of letters, digits, `.`, `_` and `-`")
+      for key in ("serve.policies", "serve.rewards")),
+    ("serve", "serve.rewards", lambda job: ", ".join(sorted(job.serve.policies.keys() & job.serve.rewards.keys())),
+     "found {}, which serve.policies also names; expected another id"),
+    ("serve", "serve.feedback_path", _in_bucket,
+     "feedback goes into a folder of one node, not into a bucket ({}); set serve.feedback_path=FOLDER"),
+    ("serve", "serve.cache_tokens", lambda job: job.serve.cache_tokens is not None and job.rollout.get("engine") == "vllm",
+     "found {value}; expected null with rollout.engine=vllm: rollout.gpu_memory_utilization sets the size of its KV cache"),
+    # export
+    ("export", "policy", lambda job: not job.policy and not job.reward,
+     "missing; `export` needs it, or a reward: policy=models:/rlhf-ppo@champion"),
+    ("export", "policy", lambda job: job.policy == "base",
+     "found 'base', expected an adapter to merge: models:/rlhf-ppo@champion, or its folder"),
+    ("export", "reward", lambda job: isinstance(job.reward, list) or Ref.parse(str(job.reward)).is_function,
+     "found {value}, expected one reward adapter: models:/rlhf-rm@champion, or its folder"),
+    *(("export", f"trainer.{key}", _lacks_repository(key), "needs trainer.hub_model_id=OWNER/NAME; set that too")
+      for key in ("push_to_hub", "hub_private_repo", "hub_revision")),
+    ("export", "trainer.hub_model_id", _bad_repository,
+     "found {value}, expected OWNER/NAME: a user or an organization, and a name of letters, digits, `.`, `_` and `-`"),
+    ("export", "trainer.hub_model_id", lambda job: job.policy and job.reward and job.args.hub_model_id,
+     "{} is one repository, for one model; set reward=null or policy=null"),
+)]  # fmt: skip
+
+
+# ---------------------------------------------------------------- rules that look at several values
+def _unused(job: Job) -> Problems:
+    """Yields values that would change nothing, unless they are the default."""
     for key, why in STAGE[job.stage].unused.items():
         section, _, name = key.partition(".")
-        given, default = tree.data.get(section), None
+        value = _value(job, key)
         if name:
-            given = (given or {}).get(name)
             default = schema.keys(schema.class_of(section, job.stage))[name].get("default")
-        if given not in (None, {}, [], default):
-            raise tree.error(key, f"`{job.stage}` has no use for it: {why}; take it out")
+        else:
+            default = type(value)()
+        if value not in (None, {}, [], default):
+            yield key, f"`{job.stage}` does not use this key ({why}); remove it"
 
 
-# ---------------------------------------------------------------- nothing held out
-def without_evaluation(tree: Tree, job: Job) -> Job:
-    """A job without held-out rows evaluates nothing, whatever its file says of when to; what the command line says stays."""
-    if job.data.eval or job.data.eval_fraction or not STAGE[job.stage].learns:
-        return job
-    off = {"eval_strategy": "no", "eval_on_start": False} if STAGE[job.stage].trl else {"eval_steps": 0}
-    stays = {key for key, place in tree.where.items() if place == "command line"}
-    quiet = {key: value for key, value in off.items() if key in job.trainer and f"trainer.{key}" not in stays}
-    return replace(job, trainer={**job.trainer, **quiet})
-
-
-# ---------------------------------------------------------------- a base on the hub
-def with_revision(tree: Tree, job: Job) -> Job:
-    """`model.name_or_path: org/name@v1` is `model.revision: v1` of org/name."""
-    from pipeline.models import hub
-
-    with about("model.name_or_path"):
-        name, revision = hub.split(job.model.name_or_path)
-    if revision and job.model.revision not in (None, revision):
-        raise tree.error(
-            "model.revision",
-            f"found {show(job.model.revision)}, but model.name_or_path says {show(revision)}; keep one",
-        )
-    return replace(job, model=replace(job.model, name_or_path=name, revision=revision or job.model.revision))
-
-
-# ---------------------------------------------------------------- texts
-# Names become folders, tags and columns: bytes.
-NAMES = {
-    "run.name": 128, "run.storage_path": 1024, "data.cache_dir": 1024, "mlflow.experiment": 200, "mlflow.registered_model": 200,
-    "mlflow.alias": 200, "serve.host": 255,
-}  # fmt: skip
-PATHS = """model.name_or_path model.chat_template data.train data.eval data.pairs data.train.path data.eval.path
-    data.pairs.path data.cache_dir run.storage_path serve.feedback_path policy reward baseline judge""".split()
-
-
-def _check_texts(tree: Tree, job: Job) -> None:
+def _texts(job: Job) -> Problems:
+    """Yields blank texts, and names too long for a file system."""
     for section, value in job.to_dict().items():
-        if section not in ("stage", "source", "gate", "trainer", "scaling"):
-            for key, text in _texts(section, value):
-                check_text(tree, key, text)
+        if section not in ("stage", "source", "gate", "lora", "trainer", "scaling", "rollout"):
+            for key, text in _strings(section, value):
+                if problem := text_problem(text):
+                    yield key, problem
 
 
-def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
+def _strings(key: str, value: object) -> Iterator[tuple[str, str]]:
     """Yields (dotted key, text); an item of a list has the key of the list."""
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from _texts(f"{key}.{name}", item)
+            yield from _strings(f"{key}.{name}", item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _texts(key, item)
+            yield from _strings(key, item)
     elif isinstance(value, str):
         yield key, value
 
 
-def check_text(tree: Tree, key: str, value: str) -> None:
-    """Refuses blank text, and names that are too long for a file system or for MLflow."""
-    if not value.strip():
-        raise tree.error(key, "found empty text, expected a value; leave the key out, or use null")
-    if len(value.encode()) > NAMES.get(key, 1 << 20):
-        raise tree.error(key, f"found {len(value.encode())} bytes, expected at most {NAMES[key]}")
-    longest = max(re.split(r"[/:]", value), key=lambda part: len(part.encode()))
-    if key in PATHS and len(longest.encode()) > 240:  # a file system's 255, less what is appended
-        size = len(longest.encode())
-        raise tree.error(key, f"found {show(longest)} of {size} bytes in a path, expected at most 240")
+def text_problem(text: str) -> str | None:
+    """Returns why a text cannot be a name or a path, or None."""
+    if not text.strip():
+        return "found empty text, expected a value; remove the key, or use null"
+    longest = max(len(part.encode()) for part in re.split("[/:]", text))
+    if longest > 240:  # the 255 bytes of a file system, minus what is appended
+        return f"found {show(text)} with a part of {longest} bytes, expected at most 240"
+    return None
 
 
-# ---------------------------------------------------------------- combinations
-def _check_model(tree: Tree, job: Job) -> None:
-    template = job.model.chat_template
-    if template not in (None, "plain") and not Path(str(template)).expanduser().is_file():
-        raise tree.error(
-            "model.chat_template",
-            f"found {show(template)}, expected an existing Jinja file, `plain`, or null",
+def name_problem(name: str | None, subcommand: str) -> str | None:
+    """Returns why a run or an iteration cannot have this name, or None."""
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        return f"found {show(name)}, expected letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path"
+    if name in RESERVED:
+        return (
+            f"found {show(name)}, which run.storage_path uses for all runs; expected another name, "
+            f"for example {subcommand}-{name}"
         )
-    if job.lora.get("bias", "none") != "none":
-        raise tree.error(
-            "lora.bias",
-            "found a bias of the base to be trained, expected none: the base stays frozen and shared",
-        )
-    init = job.lora.get("init_lora_weights", True)
-    if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
-        raise tree.error(
-            "lora.init_lora_weights",
-            f"found {init}, which rewrites base weights that all adapters share; expected true or gaussian",
-        )
+    return None
 
 
-def _check_shards(tree: Tree, job: Job) -> None:
-    if not job.model.fsdp:
-        return
-    if job.model.load_in_4bit:
-        raise tree.error(
-            "model.fsdp",
-            "given together with model.load_in_4bit, whose 4-bit weights FSDP cannot gather; keep one: an nf4 base is held "
-            "whole, in a quarter of the memory of bfloat16",
-        )
-    if job.lora.get("use_dora"):
-        raise tree.error(
-            "model.fsdp",
-            "given together with lora.use_dora, which takes norms of whole weights; keep one",
-        )
-    if job.rollout.get("engine") == "vllm":
-        raise tree.error(
-            "rollout.engine",
-            "found vllm together with model.fsdp: each process with vLLM also loads the full base on one device, for "
-            "reference and rewards; set rollout.engine=transformers, or model.fsdp=false if the base fits on one device",
-        )
+def _settings(job: Job) -> Problems:
+    """Yields what our own config classes reject when they are made."""
+    for section, make in (
+        ("trainer", lambda: job.stage == "ppo" and job.args),
+        ("rollout", lambda: job.rollout_config),
+    ):
+        try:
+            make()
+        except SettingError as error:
+            yield f"{section}.{error.key}", error.message
 
 
-def _check_lora(tree: Tree, job: Job) -> None:
-    """Refuses what peft accepts and then matches with no layer, or fails on in a worker."""
-    from pipeline.models.adapter_files import adapts_lm_head
+def _not_in(value: Any, allowed: str) -> str | None:
+    """Returns what was expected if `value` is not one of the allowed numbers (pipeline.intervals), or None."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return outside(value, allowed) if number else "a number"
 
-    targets = job.lora.get("target_modules")
-    if STAGE[job.stage].trl and adapts_lm_head(targets):
-        raise tree.error(
-            "lora.target_modules", "found lm_head, to which TRL's trainers apply no adapter; take it out"
-        )
-    for key in ("target_modules", "exclude_modules", "layers_pattern"):
-        value = job.lora.get(key)
-        if value == [] and key == "target_modules":
-            raise tree.error(
-                f"lora.{key}", "found an empty list, expected layers to adapt, for example all-linear"
-            )
-        if isinstance(value, str) and key != "layers_pattern":  # a pattern that whole names have to match
-            try:
-                re.compile(value)
-            except re.error as error:
-                raise tree.error(
-                    f"lora.{key}", f"found {show(value)}, which is no pattern ({error})"
-                ) from None
+
+def _patterns(job: Job) -> Problems:
+    """Yields ranks and alphas of layers that peft accepts and then fails on in a worker."""
     for key, allowed in (("rank_pattern", "whole [1, 8192]"), ("alpha_pattern", "(0, 1000000]")):
         if key in job.lora and job.lora[key] is None:
-            raise tree.error(
-                f"lora.{key}", "found null, expected a mapping of layers to numbers; take it out"
-            )
+            yield f"lora.{key}", "found null, expected a mapping of layers to numbers; remove it"
         for layers, value in (job.lora.get(key) or {}).items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if problem := outside(value, allowed) if number else "a number":
-                raise tree.error(f"lora.{key}", f"found {show(value)} for {show(layers)}, expected {problem}")
+            if expected := _not_in(value, allowed):
+                yield f"lora.{key}", f"found {show(value)} for {show(layers)}, expected {expected}"
 
 
-def _check_data(tree: Tree, job: Job) -> None:
+def _sources(job: Job) -> Problems:
+    """Yields unknown keys of a source, what its rows cannot become, and weights that do not fit together."""
     data = job.data
-    facts = STAGE[job.stage]
-    if facts.reads_train and not data.train:
-        what = "to learn from" if facts.learns else "to work on"
-        raise tree.error(
+    for name in ("train", "eval", "pairs"):
+        spec = getattr(data, name)
+        for index, item in enumerate(spec if isinstance(spec, list) else []):
+            if isinstance(item, dict):
+                yield from _source_keys(f"data.{name}.{index}", item)
+    yield from _preprocessing("data", data)
+    for name in ("train", "eval", "pairs"):
+        for index, (source, full) in enumerate(
+            zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
+        ):
+            key = f"data.{name}.{index}"
+            yield from _preprocessing(key, source)
+            if source.revision is not None and (not source.path.startswith(HUB) or "@" in source.path):
+                yield (
+                    f"{key}.revision",
+                    f"found {show(source.revision)} for {show(source.path)}; only a dataset on the hub ({HUB}NAME) has a "
+                    "revision, and it is given once",
+                )
+            if full.group_by and not full.transform:
+                yield (
+                    f"{key}.group_by" if source.group_by else "data.group_by",
+                    f"found {show(full.group_by)}; only a transform can read several rows at once: also set "
+                    "transform: python:MODULE:FUNCTION",
+                )
+            if name != "train" and source.weight is not None:
+                yield f"data.{name}", "found a weight; only data.train is mixed by weights: remove it"
+    weights = [source.weight for source in sources_of(data.train)]
+    given = [weight for weight in weights if weight is not None]
+    if not given and data.stopping_strategy != "first_exhausted":
+        yield "data.stopping_strategy", "no source of data.train has a weight: there is nothing to draw from"
+    if given and not STAGE[job.stage].learns:
+        yield "data.train", f"found a weight; `{job.stage}` reads every row once: remove it"
+    if 0 < len(given) < len(weights):
+        yield (
             "data.train",
-            f"missing; `{job.stage}` needs rows {what}, for example data.train=jobs/demo/data/*.jsonl",
+            f"{len(given)} of {len(weights)} sources have a weight; expected one for each, or for none",
         )
-    if job.stage == "evaluate":
-        _check_evaluate(tree, job)
-    if data.subset and not data.pairs:
-        raise tree.error("data.subset", "names a column of data.pairs, and there are none")
-    if data.pairs and not job.reward:
-        raise tree.error(
-            "data.pairs", "there is no reward model to evaluate: give reward, e.g. models:/rlhf-rm@champion"
+    for index, weight in enumerate(given):
+        if not 0 < weight <= 1e9:
+            yield (
+                f"data.train.{index}.weight",
+                f"found {show(weight)}, expected a number above 0, for example 0.3",
+            )
+
+
+def _source_keys(key: str, item: dict[str, Any]) -> Problems:
+    known = schema.keys(schema.class_of("source", ""))
+    for name, value in item.items():
+        if name not in known:
+            yield f"{key}.{name}", f"unknown key of a source; {schema.nearest(name, known)}"
+        elif problem := schema.problem(value, known[name]):
+            yield f"{key}.{name}", problem
+    if "path" not in item:
+        yield key, f"a source without a path, {show(item)}; for example {{path: rows.jsonl, weight: 0.7}}"
+
+
+def _preprocessing(key: str, given: Data | Source) -> Problems:
+    """Yields what transform, columns and label of the section or of a source cannot mean.
+
+    data/reshape.py checks the fields of each stage later.
+    """
+    if given.transform is not None and not Ref.parse(given.transform).is_function:
+        yield (
+            f"{key}.transform",
+            f"found {show(given.transform)}, expected python:MODULE:FUNCTION, for example python:my_rows:pairs",
         )
-    if data.eval and data.eval_fraction:
-        raise tree.error(
-            "data.eval_fraction",
-            "given together with data.eval; keep one: a file of its own, or a share of data.train",
+    for field, column in (given.columns or {}).items():
+        if not column or not all([column] if isinstance(column, str) else column):
+            yield f"{key}.columns.{field}", f"found {show(column)}, expected the name of a column"
+    if given.label is None:
+        return
+    if given.label.keys() not in ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"}):
+        yield (
+            f"{key}.label",
+            f"found {show(given.label)}, expected {{first: VALUE, second: VALUE}} and perhaps tie: VALUE, or {{good: VALUE, bad: VALUE}} for "
+            "ratings",
         )
-    # PPOConfig has no strategy: its steps say whether it evaluates.
-    key, off = ("eval_strategy", "no") if facts.trl else ("eval_steps", 0)
-    if job.trainer.get(key, off) != off and not (data.eval or data.eval_fraction):
-        raise tree.error(
-            f"trainer.{key}",
-            f"there is nothing to evaluate on: give data.eval or data.eval_fraction, or {key}={off}",
-        )
-    if job.trainer.get("eval_on_start") and not (data.eval or data.eval_fraction):
-        raise tree.error(
-            "trainer.eval_on_start",
-            "there is nothing to evaluate on: give data.eval or data.eval_fraction, or eval_on_start=false",
+    values = [one for some in given.label.values() for one in (some if isinstance(some, list) else [some])]
+    nested = any(isinstance(one, list | dict) for one in values)
+    if nested or len({_compared(one) for one in values}) < len(values):
+        yield (
+            f"{key}.label",
+            f"found {show(given.label)}, expected different texts or numbers for each of its keys",
         )
 
 
-def _check_evaluate(tree: Tree, job: Job) -> None:
-    data = job.data
-    if not data.eval and not (data.pairs and not job.policy):
-        raise tree.error(
-            "data.eval",
-            "missing; `evaluate` needs prompts, for example data.eval=jobs/demo/data/prompts_eval.jsonl (or, for a reward "
-            "model alone, data.pairs and policy=null)",
+def _compared(value: Any) -> str:
+    """Returns a label as it is compared with the labels of rows: 1, 1.0 and "1" are equal."""
+    text = str(float(value) if isinstance(value, bool) else value).strip().lower()
+    with contextlib.suppress(ValueError):
+        text = str(float(text))
+    return text
+
+
+def _scaling(job: Job) -> Problems:
+    """Yields resources and labels that Ray cannot count, or would wait for without an end."""
+    for section in ("scaling", "rollout"):
+        given = getattr(job, section)
+        use_gpu = given.get("use_gpu", job.scaling.get("use_gpu"))
+        for name, amount in (given.get("resources_per_worker") or {}).items():
+            key = f"{section}.resources_per_worker.{name}"
+            if expected := _not_in(amount, "[0, 1] or whole [1, 1000]" if name == "GPU" else "[0, inf)"):
+                yield key, f"found {show(amount)}, expected {expected}"
+            elif name == "GPU" and bool(amount) != bool(use_gpu):
+                found = f"found {show(amount)} {'with' if use_gpu else 'without'} {section}.use_gpu=true"
+                yield key, f"{found}; {'remove this key' if use_gpu else 'set it, or remove this key'}"
+        selectors = given.get("label_selector") or {}
+        if isinstance(selectors, list) and STAGE[job.stage].runs_in == "data":
+            yield f"{section}.label_selector", "found a list, expected one mapping, for all actors"
+        if isinstance(selectors, list) and len(selectors) != job.workers[1]:
+            expected = f"expected one for all workers, or one for each of {job.workers[1]}"
+            yield f"{section}.label_selector", f"found {len(selectors)}, {expected}"
+        for selector in selectors if isinstance(selectors, list) else [selectors]:
+            for name, value in selector.items():
+                if " " in str(
+                    value
+                ):  # Ray (2.60) takes the blank as part of the name, and then waits without an end
+                    fixed = str(value).replace(" ", "")
+                    yield f"{section}.label_selector.{name}", f"found {show(value)}, expected {fixed}"
+
+
+def _batches(job: Job) -> Problems:
+    """Yields batch sizes that cannot be divided evenly.
+
+    data.batch_size = per_device_train_batch_size * workers * accumulation must hold for every possible worker count.
+    """
+    low, high = job.workers
+    if not 1 <= low <= high <= MAX_WORKERS:
+        yield (
+            "scaling.num_workers",
+            f"found {show(job.scaling['num_workers'])}, expected 0 (in this process), at least 1, or [min, max] with "
+            f"1 <= min <= max <= {MAX_WORKERS}",
         )
-    if data.eval and not job.policy:
-        raise tree.error(
-            "policy",
-            "missing; `evaluate` needs it to answer data.eval: models:/rlhf-ppo@champion (or `base`: no adapter); for a "
-            "reward model alone type data.eval=null",
-        )
-    if job.baseline and not data.eval:
-        raise tree.error(
-            "baseline", "there are no prompts to compare it on: give data.eval, or type baseline=null"
+    size = job.data.batch_size
+    if not STAGE[job.stage].trl:
+        return
+    if size is None:
+        if low != high:
+            yield (
+                "data.batch_size",
+                "missing; with elastic scaling.num_workers it keeps the global batch fixed, for example 64",
+            )
+        return
+    if "gradient_accumulation_steps" in job.trainer:
+        yield "trainer.gradient_accumulation_steps", "follows from data.batch_size; keep only one of the two"
+    name = "per_device_train_batch_size"
+    device = job.trainer.get(name, schema.keys(STAGE[job.stage].trainer)[name]["default"])
+    step = device * low
+    for count in range(low + 1, high + 1):
+        step = math.lcm(step, device * count)
+        if step > library_keys.LARGEST_BATCH:  # it doubles and trebles with more workers
+            yield (
+                "scaling.num_workers",
+                f"found [{low}, {high}]: no data.batch_size is divisible for each of {low} to {count} workers with "
+                f"trainer.{name}={device}; set a narrower range",
+            )
+            return
+    if size % step:
+        plural = "s" if low > 1 else ""
+        workers = f"any of {low} to {high} workers" if low < high else f"{low} worker{plural}"
+        yield (
+            "data.batch_size",
+            f"found {size}, expected a multiple of {step}, to be divisible by trainer.{name}={device} on {workers}; set "
+            f"data.batch_size={math.ceil(size / step) * step} or a smaller trainer.{name}",
         )
 
 
-def _check_run(tree: Tree, job: Job) -> None:
-    check_name(tree, job.run.name, job.stage)
-
-
-def check_name(tree: Tree, name: str | None, verb: str) -> None:
-    """Refuses the name of a run, or of an iteration, that names no folder or one that is not its own."""
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise tree.error(
-            "run.name",
-            f"found {show(name)}, expected letters, digits, `.`, `_` and `-`: it names a folder below run.storage_path",
-        )
-    if name in RESERVED:
-        raise tree.error(
-            "run.name",
-            f"found {show(name)}, where run.storage_path keeps things of all runs; expected another name, "
-            f"for example {verb}-{name}",
-        )
-
-
-def _check_mlflow(tree: Tree, job: Job) -> None:
-    mlflow = job.mlflow
-    name = mlflow.registered_model
-    if name is not None and not re.fullmatch(references.NAME, name):
-        raise tree.error(
-            "mlflow.registered_model",
-            f"found {show(name)}, expected letters, digits, spaces and `. _ - + ( )`, for example rlhf-{job.stage}",
-        )
-    if mlflow.alias == "latest" or re.fullmatch(r"v\d+", mlflow.alias, re.IGNORECASE):
-        raise tree.error(
-            "mlflow.alias", f"`{mlflow.alias}` is reserved by MLflow; take another word, for example champion"
-        )
-    if not re.fullmatch(r"[\w-]{1,255}", mlflow.alias):
-        raise tree.error(
-            "mlflow.alias",
-            f"found {show(mlflow.alias)}, expected letters, digits, `_` and `-`, for example champion",
-        )
-    if (mlflow.tracking_uri or "").startswith("file:"):
-        raise tree.error(
-            "mlflow.tracking_uri",
-            "MLflow no longer writes to file: stores; use sqlite:///runs/mlflow.db or http://host:5000",
-        )
-
-
-def _check_inputs(tree: Tree, job: Job) -> None:
-    names = [("policy", job.policy), ("baseline", job.baseline), ("judge", job.judge)]
+def _inputs(job: Job) -> Problems:
+    """Yields names of models and functions that cannot be one."""
+    named = [(key, getattr(job, key)) for key in ("policy", "baseline", "judge") if getattr(job, key)]
+    named += [(f"serve.{key}", name) for key, name in job.serve.inputs.items()]
     for index, item in enumerate(
         job.reward if isinstance(job.reward, list) else [job.reward] if job.reward else []
     ):
-        place = f"reward.{index}" if isinstance(job.reward, list) else "reward"
+        key = f"reward.{index}" if isinstance(job.reward, list) else "reward"
+        form = "{reward: NAME, weight: NUMBER}"
         if isinstance(item, dict):
-            weight = item.get("weight", 1.0)
-            if (
-                set(item) - {"reward", "weight"}
-                or isinstance(weight, bool)
-                or not isinstance(weight, (int, float))
-                or abs(weight) > 1e6
-            ):
-                raise tree.error(place, f"found {show(item)}, expected {{reward: NAME, weight: NUMBER}}")
+            if set(item) - {"reward", "weight"} or _not_in(item.get("weight", 1.0), "[-1000000, 1000000]"):
+                yield key, f"found {show(item)}, expected {form}"
             item = item.get("reward")
         if not isinstance(item, str) or not item:
-            raise tree.error(
-                place,
-                f"found {show(item)}, expected a name such as models:/rlhf-rm@champion, or {{reward: NAME, weight: NUMBER}}",
-            )
-        names.append((place, item))
-    if job.rewards and not any(weight for _, weight in job.rewards):
-        raise tree.error("reward", "found weights of 0 alone, which reward nothing")
-    names += [(f"serve.{key}", name) for key, name in serve.named(job.serve).items()]
-    for key, name in names:
-        if name is None:
-            continue
-        if name.startswith("models:") and not Ref.parse(name).is_registered:
-            raise tree.error(
-                key,
-                f"found {show(name)}, expected models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion",
-            )
-        if name.startswith("python:") and not Ref.parse(name).is_function:
-            raise tree.error(
-                key,
-                f"found {show(name)}, expected python:MODULE:FUNCTION, for example python:pipeline.demo:gold",
-            )
+            yield key, f"found {show(item)}, expected a name such as models:/rlhf-rm@champion, or {form}"
+        named.append((key, item))
+    if job.reward and not any(weight for _, weight in job.rewards):
+        yield "reward", "found only weights of 0, which reward nothing"
+    for key, name in named:
         adapter = key in ("policy", "baseline") or key.startswith("serve.policies.")
-        if not adapter and Ref.parse(f"python:{name}").is_function:
-            raise tree.error(key, f"found {show(name)}; for a Python function type python:{name}")
-        if name.startswith("python:") and adapter:
-            raise tree.error(
-                key, f"found {show(name)}, expected an adapter: models:/NAME@ALIAS, a folder, or base"
-            )
-    if job.stage == "export":
-        _check_export(tree, job)
+        if name.startswith("models:") and not Ref.parse(name).is_registered:
+            expected = "models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion"
+        elif name.startswith("python:") and adapter:
+            expected = "an adapter: models:/NAME@ALIAS, a folder, or base"
+        elif name.startswith("python:") and not Ref.parse(name).is_function:
+            expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
+        elif not adapter and Ref.parse(f"python:{name}").is_function:
+            expected = f"python:{name} for a Python function"
+        else:
+            continue
+        yield key, f"found {show(name)}, expected {expected}"
 
 
-def _check_export(tree: Tree, job: Job) -> None:
-    if not job.policy and not job.reward:
-        raise tree.error(
-            "policy", "missing; `export` needs it, or a reward: policy=models:/rlhf-ppo@champion"
-        )
-    if job.policy == "base":
-        raise tree.error(
-            "policy", "found 'base', expected an adapter to merge: models:/rlhf-ppo@champion, or its folder"
-        )
-    if job.reward and (not isinstance(job.reward, str) or Ref.parse(job.reward).is_function):
-        raise tree.error(
-            "reward",
-            f"found {show(job.reward)}, expected one reward adapter: models:/rlhf-rm@champion, or its folder",
-        )
-    repository = job.args.hub_model_id
-    if repository is None:
-        for key in ("push_to_hub", "hub_private_repo", "hub_revision"):
-            if job.trainer.get(key) not in (None, schema.keys(STAGE["export"].trainer)[key].get("default")):
-                raise tree.error(
-                    f"trainer.{key}", "goes with trainer.hub_model_id=OWNER/NAME; give that, too"
-                )
-    elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}", repository) or ".." in repository:
-        raise tree.error(
-            "trainer.hub_model_id",
-            f"found {show(repository)}, expected OWNER/NAME: a user or an organisation, and a name of letters, digits, "
-            "`.`, `_` and `-`",
-        )
-    elif job.policy and job.reward:
-        raise tree.error(
-            "trainer.hub_model_id",
-            f"{repository} is one repository, for one model; type reward=null or policy=null",
-        )
+# ---------------------------------------------------------------- settings that follow from others
+def drop_eval_schedule(job: Job) -> Job:
+    """Returns a job without held-out rows with its evaluations off, unless the command line sets them."""
+    if job.held_out or not STAGE[job.stage].learns:
+        return job
+    off = {"eval_strategy": "no", "eval_on_start": False} if STAGE[job.stage].trl else {"eval_steps": 0}
+    quiet = {k: v for k, v in off.items() if k in job.trainer and f"trainer.{k}" not in job.overridden}
+    return replace(job, trainer={**job.trainer, **quiet})
 
 
+def split_revision(tree: Tree, job: Job) -> Job:
+    """Returns a job whose `model.name_or_path: org/name@v1` has become `model.revision: v1` of org/name."""
+    with about("model.name_or_path"):
+        name, revision = hub.split(job.model.name_or_path)
+    if revision and job.model.revision not in (None, revision):
+        found = f"found {show(job.model.revision)}, but model.name_or_path names {show(revision)}; keep one"
+        raise tree.error("model.revision", found)
+    return replace(job, model=replace(job.model, name_or_path=name, revision=revision or job.model.revision))
+
+
+# ---------------------------------------------------------------- warnings
 def warnings(job: Job) -> Iterator[str]:
-    """Lines to print before a run starts, on settings that are valid but often unintended."""
-    if STAGE[job.stage].learns and not (job.data.eval or job.data.eval_fraction):
+    """Yields lines to print before a run starts, on settings that are valid but often unintended."""
+    if STAGE[job.stage].learns and not job.held_out:
         yield (
-            "nothing is held out, so nothing tells how well the run learns; data.eval names rows, data.eval_fraction=0.1 holds "
-            "out a tenth"
+            "nothing is held out, so nothing measures how well the run learns; set data.eval to held-out rows, or "
+            "data.eval_fraction=0.1 to hold out a tenth"
         )
     yield from gates.unmeasured(job)
     if job.gate and STAGE[job.stage].learns and not job.mlflow.registered_model:
         yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
     if job.model.fsdp and job.workers[0] == 1:
         left = "" if job.workers[1] == 1 else ", and so does the last one of scaling.num_workers"
-        yield f"model.fsdp: one worker holds the base whole{left}; with 2 or more each has its part"
+        yield f"model.fsdp: one worker holds the full base{left}; with 2 or more each has its shard"
     if job.in_process and job.run.max_failures:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
     if job.stage == "ppo":
-        yield from _idle_rollout_workers(job)
-        yield from _crowded_rollout_workers(job)
+        yield from _rollout_warnings(job)
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
             f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: the run "
-            "is evaluated on those rows. To hold out a tenth of your own, type data.eval=null data.eval_fraction=0.1"
+            "is evaluated on those rows. To hold out a tenth of your own, set data.eval=null data.eval_fraction=0.1"
         )
 
 
-def _crowded_rollout_workers(job: Job) -> Iterator[str]:
-    """Rollout workers with fewer CPUs than threads: they compute with as many threads as a trainer, for the same bits."""
-    rollout = job.rollout_config
-    cpus = (job.scaling.get("resources_per_worker") or {}).get("CPU", 1)
-    asked = (rollout.resources_per_worker or {}).get("CPU", 1)
-    on_gpus = job.scaling.get("use_gpu") if rollout.use_gpu is None else rollout.use_gpu
-    if rollout.workers[1] and not on_gpus and asked < cpus:
-        yield (
-            f"rollout: each rollout worker computes with {cpus:g} threads, as a trainer does, and asks Ray for {asked:g} CPUs; give "
-            f"rollout.resources_per_worker CPU: {cpus:g}"
-        )
-
-
-def _idle_rollout_workers(job: Job) -> Iterator[str]:
-    """More rollout workers than there are chunks to be sampled at a time."""
+def _rollout_warnings(job: Job) -> Iterator[str]:
+    """Yields a warning if there are more rollout workers than chunks, or if they have fewer CPUs than threads."""
     args, rollout = job.args, job.rollout_config
-    most, trainers = rollout.workers[1], job.workers[1]
-    share = -(-args.batch_size // args.num_generations // trainers)  # prompts
-    chunks = trainers * -(-share // max(1, args.decoded(trainers) // args.num_generations))
-    busy = chunks * max(1, rollout.staleness)
-    if most > busy:
-        rows = max(args.num_generations, args.batch_size * max(1, rollout.staleness) // most)
+    workers, trainers, ahead = rollout.workers[1], job.workers[1], max(1, rollout.staleness)
+    prompts = -(-args.batch_size // args.num_generations // trainers)  # of an update, on one trainer
+    chunks = trainers * -(-prompts // max(1, args.decoded(trainers) // args.num_generations))
+    if workers > chunks * ahead:
+        rows = max(args.num_generations, args.batch_size * ahead // workers)
         yield (
-            f"rollout.num_workers: {most - busy} of {most} workers will have nothing to do: an update is {chunks} "
+            f"rollout.num_workers: {workers - chunks * ahead} of {workers} workers will be idle: an update is {chunks} "
             f"chunk{'s' * (chunks > 1)} of {args.decoded(trainers)} completions. trainer.local_rollout_forward_batch_size={rows} "
             "cuts it into smaller ones"
         )
-
-
-CHECKS = (
-    _check_unused,
-    _check_texts,
-    _check_model,
-    _check_shards,
-    _check_lora,
-    _check_data,
-    sources.check,
-    trainer.check,
-    scaling.check,
-    _check_run,
-    best.check,
-    _check_mlflow,
-    gates.check,
-    serve.check,
-    _check_inputs,
-)
+    # For bit-identical results, they compute with as many threads as a trainer.
+    threads = (job.scaling.get("resources_per_worker") or {}).get("CPU", 1)
+    cpus = (rollout.resources_per_worker or {}).get("CPU", 1)
+    on_gpus = job.scaling.get("use_gpu") if rollout.use_gpu is None else rollout.use_gpu
+    if workers and not on_gpus and cpus < threads:
+        yield (
+            f"rollout: each rollout worker computes with {threads:g} threads, as a trainer does, and reserves {cpus:g} CPUs; set "
+            f"rollout.resources_per_worker CPU: {threads:g}"
+        )

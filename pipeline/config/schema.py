@@ -11,14 +11,14 @@ from __future__ import annotations
 import difflib
 import json
 import runpy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import library_keys
-from pipeline.config.jobfile import Tree
 from pipeline.config.stages import INPUTS, STAGE
+from pipeline.config.yaml_tree import Tree
 from pipeline.errors import show
 from pipeline.intervals import outside
 
@@ -59,7 +59,10 @@ def class_of(section: str, stage: str) -> str:
         return STAGE[stage].trainer
     if section == "rollout":
         return "pipeline.ppo.rollout_config.RolloutConfig"
-    return LIBRARIES.get(section) or f"pipeline.config.{'MLflow' if section == 'mlflow' else section.title()}"
+    return (
+        LIBRARIES.get(section)
+        or f"pipeline.config.job.{'MLflow' if section == 'mlflow' else section.title()}"
+    )
 
 
 def refused(section: str, stage: str) -> dict[str, str]:
@@ -98,13 +101,16 @@ def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
 
 
 def checked(
-    tree: Tree, section: str, known: Mapping[str, dict[str, Any]], unknown: Callable[[str], str] | None = None
+    tree: Tree,
+    section: str,
+    known: Mapping[str, dict[str, Any]],
+    hint: Callable[[str], str] | None = None,
 ) -> dict[str, Any]:
     """Returns the values of a section, in which one value may stand for a list of one.
 
     Args:
         known: {key: its schema}.
-        unknown: the message for a key that is not known; by default it names the nearest one, or all.
+        hint: returns what an unknown key may mean. None: `nearest`.
 
     Raises:
         InputError: for a key that is unknown or missing, and for a value that it cannot have.
@@ -112,9 +118,7 @@ def checked(
     values = tree.section(section)
     for key, value in values.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1, 0.7)
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
-            raise tree.error(f"{section}.{key}", unknown(key) if unknown else f"unknown key; {hint}")
+            raise tree.error(f"{section}.{key}", f"unknown key; {hint(key) if hint else nearest(key, known)}")
         if found := problem(value, known[key]):
             single = isinstance(value, (str, int, float)) and not isinstance(value, bool)
             if not single or problem([value], known[key]):
@@ -124,6 +128,12 @@ def checked(
         if one.get("needed") and key not in values:
             raise tree.error(f"{section}.{key}", f"missing, expected {expected(one)}")
     return values
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """Returns the known key that an unknown one probably means, or all of them."""
+    near = difflib.get_close_matches(key, known := list(known), 1, 0.7)
+    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -175,7 +185,7 @@ def described(name: str) -> list[str]:
     section, _, key = name.partition(".")
     found: dict[str, list[str]] = {}
     for stage in STAGE:
-        schema = keys("pipeline.config.Job").get(section, {}) if not key else {}
+        schema = keys(class_of("job", stage)).get(section, {}) if not key else {}
         if key and section in SECTIONS and key not in refused(section, stage):
             schema = keys(class_of(section, stage)).get(key, {})
         elif section in INPUTS and section not in STAGE[stage].inputs:

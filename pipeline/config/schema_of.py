@@ -23,8 +23,8 @@ from pipeline.config import library_keys
 from pipeline.config.schema import LIBRARIES, SECTIONS, TYPES, class_of
 from pipeline.config.stages import STAGE
 
-JOB = "pipeline.config.Job"
-OTHERS = (JOB, "pipeline.config.sources.Source", "pipeline.sweep.space.Settings", "pipeline.iteration.plan.Settings")  # fmt: skip
+JOB = class_of("job", "")
+OTHERS = (JOB, class_of("source", ""), "pipeline.sweep.space.Settings", "pipeline.iteration.plan.Settings")  # fmt: skip
 
 
 def text() -> str:
@@ -54,7 +54,11 @@ def text() -> str:
 def _of_stage(stage: str, made: Mapping[str, Any]) -> dict[str, Any]:
     sections: dict[str, Any] = {name: {"$ref": f"#/$defs/{class_of(name, stage)}"} for name in SECTIONS}
     inputs = {name: made[JOB][name] for name in STAGE[stage].inputs}
-    others = {"stage": {}, "extends": {"type": "string"}, "gate": {"type": "object"}}
+    others = {
+        "stage": {},
+        "extends": {"type": ["string", "array"], "items": {"type": "string"}},
+        "gate": {"type": "object"},
+    }
     return {
         "if": {"required": ["stage"], "properties": {"stage": {"const": stage}}},
         "then": {"properties": others | inputs | sections, "additionalProperties": False},

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-OURS = "pipeline.config"
+OURS = "pipeline.config.job"
 # The models that a job may name; which of them a stage takes is in its `inputs`.
 INPUTS = ("policy", "reference", "baseline", "reward", "judge")
 _NOTHING_TRAINED = {

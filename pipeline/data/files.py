@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config.sources import sources_of
+from pipeline.config.job import sources_of
 from pipeline.data import sets
 from pipeline.errors import InputError
 from pipeline.system import storage

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config.sources import Source, completed, sources_of
+from pipeline.config.job import Source, completed, sources_of
 from pipeline.data import chunks, guess, reshape
 from pipeline.data.files import File, find
 from pipeline.data.reshape import Preprocess

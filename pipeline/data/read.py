@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config.sources import sources_of
+from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.counts import Counts, RowsDigest, of_split, totals
 from pipeline.data.files import File, find

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.sources import HUB
+from pipeline.config.job import HUB
 from pipeline.errors import InputError, in_brief
 from pipeline.system import deadline, storage
 

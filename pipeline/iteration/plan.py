@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pipeline.config import Job, MLflow, Run, job_of, rules, schema
-from pipeline.config.jobfile import Tree, read_tree, section_tree
 from pipeline.config.stages import STAGE
+from pipeline.config.yaml_tree import Tree, read_tree, section_tree
 from pipeline.errors import InputError, show
 from pipeline.runtime import resume
 from pipeline.system import storage
@@ -201,14 +201,14 @@ def _settings(tree: Tree, train: str) -> Settings:
 def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
     """The keys of `run` or `mlflow` that an iteration has itself: a name, and what all of its runs share."""
     own = {"run": ("name", "fresh", "report"), "mlflow": ()}[section] + SHARED[section]
-    known = {key: schema.keys(f"pipeline.config.{kind.__name__}")[key] for key in own}
+    known = {key: schema.keys(f"pipeline.config.job.{kind.__name__}")[key] for key in own}
     rest = f"expected one of {', '.join(own)}; each job has the others"
     values = schema.checked(tree, section, known, lambda key: rest)
     for key, value in values.items():
-        if isinstance(value, str):
-            rules.check_text(tree, f"{section}.{key}", value)
-    if section == "run":
-        rules.check_name(tree, values.get("name"), "iterate")
+        if isinstance(value, str) and (problem := rules.text_problem(value)):
+            raise tree.error(f"{section}.{key}", problem)
+    if problem := rules.name_problem(values.get("name"), "iterate"):
+        raise tree.error("run.name", problem)
     return values
 
 

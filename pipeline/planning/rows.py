@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config import Job
-from pipeline.config.sources import sources_of
+from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.files import find
 from pipeline.data.mixture import mix

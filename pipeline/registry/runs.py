@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.config.sources import sources_of
+from pipeline.config.job import sources_of
 from pipeline.errors import InputError
 from pipeline.registry.store import (
     client,

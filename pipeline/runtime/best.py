@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.config import Job, best
+from pipeline.config import Job, gates
 from pipeline.errors import Failure, SelfCheckFailed
 
 STATE, WEIGHTS = "best.json", "best.safetensors"
@@ -62,8 +62,8 @@ class Best:
         """What the job asks for; None: neither the best step nor an early stop, and nobody to report to."""
         if job.run.keep == "last" and job.run.early_stopping_patience is None and report is None:
             return None
-        metric = job.run.metric_for_best_model or best.default_metric(job)
-        greater = best.greater_is_better(metric, job.run.greater_is_better)
+        metric = job.run.metric_for_best_model or gates.default_metric(job)
+        greater = gates.greater_is_better(metric, job.run.greater_is_better)
         kept = parameters if job.run.keep == "best" else {}
         return cls(metric, greater, job.run.early_stopping_patience, kept, report)
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.config.serve import named
-from pipeline.config.sources import transforms
+from pipeline.config.job import transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, about
 from pipeline.models import hub
@@ -30,17 +29,14 @@ def references(job: Job) -> dict[str, str]:
     """Returns {input: what the job names}: policy, reward.0, policies.ID, ...; without the bare base."""
     found = {name: getattr(job, name) for name in ("policy", "reference", "baseline", "judge")}
     found |= {f"reward.{index}": source for index, (source, _) in enumerate(job.rewards)}
-    return {name: source for name, source in (found | served(job)).items() if source and source != "base"}
-
-
-def served(job: Job) -> dict[str, str]:
-    """Returns {policies.ID or rewards.ID: name} of what the section `serve` names."""
-    return dict(named(job.serve))
+    return {
+        name: source for name, source in (found | job.serve.inputs).items() if source and source != "base"
+    }
 
 
 def key_of(job: Job, name: str) -> str:
     """Returns the job's key of an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
-    if name in served(job):
+    if name in job.serve.inputs:
         return f"serve.{name}"
     return "reward" if name == "reward.0" and not isinstance(job.reward, list) else name
 

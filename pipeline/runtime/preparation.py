@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import Job, libraries
-from pipeline.config.sources import transforms
+from pipeline.config.job import transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session

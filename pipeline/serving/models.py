@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline import registry
-from pipeline.config.serve import alias_of, named
 from pipeline.errors import InputError, in_brief
+from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import check_adapters
@@ -49,7 +49,7 @@ class Models:
         self.refused: set[tuple[str, str]] = set()  # (input, version) that cannot be served
         self.unused: set[str] = set()  # roles that no model id led to at the last look
         self.loaded = 0
-        for key in named(host.job.serve):
+        for key in host.job.serve.inputs:
             version = host.work.inputs.get(key, BASE)
             self._serve(key, version, self._checked(key, version))
 
@@ -116,7 +116,7 @@ class Models:
         """
         said = [
             line
-            for key, reference in named(self.host.job.serve).items()
+            for key, reference in self.host.job.serve.inputs.items()
             for line in self._follow(key, reference)
         ]
         self.batcher.run(self._remove_unused).result()
@@ -124,10 +124,11 @@ class Models:
 
     def _follow(self, key: str, reference: str) -> list[str]:
         name, before = key.partition(".")[2], self.versions[key.partition(".")[2]]
-        if (alias := alias_of(reference)) is None:
+        ref = Ref.parse(reference)
+        if not ref.alias:
             return []
         try:
-            version = registry.aliases(alias[0], self.uri).get(alias[1], before)
+            version = registry.aliases(ref.name, self.uri).get(ref.alias, before)
         except Exception as error:
             return [f"{reference}: the registry cannot be asked ({in_brief(error)}); {before} stays"]
         if version == before or (key, version) in self.refused:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pipeline.config import Job, load_job, schema
-from pipeline.config.best import check_metric, default_metric, greater_is_better
-from pipeline.config.jobfile import Tree
+from pipeline.config.gates import default_metric, greater_is_better, metric_problems
 from pipeline.config.stages import TRAINED
+from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, show
 from pipeline.runtime.resume import essence
 from pipeline.system import storage
@@ -260,7 +260,8 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
             "the trials are compared on held-out rows, and there are none: give data.eval or data.eval_fraction",
             key="data.eval",
         )
-    check_metric(Tree(job.source), job)
+    for key, message in metric_problems(job):
+        raise InputError(message, key, job.source)
     metric = job.run.metric_for_best_model or default_metric(job)
     scale = LOSS if metric == "eval_loss" else ["trainer.beta"] if IMPLICIT.fullmatch(metric) else []
     if apart := [key for key in varied if key in scale]:

@@ -176,9 +176,9 @@ def test_without_network_nothing_is_merged(models, storage, hub, capsys, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ([PUSH], r"trainer\.push_to_hub: goes with trainer\.hub_model_id=OWNER/NAME"),
+        ([PUSH], r"trainer\.push_to_hub: needs trainer\.hub_model_id=OWNER/NAME"),
         (["trainer.hub_model_id=mine"], r"trainer\.hub_model_id: found 'mine', expected OWNER/NAME"),
-        (["trainer.hub_model_id=owner/mine", "reward=models:/toy-rm@champion"], r"one model; type reward=null or policy=null"),
+        (["trainer.hub_model_id=owner/mine", "reward=models:/toy-rm@champion"], r"one model; set reward=null or policy=null"),
     ],
 )  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(overrides, says, storage, capsys, in_root):

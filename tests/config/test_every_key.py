@@ -34,8 +34,8 @@ from pipeline.config import (
     load_job,
     schema,
 )
+from pipeline.config.job import Source
 from pipeline.config.library_keys import REFUSED
-from pipeline.config.sources import Source
 from pipeline.config.stages import STAGE
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward

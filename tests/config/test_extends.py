@@ -31,6 +31,21 @@ def test_a_job_extends_another_key_by_key(tmp_path):
         load_job(third)
 
 
+def test_of_several_extended_files_later_ones_win(tmp_path):
+    write(tmp_path / "one.yaml", "stage: sft\nmodel: {name_or_path: m}\ndata: {train: a, seed: 3}\n")
+    write(tmp_path / "two.yaml", "data: {seed: 4, max_length: 9}\nlora: {rr: 8}\n")
+    path = write(tmp_path / "mine.yaml", "extends: [one.yaml, two.yaml]\ndata: {max_length: 7}\n")
+    with pytest.raises(InputError, match=r"two\.yaml:2: lora\.rr: unknown key"):
+        load_job(path)
+    write(tmp_path / "two.yaml", "data: {seed: 4, max_length: 9}\nlora: {r: 8}\n")
+    job = load_job(path)
+    assert (job.data.train, job.data.seed, job.data.max_length, job.lora) == ("a", 4, 7, {"r": 8})
+    for wrong in ("[]", "[one.yaml, 2]", "{a: b}"):
+        write(path, f"extends: {wrong}\n")
+        with pytest.raises(InputError, match="expected one or several job files"):
+            load_job(path)
+
+
 @pytest.mark.parametrize("stage", [name for name, facts in STAGE.items() if facts.learns])
 def test_nothing_more_than_data_eval_is_typed_to_train_without_held_out_rows(stage, monkeypatch):
     monkeypatch.chdir(ROOT)

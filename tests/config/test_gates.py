@@ -33,7 +33,7 @@ def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, monkeypatch):
     taken_away = load_job("jobs/demo/sft.yaml", ["data.eval=null"])  # the file's gate only moves no alias
     assert "gate.eval_loss: needs held-out rows" in " ".join(rules.warnings(taken_away))
     with pytest.raises(
-        InputError, match=r"gate\.eval_loss: needs held-out rows .*type data\.eval_fraction=0\.1"
+        InputError, match=r"gate\.eval_loss: needs held-out rows .*set data\.eval_fraction=0\.1"
     ):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])
     (tmp_path / "rm.yaml").write_text(

@@ -1,4 +1,4 @@
-"""Job files: what is accepted, and that each mistake is answered by one clear message, exit status 2, at once."""
+"""Job files: each mistake is answered by one clear message and exit status 2, before heavy imports."""
 
 import dataclasses
 import json
@@ -10,6 +10,8 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.config import load_job, rules, schema
+from pipeline.config.library_keys import REFUSED
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 
 GOOD = {
@@ -28,7 +30,7 @@ GOOD = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Writes a job file: the good one of a stage, or a text of its own."""
+    """Writes a job file: the good one of a stage, or the given text."""
 
     def write(stage_or_text):
         path = tmp_path / "job.yaml"
@@ -40,17 +42,8 @@ def job(tmp_path):
 
 # (stage or text, overrides, what the message says)
 BAD = [
-    # keys
-    (
-        "sft",
-        ["trainer.learing_rate=1"],
-        r"trainer\.learing_rate: unknown key; did you mean trainer\.learning_rate\?",
-    ),
-    (
-        "sft",
-        ["model.learning_rate=1"],
-        r"model\.learning_rate: unknown key; did you mean trainer\.learning_rate\?",
-    ),
+    ("sft", ["trainer.learing_rate=1"], r"trainer\.learing_rate: unknown key; did you mean trainer\.learning_rate\?"),
+    ("sft", ["model.learning_rate=1"], r"model\.learning_rate: unknown key; did you mean trainer\.learning_rate\?"),
     ("sft", ["trainer.center_rewards_coefficent=1"], r"unknown key"),
     ("sft", ["trainer.qqqqqqq=1"], r"the keys of `trainer` are those of SFTConfig"),
     ("sft", ["data.trian=a"], r"data\.trian: unknown key; did you mean data\.train\?"),
@@ -58,12 +51,7 @@ BAD = [
     ("sft", ["scaling.num_worker=2"], r"did you mean scaling\.num_workers\?"),
     ("sft", ["trainr.learning_rate=1"], r"trainr: unknown section; did you mean trainer\?"),
     ("ppo", ["trainer.klcoef=1"], r"did you mean trainer\.kl_coef\?"),
-    # types
-    (
-        "sft",
-        ["model.dtype=bf16"],
-        r"model\.dtype: found 'bf16', expected one of float32, bfloat16, float16; did you mean bfloat16",
-    ),
+    ("sft", ["model.dtype=bf16"], r"model\.dtype: found 'bf16', expected one of float32, bfloat16, float16; did you mean bfloat16"),
     ("sft", ["trainer.learning_rate=fast"], r"trainer\.learning_rate: found 'fast', expected a number"),
     ("sft", ["trainer.bf16=yes"], r"trainer\.bf16: found 'yes', expected true or false or null"),
     ("sft", ["lora.r=true"], r"lora\.r: found true, expected a whole number"),
@@ -72,19 +60,10 @@ BAD = [
     ("sft", ["data.train=[1,2]"], r"data\.train: found \[1, 2\], expected text or a list of text"),
     ("sft", ["trainer.lr_scheduler_type=cosin"], r"did you mean cosine\?"),
     ("sft", ["trainer.max_grad_norm=.inf"], r"trainer\.max_grad_norm: found inf, expected a finite number"),
-    (
-        "sft",
-        ["scaling.num_workers=[1,2,3]"],
-        r"scaling\.num_workers: found \[1, 2, 3\], expected a whole number or a list of 2",
-    ),
+    ("sft", ["scaling.num_workers=[1,2,3]"], r"scaling\.num_workers: found \[1, 2, 3\], expected a whole number or a list of 2"),
     ("sft", ["trainer=[1]"], r"trainer: found \[1\], expected a mapping"),
     ("sft", ["model={}"], r"model\.name_or_path: missing, expected text"),
-    (
-        "ppo",
-        ["trainer.kl_estimator=k9"],
-        r"trainer\.kl_estimator: found 'k9', expected one of k1, k2, k3, abs",
-    ),
-    # overrides and files
+    ("ppo", ["trainer.kl_estimator=k9"], r"trainer\.kl_estimator: found 'k9', expected one of k1, k2, k3, abs"),
     ("sft", ["trainer.learning_rate"], r"trainer\.learning_rate: expected section\.key=value"),
     ("sft", ["model.name_or_path.x=1"], r"model\.name_or_path is 'm', which has no keys"),
     ("sft", ["data.train=*.jsonl"], r"not valid YAML.*put the value in quotes"),
@@ -92,179 +71,63 @@ BAD = [
     ("stage: sft\nstage: rm\n", [], r"job\.yaml:2: stage: repeated key, first on line 1"),
     ("stage: sft\nlora:\n  r: 8\n  r: 9\n", [], r"job\.yaml:4: lora\.r: repeated key, first on line 3"),
     ("stage: sft\ntrainer: {1: 2}\n", [], r"job\.yaml:2: trainer: a key is not text"),
-    (
-        "stage: sft\ndata: &a {train: *a}\n",
-        [],
-        r"job\.yaml:2: data\.train: an alias refers to the node around it",
-    ),
     ("stage: sft\nmodel: !!python/object/apply:os.system [ls]\n", [], r"job\.yaml:2:8: not valid YAML"),
     ("- sft\n", [], r"found \['sft'\], expected sections"),
     ("", [], r"stage: missing, expected one of sft, rm, dpo, kto, ppo, evaluate"),
     ("stage: stf\n", [], r"stage: found 'stf', expected one of"),
-    # a stage and its inputs
-    ("rm", [], r"this is a job for `rm`, not `sft`: type python -m pipeline rm"),
+    ("rm", [], r"this is a job for `rm`, not `sft`: use python -m pipeline rm"),
     ("dpo", ["policy=null"], r"policy: missing; `dpo` needs it"),
     ("ppo", ["reward=null"], r"reward: missing; `ppo` needs it: reward: models:/rlhf-rm@champion"),
     ("sft", ["reward=models:/rlhf-rm@champion"], r"reward: `sft` takes no reward"),
     ("ppo", ["policy=models:/rlhf-sft"], r"policy: found 'models:/rlhf-sft', expected models:/NAME@ALIAS"),
-    (
-        "ppo",
-        ["reward=python:rewards.py"],
-        r"reward: found 'python:rewards\.py', expected python:MODULE:FUNCTION",
-    ),
-    (
-        "ppo",
-        ["reward=[{reward: a, wieght: 2}]"],
-        r"reward\.0: found .*expected \{reward: NAME, weight: NUMBER\}",
-    ),
+    ("ppo", ["reward=python:rewards.py"], r"reward: found 'python:rewards\.py', expected python:MODULE:FUNCTION"),
+    ("ppo", ["reward=[{reward: a, wieght: 2}]"], r"reward\.0: found .*expected \{reward: NAME, weight: NUMBER\}"),
     ("ppo", ["reward=[models:/a@b, {reward: a, weight: high}]"], r"reward\.1: found .*expected"),
-    (
-        "ppo",
-        ["reward=my_rewards:polite"],
-        r"reward: found 'my_rewards:polite'; for a Python function type python:my_rewards:polite",
-    ),
-    (
-        "ppo",
-        ["reward=[{reward: a.b:c, weight: 2}]"],
-        r"reward\.0: found 'a\.b:c'; for a Python function type python:a\.b:c",
-    ),
-    (
-        "ppo",
-        ["judge=my_rewards:polite"],
-        r"judge: found 'my_rewards:polite'; for a Python function type python:my_rewards:polite",
-    ),
-    (
-        "ppo",
-        ["trainer.max_steps=30"],
-        r"max_steps: unknown key; .*30 updates of 64 episodes are trainer\.total_episodes=1920",
-    ),
-    (
-        "ppo",
-        ["trainer.max_steps=3", "trainer.batch_size=8"],
-        r"3 updates of 8 episodes are trainer\.total_episodes=24",
-    ),
-    (
-        "ppo",
-        ["trainer.max_steps=many", "trainer.batch_size=many"],
-        r"max_steps: unknown key; .*total_episodes = updates \* trainer\.batch_size",
-    ),
+    ("ppo", ["reward=my_rewards:polite"], r"reward: found 'my_rewards:polite', expected python:my_rewards:polite for a Python function"),
+    ("ppo", ["reward=[{reward: a.b:c, weight: 2}]"], r"reward\.0: found 'a\.b:c', expected python:a\.b:c for a Python function"),
+    ("ppo", ["judge=my_rewards:polite"], r"judge: found 'my_rewards:polite', expected python:my_rewards:polite for a Python function"),
+    ("ppo", ["trainer.max_steps=30"], r"max_steps: unknown key; .*30 updates of 64 episodes are trainer\.total_episodes=1920"),
+    ("ppo", ["trainer.max_steps=3", "trainer.batch_size=8"], r"3 updates of 8 episodes are trainer\.total_episodes=24"),
+    ("ppo", ["trainer.max_steps=many", "trainer.batch_size=many"], r"max_steps: unknown key; .*total_episodes = updates \* trainer\.batch_size"),
     ("ppo", ["policy=python:a:b"], r"policy: found 'python:a:b', expected an adapter"),
-    # combinations
     ("sft", ["data.train=null"], r"data\.train: missing; `sft` needs rows"),
     ("evaluate", ["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
-    (
-        "evaluate",
-        ["data.train=a.jsonl"],
-        r"data\.train: `evaluate` has no use for it: .*put the prompts under data\.eval",
-    ),
-    (
-        "sft",
-        ["data.eval=b.jsonl", "data.eval_fraction=0.1"],
-        r"data\.eval_fraction: given together with data\.eval",
-    ),
+    ("evaluate", ["data.train=a.jsonl"], r"data\.train: `evaluate` does not use this key \(.*put the prompts under data\.eval"),
+    ("sft", ["data.eval=b.jsonl", "data.eval_fraction=0.1"], r"data\.eval_fraction: given together with data\.eval"),
     ("sft", ["data.eval_fraction=1"], r"data\.eval_fraction: found 1, expected 0 or more and below 1"),
     ("sft", ["data.max_length=0"], r"data\.max_length: found 0, expected between 2 and 1048576"),
     ("sft", ["trainer.eval_strategy=epoch"], r"trainer\.eval_strategy: there is nothing to evaluate on"),
-    (
-        "sft",
-        ["data.batch_size=8", "trainer.gradient_accumulation_steps=2"],
-        r"follows from data\.batch_size; keep only one",
-    ),
-    (
-        "sft",
-        ["data.batch_size=12"],
-        r"data\.batch_size: found 12, expected a multiple of 8.*try data\.batch_size=16",
-    ),
-    (
-        "sft",
-        ["data.batch_size=8", "trainer.per_device_train_batch_size=2", "scaling.num_workers=[1,3]"],
-        r"expected a multiple of 12.*try data\.batch_size=12",
-    ),
+    ("sft", ["data.batch_size=8", "trainer.gradient_accumulation_steps=2"], r"follows from data\.batch_size; keep only one"),
+    ("sft", ["data.batch_size=12"], r"data\.batch_size: found 12, expected a multiple of 8.*set data\.batch_size=16"),
+    ("sft", ["data.batch_size=8", "trainer.per_device_train_batch_size=2", "scaling.num_workers=[1,3]"], r"expected a multiple of 12.*set data\.batch_size=12"),
     ("sft", ["scaling.num_workers=[1,2]"], r"data\.batch_size: missing; with elastic scaling\.num_workers"),
-    (
-        "sft",
-        ["scaling.num_workers=-1"],
-        r"scaling\.num_workers: found -1, expected 0 \(in this process\), at least 1",
-    ),
+    ("sft", ["scaling.num_workers=-1"], r"scaling\.num_workers: found -1, expected 0 \(in this process\), at least 1"),
     ("sft", ["scaling.num_workers=[3,2]", "data.batch_size=8"], r"scaling\.num_workers: found \[3, 2\]"),
-    ("ppo", ["data.batch_size=8"], r"data\.batch_size: `ppo` has no use for it: use trainer\.batch_size"),
+    ("ppo", ["data.batch_size=8"], r"data\.batch_size: `ppo` does not use this key \(use trainer\.batch_size"),
     ("ppo", ["trainer.response_length=0"], r"trainer\.response_length: found 0, expected above 0"),
     ("sft", ["trainer.bf16=true", "trainer.fp16=true"], r"trainer\.fp16: given together with trainer\.bf16"),
-    (
-        "sft",
-        ["trainer.use_cpu=true", "scaling.use_gpu=true"],
-        r"trainer\.use_cpu: given together with scaling\.use_gpu",
-    ),
-    (
-        "ppo",
-        ["trainer.eval_steps=2"],
-        r"trainer\.eval_steps: there is nothing to evaluate on: give data\.eval",
-    ),
-    (
-        "evaluate",
-        ["data.train=null", "data.eval=a.jsonl", "trainer.num_ppo_epochs=2"],
-        r"trainer\.num_ppo_epochs: unknown key",
-    ),
-    (
-        "sft",
-        ["lora.target_modules=[lm_head]"],
-        r"lora\.target_modules: found lm_head, to which TRL's trainers apply no adapter",
-    ),
+    ("sft", ["trainer.use_cpu=true", "scaling.use_gpu=true"], r"trainer\.use_cpu: given together with scaling\.use_gpu"),
+    ("ppo", ["trainer.eval_steps=2"], r"trainer\.eval_steps: there is nothing to evaluate on: set data\.eval"),
+    ("evaluate", ["data.train=null", "data.eval=a.jsonl", "trainer.num_ppo_epochs=2"], r"trainer\.num_ppo_epochs: unknown key"),
+    ("sft", ["lora.target_modules=[lm_head]"], r"lora\.target_modules: found lm_head, to which TRL's trainers apply no adapter"),
     ("sft", ["lora.target_modules='.*(lm_head|q_proj)'"], r"lora\.target_modules: found lm_head"),
-    (
-        "sft",
-        ["trainer.eval_steps=2", "trainer.eval_strategy=epoch", "data.eval=b.jsonl"],
-        r"trainer\.eval_steps: found 2, which counts with trainer\.eval_strategy=steps only",
-    ),
+    ("sft", ["trainer.eval_steps=2", "trainer.eval_strategy=epoch", "data.eval=b.jsonl"], r"trainer\.eval_steps: found 2, which counts only with trainer\.eval_strategy=steps"),
     ("sft", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0, expected above 0"),
     ("ppo", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0, expected above 0"),
-    (
-        "sft",
-        ["trainer.max_grad_norm=1e-30"],
-        r"trainer\.max_grad_norm: found 1e-30, expected 0 or between 1e-06",
-    ),
+    ("sft", ["trainer.max_grad_norm=1e-30"], r"trainer\.max_grad_norm: found 1e-30, expected 0 or between 1e-06"),
     ("ppo", ["trainer.max_grad_norm=1e-30"], r"trainer\.max_grad_norm: found 1e-30, expected 0 or between"),
-    (
-        "sft",
-        ["trainer.learning_rate=-1"],
-        r"trainer\.learning_rate: found -1, expected above 0 and at most 100, for example 2e-05",
-    ),
-    (
-        "sft",
-        ["model.chat_template=nowhere.jinja"],
-        r"model\.chat_template: found 'nowhere\.jinja', expected an existing",
-    ),
+    ("sft", ["trainer.learning_rate=-1"], r"trainer\.learning_rate: found -1, expected above 0 and at most 100, for example 2e-05"),
+    ("sft", ["model.chat_template=nowhere.jinja"], r"model\.chat_template: found 'nowhere\.jinja', expected an existing"),
     ("sft", ["lora.init_lora_weights=pissa"], r"rewrites base weights"),
-    # a base in shards
-    (
-        "sft",
-        ["model.fsdp=true", "model.load_in_4bit=true"],
-        r"model\.fsdp: given together with model\.load_in_4bit",
-    ),
+    ("sft", ["model.fsdp=true", "model.load_in_4bit=true"], r"model\.fsdp: given together with model\.load_in_4bit"),
     ("dpo", ["model.fsdp=true", "lora.use_dora=true"], r"model\.fsdp: given together with lora\.use_dora"),
-    (
-        "ppo",
-        ["model.fsdp=true", "rollout.engine=vllm", "rollout.num_workers=1"],
-        r"rollout\.engine: found vllm together with model\.fsdp.* rollout\.engine=transformers",
-    ),
-    (
-        "evaluate",
-        ["model.fsdp=true", "rollout.engine=vllm"],
-        r"rollout\.engine: found vllm together with model\.fsdp",
-    ),
-    (
-        "generate",
-        ["model.fsdp=true"],
-        r"model\.fsdp: `generate` has no use for it: each of its processes holds the base whole",
-    ),
+    ("ppo", ["model.fsdp=true", "rollout.engine=vllm", "rollout.num_workers=1"], r"rollout\.engine: found vllm together with model\.fsdp.* rollout\.engine=transformers"),
+    ("evaluate", ["model.fsdp=true", "rollout.engine=vllm"], r"rollout\.engine: found vllm together with model\.fsdp"),
+    ("generate", ["model.fsdp=true"], r"model\.fsdp: `generate` does not use this key \(each of its processes holds the base whole"),
     ("sft", ["lora.bias=all"], r"lora\.bias: .*expected none"),
     ("sft", ["run.name=a/b"], r"run\.name: found 'a/b'"),
     ("sft", ["run.name=.."], r"run\.name: found '\.\.'"),
-    (
-        "sft",
-        ["run.name=feedback"],
-        r"run\.name: found 'feedback', where run\.storage_path keeps things of all runs",
-    ),
+    ("sft", ["run.name=feedback"], r"run\.name: found 'feedback', which run\.storage_path uses for all runs"),
     ("sft", ["run.storage_path=''"], r"run\.storage_path: found empty text"),
     ("sft", ["run.max_failures=-2"], r"run\.max_failures: found -2"),
     ("sft", ["run.num_to_keep=0"], r"run\.num_to_keep: found 0"),
@@ -274,18 +137,13 @@ BAD = [
     ("sft", ["mlflow.tracking_uri=file:///x"], r"mlflow\.tracking_uri: MLflow no longer writes"),
     ("sft", ["gate.eval_loss=0.5"], r"gate\.eval_loss: found '0\.5', expected a comparison"),
     ("sft", ["gate.eval_loss=>= high"], r"gate\.eval_loss: found '>= high'"),
-    # keys that the pipeline owns
-    ("sft", ["trainer.output_dir=x"], r"trainer\.output_dir: not to be set here: checkpoints go to"),
+    ("sft", ["trainer.output_dir=x"], r"trainer\.output_dir: is set by the pipeline: checkpoints go to"),
     ("sft", ["trainer.max_length=512"], r"use data\.max_length"),
     ("sft", ["trainer.report_to=wandb"], r"metrics go to MLflow"),
-    ("sft", ["trainer.deepspeed=ds.json"], r"trainer\.deepspeed: not to be set here"),
-    ("rm", ["lora.task_type=CAUSAL_LM", "stage=sft"], r"lora\.task_type: not to be set here"),
-    ("sft", ["lora.modules_to_save=[lm_head]"], r"lora\.modules_to_save: not to be set here"),
-    ("sft", ["scaling.trainer_resources={}"], r"scaling\.trainer_resources: not to be set here"),
-]
-
-VALUES = [
-    # values that the libraries take without a word, and fail on later or never
+    ("sft", ["trainer.deepspeed=ds.json"], r"trainer\.deepspeed: is set by the pipeline"),
+    ("rm", ["lora.task_type=CAUSAL_LM", "stage=sft"], r"lora\.task_type: is set by the pipeline"),
+    ("sft", ["lora.modules_to_save=[lm_head]"], r"lora\.modules_to_save: is set by the pipeline"),
+    ("sft", ["scaling.trainer_resources={}"], r"scaling\.trainer_resources: is set by the pipeline"),
     ("sft", ["trainer.seed=-1"], r"command line: trainer\.seed: found -1, expected between 0 and 4294967295, for example 42"),
     ("sft", ["trainer.data_seed=4294967296"], r"trainer\.data_seed: found 4294967296, expected between 0 and 4294967295"),
     ("ppo", ["trainer.seed=-1"], r"trainer\.seed: found -1, expected between 0 and 4294967295"),
@@ -295,7 +153,6 @@ VALUES = [
     ("sft", ["trainer.adam_beta1=1"], r"trainer\.adam_beta1: found 1, expected 0 or more and below 1, for example 0\.9"),
     ("ppo", ["trainer.adam_beta2=1"], r"trainer\.adam_beta2: found 1, expected 0 or more and below 1"),
     ("sft", ["trainer.adam_epsilon=0"], r"trainer\.adam_epsilon: found 0, expected between 1e-30 and 1, for example 1e-08"),
-    ("sft", ["trainer.adam_epsilon=1e-320"], r"trainer\.adam_epsilon: found"),
     ("sft", ["trainer.logging_steps=0"], r"trainer\.logging_steps: found 0, expected above 0 and below 1 or a whole number between 1 and"),
     ("sft", ["trainer.save_steps=1.5"], r"trainer\.save_steps: found 1\.5, expected"),
     ("sft", ["trainer.eval_steps=-1"], r"trainer\.eval_steps: found -1, expected"),
@@ -306,60 +163,49 @@ VALUES = [
     ("sft", ["trainer.neftune_noise_alpha=-1"], r"trainer\.neftune_noise_alpha: found -1"),
     ("sft", ["trainer.loss_type=huber"], r"trainer\.loss_type: found 'huber', expected one of nll, dft, chunked_nll"),
     ("sft", ["trainer.log_level=loud"], r"trainer\.log_level: found 'loud', expected one of debug, info"),
-    ("sft", ["trainer.optim=galore_adamw"], r"trainer\.optim: found galore_adamw, made for training whole weights"),
     ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs a GPU"),
     ("sft", ["trainer.activation_offloading=true"], r"trainer\.activation_offloading: needs a GPU"),
-    ("sft", ["trainer.gradient_checkpointing_kwargs={a: 1}"], r"gradient_checkpointing_kwargs: found 'a': 1, expected true or false for one of use_reentrant"),
-    ("sft", ["trainer.dataloader_persistent_workers=true"], r"give dataloader_num_workers, or take it out"),
     ("sft", ["trainer.save_strategy=best"], r"trainer\.save_strategy: found best, .*run\.keep=best"),
-    ("sft", ["trainer.metric_for_best_model=eval_loss"], r"trainer\.metric_for_best_model: not to be set here: use run\.metric_for_best_model"),
+    ("sft", ["trainer.metric_for_best_model=eval_loss"], r"trainer\.metric_for_best_model: is set by the pipeline: use run\.metric_for_best_model"),
     ("sft", ["run.keep=first"], r"run\.keep: found 'first', expected .*best.*last"),
-    ("sft", ["run.keep=best"], r"run\.keep: found 'best', and there are no held-out rows .*give data\.eval or data\.eval_fraction, or type run\.keep=last"),
+    ("sft", ["run.keep=best"], r"run\.keep: found 'best', and there are no held-out rows .*set data\.eval or data\.eval_fraction, or run\.keep=last"),
     ("ppo", ["run.early_stopping_patience=2"], r"run\.early_stopping_patience: found 2, and there are no held-out rows .*run\.early_stopping_patience=null"),
-    ("sft", ["run.keep=best", "data.eval_fraction=0.1"], r"run\.keep: found 'best', but the job evaluates only when training has ended: type trainer\.eval_strategy=epoch, or run\.keep=last"),
-    ("ppo", ["run.keep=best", "data.eval_fraction=0.1"], r"run\.keep: .*type trainer\.eval_steps=10"),
-    ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_mean_token_acuracy"],
-     r"run\.metric_for_best_model: found 'eval_mean_token_acuracy', which no evaluation of `sft` has; expected one of eval_loss, eval_entropy, .*did you mean eval_mean_token_accuracy\?"),
-    ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_entropy"],
-     r"run\.metric_for_best_model: is a larger eval_entropy better\? Type run\.greater_is_better=true or false"),
-    ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_runtime"],
-     r"run\.metric_for_best_model: found 'eval_runtime'"),
-    ("ppo", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_steps=1", "run.metric_for_best_model=eval_judge"],
-     r"run\.metric_for_best_model: eval_judge needs a judge, and there is none"),
+    ("sft", ["run.keep=best", "data.eval_fraction=0.1"], r"run\.keep: found 'best', but the job evaluates only after training: set trainer\.eval_strategy=epoch, or run\.keep=last"),
+    ("ppo", ["run.keep=best", "data.eval_fraction=0.1"], r"run\.keep: .*set trainer\.eval_steps=10"),
+    ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_mean_token_acuracy"], r"run\.metric_for_best_model: found 'eval_mean_token_acuracy', which no evaluation of `sft` has; expected one of eval_loss, eval_entropy, .*did you mean eval_mean_token_accuracy\?"),
+    ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_entropy"], r"run\.metric_for_best_model: is a larger eval_entropy better\? Set run\.greater_is_better=true or false"),
+    ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_runtime"], r"run\.metric_for_best_model: found 'eval_runtime'"),
+    ("ppo", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_steps=1", "run.metric_for_best_model=eval_judge"], r"run\.metric_for_best_model: eval_judge needs a judge, and there is none"),
     ("sft", ["run.early_stopping_patience=0"], r"run\.early_stopping_patience: found 0, expected"),
-    ("evaluate", ["run.keep=best"], r"run\.keep: `evaluate` has no use for it: it trains nothing"),
+    ("evaluate", ["run.keep=best"], r"run\.keep: `evaluate` does not use this key \(it trains nothing"),
     ("sft", ["trainer.eval_on_start=true"], r"trainer\.eval_on_start: there is nothing to evaluate on"),
     ("dpo", ["trainer.beta=0"], r"trainer\.beta: found 0, expected between 1e-06 and 1000000, for example 0\.1"),
     ("dpo", ["trainer.beta=.nan"], r"trainer\.beta: found nan, expected a finite number"),
     ("dpo", ["trainer.loss_type=[sigmoidal]"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
     ("dpo", ["trainer.loss_type=[]"], r"trainer\.loss_type: found an empty list"),
-    ("dpo", ["trainer.loss_weights=[0.0]"], r"trainer\.loss_weights: found weights of 0 alone"),
     ("dpo", ["trainer.loss_type=[exo_pair]"], r"trainer\.label_smoothing: exo_pair needs it above 0"),
     ("dpo", ["trainer.loss_type=sigmoidal"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
     ("dpo", ["trainer.loss_type=true"], r"trainer\.loss_type: found true, expected a list of one of"),
-    ("dpo", ["trainer.label_smoothing=0.1"], r"label_smoothing: found 0\.1, which sigmoid has no use for; it belongs to robust, exo_pair, aot"),
-    ("dpo", ["trainer.discopop_tau=0.1"], r"discopop_tau: found 0\.1, which sigmoid has no use for; it belongs to discopop"),
-    ("dpo", ["trainer.f_divergence_type=forward_kl", "trainer.loss_type=[apo_zero]"], r"forward_kl, which has no meaning for apo_zero"),
+    ("dpo", ["trainer.f_divergence_type=forward_kl", "trainer.loss_type=[apo_zero]"], r"'forward_kl', which has no meaning for apo_zero"),
     ("kto", ["trainer.loss_type=sigmoid"], r"trainer\.loss_type: found 'sigmoid', expected one of kto, apo_zero_unpaired"),
     ("kto", ["trainer.per_device_train_batch_size=1"], r"per_device_train_batch_size: found 1: .*KL term; expected 2 or more, or trainer\.loss_type=apo_zero_unpaired"),
-    ("kto", ["trainer.precompute_ref_log_probs=true"], r"precompute_ref_log_probs: each epoch pairs other rows"),
-    ("kto", ["trainer.desirable_weight=0", "trainer.undesirable_weight=0"], r"desirable_weight: found weights of 0 alone"),
+    ("kto", ["trainer.precompute_ref_log_probs=true"], r"precompute_ref_log_probs: each epoch pairs different rows"),
     ("kto", ["trainer.desirable_weight=-1"], r"trainer\.desirable_weight: found -1, expected"),
     ("kto", ["trainer.sync_ref_model=true"], r"trainer\.sync_ref_model: the reference is the frozen sft adapter"),
-    ("kto", ["trainer.train_sampling_strategy=random"], r"trainer\.train_sampling_strategy: not to be set here"),
+    ("kto", ["trainer.train_sampling_strategy=random"], r"trainer\.train_sampling_strategy: is set by the pipeline"),
     ("dpo", ["trainer.label_smoothing=0.5"], r"trainer\.label_smoothing: found 0\.5, expected 0 or more and below 0\.5"),
     ("ppo", ["trainer.lr_scheduler_type=cosin"], r"trainer\.lr_scheduler_type: found 'cosin', expected one of linear, .*did you mean cosine\?"),
     ("ppo", ["trainer.lr_scheduler_type=reduce_lr_on_plateau"], r"trainer\.lr_scheduler_type: found"),
     ("ppo", ["trainer.temperature=1e-40"], r"trainer\.temperature: found 1e-40, expected 0\.000001 or more"),
     ("ppo", ["trainer.batch_size=1000000000"], r"trainer\.batch_size: found 1000000000, expected above 0 and at most 1048576"),
-    ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: found 64, which is 64 prompts an update for 65 workers; expected at least trainer\.batch_size=65"),
-    ("ppo", ["reward=[{reward: models:/a@b, weight: 0}]"], r"reward: found weights of 0 alone"),
+    ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: fewer prompts for an update than workers; expected at least trainer\.batch_size=65"),
+    ("ppo", ["reward=[{reward: models:/a@b, weight: 0}]"], r"reward: found only weights of 0"),
     ("ppo", ["reward=[{reward: models:/a@b, weight: .nan}]"], r"reward\.0\.weight: found nan"),
     ("ppo", ["reward=[{reward: models:/a@b, weight: 1e400}]"], r"reward\.0\.weight: found inf"),
     ("ppo", ["reward=models:/a'b@c"], r"reward: found"),
     ("sft", ["data.max_length=1"], r"data\.max_length: found 1, expected between 2 and"),
     ("sft", ["data.batch_size=1000000000000"], r"data\.batch_size: found 1000000000000, expected between 1 and 1048576"),
-    ("sft", ["scaling.num_workers=[1,10000]", "data.batch_size=1048576"], r"no data\.batch_size comes out even on each of 1 to 13 workers"),
+    ("sft", ["scaling.num_workers=[1,10000]", "data.batch_size=1048576"], r"no data\.batch_size is divisible for each of 1 to 13 workers"),
     ("sft", ["lora.r=0"], r"lora\.r: found 0, expected between 1 and 8192, for example 8"),
     ("sft", ["lora.r=1000000"], r"lora\.r: found 1000000, expected between 1 and 8192"),
     ("sft", ["lora.lora_alpha=-1"], r"lora\.lora_alpha: found -1, expected between 1 and"),
@@ -370,39 +216,25 @@ VALUES = [
     ("sft", ["lora.rank_pattern={q_proj: high}"], r"lora\.rank_pattern: found 'high' for 'q_proj', expected a number"),
     ("sft", ["lora.rank_pattern={q_proj: 0}"], r"lora\.rank_pattern: found 0 for 'q_proj', expected a whole number between 1"),
     ("sft", ["lora.rank_pattern=null"], r"lora\.rank_pattern: found null, expected a mapping"),
-    ("sft", ["lora.eva_config={rho: 2}"], r"lora\.eva_config: not to be set here"),
+    ("sft", ["lora.eva_config={rho: 2}"], r"lora\.eva_config: is set by the pipeline"),
     ("sft", ["scaling.resources_per_worker={CPU: two}"], r"scaling\.resources_per_worker\.CPU: found 'two', expected a number"),
-    ("sft", ["scaling.resources_per_worker={GPU: -1}"], r"scaling\.resources_per_worker\.GPU: found -1, expected 0 or"),
+    ("sft", ["scaling.resources_per_worker={GPU: -1}"], r"scaling\.resources_per_worker\.GPU: found -1, expected between 0 and 1 or"),
     ("sft", ["scaling.resources_per_worker={CPU: true}"], r"scaling\.resources_per_worker\.CPU: found true, expected a number"),
-    ("sft", ["scaling.resources_per_worker={memory: 1e30}"], r"scaling\.resources_per_worker\.memory: found 1e\+30, expected 0 or between"),
     ("sft", ["scaling.resources_per_worker={CPU: .nan}"], r"scaling\.resources_per_worker\.CPU: found nan"),
-    ("sft", ["scaling.resources_per_worker={CPU: 0}"], r"scaling\.resources_per_worker: found \{'CPU': 0\}, expected at least one"),
     ("sft", ["scaling.use_gpu=true", "scaling.resources_per_worker={GPU: 1.5}"], r"resources_per_worker\.GPU: found 1\.5, expected"),
     ("sft", ["scaling.placement_strategy=PACKED"], r"scaling\.placement_strategy: found 'PACKED', expected one of PACK, .*did you mean PACK\?"),
-    ("sft", ["scaling.use_tpu=true"], r"scaling\.use_tpu: not to be set here: workers train on CPUs or on NVIDIA GPUs"),
+    ("sft", ["scaling.use_tpu=true"], r"scaling\.use_tpu: is set by the pipeline: workers train on CPUs or on NVIDIA GPUs"),
     ("sft", ["run.placement_timeout_s=0"], r"run\.placement_timeout_s: found 0, expected -1 or above 0"),
-    ("sft", ["serve.port=1"], r"serve: `sft` has no use for it: only `serve` answers requests"),
+    ("sft", ["serve.port=1"], r"serve: `sft` does not use this key \(only `serve` answers requests"),
     ("dpo", ["judge=python:a:b"], r"judge: `dpo` takes no judge"),
-    ("generate", ["lora={r: 8}"], r"lora: `generate` has no use for it: it trains nothing; take it out"),
+    ("generate", ["lora={r: 8}"], r"lora: `generate` does not use this key \(it trains nothing\); remove it"),
     ("score", ["trainer.temperature=0"], r"trainer\.temperature: unknown key"),
     ("sft", ["scaling.label_selector={a: 'in(b, c)'}"], r"scaling\.label_selector\.a: found 'in\(b, c\)', expected in\(b,c\)"),
     ("score", ["scaling.label_selector=[{a: b}]"], r"scaling\.label_selector: found a list, expected one mapping, for all actors"),
-    ("export", ["scaling.num_workers=2"], r"scaling\.num_workers: `export` has no use for it: it runs in this process"),
+    ("export", ["scaling.num_workers=2"], r"scaling\.num_workers: `export` does not use this key \(it runs in this process"),
     ("serve", ["serve.port=65536"], r"serve\.port: found 65536, expected between 0 and 65535"),
-    # names
-    ("sft", [f"run.name={'n' * 300}"], r"run\.name: found 300 bytes, expected at most 128"),
-    ("sft", [f"mlflow.registered_model={'n' * 300}"], r"mlflow\.registered_model: found 300 bytes, expected at most 200"),
-    ("sft", [f"mlflow.experiment={'é' * 150}"], r"mlflow\.experiment: found 300 bytes, expected at most 200"),
-    ("sft", [f"mlflow.alias={'n' * 300}"], r"mlflow\.alias: found 300 bytes, expected at most 200"),
-    ("sft", ["mlflow.registered_model=o'hara"], r"mlflow\.registered_model: found \"o'hara\", expected letters"),
-    ("sft", [f"data.train={'n' * 300}.jsonl"], r"data\.train: found 'nnn.* of 306 bytes in a path, expected at most 240"),
-    ("sft", [f"model.chat_template={'n' * 300}"], r"model\.chat_template: found 'nnn.* of 300 bytes in a path"),
-    ("sft", [f"run.storage_path={'/n' * 2000}"], r"run\.storage_path: found 4000 bytes, expected at most 1024"),
-    ("sft", ['run.storage_path="a\\0b"'], r"run\.storage_path: found the control character '\\x00'"),
-    ("sft", ['run.storage_path="a\\nb"'], r"run\.storage_path: found a line break"),
-    ("sft", ["run.name=\udcff"], r"run\.name=.*udcff"),
-    ("sft", ["model.revision=' '"], r"model\.revision: found empty text, expected a value; leave the key out, or use null"),
-    # gates
+    ("sft", ["mlflow.registered_model=o'hara"], r"mlflow\.registered_model: found .o'hara., expected letters"),
+    ("sft", ["model.revision=' '"], r"model\.revision: found empty text, expected a value; remove the key, or use null"),
     ("sft", ["gate.eval_los=<= 1"], r"gate\.eval_los: `sft` has no such metric; did you mean eval_loss\?"),
     ("sft", ["gate.eval_judge=>= 1"], r"gate\.eval_judge: `sft` has no such metric"),
     ("rm", ["gate.eval_rewards/accuracies=>= 1", "stage=sft"], r"gate\.eval_rewards/accuracies: `sft` has no such metric"),
@@ -411,15 +243,26 @@ VALUES = [
     ("sft", ["gate={eval_loss: [1]}"], r"gate\.eval_loss: found \[1\], expected a comparison"),
     ("sft", ["gate=5"], r"gate: found 5, expected a mapping"),
     ("evaluate", ["policy=models:/a@b", "gate.eval_loss=<= 1"], r"gate\.eval_loss: `evaluate` has no such metric"),
+    # names and texts
+    ("sft", [f"run.name={'n' * 300}"], r"run\.name: found 'nnn.* with a part of 300 bytes, expected at most 240"),
+    ("sft", [f"data.train={'n' * 300}.jsonl"], r"data\.train: found 'nnn.* with a part of 306 bytes"),
+    ("sft", ['run.storage_path="a\\0b"'], r"run\.storage_path: found 'a\\x00b', expected text on one line, without control characters"),
+    # files
+    ("stage: sft\n" + "#" * 200_000, [], r"found more than 128 KiB, expected a job file"),
+    ("stage: sft\nmodel:\n\tname_or_path: m\n", [], r":3:1: not valid YAML"),
+    ("stage: sft\n---\nstage: rm\n", [], r":2:1: not valid YAML: but found another document"),
+    ("stage: sft\ndata: &a {train: *a}\n", [], r"job\.yaml: not valid YAML: nested too deeply, or an alias contains itself"),
+    ("hello\n", [], r"found 'hello', expected sections"),
+    ("~\n", [], r"found null, expected sections"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
-    BAD + VALUES,
-    ids=[f"{i}-{' '.join(c[1])[:40]}" for i, c in enumerate(BAD + VALUES)],
+    BAD,
+    ids=lambda value: str(value)[:40] if isinstance(value, list) else "",
 )
-def test_a_mistake_is_refused_with_a_message(job, capsys, text, overrides, message):
+def test_a_mistake_is_answered_by_a_message(job, capsys, text, overrides, message):
     stage = text if text in GOOD and text != "rm" else "sft"
     assert main([stage, job(text), *overrides]) == 2
     printed = capsys.readouterr()
@@ -519,8 +362,6 @@ def test_library_fields_are_those_of_the_library():
     import trl
     from ray.train import ScalingConfig
 
-    from pipeline.config.stages import STAGE
-
     library = {
         STAGE["sft"].trainer: trl.SFTConfig,
         STAGE["rm"].trainer: trl.RewardConfig,
@@ -539,9 +380,6 @@ def test_library_fields_are_those_of_the_library():
 
 
 def test_refused_keys_exist():
-    from pipeline.config.library_keys import REFUSED
-    from pipeline.config.stages import STAGE
-
     known = set().union(*(schema.keys(STAGE[stage].trainer) for stage in ("sft", "rm", "dpo")))
     assert set(REFUSED["trainer"]) <= known
     assert set(REFUSED["lora"]) <= set(schema.keys("peft.tuners.lora.config.LoraConfig"))
@@ -565,7 +403,7 @@ def test_rows_of_the_command_line_that_are_evaluated_on_the_job_files_rows(overr
     assert len(said) == warned
     for line in said:
         assert "'jobs/demo/data/demonstrations_eval.jsonl'" in line
-        assert line.endswith("type data.eval=null data.eval_fraction=0.1")
+        assert line.endswith("set data.eval=null data.eval_fraction=0.1")
     assert "overridden" not in made.to_dict()
 
 

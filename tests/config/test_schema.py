@@ -11,7 +11,7 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.config import schema
-from pipeline.config.jobfile import read_tree
+from pipeline.config.yaml_tree import read_tree
 
 JOBS = sorted(f for f in (ROOT / "jobs").glob("*/*.yaml") if f.parent.name != "cloud")
 
@@ -69,7 +69,7 @@ def test_every_key_of_ours_says_what_it_means():
     assert not [
         one
         for one in silent
-        if not one.startswith(("pipeline.config.Job.", "pipeline.config.sources.Source."))
+        if not one.startswith(("pipeline.config.job.Job.", "pipeline.config.job.Source."))
     ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.config import load_job
-from pipeline.config.sources import Source, completed, sources_of, transforms
+from pipeline.config.job import Source, completed, sources_of, transforms
 from pipeline.errors import InputError
 
 JOB = "jobs/demo/sft.yaml"
@@ -50,9 +50,9 @@ def test_paths_and_mappings(in_root):
         ("data.group_by=q", "data.group_by: found 'q'; only a transform"),
         (
             "data.train=[{path: a, revision: main}]",
-            "data.train.0.revision: found 'main' for 'a'; a revision is of a set",
+            "data.train.0.revision: found 'main' for 'a'; only a dataset on the hub",
         ),
-        ("data.train=[{path: 'hf://datasets/a/b@x', revision: main}]", "is named once"),
+        ("data.train=[{path: 'hf://datasets/a/b@x', revision: main}]", "it is given once"),
         ("data.stopping_strategy=all_exhausted", "no source of data.train has a weight"),
         ("data.stopping_strategy=first", "expected one of first_exhausted, all_exhausted"),
     ],

@@ -44,7 +44,7 @@ def test_what_is_corrected_by_default():
         (["rollout.num_workers=1"], None),
         (
             ["rollout.num_workers=3"],
-            "2 of 3 workers will have nothing to do: an update is 1 chunk of 64 completions",
+            "2 of 3 workers will be idle: an update is 1 chunk of 64 completions",
         ),
         (["rollout.num_workers=2", "rollout.staleness=2"], None),
         (["rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=21"], None),
@@ -52,7 +52,7 @@ def test_what_is_corrected_by_default():
 )
 def test_rollout_workers_that_would_idle_are_warned_of(overrides, idle, in_root):
     said = [
-        line for line in warnings(load_job("jobs/demo/ppo.yaml", overrides, "ppo")) if "nothing to do" in line
+        line for line in warnings(load_job("jobs/demo/ppo.yaml", overrides, "ppo")) if "will be idle" in line
     ]
     assert (
         not said
@@ -75,6 +75,6 @@ def test_rollout_workers_with_more_threads_than_cpus_are_warned_of(overrides, cr
     said = [
         line
         for line in warnings(job)
-        if "computes with 4 threads, as a trainer does, and asks Ray for 1 CPUs" in line
+        if "computes with 4 threads, as a trainer does, and reserves 1 CPUs" in line
     ]
     assert len(said) == crowded

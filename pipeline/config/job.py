@@ -1,0 +1,351 @@
+"""A job as dataclasses: the sections that are ours, with their keys, types, defaults, ranges (`Annotated`) and meanings.
+
+schema.json is generated from these annotations and comments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pipeline.config.stages import INPUTS, STAGE
+from pipeline.system import storage
+
+if TYPE_CHECKING:
+    from pipeline.ppo.rollout_config import RolloutConfig
+
+HUB = "hf://datasets/"
+# Keys of a source that say what its rows become; `data` sets them for the sources that do not.
+PREPROCESSING = ("columns", "label", "transform", "group_by")
+
+
+@dataclass(frozen=True)
+class Model:
+    name_or_path: str  # a folder, a hub id, or hub id@revision
+    revision: str | None = None  # hub only: a commit, tag or branch
+    # Of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes it bfloat16.
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    load_in_4bit: bool = False  # nf4 with double quantization; computes in `dtype`
+    fsdp: bool = False  # shards the base over the workers (FSDP2); each worker holds the full adapters
+    attn_implementation: str | None = None  # None: what transformers picks (sdpa)
+    chat_template: str | None = None  # a Jinja file, "plain", or None: the tokenizer's own, else "plain"
+    trust_remote_code: bool = False  # run the Python code that comes with a model on the hub
+    allow_pickle: bool = False  # also read *.bin weights, which can run code
+
+
+@dataclass(frozen=True)
+class Source:
+    """An entry of a list under data.train, data.eval or data.pairs: a path alone, or a mapping with these keys."""
+
+    path: str  # a path, a glob, a folder, s3:// gs:// hf://
+    # Of data.train: the share of an epoch drawn from this source, in proportion to the weights of the others.
+    weight: float | None = None
+    # Of a dataset on the hub: a commit, tag or branch; the same as @REVISION in its path.
+    revision: str | None = None
+    # As data.columns, data.label, data.transform and data.group_by, for the rows of this source. None: those of `data`.
+    columns: dict[str, str | list[str]] | None = None
+    label: dict[str, Any] | None = None
+    transform: str | None = None
+    group_by: str | None = None
+
+    @property
+    def location(self) -> str:
+        """The path; for a dataset on the hub, with its revision."""
+        if self.revision is None:
+            return self.path
+        name, colon, split = self.path.removeprefix(HUB).partition(":")
+        return f"{HUB}{name}@{self.revision}{colon}{split}"
+
+
+@dataclass(frozen=True)
+class Data:
+    # A path, a glob, a folder, s3:// gs:// hf://, or a list of them; in a list also {path: ..., weight: ..., columns: ...}.
+    train: str | list[str | dict[str, Any]] | None = None
+    # If sources have weights: an epoch ends when one source is used up, or when all are.
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    # Held-out rows, as `train`.
+    eval: str | list[str | dict[str, Any]] | None = None
+    # Of `evaluate`: held-out preferences that the reward model is evaluated on.
+    pairs: str | list[str | dict[str, Any]] | None = None
+    # A Python function of a row, python:module:function. It returns a row, several, or None, and runs before `columns`.
+    transform: str | None = None
+    # A column: consecutive rows with the same value in it go to `transform` together, as a list.
+    group_by: str | None = None
+    # {field: column}: where the rows have the fields that the stage reads; a column may be a path, as a.0.b.
+    columns: dict[str, str | list[str]] | None = None
+    # {first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and which `second`.
+    label: dict[str, Any] | None = None
+    eval_fraction: Annotated[float, "[0, 1)"] = 0.0  # held out of `train` by prompt, instead of `eval`
+    max_length: Annotated[int | None, "[2, 1048576]"] = None  # tokens; None: the model's context
+    on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
+    # What happens to rows with more tokens than `max_length`.
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    # To text rows; None: unless the template is only the fallback "plain".
+    apply_chat_template: bool | None = None
+    # What "<|eot_id|>" in the text of a row means: its characters, or the token.
+    special_tokens: Literal["text", "control"] = "text"
+    # Rows per optimizer step over all workers; gradient accumulation follows.
+    batch_size: Annotated[int | None, "[1, 1048576]"] = None
+    cache_dir: str | None = None  # None: <run.storage_path>/data
+    # Of eval_fraction; of `collect`, of the order in which prompts are drawn.
+    seed: Annotated[int, "[0, 4294967295]"] = 0
+    subset: str | None = None  # a column of `pairs`: accuracy is also reported for each of its values
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str | None = None  # None: a fresh one for each run; the same name again continues that run
+    # A folder or bucket, with a folder for each run.
+    storage_path: str = "runs"
+    max_failures: Annotated[int, "-1 or [0, 1000000]"] = 0  # restarts after lost workers; -1: no limit
+    # Seconds to wait for workers that no node has resources for; -1: no limit.
+    placement_timeout_s: Annotated[float, "-1 or (0, 31536000]"] = 3600.0
+    num_to_keep: Annotated[int, "[1, 1000]"] = 2  # checkpoints
+    # The step whose adapter is evaluated, gated and registered: the best evaluation so far, or the last step.
+    keep: Literal["best", "last"] = "last"
+    # The held-out metric that compares evaluations. None: eval_loss; of ppo eval_judge, without a judge eval_reward.
+    metric_for_best_model: str | None = None
+    # None: false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins, rewards and judges.
+    greater_is_better: bool | None = None
+    # Training stops after this many evaluations in a row without a better one. None: never.
+    early_stopping_patience: Annotated[int | None, "[1, 1000000]"] = None
+    fresh: bool = False  # start over although a run of this name exists
+    report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
+
+
+@dataclass(frozen=True)
+class MLflow:
+    tracking_uri: str | None = None  # None: $MLFLOW_TRACKING_URI, else sqlite:///<run.storage_path>/mlflow.db
+    # The MLflow experiment of the run.
+    experiment: str = "rlhf"
+    registered_model: str | None = None  # None: nothing is registered
+    alias: str = "champion"  # moves to the new version if the gate passes
+    # Other trackers that get the same curves; each needs the extra of its name.
+    also: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Serve:
+    """The `serve` section: what answers under which name, who may ask, and how much."""
+
+    # {model id of a request: models:/NAME@ALIAS, which is followed when the alias moves, a version, a folder, a hub id, or base}
+    policies: dict[str, str] = field(default_factory=dict)
+    rewards: dict[str, str] = field(default_factory=dict)  # the same of /score; also python:MODULE:FUNCTION
+    host: str = "127.0.0.1"  # another one needs tokens in RLHF_SERVE_TOKENS
+    port: Annotated[int, "[0, 65535]"] = 8000  # 0: any free one
+    # Completions of a replica that wait for a place in its batch; a request beyond gets 429.
+    max_queue: Annotated[int, "[1, 1000000]"] = 256
+    max_choices: Annotated[int, "[1, 128]"] = 16  # completions of one request (its `n`)
+    max_body_bytes: Annotated[int, "[1024, 1073741824]"] = 1048576  # of a request; more gets 413
+    # Seconds for a whole answer, including the wait for its place; then 504.
+    timeout_s: Annotated[float, "(0, 86400]"] = 300.0
+    # Of the KV cache. None: what half of a GPU's free memory holds, on a CPU a quarter.
+    cache_tokens: Annotated[int | None, "[16, 1000000000000]"] = None
+    # Seconds between two queries of the registry for aliases that have moved.
+    poll_s: Annotated[float, "(0, 86400]"] = 5.0
+    # Keep conversations, so that feedback on them becomes rows to learn from; otherwise only its metrics.
+    log_prompts: bool = False
+    feedback_path: str | None = None  # a local folder; None: <run.storage_path>/feedback
+    # Of that folder: half for rows, beyond which feedback gets 507, half for conversations.
+    feedback_bytes: Annotated[int, "[4096, 1000000000000]"] = 1073741824
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{input: name}: policies.ID and rewards.ID of all that the section names."""
+        policies = {f"policies.{key}": name for key, name in self.policies.items()}
+        return policies | {f"rewards.{key}": name for key, name in self.rewards.items()}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The `trainer` section of `score`; its keys, and those of Inference, have PPOConfig's names."""
+
+    local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
+    bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
+    # Seconds that a Python reward may take for one row, each called alone. None: all rows in one call, without a limit.
+    reward_timeout_s: Annotated[float | None, "(0, 31536000]"] = None
+    # Rows that a Python reward scores at the same time, with reward_timeout_s.
+    reward_threads: Annotated[int, "[1, 1024]"] = 8
+
+    @property
+    def rows_per_forward(self) -> int:
+        """Rows of data.train that fill a forward."""
+        return self.local_rollout_forward_batch_size
+
+
+@dataclass(frozen=True)
+class Inference(Forward):
+    """The `trainer` section of `evaluate`, `generate` and `serve`, whose requests may override it."""
+
+    # Maximum new tokens of a completion, the end-of-sequence token included.
+    response_length: Annotated[int, "[1, 1048576]"] = 256
+    min_new_tokens: Annotated[int, "[0, inf)"] = 0  # minimum new tokens of a completion
+    temperature: Annotated[float, "0 or [0.000001, inf)"] = 1.0  # divides the logits; 0: greedy
+    seed: Annotated[int, "[0, 4294967295]"] = 42  # of sampling, together with a row's number
+
+
+@dataclass(frozen=True)
+class Collect(Inference):
+    """The `trainer` section of `collect`."""
+
+    num_generations: Annotated[int, "[1, 1024]"] = 4  # completions of each prompt
+    # Rows that come out: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto).
+    select: Literal["best", "best_worst", "pairs"] = "best_worst"
+    # Least difference between the scores of a pair; equal scores never make one.
+    min_margin: Annotated[float, "[0, inf)"] = 0.0
+    # Prompts that are used, drawn from data.train without replacement in an order that data.seed gives. None: all, in the
+    # order of the file.
+    num_prompts: Annotated[int | None, "[1, 1000000000]"] = None
+    # Prompts to skip in that order; after the last prompt, a new order is drawn.
+    skip_prompts: Annotated[int, "[0, 1000000000]"] = 0
+
+    @property
+    def rows_per_forward(self) -> int:
+        return max(1, self.local_rollout_forward_batch_size // self.num_generations)
+
+
+@dataclass(frozen=True)
+class Export:
+    """The `trainer` section of `export`; what goes to the hub has the names of transformers.TrainingArguments."""
+
+    merge: bool = True  # false: the adapter as it is, with its tokenizer and card
+    # Maximum new tokens of the greedy completions that are compared.
+    response_length: Annotated[int, "[1, 1048576]"] = 256
+    # Matrix products of the adapter, which the merged model is compared with, in bfloat16 (autocast).
+    bf16: bool = False
+    hub_model_id: str | None = None  # OWNER/NAME on the hub; None: nothing is pushed
+    push_to_hub: bool = False  # false: only show what would be pushed
+    hub_private_repo: bool = True  # of a repository that is created for it
+    hub_revision: str | None = None  # the branch, created if missing; None: main
+
+
+@dataclass(frozen=True)
+class Job:
+    stage: str
+    model: Model
+    lora: dict[str, Any] = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    scaling: dict[str, Any] = field(default_factory=dict)
+    rollout: dict[str, Any] = field(default_factory=dict)
+    serve: Serve = field(default_factory=Serve)
+    run: Run = field(default_factory=Run)
+    mlflow: MLflow = field(default_factory=MLflow)
+    gate: dict[str, str] = field(default_factory=dict)  # metric -> ">= 0.95"
+    # models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no adapter
+    policy: str | None = None
+    # Of dpo: the frozen adapter that it is regularized towards; None: the policy that it starts from.
+    reference: str | None = None
+    reward: str | list[Any] | None = None  # one, or a list of names and {reward: name, weight: number}
+    baseline: str | None = None
+    judge: str | None = None  # a Python function or a second reward model: reported, never trained on
+    source: str = ""  # the job file
+    overridden: tuple[str, ...] = ()  # keys that the command line set; no part of the resolved job
+
+    @property
+    def folder(self) -> str:
+        """The folder of the run: checkpoints, result.json, its report."""
+        return storage.join(self.run.storage_path, str(self.run.name))
+
+    @property
+    def paths(self) -> list[tuple[str, str]]:
+        """(key, path) of all rows that the job names."""
+        return [
+            (f"data.{name}", source.location)
+            for name in ("train", "eval", "pairs")
+            for source in sources_of(getattr(self.data, name))
+        ]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the job has held-out rows: data.eval, or a share of data.train."""
+        return bool(self.data.eval or self.data.eval_fraction)
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """(fewest, most) workers; equal unless the job is elastic."""
+        count = self.scaling.get("num_workers", 1) or 1
+        return (count[0], count[1]) if isinstance(count, list) else (count, count)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the job runs in the process of its command: `scaling.num_workers: 0`.
+
+        On a cluster, and next to rollout workers, which need Ray, 0 means one worker.
+        """
+        zero = self.scaling.get("num_workers", 1) == 0
+        return zero and "RAY_ADDRESS" not in os.environ and not self.rollout_config.workers[1]
+
+    @property
+    def rewards(self) -> list[tuple[str, float]]:
+        """(name, weight) of each reward."""
+        items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
+        return [
+            (i["reward"], float(i.get("weight", 1.0))) if isinstance(i, dict) else (i, 1.0) for i in items
+        ]
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
+        given = {key: getattr(self, key) for key in INPUTS if key != "reward"}
+        given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
+        return {key: name for key, name in given.items() if name} | self.serve.inputs
+
+    @property
+    def bf16(self) -> bool:
+        """Whether matrix products are in bfloat16. By default they are in TRL's stages (trl.SFTConfig.bf16)."""
+        given = self.trainer.get("bf16")
+        return bool(STAGE[self.stage].trl and not self.trainer.get("fp16") if given is None else given)
+
+    @property
+    def base_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+        """The dtype in which workers hold the frozen base: `model.dtype`, or bfloat16 on a CPU with bf16 products.
+
+        A CPU casts a float32 weight for each product in bfloat16, which takes as long as a product of few rows.
+        """
+        on_cpu = STAGE[self.stage].runs_in != "here" and not self.scaling.get("use_gpu")
+        return "bfloat16" if on_cpu and self.bf16 else self.model.dtype
+
+    @property
+    def args(self) -> Any:
+        """The `trainer` section as its config class, if that is ours. A worker instantiates TRL's."""
+        module, _, name = STAGE[self.stage].trainer.rpartition(".")
+        assert module.startswith("pipeline."), f"a worker instantiates {name}"
+        return getattr(importlib.import_module(module), name)(**self.trainer)
+
+    @property
+    def rollout_config(self) -> RolloutConfig:
+        """The `rollout` section as its config class."""
+        from pipeline.ppo.rollout_config import RolloutConfig
+
+        return RolloutConfig(**self.rollout)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the resolved job as plain JSON-able data."""
+        return {key: value for key, value in asdict(self).items() if key != "overridden"}
+
+
+def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
+    """Returns the sources of data.train, data.eval or data.pairs, in their order."""
+    items = [spec] if isinstance(spec, str) else spec or []
+    return [Source(item) if isinstance(item, str) else Source(**item) for item in items]
+
+
+def completed(data: Data, name: str) -> list[Source]:
+    """Returns the sources of data.train, data.eval or data.pairs; keys that a source does not set are those of `data`."""
+    return [
+        replace(source, **{key: getattr(data, key) for key in PREPROCESSING if getattr(source, key) is None})
+        for source in sources_of(getattr(data, name))
+    ]
+
+
+def transforms(data: Data) -> dict[str, str]:
+    """Returns {key of the job: python:module:function} of all functions that rows go through, each once."""
+    found = {"data.transform": data.transform}
+    for name in ("train", "eval", "pairs"):
+        for index, source in enumerate(sources_of(getattr(data, name))):
+            found[f"data.{name}.{index}.transform"] = source.transform
+    first = {source: key for key, source in reversed(found.items()) if source is not None}
+    return {key: source for source, key in first.items()}

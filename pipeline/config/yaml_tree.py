@@ -1,0 +1,262 @@
+"""Reads a job file as a plain tree: YAML, `extends` and overrides. Each key remembers where it was written.
+
+YAML is read by the rules of version 1.2, because version 1.1 surprises people: here `1e-4` is a number, `eval_strategy: no`
+is the word "no", and `2026-11-20` is text. A value that looks like a secret is rejected and never printed.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.errors import InputError, printable, short, show
+from pipeline.system.credentials import has_credentials
+
+# Tokens and keys of the services that the pipeline uses, and private keys.
+SECRET = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bsk-[\w-]{20,}"
+    r"|\bdapi[0-9a-f]{32}|\bxox[abp]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+NO_SECRETS = (
+    "the value looks like a secret, which never belongs in a job file or on a command line; "
+    "put it into the environment (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and replace it if others have seen it"
+)
+MAX_BYTES = 1 << 17  # of a job file; the largest one shipped has 5 KB
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars: true/false, decimal integers, floats with or without a point, null, text.
+
+    ruamel.yaml implements YAML 1.2, but reads 2026-11-20 as a date too (0.18).
+    """
+
+
+_REPLACED = ("bool", "int", "float", "timestamp", "value")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern, _first in (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    # An integer of more than 18 digits does not fit into 64 bits, and is a float, as in JSON.
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]{0,17})$", "-+0123456789"),
+    ("float", r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
+    ("float", r"^(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$", "-+."),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
+
+
+@dataclass
+class Tree:
+    """The sections of a job file. `where` maps a dotted key to what set it: `jobs/x.yaml:12` or `command line`."""
+
+    source: str
+    data: dict[str, Any] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+
+    def error(self, key: str, message: str) -> InputError:
+        """Returns the error about `key`, with the line of the key or of the innermost section around it."""
+        section = key
+        while section and section not in self.where:
+            section = section.rpartition(".")[0]
+        return InputError(message, key=key, where=self.where.get(section, self.source))
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Returns the keys of a section, none if it is missing. Raises InputError if it is no mapping."""
+        value = self.data.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(name, f"found {show(value)}, expected a mapping of keys to values")
+        return dict(value or {})
+
+
+def read_tree(path: str | Path, overrides: list[str]) -> Tree:
+    """Reads the job file at `path` and applies `section.key=value` overrides. Raises InputError with file:line."""
+    tree = _extended(_tree(Path(path)), Path(path).parent)
+    for override in overrides:
+        _override(tree, override)
+    _check_values(tree, tree.data, "")
+    return tree
+
+
+def section_tree(tree: Tree, section: str, folder: Path) -> Tree:
+    """Returns a section that is a job itself, on top of the files that its `extends` names, relative to `folder`.
+
+    Raises:
+        InputError: if the section is missing or no mapping.
+    """
+    data = tree.data.get(section)
+    if not isinstance(data, dict):
+        found = "missing" if data is None else f"found {show(data)}"
+        raise tree.error(
+            section, f"{found}, expected a job, for example {section}: {{extends: {section}.yaml}}"
+        )
+    prefix = f"{section}."
+    where = {key.removeprefix(prefix): at for key, at in tree.where.items() if key.startswith(prefix)}
+    job = _extended(Tree(tree.source, dict(data), where), folder)
+    _check_values(job, job.data, "")
+    return job
+
+
+def _tree(path: Path) -> Tree:
+    tree = Tree(printable(str(path)))
+    tree.data = _parse(_read(path), tree.source, tree.where)
+    if not isinstance(tree.data, dict):
+        found = f"found {show(tree.data)}, expected sections such as `stage: sft` and `model: ...`"
+        raise InputError(f"{tree.source}: {found}")
+    return tree
+
+
+def _extended(tree: Tree, folder: Path) -> Tree:
+    """Returns a job on top of the files that its `extends` names: one or a list, in which later ones win.
+
+    Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, replaces that section.
+    """
+    names = tree.data.pop("extends", None)
+    if names is None:
+        return tree
+    names = names if isinstance(names, list) else [names]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise tree.error(
+            "extends", f"found {show(names)}, expected one or several job files, for example ../own/rm.yaml"
+        )
+    below = Tree(tree.source)
+    for name, one in [*((name, _tree(folder / name)) for name in names), ("", tree)]:
+        if "extends" in one.data:
+            raise tree.error("extends", f"found {show(name)}, which extends a job itself: name that one")
+        for section, value in one.data.items():
+            before = below.data.get(section)
+            if isinstance(before, dict) and isinstance(value, dict) and value:
+                value = before | value
+            below.data[section] = value
+        below.where |= one.where
+    return below
+
+
+def _read(file: Path) -> str:
+    name = printable(str(file))
+    if file.is_dir():
+        jobs = ", ".join(str(job) for job in sorted(file.glob("*.yaml"))[:16])
+        raise InputError(f"{name} is a folder, expected a job file: {jobs or 'none in it'}")
+    if not file.is_file():
+        raise InputError(
+            f"{name}: no such job file; those shipped are jobs/PROFILE/STAGE.yaml, for example jobs/demo/sft.yaml"
+        )
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read ({error.strerror})") from None
+    if len(content) > MAX_BYTES:
+        raise InputError(
+            f"{name}: found more than {MAX_BYTES >> 10} KiB, expected a job file; are these the rows?"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: not UTF-8 text: {error}") from None
+
+
+def _parse(text: str, name: str, where: dict[str, str]) -> Any:
+    """Returns the value of a YAML document, and fills `where`. Errors name the line but never quote it: it may hold a secret."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return {}
+        _walk(node, "", name, where)
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise InputError(f"{name}: not valid YAML: nested too deeply, or an alias contains itself") from None
+
+
+def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str]) -> None:
+    """Records the line of every key. Raises InputError for repeated keys and for keys that are not text."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _walk(item, f"{key}.{index}", name, where)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for child, value in node.value:
+        line = child.start_mark.line + 1
+        if child.tag == "tag:yaml.org,2002:merge":
+            _walk(value, key, name, where)
+            continue
+        if child.tag != "tag:yaml.org,2002:str":
+            raise InputError(f"{name}:{line}: {key or 'job'}: a key is not text; put it in quotes")
+        if _is_secret(child.value):
+            raise InputError(f"{name}:{line}: {NO_SECRETS}")
+        full = _join(key, child.value)
+        if child.value in seen:
+            raise InputError(
+                f"{name}:{line}: {full}: repeated key, first on line {seen[child.value]}; keep one of them"
+            )
+        seen[child.value] = line
+        where[full] = f"{name}:{line}"
+        _walk(value, full, name, where)
+
+
+def _join(section: str, key: str) -> str:
+    return f"{section}.{key}" if section else key
+
+
+def _override(tree: Tree, text: str) -> None:
+    """Applies one `section.key=value`. The value is YAML, except in `gate`: YAML would read `>= 0.9` as a block."""
+    key, equals, value = text.partition("=")
+    if _is_secret(text):
+        raise InputError(f"command line: {'an override' if _is_secret(key) else key}: {NO_SECRETS}")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[^.\s]+)*", key):
+        raise InputError(
+            f"command line: {short(text)}: expected section.key=value, for example trainer.learning_rate=1e-4"
+        )
+    where: dict[str, str] = {}
+    if re.match(r"(\w+\.)?gate\.", key) and value not in ("", "null"):
+        parsed: Any = value.strip("'\"")
+    else:
+        try:
+            parsed = _parse(value, "command line", where) if value.strip() else None
+        except InputError as error:
+            quoted = f'{short(key)}="{short(value)}"'
+            raise InputError(f"{error} in {show(text)}; put the value in quotes: '{quoted}'") from None
+    *sections, last = key.split(".")
+    node = tree.data
+    for depth, part in enumerate(sections):
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            found = f"{'.'.join(sections[: depth + 1])} is {show(node)}, which has no keys"
+            raise InputError(f"command line: {short(key)}: {found}")
+    node[last] = parsed
+    for stale in [name for name in tree.where if name.startswith(key + ".")]:
+        del tree.where[stale]
+    tree.where[key] = "command line"
+
+
+def _is_secret(text: str) -> bool:
+    """Returns whether a text holds a token or a key, or a URI with a password, a token or a key in it."""
+    return bool(SECRET.search(text)) or has_credentials(text)
+
+
+def _check_values(tree: Tree, value: Any, key: str) -> None:
+    """Raises InputError for secrets, numbers that are not finite, and control characters."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_values(tree, item, _join(key, name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_values(tree, item, _join(key, str(index)))
+    elif isinstance(value, str) and _is_secret(value):
+        raise tree.error(key, NO_SECRETS)
+    elif isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
+        raise tree.error(key, f"found {show(value)}, expected text on one line, without control characters")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise tree.error(key, f"found {value}, expected a finite number")
