@@ -311,7 +311,7 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
     for key, path in local_paths(job):
         if cluster.is_here and os.path.isabs(path):
             continue
-        if os.path.isabs(path) and not _inside(path):
+        if os.path.isabs(path) and os.path.relpath(path).startswith(".."):
             if _on_local_disk(path):
                 raise InputError(
                     f"{path!r} is on this machine's own disk, which the nodes do not have; move it below "
@@ -340,10 +340,6 @@ def local_paths(job: Job) -> list[tuple[str, str]]:
         (key, value) for key, value in named.items() if value and (os.path.exists(value) or value[0] in "/~")
     ]
     return [(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)]
-
-
-def _inside(path: str) -> bool:
-    return not os.path.relpath(path).startswith("..")
 
 
 def _matches(pattern: str) -> list[str]:

@@ -133,23 +133,20 @@ def group(job: Job, name: str, each: Bundle, count: int, section: str) -> dict[s
         section: the section of the job whose label_selector the pods satisfy.
     """
     labels = labels_of(each, section)
+    if gpus := math.ceil(each.resources.get("GPU", 0)):
+        requests = {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": str(gpus)}
+    else:
+        requests = {"cpu": str(math.ceil(each.resources.get("CPU", 1))), "memory": "8Gi"}
     return {
         "groupName": name,
         "replicas": 0,
         "minReplicas": 0,
         "maxReplicas": count,
         # No task without a GPU starts a pod with one.
-        "rayStartParams": {"num-cpus": "0"} if each.resources.get("GPU") else {},
+        "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
-        "template": {"spec": pod(job, "ray-worker", per_pod(each), os.environ.get(NODE_SELECTORS[section]))},
+        "template": {"spec": pod(job, "ray-worker", requests, os.environ.get(NODE_SELECTORS[section]))},
     }
-
-
-def per_pod(each: Bundle) -> dict[str, str]:
-    """Returns the requests of one worker pod, which holds one worker of the job."""
-    if gpus := math.ceil(each.resources.get("GPU", 0)):
-        return {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": str(gpus)}
-    return {"cpu": str(math.ceil(each.resources.get("CPU", 1))), "memory": "8Gi"}
 
 
 def labels_of(each: Bundle, section: str) -> dict[str, str]:

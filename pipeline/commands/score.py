@@ -19,36 +19,6 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
-    score = scorer(host)
-
-    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        samples = [
-            (row["prompt_ids"], row[side], json.loads(row["row"]))
-            for row in rows
-            for side in ("chosen_ids", "rejected_ids")
-            if row[side] is not None
-        ]
-        scores = iter(score(samples))
-        records = []
-        for row in rows:
-            record = json.loads(row["row"])
-            if row["rejected_ids"] is None:
-                record["score"] = next(scores)
-            else:
-                chosen, rejected = next(scores), next(scores)
-                record |= {
-                    "score_chosen": chosen,
-                    "score_rejected": rejected,
-                    "score_margin": chosen - rejected,
-                }
-            records.append(record)
-        return records
-
-    return answer
-
-
-def scorer(host: Host) -> Any:
-    """Returns a function of [(prompt ids, completion ids, row)] to the job's weighted reward of each, in raw units."""
     from pipeline.evaluation.pairs import samples_of
     from pipeline.models.tokenizer import eos_ids
     from pipeline.ppo.rewards import weighted
@@ -58,13 +28,29 @@ def scorer(host: Host) -> Any:
     rewards = roles.add_rewards(host, shared)
     ends = set(eos_ids(host.tokenizer, shared.base.generation_config))
 
-    def score(samples: list[tuple[list[int], list[int], dict[str, Any]]]) -> list[float]:
-        prompts, completions, rows = zip(*samples, strict=True)
-        return weighted(
-            rewards, samples_of(prompts, completions, rows, host.tokenizer, ends), normalize=False
-        )[0]
+    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
+        found = [
+            (row["prompt_ids"], row[side], json.loads(row["row"]))
+            for row in rows
+            for side in ("chosen_ids", "rejected_ids")
+            if row[side] is not None
+        ]
+        prompts, completions, given = zip(*found, strict=True)
+        samples = samples_of(prompts, completions, given, host.tokenizer, ends)
+        scores = iter(weighted(rewards, samples, normalize=False)[0])
+        records = []
+        for row in rows:
+            record = json.loads(row["row"])
+            if row["rejected_ids"] is None:
+                record["score"] = next(scores)
+            else:
+                chosen, rejected = next(scores), next(scores)
+                margin = chosen - rejected
+                record |= {"score_chosen": chosen, "score_rejected": rejected, "score_margin": margin}
+            records.append(record)
+        return records
 
-    return score
+    return answer
 
 
 def measure(record: Record) -> dict[str, float]:
