@@ -8,6 +8,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -55,15 +56,22 @@ def file_of_uri(uri: str) -> str | None:
     return unquote(uri.partition(":///")[2].partition("?")[0]) if uri.startswith("sqlite:") else None
 
 
-def client(uri: str) -> Any:
-    """Returns an MlflowClient that gives up within seconds instead of minutes, and does not log migrations."""
+def import_mlflow() -> None:
+    """Imports MLflow, quiet and with short time limits."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # its import sets its logger's level from this
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # with 3, a refused connection takes 13 s
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    import mlflow  # noqa: F401
+
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def client(uri: str) -> Any:
+    """Returns an MlflowClient that gives up within seconds instead of minutes, and does not log migrations."""
+    import_mlflow()
     from mlflow import MlflowClient
 
     uri = _with_credentials(uri)
@@ -99,8 +107,7 @@ def check(job: Job) -> None:
         if file is None:
             experiment = deadline.answer(lambda: client(uri).get_experiment_by_name(name))
         else:
-            import mlflow  # noqa: F401  (slow; kept outside the lock)
-
+            import_mlflow()  # slow; kept outside the lock
             with _created(file):
                 experiment = client(uri).get_experiment_by_name(name)
     except Exception as error:  # of any type: the store's driver raises it
@@ -157,11 +164,11 @@ def _created(path: str) -> Iterator[None]:
 
 def _empty_database() -> str:
     """Returns the path of a database with MLflow's tables, made once per user and version: the migrations take a second."""
-    import mlflow
-    from mlflow.store.db import utils
-
-    path = storage.cache(f"mlflow-{mlflow.__version__}.db")
+    path = storage.cache(f"mlflow-{version('mlflow')}.db")
     if not os.path.exists(path):
+        import_mlflow()
+        from mlflow.store.db import utils
+
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
             new = os.path.join(folder, "mlflow.db")
             engine = utils.create_sqlalchemy_engine(uri_of_file(new))

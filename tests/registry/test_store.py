@@ -150,7 +150,7 @@ def test_first_runs_that_start_together_make_one_store(tmp_path):
         one.stdin.write("go\n")
     printed = [one.communicate(timeout=120)[0] for one in others]
     assert [one.returncode for one in others] == [0] * 3, printed
-    assert "Traceback" not in "".join(printed)
+    assert not re.search("Traceback|INFO", "".join(printed))
     mlflow = registry.client(f"sqlite:///{tmp_path}/new/mlflow.db")
     (experiment,) = [e for e in mlflow.search_experiments() if e.name == "rlhf"]
     statuses = [run.info.status for run in mlflow.search_runs([experiment.experiment_id])]
