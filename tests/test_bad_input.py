@@ -275,7 +275,7 @@ JOB = [
     case("storage that nobody may write", "sft", r"run\.storage_path: '/proc/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/proc/runs"]),
     case("storage of an unknown scheme", "sft", r"run\.storage_path: 'ftps://host/runs' cannot be written", overrides=["run.storage_path=ftps://host/runs"]),
     case("cache that cannot be written", "sft", r"data\.cache_dir: '/dev/null/cache/.* cannot be written .*e\.g\. data\.cache_dir=\./cache", overrides=["data.cache_dir=/dev/null/cache"]),
-    case("bucket without a tracking server", "sft", r"mlflow\.tracking_uri: missing; with run\.storage_path=memory://runs", overrides=["run.storage_path=memory://runs"]),
+    case("bucket without a tracking server", "sft", r"mlflow\.tracking_uri: missing; a bucket \(run\.storage_path=memory://runs\)", overrides=["run.storage_path=memory://runs"]),
     case("tracking server that does not answer", "sft", r"mlflow\.tracking_uri: 'http://127\.0\.0\.1:9' does not answer.*start the server, or leave the key out",
          overrides=["mlflow.tracking_uri=http://127.0.0.1:9"]),
     case("tracking database below a file", "sft", r"mlflow\.tracking_uri: 'sqlite:////dev/null/mlflow\.db' does not answer", overrides=["mlflow.tracking_uri=sqlite:////dev/null/mlflow.db"]),
