@@ -28,11 +28,11 @@ from pipeline.system import console, storage
 
 
 def run(path: str, overrides: list[str]) -> dict[str, Any]:
-    """Runs an iteration to its end; the content of iterate.json.
+    """Runs an iteration. Returns the content of iterate.json.
 
     Raises:
-        InputError: when one of its jobs is wrong; nothing has started then.
-        Failure: when a round has nothing to learn from.
+        InputError: if one of its jobs is wrong; nothing has started then.
+        Failure: if a round has no rows to train on.
     """
     plan = _in_one_home(plans.read(path, overrides))
     resume.check_folder(plan.folder, "an iteration", "iterate")
@@ -70,7 +70,7 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def _in_one_home(plan: Plan) -> Plan:
-    """The jobs, whose runs lie in the iteration's folder, all use the registry and the cache of rows beside it."""
+    """Returns the plan with jobs that use the registry and the cache of rows of the iteration's storage path."""
     home = storage.absolute(plan.storage_path)
 
     def at_home(job: Job) -> Job:
@@ -86,7 +86,7 @@ def _in_one_home(plan: Plan) -> Plan:
 
 
 def _before_there_are_rows(plan: Plan, step: str, job: Job) -> Job:
-    """The job with rows that there are, in place of those that a round will collect."""
+    """Returns the job with existing rows instead of the rows that a round will collect."""
     return (
         replace(job, data=replace(job.data, train=plan.jobs["collect"].data.train))
         if step == plan.train
@@ -120,7 +120,7 @@ def recorded(plan: Plan) -> dict[str, Any]:
 
 
 def known_versions(plan: Plan, left: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """{step: versions that its inputs were pinned to}, of those inputs that it names as it did."""
+    """Returns {step: pinned versions} of the inputs that a step names the same way as before."""
     if not left:
         return {}
     jobs = left["plan"]["jobs"]
@@ -132,11 +132,7 @@ def known_versions(plan: Plan, left: dict[str, Any]) -> dict[str, dict[str, str]
 
 
 def check_content(plan: Plan, left: dict[str, Any], digests: dict[str, dict[str, str]]) -> None:
-    """Refuses to go on with other prompts, held-out rows or Python rewards than those that rounds have used.
-
-    Raises:
-        InputError: naming them.
-    """
+    """Raises InputError if prompts, eval rows or Python rewards differ from what earlier rounds have used."""
     steps = plans.used(plan) if left else set()
     then = left.get("digests", {})
     changed = [
@@ -149,7 +145,7 @@ def check_content(plan: Plan, left: dict[str, Any], digests: dict[str, dict[str,
 
 
 def pinned(plan: Plan, known: dict[str, dict[str, str]]) -> tuple[Plan, dict[str, dict[str, str]]]:
-    """The plan whose jobs name versions by number, as their aliases meant when the iteration began; {step: those versions}."""
+    """Returns the plan with jobs that name versions by number, and {step: these versions}."""
     jobs, inputs = {}, {}
     for step, job in plan.jobs.items():
         with plans.of_step(step):
@@ -170,7 +166,7 @@ def _with_inputs(job: Job, inputs: dict[str, str]) -> Job:
 
 
 def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dict[str, Any]:
-    """All rounds that are left; the content of iterate.json, which has every round as soon as it has ended."""
+    """Runs the rounds that are left. Returns the content of iterate.json, which is written after every round."""
     trained = plan.jobs[plan.train]
     itself = replace(trained, run=replace(trained.run, name=plan.name, storage_path=plan.storage_path))
     uri, path = registry.tracking_uri(itself), storage.join(plan.folder, table.FILE)
@@ -202,28 +198,28 @@ def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dic
 
 
 def draw(plan: Plan, rounds: list[dict[str, Any]]) -> None:
-    """The report of an iteration that has ended."""
+    """Draws the report of a finished iteration."""
     with console.waiting("drawing the report"):
         report.of_rounds(plan.folder, table.drawn(rounds), [list(table.HEADER), *table.cells(rounds)])
 
 
 def newest(plan: Plan, rounds: list[dict[str, Any]]) -> str:
-    """The version of the last round that passed its gate; before there is one, the policy of the job."""
+    """Returns the version of the last round that passed its gate, or the policy of the job if none has."""
     return next((one["version"] for one in reversed(rounds) if one["passed"]), plan.policy)
 
 
 def goes_on(plan: Plan, last: dict[str, Any]) -> bool:
-    """Whether a round may follow this one."""
+    """Returns True if a round may follow this one."""
     return bool(last["passed"]) or plan.settings.on_failed_gate == "discard"
 
 
 def one_round(plan: Plan, number: int, policy: str) -> dict[str, Any]:
-    """Collect with `policy`, train on what came out, evaluate what was trained: a row of the table.
+    """Collects with `policy`, trains on the rows and evaluates the result. Returns the row of the table.
 
-    A step that has ended already, before this driver, is not repeated.
+    A step that an earlier driver has finished is not repeated.
 
     Raises:
-        Failure: when nothing was collected.
+        Failure: if nothing was collected.
     """
     with plans.of_step("collect"):
         collected = collect.run(plans.job_of_round(plan, number, "collect", policy))
@@ -244,7 +240,7 @@ def _stage(name: str) -> Any:
 
 
 def closing(plan: Plan, summary: dict[str, Any]) -> str:
-    """The end of an iteration, on the terminal."""
+    """Returns the summary that an iteration prints at its end."""
     rounds = summary["rounds"]
     lines = ["", table.text(rounds)]
     if not summary["goes_on"]:

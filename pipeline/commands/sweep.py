@@ -3,9 +3,8 @@
     make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
     python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
 
-Trials run side by side, as many as there is room for. They are compared by the held-out figure of run.keep=best, and ASHA
-stops the worse half at 25 and at 50 percent of their steps. The same command continues a sweep that was interrupted, and
-tries those trials again that failed.
+As many trials run at a time as fit. They are compared by the eval metric of run.keep=best, and ASHA stops the worse half at 25
+and at 50 percent of their steps. The same command resumes a sweep that was interrupted, and tries failed trials again.
 """
 
 import contextlib
@@ -32,11 +31,11 @@ from pipeline.system import console, process, storage
 
 
 def run(path: str, arguments: list[str]) -> dict[str, Any]:
-    """Runs a sweep to its end; the content of sweep.json.
+    """Runs a sweep. Returns the content of sweep.json.
 
     Raises:
-        InputError: when one of its jobs is wrong; nothing has started then.
-        Failure: when no trial came to an end.
+        InputError: if one of its jobs is wrong; nothing has started then.
+        Failure: if no trial finished.
     """
     sweep = _here(space.read(path, arguments))
     resume.check_folder(sweep.folder, "a sweep", "sweep")
@@ -65,7 +64,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def _here(sweep: Sweep) -> Sweep:
-    """Returns the sweep whose trials all use the registry of its job, on this machine or cluster."""
+    """Returns the sweep with trials that use the registry of its job and run here."""
     uri = registry.tracking_uri(sweep.job)
     return _each(
         sweep,
@@ -97,7 +96,7 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
 
 
 def _pinned(sweep: Sweep, ready: Job) -> Sweep:
-    """The sweep whose trials all start from the versions that the aliases mean now."""
+    """Returns the sweep with trials that start from the versions that the aliases mean now."""
     versions = {key: getattr(ready, key) for key in INPUTS if key not in sweep.keys}
     return _each(sweep, lambda job: replace(job, **versions))
 
@@ -135,7 +134,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         storage.write_json(path, summary)
         return summary
 
-    # It has the data sets of its trials too: two that note one for the first time, at the same time, fail (mlflow 3.17).
+    # It logs the datasets of its trials: two trials that log one for the first time, at the same time, fail (mlflow 3.17).
     with registry.mlflow_run(sweep.job, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
@@ -146,21 +145,21 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         if (best := table.best(sweep, rows)) is None:
             print(table.text(sweep, rows), flush=True)
             raise Failure(
-                f"no trial came to an end; {sweep.folder} has what each one left, and the same command tries again"
+                f"no trial finished; {sweep.folder} has what each one left, and the same command tries again"
             )
         outcome = {"registered": register(sweep, best), "command": command(sweep, best)}
         summary = keep(state, died, ended=True, best=best["trial"], **outcome)
         try:
             with console.waiting("drawing the plot"):
                 table.attach(sweep, summary)
-        except Exception as error:  # hours of training are not lost to a drawing; sweep.json is there
+        except Exception as error:  # the sweep is finished without a plot
             print(f"   no plot: {in_brief(error)}", flush=True)
     return summary
 
 
 @contextlib.contextmanager
 def _trials_closed(sweep: Sweep) -> Iterator[None]:
-    """A sweep that is interrupted takes its trials with it: their runs in MLflow end as KILLED."""
+    """Ends the trials' MLflow runs as KILLED if the sweep is interrupted."""
     try:
         yield
     except BaseException:
@@ -172,7 +171,7 @@ def _trials_closed(sweep: Sweep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly(sweep: Sweep) -> Iterator[None]:
-    """The lines of the trials go to output.log in the sweep's folder, where there is one; in a bucket there is none."""
+    """Writes the trials' lines to output.log in the sweep's folder, unless it is in a bucket."""
     if storage.is_remote(sweep.folder):
         yield
         return
@@ -185,7 +184,7 @@ def _quietly(sweep: Sweep) -> Iterator[None]:
 
 
 def register(sweep: Sweep, best: dict[str, Any]) -> dict[str, Any]:
-    """The best trial's adapter as a version, through the job's gate; its result.json says so too."""
+    """Registers the best trial's adapter, if the gate passes, and adds the version to the trial's result.json."""
     path = storage.join(best["folder"], "result.json")
     result = storage.read_json(path)
     version = runs.publish_adapter(
@@ -201,14 +200,14 @@ def register(sweep: Sweep, best: dict[str, Any]) -> dict[str, Any]:
 
 
 def command(sweep: Sweep, best: dict[str, Any]) -> str:
-    """What trains the best trial as a run of its own."""
+    """Returns the command that trains the best trial as a separate run."""
     typed = [*sweep.arguments, *(f"{key}={value}" for key, value in best["values"].items())]
     typed = [one for one in typed if not one.startswith(("run.name=", "run.fresh="))]
     return shlex.join(["python", "-m", "pipeline", sweep.job.stage, sweep.job.source, *typed])
 
 
 def closing(sweep: Sweep, summary: dict[str, Any]) -> str:
-    """The end of a sweep, on the terminal."""
+    """Returns the summary that a sweep prints at its end."""
     best = next(row for row in summary["trials"] if row["trial"] == summary["best"])
     values = " ".join(f"{key}={value}" for key, value in best["values"].items())
     version = summary["registered"]

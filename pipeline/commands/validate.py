@@ -40,7 +40,7 @@ def run(job: Job) -> dict[str, Any]:
         if getattr(job.data, key):
             for path, fits in preview.fitting(key, job.data).items():
                 print(f"data.{key}: the first rows of {path} fit {fits or 'no stage'}", flush=True)
-    with prepared(job, looks=True) as run:
+    with prepared(job, data_only=True) as run:
         print(run.report.render(), flush=True)
     return run.report.to_dict()
 

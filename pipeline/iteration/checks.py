@@ -1,6 +1,6 @@
-"""What can be known of all steps before the first round begins: their settings, models, prompts and held-out rows.
+"""Checks all steps before the first round begins: their settings, models, prompts and eval rows.
 
-A round takes hours, and what its last step would refuse is refused before its first one has started.
+A round takes hours: mistakes in its last step are found before its first one starts.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,17 +14,17 @@ from pipeline.errors import InputError
 from pipeline.iteration.plan import Plan, of_step
 from pipeline.runtime.host import Work
 from pipeline.runtime.inputs import check_columns, digests_of_functions, room_for_prompts
-from pipeline.runtime.preparation import check_models, tokenise
+from pipeline.runtime.preparation import check_models, tokenize
 
 
 def models(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
-    """{step: its base, tokenizer and inputs}, and a look at the first of its rows; without Ray.
+    """Returns {step: its base, tokenizer and inputs}, after a check of its first rows; without Ray.
 
     Args:
         inputs: of each step, pinned.
 
     Raises:
-        InputError: naming STEP.section.key.
+        InputError: with STEP.section.key.
     """
     from pipeline.data.read import plan_reading
 
@@ -41,17 +41,17 @@ def models(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
 def rows(
     plan: Plan, works: dict[str, Work], choose: Callable[[int], Sequence[int]]
 ) -> dict[str, dict[str, str]]:
-    """{step: digests of its rows, transforms and Python rewards} of the rows that are there already; with Ray.
+    """Returns {step: digests of its existing rows, transforms and Python rewards}.
 
     Args:
-        choose: which prompts are used, of so many; it refuses too few.
+        choose: from the number of prompts to the prompts that are used; raises InputError if there are too few.
 
     Raises:
-        InputError: naming STEP.section.key.
+        InputError: with STEP.section.key.
     """
     digests = {}
     with of_step("collect"):
-        work, _, report = tokenise(works["collect"])
+        work, _, report = tokenize(works["collect"])
         digests["collect"] = work.digests
         prompts = report.splits["train"]
         choose(prompts.kept)
@@ -59,12 +59,12 @@ def rows(
     with of_step(plan.train):
         digests[plan.train] = _held_out(plan, works[plan.train])
     with of_step("evaluate"):
-        digests["evaluate"] = tokenise(works["evaluate"])[0].digests
+        digests["evaluate"] = tokenize(works["evaluate"])[0].digests
     return digests
 
 
 def _there(plan: Plan, job: Job) -> Job:
-    """The job without the rows that a round will collect."""
+    """Returns the job without the rows that a round will collect."""
     return replace(job, data=replace(job.data, train=None)) if job.stage == plan.train else job
 
 
@@ -73,7 +73,7 @@ def _packs(job: Job) -> bool:
 
 
 def _held_out(plan: Plan, work: Work) -> dict[str, str]:
-    """Digests of the rows that training is evaluated on, and of its Python rewards."""
+    """Returns digests of the eval rows of training, and of its Python rewards."""
     from pipeline.data.read import prepare
 
     job = _there(plan, work.job)
@@ -88,11 +88,7 @@ def _held_out(plan: Plan, work: Work) -> dict[str, str]:
 
 
 def _check_room(plan: Plan, work: Work, longest: int) -> None:
-    """Refuses training that would refuse, as too long, what may be collected.
-
-    Args:
-        longest: tokens of a prompt.
-    """
+    """Raises InputError if rows that may be collected are too long for training; `longest` are tokens of a prompt."""
     job, args = work.job, plan.jobs["collect"].args
     written = 0 if STAGE[job.stage].writes else args.response_length
     limit: Any = job.data.max_length or work.base["context_length"]
@@ -102,7 +98,7 @@ def _check_room(plan: Plan, work: Work, longest: int) -> None:
     if written:
         rows += f" and completions of up to {written} (collect.trainer.response_length)"
     raise InputError(
-        f"rows of more than {limit} tokens may be collected, of {rows}; type {plan.train}.data.max_length={longest + written}, "
+        f"rows of more than {limit} tokens may be collected, of {rows}; set {plan.train}.data.max_length={longest + written}, "
         f"or {plan.train}.data.too_long=drop",
         key=f"{plan.train}.data.max_length",
     )

@@ -1,7 +1,7 @@
-"""What an iteration does: its job file, with a job for each step of a round, and the jobs of a certain round.
+"""The plan of an iteration: from its job file to a job for each step of a round.
 
     plan = read("jobs/demo/iterate.yaml", ["iterate.rounds=2", "dpo.trainer.beta=0.2"])
-    plan.jobs          # {"collect": Job, "dpo": Job, "evaluate": Job}, checked; each round runs them with versions of its own
+    plan.jobs          # {"collect": Job, "dpo": Job, "evaluate": Job}, checked; each round runs them with its versions
 
 The sections `collect`, one of `sft dpo kto ppo`, and `evaluate` are jobs, on top of the ones that their `extends` names.
 """
@@ -22,12 +22,11 @@ from pipeline.errors import InputError, show
 from pipeline.runtime import resume
 from pipeline.system import storage
 
-TRAINS = ("sft", "dpo", "kto", "ppo")  # who learns a policy from what was collected
+TRAINS = ("sft", "dpo", "kto", "ppo")  # stages that train a policy on the collected rows
 OWN = ("stage", "policy", "iterate", "run", "mlflow")
-SHARED = {"run": ("storage_path",), "mlflow": ("tracking_uri", "experiment")}  # said once, for all jobs
-# Columns of the collected rows are those that training reads.
-SEEDS_APART = 1000  # of two rounds, so that iterations with the seeds 1, 2, 3 share none
-# Keys of a step that are those of the round, or said once for all, and where.
+SHARED = {"run": ("storage_path",), "mlflow": ("tracking_uri", "experiment")}  # set once, for all jobs
+SEED_STEP = 1000  # between two rounds, so that iterations with the seeds 1, 2, 3 share none
+# Keys that a step cannot set, and why.
 OF_THE_ROUND = {
     "policy": "a round gives it; `policy` is the first round's",
     "baseline": "iterate.baseline says which one it is: newest or first",
@@ -38,7 +37,7 @@ OF_THE_ROUND = {
     "mlflow.experiment": "mlflow.experiment is that of all steps",
     "data.train": "a round trains on the rows that it has collected",
 }
-AS_THEY_ARE = ("columns", "transform", "label", "group_by")
+AS_THEY_ARE = ("columns", "transform", "label", "group_by")  # keys that collected rows do not need
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """An iteration that can start, as far as its jobs say."""
+    """An iteration whose jobs are checked."""
 
     name: str
     storage_path: str
@@ -75,11 +74,11 @@ class Plan:
 
     @property
     def folder(self) -> str:
-        """Where the folders of the rounds' runs lie, and what came out."""
+        """The folder of the results and of the runs of all rounds."""
         return storage.join(self.storage_path, self.name)
 
     def essence(self) -> dict[str, Any]:
-        """What decides the numbers, as plain data: two commands that differ in it are about different iterations."""
+        """Returns what decides the numbers, as plain data: iterations that differ in it are different ones."""
         jobs = {step: _essence(job) for step, job in self.jobs.items()}
         # More rounds are the same iteration, continued.
         settings = {
@@ -89,7 +88,7 @@ class Plan:
 
 
 def changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Keys, as one types them, in which two essences differ."""
+    """Returns the keys in which two essences differ."""
     was, is_ = (resume.flat({**tree, **tree["jobs"], "jobs": None}) for tree in (then, now))
     return sorted(key for key in was.keys() | is_.keys() if was.get(key) != is_.get(key))
 
@@ -100,11 +99,7 @@ def _essence(job: Job) -> dict[str, Any]:
 
 
 def read(path: str, overrides: list[str]) -> Plan:
-    """The iteration that a command line asks for.
-
-    Raises:
-        InputError: when its file or one of its jobs is wrong; nothing has started then.
-    """
+    """Returns the iteration of a command line. Raises InputError if its file or one of its jobs is wrong."""
     tree = read_tree(path, overrides)
     if tree.data.get("stage") != "iterate":
         raise tree.error(
@@ -131,7 +126,7 @@ def read(path: str, overrides: list[str]) -> Plan:
 
 
 def _unknown(tree: Tree, key: str, steps: tuple[str, ...]) -> InputError:
-    """The error for a section that is none of an iteration, but may be one of its steps."""
+    """Returns the error for a section that an iteration does not have, but a step may have."""
     typed = next((name for name in tree.where if name.startswith(f"{key}.")), key)
     takers = [
         f"{step}.{typed}"
@@ -148,7 +143,7 @@ def _unknown(tree: Tree, key: str, steps: tuple[str, ...]) -> InputError:
 
 @contextlib.contextmanager
 def of_step(step: str) -> Iterator[None]:
-    """Keys of a step's job in an InputError raised within the block, in its message too, become those of the iteration."""
+    """Prefixes the keys of a step's job, in an InputError raised within the block and in its message, with the step."""
     try:
         yield
     except InputError as error:
@@ -163,7 +158,7 @@ _WORD = re.compile(r"(?<![\w./@:-])(?:[a-z_]+\.[a-z_]\w*|(?:reward|judge)(?==))(
 
 
 def _in_iteration(step: str, key: str) -> str:
-    """`collect.data.train` of `data.train`; what all steps share, and what is no key of the step, as it is."""
+    """Returns `collect.data.train` for `data.train`; keys that all steps share, or that the step lacks, stay."""
     section, *names = key.split(".")
     shared = {"run": ("name", "fresh", "storage_path"), "mlflow": SHARED["mlflow"]}
     if section in ("reward", "judge"):
@@ -187,19 +182,17 @@ def _settings(tree: Tree, train: str) -> Settings:
     tree.data["iterate"] = {key: value for key, value in tree.section("iterate").items() if value is not None}
     values = schema.checked(tree, "iterate", schema.keys(f"{__name__}.Settings"))
     if "start" in values and "policy" not in STAGE[train].inputs:
-        raise tree.error(
-            "iterate.start", f"`{train}` starts from the base in every round; take it out, or type null"
-        )
+        raise tree.error("iterate.start", f"`{train}` starts from the base in every round; remove the key")
     if values.get("reference") == "first" and "reference" not in STAGE[train].inputs:
         raise tree.error(
             "iterate.reference",
-            f"found first, but `{train}` is held to the policy that it starts from; type start, or null",
+            f"found first, but `{train}` is held to the policy that it starts from; set start",
         )
     return Settings(**values)
 
 
 def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
-    """The keys of `run` or `mlflow` that an iteration has itself: a name, and what all of its runs share."""
+    """Returns the keys of `run` or `mlflow` that an iteration itself has: a name, and what all its runs share."""
     own = {"run": ("name", "fresh", "report"), "mlflow": ()}[section] + SHARED[section]
     known = {key: schema.keys(f"pipeline.config.job.{kind.__name__}")[key] for key in own}
     rest = f"expected one of {', '.join(own)}; each job has the others"
@@ -213,7 +206,7 @@ def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
 
 
 def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflow) -> Job:
-    """The job of a step, as it will run but for the versions, the rows and the seed of a round."""
+    """Returns the job of a step, without the versions, the rows and the seed of a round."""
     section = section_tree(tree, step, path.parent)
     _refuse_replaced(tree, step)
     section.data["stage"] = section.data.get("stage", step)
@@ -229,12 +222,12 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
     try:
         with of_step(step):
             job = job_of(section, step, str(path))
-    except InputError as error:  # keys that the step does not know are those of its section, too
+    except InputError as error:  # unknown keys are in the step's section, too
         key = error.key if error.key.startswith(f"{step}.") else f"{step}.{error.key}".rstrip(".")
         raise InputError(error.message, key, error.where) from error
     if job.run.name is not None:
         raise InputError(
-            f"found {show(job.run.name)}, but {OF_THE_ROUND['run.name']}; take it out",
+            f"found {show(job.run.name)}, but {OF_THE_ROUND['run.name']}; remove the key",
             f"{step}.run.name",
             section.error("run.name", "").where,
         )
@@ -246,7 +239,7 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
 
 
 def _refuse_replaced(tree: Tree, step: str) -> None:
-    """Refuses what a step says itself, not the job that it extends, and no run of it would use."""
+    """Raises InputError for keys in a step's section (not in the job that it extends) that no run would use."""
     for key, why in OF_THE_ROUND.items():
         if key == "data.train" and step not in TRAINS:
             continue
@@ -255,31 +248,31 @@ def _refuse_replaced(tree: Tree, step: str) -> None:
         if name:
             given = given.get(name) if isinstance(given, dict) else None
         if given is not None:
-            raise tree.error(f"{step}.{key}", f"found {show(given)}, but {why}; take it out")
+            raise tree.error(f"{step}.{key}", f"found {show(given)}, but {why}; remove the key")
 
 
 def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
-    """Refuses jobs that are right by themselves and do not fit together."""
+    """Raises InputError for jobs that do not fit together."""
     collect, trained, evaluate = jobs.values()
     if not trained.mlflow.registered_model:
         raise tree.error(
             f"{train}.mlflow.registered_model",
-            "missing; a round goes on from the version that the one before registered",
+            "missing; a round continues the version that the round before registered",
         )
     pairs = collect.args.select != "best"
     if train == "sft" and pairs:
         raise tree.error(
-            "collect.trainer.select", "found pairs, and `sft` learns from the best completions: type best"
+            "collect.trainer.select", "found pairs, and `sft` learns from the best completions: set best"
         )
     if train in ("dpo", "kto") and not pairs:
         raise tree.error(
-            "collect.trainer.select", f"found best, and `{train}` learns from pairs: type best_worst or pairs"
+            "collect.trainer.select", f"found best, and `{train}` learns from pairs: set best_worst or pairs"
         )
     for key in AS_THEY_ARE:
         if getattr(trained.data, key) is not None:
             raise tree.error(
                 f"{train}.data.{key}",
-                "collected rows have the columns that training reads; type null, and give it to a source of data.eval",
+                "collected rows have the columns that training reads; set null, and give the key to a source of data.eval",
             )
     bases = {(job.model.name_or_path, job.model.revision) for job in jobs.values()}
     if len(bases) > 1:
@@ -296,7 +289,7 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
 
 
 def used(plan: Plan) -> set[str]:
-    """The steps of which a run has ended, in some round."""
+    """Returns the steps that a run has finished, in any round."""
     steps = set()
     for name in storage.folders(plan.folder):
         _, _, step = name.removeprefix("round-").partition("-")
@@ -310,17 +303,17 @@ def run_name(number: int, step: str) -> str:
 
 
 def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str | None = None) -> Job:
-    """The job of a step of round `number`, counted from 1.
+    """Returns the job of a step of round `number`, counted from 1.
 
     Args:
         newest: the policy that the round begins with, pinned.
-        version: the one that it has trained, once it has.
+        version: the version that the round has trained, for `evaluate`.
     """
     job, settings = plan.jobs[step], plan.settings
     job = replace(job, run=replace(job.run, name=run_name(number, step), storage_path=plan.folder))
     if step == "evaluate":  # the same prompts and the same random numbers for all rounds
         return replace(job, policy=version, baseline=newest if settings.baseline == "newest" else plan.policy)
-    trainer = {**job.trainer, "seed": _seed(job) + SEEDS_APART * (number - 1)}
+    trainer = {**job.trainer, "seed": _seed(job) + SEED_STEP * (number - 1)}
     if step == "collect":
         if prompts := job.args.num_prompts:
             trainer["skip_prompts"] = job.args.skip_prompts + (number - 1) * prompts

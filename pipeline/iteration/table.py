@@ -1,4 +1,4 @@
-"""What came out of an iteration: a row for each round, as iterate.json has them and as a table on the terminal."""
+"""The results of an iteration: a row for each round, in iterate.json and as a table on the terminal."""
 
 import os
 from typing import Any

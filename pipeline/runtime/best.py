@@ -1,15 +1,13 @@
-"""Which step's adapter a run keeps, and whether it stops early: `run.keep`, `run.early_stopping_patience`.
+"""Tracks which step's adapter a run keeps, and whether it stops early: `run.keep`, `run.early_stopping_patience`.
 
-    best = Best.of(job, parameters)            # None: the last step is kept, and nothing ends the run before it
-    best.compare(figures, step)                # after each evaluation, on every rank with the same figures
-    best.exhausted                             # whether training is to stop
-    best.save(folder), best.load(folder)       # as a part of every checkpoint
-    best.restore()                             # the weights of best.step, to be saved and registered
+    best = Best.of(job, parameters)
+    best.compare(metrics, step)                # after each evaluation, on every rank with the same metrics
+    best.exhausted                             # True if training must stop
+    best.save(folder), best.load(folder)       # as part of every checkpoint
+    best.restore()                             # puts back the weights of best.step, to be saved and registered
 
-A trial of a sweep reports each evaluation, and stops when it is told to.
-
-The weights of the best step are kept in memory and written into each checkpoint: evaluations need no checkpoint of their
-own, run.num_to_keep cannot delete the best one, and a resumed run has it on whatever node it continues.
+The weights of the best step are in memory and in each checkpoint. So evaluations need no separate checkpoint, and
+run.num_to_keep cannot delete the best one.
 """
 
 import json
@@ -28,12 +26,12 @@ STATE, WEIGHTS = "best.json", "best.safetensors"
 
 
 class Best:
-    """The best evaluation so far, and the weights that it was made with.
+    """The best evaluation up to now, and its weights.
 
     Args:
-        parameters: what learns, by name. Empty: evaluations are compared, but the last weights are kept.
-        patience: evaluations without a better one after which to stop. None: never.
-        report: takes the figure and the step of each evaluation; why to stop, or None.
+        parameters: the trainable ones, by name. Empty: evaluations are compared, but the last weights are kept.
+        patience: evaluations without a better one after which training stops; None disables this.
+        report: passes the value and the step of an evaluation to a sweep, and returns why to stop, or None.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class Best:
     ):
         self.metric, self.greater_is_better, self.patience = metric, greater_is_better, patience
         self.parameters, self.report = parameters, report
-        self.step: int | None = None  # None: no evaluation yet, or none with a finite figure
+        self.step: int | None = None  # None before the first evaluation with a finite value
         self.value: float | None = None
         self.stale = 0  # evaluations since then
         self.stopped: str | None = None  # why, by whom the evaluations are reported to
@@ -59,7 +57,7 @@ class Best:
         parameters: dict[str, torch.nn.Parameter],
         report: Callable[[float, int], str | None] | None = None,
     ) -> "Best | None":
-        """What the job asks for; None: neither the best step nor an early stop, and nobody to report to."""
+        """Returns the tracker of a job, or None if it keeps the last step, never stops early and is in no sweep."""
         if job.run.keep == "last" and job.run.early_stopping_patience is None and report is None:
             return None
         metric = job.run.metric_for_best_model or gates.default_metric(job)
@@ -68,7 +66,7 @@ class Best:
         return cls(metric, greater, job.run.early_stopping_patience, kept, report)
 
     def compare(self, figures: dict[str, float], step: int) -> None:
-        """Keeps this step if its figure is better than any before; equal ones, and NaN, are not."""
+        """Keeps this step if its value is better than all before; equal values and NaN are not."""
         if self.metric not in figures:
             known = ", ".join(sorted(name for name in figures if name.startswith("eval_")))
             raise Failure(f"run.metric_for_best_model: the evaluation has no {self.metric} here, but {known}")
@@ -87,11 +85,11 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Whether training is to stop: the patience has run out, or the sweep said so."""
+        """Returns True if training must stop: the patience has run out, or the sweep stopped it."""
         return bool(self.stopped) or (self.patience is not None and self.stale >= self.patience)
 
     def restore(self) -> int | None:
-        """Puts the best weights back where they were taken from; their step, or None where the last ones stay."""
+        """Puts the best weights back into the parameters. Returns their step, or None if the last ones stay."""
         if not self.weights:
             return None
         for name, parameter in self.parameters.items():
@@ -99,7 +97,7 @@ class Best:
         return self.step
 
     def save(self, folder: str) -> None:
-        """Writes what `load` reads. Rank 0 alone calls it: all ranks hold the same."""
+        """Writes what `load` reads. Only rank 0 calls it, because all ranks hold the same."""
         with open(os.path.join(folder, STATE), "w", encoding="utf-8") as file:
             state = {"step": self.step, "value": self.value, "stale": self.stale, "stopped": self.stopped}
             json.dump(state, file)
@@ -113,7 +111,7 @@ class Best:
         self.weights = load_file(os.path.join(folder, WEIGHTS))
 
     def reason(self) -> str:
-        """Why training stopped early, in words."""
+        """Returns why training stopped early, in words."""
         if self.stopped:
             return self.stopped
         count = f"{self.stale} evaluation{'s' * (self.stale != 1)}"
@@ -123,10 +121,10 @@ class Best:
 
 
 def outcome(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:
-    """Which step was kept and why training ended, for result.json.
+    """Returns which step was kept and why training ended, for result.json.
 
     Args:
-        kept: the step whose weights were restored; None: the last ones stay.
+        kept: the step whose weights were restored, or None if the last ones stay.
         last: the step at which training ended, of `total` planned.
     """
     by = {"by": best.metric, "value": best.value} if best and kept is not None else {"by": None}

@@ -1,4 +1,4 @@
-"""A process that holds the models of a job: what it starts from (Work), and how it finds its inputs (Host)."""
+"""A process that holds the models of a job: what it starts from (Work), and how it loads its inputs (Host)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class SweepHandle:
     """The sweep that a run is a trial of."""
 
-    rungs: Any  # the actor that hears of every evaluation (pipeline/sweep/rungs.py)
-    run_id: str  # of MLflow, the parent of its trials' runs
+    rungs: Any  # the actor that every evaluation is reported to (pipeline/sweep/rungs.py)
+    run_id: str  # the MLflow run that is the parent of the trials' runs
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,13 @@ class Work:
     base: dict[str, Any]  # models.base.base_identity of the job's base
     digests: dict[str, str]  # of each set of rows, of data.transform and of Python rewards, by content
     fingerprints: dict[str, str]  # of each tokenised set
-    run_id: str | None  # of MLflow; None: nothing is logged
+    run_id: str | None  # of MLflow, or None to log nothing
     inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
-    rows_from: dict[str, int] = field(
-        default_factory=dict
-    )  # version whose conversations training rows are from -> rows
+    # {version: number of training rows that it has written}
+    rows_from: dict[str, int] = field(default_factory=dict)
     row_format: str | None = None  # of the rows: chat, text, both
-    mixture: Mixture | None = None  # of the training rows, where their sources have weights
-    sweep: SweepHandle | None = None  # None: the run stands by itself
+    mixture: Mixture | None = None  # of the training rows, if their sources have weights
+    sweep: SweepHandle | None = None  # None if the run is no trial
 
 
 class Host:
@@ -51,11 +50,11 @@ class Host:
 
     @property
     def device(self) -> str:
-        """The GPU that this process sees, if the job asks for one, else the CPU."""
+        """Returns the GPU that this process sees if the job uses one, else the CPU."""
         return "cuda" if self.job.scaling.get("use_gpu") else "cpu"
 
     def load_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
-        """Loads the job's frozen base, and sets how this process multiplies fp32 matrices with it; rank 0 says how."""
+        """Loads the job's frozen base and sets the precision of fp32 products; rank 0 prints which one."""
         import torch
 
         from pipeline.models import matmul
@@ -71,16 +70,16 @@ class Host:
         return base
 
     def frozen_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
-        """Loads the job's frozen base, on this process's device from the start; see models.base.load_base."""
+        """Loads the job's frozen base directly onto this process's device; see models.base.load_base."""
         from pipeline.models.base import load_base
 
         return load_base(self.model, scorer_tokenizer, self.device)
 
     @property
     def model(self) -> Model:
-        """The job's `model` section, with the dtype that its base is held in."""
+        """Returns the job's `model` section with the dtype of its base."""
         return replace(self.job.model, dtype=self.job.base_dtype)
 
     def input(self, name: str) -> str:
-        """The local folder of an input (`policy`, `reward.0`, ...), fetched on this node if it is a registered one."""
+        """Returns the local folder of an input (`policy`, `reward.0`, ...), fetched to this node if it is registered."""
         return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job), patient=True)

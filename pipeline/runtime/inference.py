@@ -1,10 +1,10 @@
-"""Batch inference: every row of a file through models in Ray Data actors, JSON Lines out, and a killed run goes on.
+"""Batch inference: every row of a file through models in Ray Data actors, to JSON Lines; a killed run resumes.
 
     launch(job, Verb("completions.jsonl", load, measure)) -> the content of result.json
 
-Rows are done in parts of consecutive rows. A part's file appears whole or not at all, and a part that is there is not
-done again: no row is lost, none comes twice, and the output has the order of the input. What is written about a row
-depends on the job, the row and its number alone, not on the number of actors or on where a run was interrupted.
+Rows are done in parts of consecutive rows. A part's file is written atomically, and an existing part is not done again: no
+row is lost, none comes twice, and the output has the order of the input. The output of a row depends on the job, the row and
+its number alone, not on the number of actors or on interruptions.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from pipeline.runtime.run import open_run, run_or_reuse
 from pipeline.runtime.worker import like_a_worker, name_output
 from pipeline.system import console, storage
 
-BATCHES = 4  # forwards of a part: enough to sort its rows by length, little enough to lose in a crash
+BATCHES = 4  # forwards of a part: enough to sort its rows by length, few enough to lose in a crash
 
-Record = dict[str, Any]  # what was found of a row
+Record = dict[str, Any]  # the result of a row
 # (token rows, number of the first one) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[Host], Answer]  # runs once in each actor
@@ -41,7 +41,7 @@ def _itself(record: Record) -> list[Record]:
 
 @dataclass(frozen=True)
 class Verb:
-    """What is done with each row, and what is written of it."""
+    """What a subcommand does with each row, and what it writes."""
 
     output: str  # the file in the run's folder
     load: Load
@@ -50,7 +50,7 @@ class Verb:
     ]  # figures of a record, whose means are result.json's `metrics`
     lines: Callable[[Record], list[Record]] = _itself  # lines of the output
     count: Callable[[Record], Mapping[str, int]] = lambda _: {}  # whose sums are result.json's `counts`
-    # Rows of data.train, by number, in the order in which they are done, given how many there are. None: all.
+    # From the number of rows to the rows to do, in their order. None does all rows.
     choose: Callable[[int], Sequence[int]] | None = None
 
 
@@ -58,18 +58,18 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
     """Runs one job over rows of data.train; the same `run.name` continues a run that was cut short.
 
     Raises:
-        InputError: when the job, the rows or an input is wrong, or a run of that name was begun with other settings.
+        InputError: if the job, the rows or an input is wrong, or a run of that name began with other settings.
     """
 
     def execute(job: Job) -> dict[str, Any]:
         with open_run(job) as run:
-            return answer_rows(run, verb)
+            return _answer_rows(run, verb)
 
     return run_or_reuse(job, execute)
 
 
-def answer_rows(run: Run, verb: Verb) -> dict[str, Any]:
-    """From a run that is open to its output and its result.json."""
+def _answer_rows(run: Run, verb: Verb) -> dict[str, Any]:
+    """Answers the rows of an open run, and writes its output and its result.json."""
     job, count = run.job, run.report.splits["train"].kept
     chosen = verb.choose(count) if verb.choose else range(count)
     fresh = complete(run.work, run.rows["train"], chosen, verb.load)
@@ -113,7 +113,7 @@ def part_size(job: Job) -> int:
 
 
 def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
-    """Makes the parts that are missing; the number of rows done now."""
+    """Makes the missing parts. Returns the number of rows done now."""
     job, size, count = work.job, part_size(work.job), len(chosen)
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(job, i))]
     there = count - sum(min(size, count - i * size) for i in missing)
@@ -174,7 +174,7 @@ def _actors(
 
 
 class Parts:
-    """The actor: holds the models and, over Ray's shared blocks, all token rows; writes the parts that it is asked for."""
+    """The actor: holds the models and, over Ray's shared blocks, all token rows; writes the parts of each batch."""
 
     def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
         if not work.job.in_process:
@@ -185,9 +185,9 @@ class Parts:
         self.answer: Answer | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The number of rows of each part; an error that speaks for itself is returned, for the driver to raise.
+        """Returns the number of rows of each part. An InputError or Failure is returned too, for the driver to raise.
 
-        Ray Data logs whatever is raised here, with its own frames, and what a constructor raises arrives as text.
+        Ray Data logs an exception that is raised here with its own frames, and turns one of a constructor into text.
         """
         parts = [int(part) for part in batch["part"]]
         try:
@@ -209,10 +209,10 @@ class Parts:
 
 
 def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
-    """All parts as one file, in the order of the rows; the means of their figures and the sums of their counts.
+    """Writes all parts to one file, in the order of the rows. Returns the means of their metrics and the sums of their counts.
 
     Raises:
-        InputError: when the parts cannot be read, or do not hold `count` rows.
+        InputError: if the parts cannot be read, or do not hold `count` rows.
     """
     sums: dict[str, float] = defaultdict(float)
     measured: Counter[str] = Counter()
@@ -231,7 +231,7 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
                 yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
         if seen != count:
             raise InputError(
-                f"{parts_folder(work.job)} holds {seen} rows of {count}; type run.fresh=true to start over",
+                f"{parts_folder(work.job)} holds {seen} rows of {count}; set run.fresh=true to start over",
                 key="run.name",
             )
 
@@ -240,7 +240,6 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
 
 
 def _records(part: str) -> Iterator[Record]:
-    """What a part holds."""
     try:
         yield from (json.loads(line) for line in storage.read_lines(part))
     except (ValueError, RecursionError, OSError) as error:

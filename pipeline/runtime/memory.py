@@ -1,4 +1,4 @@
-"""When memory runs out: which part of the run it was, and which settings to change."""
+"""Explains out-of-memory errors: which part of the run it was, and which settings to change."""
 
 import traceback
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ ROLLOUT = ("rollout", "score", "values", "evaluate")  # phases without gradients
 
 @contextmanager
 def explained(job: Job) -> Iterator[None]:
-    """Errors of memory, from torch or Python, leave the block as OutOfMemory: what it was, and what to change."""
+    """Turns memory errors of torch or Python within the block into OutOfMemory, with the settings to change."""
     try:
         yield
     except OutOfMemory as error:  # of a phase of PPO
@@ -30,24 +30,24 @@ def explained(job: Job) -> Iterator[None]:
 
 
 def remedy(job: Job, phase: str) -> str:
-    """The settings to change, mildest first, each with its current value."""
+    """Returns the settings to change, mildest first, each with its current value."""
     lighter = [change for key in _sizes(job, phase) if (change := _halved(job, key))]
     if phase not in (*ROLLOUT, "loading the base") and STAGE[job.stage].learns:
         if job.trainer.get("gradient_checkpointing", False) is None:  # the plan chose
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(job, "trainer.gradient_checkpointing", True)
-    anew = _switched(job, "trainer.bf16", True) if phase != "loading the base" else []
-    anew += _switched(job, "model.dtype", "bfloat16")
+    new_run = _switched(job, "trainer.bf16", True) if phase != "loading the base" else []
+    new_run += _switched(job, "model.dtype", "bfloat16")
     if not job.model.fsdp:  # of shards there are no 4-bit ones
-        anew += _switched(job, "model.load_in_4bit", True)
-    said = [f"type, in this order, {', '.join(lighter)}"] if lighter else []
-    said += [f"if that is not enough, in a new run, {', '.join(anew)}"] if anew else []
-    said += [f"`make plan JOB={job.source}` computes what fits"] if STAGE[job.stage].learns else []
-    return "; ".join(said)
+        new_run += _switched(job, "model.load_in_4bit", True)
+    advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
+    advice += [f"if that is not enough, in a new run, {', '.join(new_run)}"] if new_run else []
+    advice += [f"`make plan JOB={job.source}` computes what fits"] if STAGE[job.stage].learns else []
+    return "; ".join(advice)
 
 
 def _sizes(job: Job, phase: str) -> tuple[str, ...]:
-    """Keys of the numbers of rows or tokens that are in memory at once."""
+    """Returns the keys that limit the rows or tokens in memory at once."""
     if phase == "loading the base":
         return ()
     if STAGE[job.stage].trl:
@@ -82,7 +82,7 @@ def _switched(job: Job, key: str, to: Any) -> list[str]:
 
 
 def _value(job: Job, name: str) -> Any:
-    """A key of the `trainer` section, or its default; None where the stage has no such key."""
+    """Returns a key of the `trainer` section or its default, or None if the stage has no such key."""
     if name in job.trainer:
         return job.trainer[name]
     known = schema.keys(STAGE[job.stage].trainer)

@@ -1,8 +1,6 @@
-"""From a job to a run that can start: everything that it names is checked, and its rows are tokenised.
+"""Prepares a run: checks everything that the job names, and tokenizes its rows. `validate` and `doctor` begin the same way.
 
-    with prepared(job) as run:      # nothing has been written but the cache of tokenised rows
-
-A run, `validate` and `doctor` begin like this; what they do inside is theirs.
+with prepared(job) as run:      # the cache of tokenized rows is all that has been written
 """
 
 import contextlib
@@ -38,18 +36,18 @@ from pipeline.system import console, functions, storage
 
 @dataclass
 class Run:
-    """A job that can run: all of it has been checked, its rows are tokenised, and Ray is there."""
+    """A job that is checked and whose rows are tokenized."""
 
     work: Work
-    rows: dict[str, Any]  # tokenised, by name: train, eval, pairs
-    report: Any  # what became of the rows; None for a job that reads none
+    rows: dict[str, Any]  # tokenized, by name: train, eval, pairs
+    report: Any  # on the rows, or None if the job reads none
     started: float  # time.monotonic() of the command
-    continues: bool = False  # an attempt that was cut short, from its last checkpoint or part
+    continues: bool = False  # from the last checkpoint or part of an earlier attempt
     mlflow_run_id: str | None = None  # once there is one
 
     @property
     def job(self) -> Job:
-        """Named, and with every version that it names pinned."""
+        """The job with a name and with pinned versions."""
         return self.work.job
 
     @property
@@ -58,45 +56,39 @@ class Run:
 
 
 def announce(job: Job, verb: str | None = None) -> None:
-    """The first second of a command: the paths of the job lead somewhere, and its name is on the screen.
-
-    Raises:
-        InputError: when one of them does not.
-    """
+    """Checks the paths of a job and prints the header of the command. Raises InputError if a path does not exist."""
     check_paths(job)
     title = f"{verb}  {job.stage}" if verb else f"{job.stage}  run {job.run.name}"
     print(f"\n== {title}  {job.source}", flush=True)
 
 
 @contextlib.contextmanager
-def prepared(job: Job, pinned: dict[str, str] | None = None, looks: bool = False) -> Iterator[Run]:
-    """A run whose job has been checked (its paths already, by `announce`) and whose rows are tokenised, with Ray for the block.
-
-    A job that runs in this process reads no rows and needs no Ray.
+def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = False) -> Iterator[Run]:
+    """Yields a run whose job is checked (its paths by `announce`) and whose rows are tokenized, with Ray if it needs it.
 
     Args:
-        pinned: versions of inputs that the run was begun with: they count, whatever the job's aliases mean by now.
-        looks: whether the rows are only looked at: a job for GPUs may be where neither they nor all of its packages are.
+        pinned: versions of inputs that the run began with; they count even if aliases have moved.
+        data_only: only reads the rows. A job for GPUs may then be on a machine without GPUs and without all of its packages.
     """
     started = time.monotonic()
     on_gpus = bool(job.scaling.get("use_gpu"))
     job, inputs = pin_inputs(placement.for_this_machine(job), pinned or {})
     session.set_environment()
-    if looks and "RAY_ADDRESS" not in os.environ:
-        job = replace(job, scaling={"num_workers": 0})  # the rows are read in this process, for any job
-    with libraries.asked(*([] if job.in_process or (looks and on_gpus) else [job])) as check_libraries:
+    if data_only and "RAY_ADDRESS" not in os.environ:
+        job = replace(job, scaling={"num_workers": 0})  # the rows are read in this process
+    with libraries.asked(*([] if job.in_process or (data_only and on_gpus) else [job])) as check_libraries:
         with console.waiting("checking the model"):
-            work = check_models(job, inputs, sampler=not looks)  # a damaged one is not worth starting Ray for
+            work = check_models(job, inputs, sampler=not data_only)  # before Ray starts
         if STAGE[job.stage].runs_in == "here":
             placement.check_scaling(job)
             yield Run(work, {}, None, started)
             return
-        with session.session(replace(job, scaling={}) if looks else job):
-            print("reading and tokenising the rows", flush=True)
-            work, rows, report = tokenise(work)
+        with session.session(replace(job, scaling={}) if data_only else job):
+            print("reading and tokenizing the rows", flush=True)
+            work, rows, report = tokenize(work)
             check_libraries()
-            # In process they are imported here in any case, so nothing asks them before.
-            if job.in_process and not (looks and on_gpus):
+            # In process the libraries are imported here in any case, so nothing has validated the job before.
+            if job.in_process and not (data_only and on_gpus):
                 console.silence_libraries()
                 libraries.load()
                 with libraries.asked(job) as check_libraries:
@@ -104,11 +96,11 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, looks: bool = False
             yield Run(work, rows, report, started)
 
 
-def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
-    """The work with the digests of its rows; the tokenised rows by name; the report on them.
+def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
+    """Returns the work with the digests of its rows, the tokenized rows by name, and the report on them.
 
     Raises:
-        InputError: when rows are wrong, or do not fit what the job makes of them.
+        InputError: if rows are wrong, or do not fit the job.
     """
     from pipeline.data.read import prepare
 
@@ -126,7 +118,7 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
             report.splits["pairs"] = pairs.report.splits["eval"]
         else:
             report = pairs.report
-    rows = {name: getattr(tokenised, split) for name, (tokenised, split) in sets.items()}
+    rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
     if STAGE[job.stage].scores:
         check_columns(job, rows)
     check_row_format(job, work.inputs.get("policy"), report.row_format())
@@ -134,14 +126,14 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
         check_labels(job, *report.labels())
     if job.stage == "ppo":
         check_updates(job, len(mixture) if mixture else report.splits["train"].kept)
-    digests = {name: tokenised.digests[split] for name, (tokenised, split) in sets.items()}
+    digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
     if through := transforms(job.data):
         digests["transform"] = functions.digest(through.values())
     digests |= digests_of_functions(job)
     work = replace(
         work,
         digests=digests,
-        fingerprints={name: tokenised.fingerprints[split] for name, (tokenised, split) in sets.items()},
+        fingerprints={name: tokenized.fingerprints[split] for name, (tokenized, split) in sets.items()},
         mixture=mixture,
         row_format=report.row_format(),
         rows_from=report.splits["train"].versions if "train" in report.splits else {},
@@ -150,7 +142,7 @@ def tokenise(work: Work) -> tuple[Work, dict[str, Any], Any]:
 
 
 def _prepare_pairs(work: Work) -> Any:
-    """data.pairs, tokenised as held-out rows of a kind of their own. Their length is the base's context."""
+    """Returns data.pairs, tokenized as eval rows of up to the base's context."""
     from pipeline.data.read import prepare
 
     job = work.job
@@ -158,7 +150,7 @@ def _prepare_pairs(work: Work) -> Any:
     try:
         length, on_ray = work.base["context_length"], _ray_for_rows(job)
         return prepare("pairs", held_out, work.tokenizer, length, _cache(job), ray_for_rows=on_ray)
-    except InputError as error:  # it was given them as rows to evaluate on
+    except InputError as error:  # the pairs were passed as data.eval
         raise InputError(error.message, "data.pairs" if error.key == "data.eval" else error.key) from error
 
 
@@ -172,10 +164,10 @@ def _cache(job: Job) -> str:
 
 
 def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work:
-    """The base, its tokenizer, and inputs that fit it: all that can be checked before any row is read.
+    """Checks the base, its tokenizer and the inputs: everything that can be checked before any row is read.
 
     Args:
-        sampler: whether completions will be sampled here, by what the job names.
+        sampler: also checks that the engine of rollouts is installed.
     """
     from pipeline.models.base import base_identity
     from pipeline.models.compatibility import check_base, check_lora
@@ -200,23 +192,23 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
             "policy=base starts a new one",
             flush=True,
         )
-    learned = _speaker(job, adapters)
+    learned = _template_source(job, adapters)
     template = model.chat_template
     if (
         template is None
         and learned
         and os.path.lexists(saved := os.path.join(learned, "chat_template.jinja"))
     ):
-        template = saved  # the one that it was trained with
+        template = saved  # the adapter was trained with it
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
-    if learned and model.chat_template is None:  # text prompts become what they were in training
+    if learned and model.chat_template is None:  # text prompts are encoded as in training
         trained = lineage.read(learned, "policy")
         tokenizer.text_as_chat = bool(trained.get("text_as_chat", not is_plain(tokenizer)))
     return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id=None, inputs=inputs)
 
 
-def _speaker(job: Job, adapters: dict[str, str]) -> str | None:
-    """The folder of the adapter whose chat template the job's prompts go through: its policy's, or else its reward's."""
+def _template_source(job: Job, adapters: dict[str, str]) -> str | None:
+    """Returns the folder of the adapter whose chat template the job uses: its policy's, or else its reward's."""
     policies = [name for name in adapters if name.startswith("policies.")]
     if job.policy or policies:
         return adapters.get("policy") or next((adapters[name] for name in policies), None)
@@ -224,10 +216,10 @@ def _speaker(job: Job, adapters: dict[str, str]) -> str | None:
 
 
 def load_host(job: Job) -> Host:
-    """The models of a job in this process, without Ray, for one user at a time; its inputs are pinned and checked.
+    """Returns the models of a job in this process, without Ray; its inputs are pinned and checked.
 
     Raises:
-        InputError: when one of them is not there or does not fit.
+        InputError: if an input does not exist or does not fit.
     """
     from pipeline.models.hub import announcement
 

@@ -49,7 +49,7 @@ MAY_CHANGE = (
 # Of these, what decides which step is kept and where training stops, in a run that compares its evaluations.
 COMPARISON = (
     "run.keep", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience",
-    # eval_steps is logging_steps where it is not set; figures of whole batches (KTO's KL, extremes) depend on their size.
+    # eval_steps is logging_steps if it is not set; metrics of batches (KTO's KL, extremes) depend on their size.
     "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
 )  # fmt: skip
 
@@ -81,7 +81,7 @@ def check_folder(folder: str, owner: str, example: str) -> None:
 
 
 def state(folder: str) -> dict[str, Any]:
-    """Returns the content of the files by which a folder has an owner."""
+    """Returns the content of the files that show the owner of a folder."""
     paths = [storage.join(folder, file) for file in OWNERS]
     return {path: list(storage.read_lines(path)) for path in paths if storage.exists(path)}
 
@@ -272,7 +272,7 @@ def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]
 
 def content_error(name: str | None, changed: list[str], restore: str = "Restore the files") -> InputError:
     return InputError(
-        f"the content of {', '.join(changed)} has changed since {name!r} began; it cannot be continued. {restore}, choose "
+        f"the content of {', '.join(changed)} has changed since {name!r} began, so it cannot resume. {restore}, choose "
         "another run.name, or set run.fresh=true",
         key="run.name",
     )
@@ -319,7 +319,7 @@ def print_differences(left: dict[str, Any], job: Job, most: int = 5) -> None:
     """Prints, for a finished run, the settings of this command that it did not run with."""
     changed = differences(left, job, ("run", "source", *_resolved(job)))
     if changed:
-        print("it ran with other settings; those of this command were not used:")
+        print("it ran with other settings; this command's were not used:")
     for key, (then, now) in list(changed.items())[:most]:
         print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
     if len(changed) > most:

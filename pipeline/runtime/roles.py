@@ -1,4 +1,4 @@
-"""From a job's inputs to roles on one base: which adapter plays the policy, the reference, the rewards and the critic."""
+"""Loads a job's inputs as roles on one base: policy, reference, rewards and critic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def shared_base(worker: Host) -> SharedBase:
-    """The job's frozen base on this process's device, with no role yet."""
+    """Returns the job's frozen base on this process's device, without roles."""
     import torch
 
     from pipeline.models import lockstep
@@ -39,7 +39,7 @@ def shared_base(worker: Host) -> SharedBase:
 
 
 def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
-    """The job's rewards, in order; a reward adapter becomes the role `reward` (`reward_1`, ... if there are several)."""
+    """Returns the job's rewards, in order; a reward adapter becomes the role `reward`, `reward_1`, ..."""
     return [
         reward(worker, shared, f"reward.{index}", _reward_role(index), weight)
         for index, (_, weight) in enumerate(worker.job.rewards)
@@ -47,16 +47,16 @@ def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
 
 
 def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight: float = 1.0) -> Reward:
-    """The reward of one input of the job: an adapter, which becomes a role on the base, another model, or a Python function.
+    """Returns the reward of one input of the job: an adapter, which becomes a role, another model, or a Python function.
 
     Args:
-        shared: None only where the reward is a function.
+        shared: may be None if the reward is a function.
     """
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
     source = worker.work.inputs[name]
     args = worker.job.args
-    # A training job's forwards are cut by tokens alone; the other verbs also have a limit on rows, their batch size.
+    # A training job limits a forward by its tokens; the other subcommands by its rows.
     by_tokens = worker.job.stage == "ppo"
     limits = (
         {"tokens": args.micro_batch_tokens} if by_tokens else {"rows": args.local_rollout_forward_batch_size}
@@ -76,7 +76,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
 
 
 def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
-    """A reward model that is no adapter on this base, and its tokenizer: it is held in memory in full, beside the base."""
+    """Returns a reward model that is no adapter, held in memory in addition to the base, and its tokenizer (None: the base's)."""
     from dataclasses import replace
 
     from pipeline.models.base import load_base
@@ -90,12 +90,12 @@ def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
 
 
 def judge(worker: Host, shared: SharedBase) -> Reward | None:
-    """The job's judge (a Python function or a second reward model, never trained on); None if it names none."""
+    """Returns the job's judge (a function or a second reward model, never trained on), or None if it has no judge."""
     return reward(worker, shared, "judge", "judge") if worker.job.judge else None
 
 
 def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | None:
-    """A frozen role from the input `name` of the job; None, the bare base, where the job names no adapter."""
+    """Adds a frozen role from the input `name` of the job. Returns it, or None (the bare base) if there is no such input."""
     if name not in worker.work.inputs:
         return None
     shared.add(role, folder=worker.input(name))
@@ -103,10 +103,10 @@ def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | 
 
 
 def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
-    """The role `policy`, trainable, and its reference: the frozen sft adapter that it starts from.
+    """Adds the role `policy`, trainable, and its reference: the frozen sft adapter that it starts from.
 
     Returns:
-        The role of the reference; None, the bare base, where there is no sft adapter.
+        The role of the reference, or None (the bare base) if there is no sft adapter.
     """
     if "policy" not in worker.work.inputs:
         shared.add("policy", lora=worker.job.lora, trainable=True)
@@ -124,7 +124,7 @@ def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
 
 
 def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None:
-    """The role that the policy began as, which it is compared with: the reference, unless that follows the policy."""
+    """Returns the role that the policy began as, to compare it with: the reference, unless that one follows the policy."""
     if reference is None or not worker.job.args.sync_ref_model:
         return reference
     return add_frozen(worker, shared, "policy", "start")
@@ -147,7 +147,7 @@ def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
 
 
 def _reward_adapters(worker: Host, shared: SharedBase) -> dict[str, str]:
-    """{role: input of the job} of the rewards that are adapters on the base, in the job's order."""
+    """Returns {role: input of the job} of the rewards that are adapters, in the job's order."""
     named = {_reward_role(index): f"reward.{index}" for index in range(len(worker.job.rewards))}
     return {role: name for role, name in named.items() if role in shared.roles}
 
@@ -158,9 +158,7 @@ def _reward_role(index: int) -> str:
 
 @contextmanager
 def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Decoder | None]:
-    """What decodes in a training worker, for the block: vLLM if the job requests it and no rollout workers have it. None: the
-    base itself.
-    """
+    """Yields vLLM for a training worker, or None, which means the base, if the job does not use it or rollout workers do."""
     rollout = worker.job.rollout_config
     if rollout.engine != "vllm" or rollout.workers[1]:
         yield None
@@ -172,8 +170,9 @@ def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Ite
 
 
 def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
-    """What decodes for some frozen roles (None: the bare base) in a job that does not train, by `rollout.engine`. vLLM ends
-    with this process.
+    """Returns the decoder of some frozen roles (None: the bare base) for a job that does not train, by `rollout.engine`.
+
+    vLLM ends with this process.
     """
     from pipeline.inference.decoder import SlotDecoder
 
@@ -206,7 +205,7 @@ def vllm(
         wanted: roles that it may sample from.
         longest: tokens of the longest prompt and its completion.
         rows: completions of an update that this process samples.
-        scratch: folder for what is handed over. None: the system's for temporary files.
+        scratch: folder in which adapters are passed to vLLM, or None for a temporary one.
 
     Raises:
         ValueError: if vLLM cannot run an adapter: DoRA, or a rank that is too large.
@@ -266,7 +265,7 @@ def vllm_options(job: Job, rows: int) -> dict[str, Any]:
 
 
 def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
-    """role -> the folder of the adapter that it started as."""
+    """Returns {role: folder of the adapter that it started as}."""
     sources: dict[str, str] = {}
     if "policy" in worker.work.inputs:
         sources |= dict.fromkeys(("policy", "reference"), worker.input("policy"))
@@ -278,7 +277,7 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
 
 
 def save_policy(worker: Host, shared: SharedBase, folder: str) -> None:
-    """Write the trained policy and its probes."""
+    """Writes the trained policy and its probes."""
     from pipeline.models import probes
 
     shared.save("policy", folder)
@@ -287,13 +286,13 @@ def save_policy(worker: Host, shared: SharedBase, folder: str) -> None:
 
 
 def verify_reload(shared: SharedBase, folder: str, rows: list[list[int]]) -> None:
-    """Check that the saved policy, loaded back onto the same base, gives the same hidden states, to the bit.
+    """Checks that the saved policy, loaded back onto the same base, gives bit-identical hidden states.
 
     Args:
         rows: token ids of a few sequences to compare on.
 
     Raises:
-        RuntimeError: when they differ.
+        RuntimeError: if they differ.
     """
     import torch
 

@@ -9,14 +9,14 @@ from pipeline.errors import visible
 from pipeline.references import Ref
 from pipeline.report.headline import how_it_ended
 
-OMITTED = ("runtime", "per_second", "num_tokens")  # held-out figures that say nothing about the model
+OMITTED = ("runtime", "per_second", "num_tokens")  # eval metrics that do not depend on the model
 
 
 def print_summary(result: dict[str, Any], drawn: str | None) -> None:
-    """The end of a run: samples side by side, held-out figures before and after, the version, where it lies.
+    """Prints the end of a run: samples, eval metrics before and after, the version, and the folder.
 
     Args:
-        drawn: where its report was drawn, or None.
+        drawn: the path of its report, or None.
     """
     if result["samples"]:
         print("\n" + sample_table(result["samples"]) + "\n")
@@ -50,7 +50,7 @@ def not_better(result: dict[str, Any]) -> str | None:
 
 
 def without_alias(result: dict[str, Any], version: registry.Version) -> str:
-    """How to go on with a version that its gate kept from the alias."""
+    """Returns how to continue with a version whose gate failed."""
     job, facts = result["job"], STAGE[result["stage"]]
     following = "evaluate" if facts.keeps_reference else "ppo"
     reference = Ref(version.name, version=version.version)
@@ -61,7 +61,7 @@ def without_alias(result: dict[str, Any], version: registry.Version) -> str:
 
 
 def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
-    """Prompts with the completions before and after, and their scores, as aligned text."""
+    """Returns prompts with the completions before and after, and their scores, as aligned text."""
     lines = []
     for sample in samples:
         lines.append(f"   {_cut(sample['prompt'], 2 * width)}")
@@ -73,7 +73,7 @@ def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
 
 
 def pairs_table(evaluation: dict[str, Any]) -> str:
-    """The tables that evaluation.pairs.figures makes, as aligned text."""
+    """Returns the tables of evaluation.pairs.figures as aligned text."""
     lines = ["   confidence     pairs   said   right"]
     for one in evaluation["reliability"]:
         shown = f"{one['low']:.2f} to {one['high']:.2f}"

@@ -1,8 +1,7 @@
-"""Ray Train on the worker's side: its rank and device, the rows it reads, and the progress and checkpoints it reports.
+"""A worker of a stage: its rank and device, the rows it reads, its log and its checkpoints.
 
-A stage's `train(worker)` runs once in every worker of the group. Its verbs: `rows` and `input` to read, `log` a step,
-commit a `checkpoint` (at once if a node is about to go), `finish` with an adapter that has been proved to
-reload.
+A stage's `train(worker)` runs once in every worker of the group. It reads `rows` and inputs, `log`s a step, commits a
+`checkpoint`, and `finish`es with an adapter that has been checked to reload.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
 
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
-    """The function that Ray Train calls: prepares the process, resumes or finds the run finished, trains."""
+    """Ray Train calls it in every worker: prepares the process, resumes or finds the run finished, trains."""
     import ray.train
 
     work: Work = config["work"]
@@ -65,7 +64,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
                 outcome = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
-                # Ray Train 2.60 logs the traceback of what ends a worker; their message is all that there is to say
+                # Ray Train 2.60 logs the traceback of an exception that ends a worker; these have a message instead.
                 logging.getLogger("ray.train.v2._internal.util").disabled = True
             worker.close(patience=5.0)
             raise
@@ -75,7 +74,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def like_a_worker(job: Job) -> Iterator[None]:
-    """Gives torch the threads of a worker that Ray starts, so that a run has the same bits here as there. Restores them.
+    """Gives torch the threads of a worker that Ray starts, for bit-identical results; restores them after the block.
 
     A GPU job sees one GPU, because transformers wraps a model in nn.DataParallel if it sees several.
     """
@@ -88,7 +87,9 @@ def like_a_worker(job: Job) -> Iterator[None]:
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int((job.scaling.get("resources_per_worker") or {}).get("CPU", 1))))
-    clock.reset_peak(torch.device("cuda" if job.scaling.get("use_gpu") else "cpu"))  # that of stages before
+    clock.reset_peak(
+        torch.device("cuda" if job.scaling.get("use_gpu") else "cpu")
+    )  # the peak of earlier stages in this process
     try:
         yield
     finally:
@@ -97,11 +98,11 @@ def like_a_worker(job: Job) -> Iterator[None]:
 
 
 def leave_group_of_one(world: int, use_gpu: bool) -> None:
-    """A single worker on a CPU trains as a plain process would: accelerate wraps a model in DDP if it finds a group.
+    """Makes a single worker on a CPU train as a plain process would: accelerate wraps a model in DDP if it finds a group.
 
-    Ray forms a torch.distributed group and says so in the environment, whatever its size. On a GPU it stays, for without
-    it transformers puts nn.DataParallel around a model wherever it sees several GPUs. Remove when TorchTrainer can be told
-    to form no group, or accelerate wraps no model of a group of one.
+    Ray forms a torch.distributed group of any size and sets its environment. On a GPU the group stays, because without it
+    transformers puts nn.DataParallel around a model if it sees several GPUs. Remove when TorchTrainer has an option to form no
+    group, or accelerate wraps no model of a group of one.
     """
     import torch
 
@@ -126,7 +127,7 @@ def resume_folder(run_folder: str, stack: contextlib.ExitStack) -> str | None:
 
 
 def name_output(stage: str) -> None:
-    """Names this process's lines in the driver's log after the stage, and silences the libraries' advice to developers."""
+    """Names this process's lines in the driver's log after the stage, and silences the libraries' warnings."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
     print(f":actor_name:{stage}", file=sys.stderr, flush=True)
     console.silence_libraries()
@@ -142,34 +143,32 @@ class Worker(Host):
         context = ray.train.get_context()
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.local_rank = context.get_local_rank()
-        self.resume = resume  # the folder of the checkpoint to continue from, or None
+        self.resume = resume  # the folder of the checkpoint to resume from, or None
         self.companion = companion  # what runs next to the workers, e.g. the pool of rollout workers
         # The same folder for all workers of a node: transformers lets each rank add its random state to it.
         self.scratch = os.path.join(
             tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id or str(self.job.run.name)
         )
         self.started: tuple[float, int] | None = None  # (time, step) of the first line: for the time left
-        self.step = self.total = 0  # of the last line of the log; steps of the whole run
+        self.step = self.total = 0  # of the last line of the log; of the run
         self.report = self._report if work.sweep else None
-        self.end: dict[
-            str, Any
-        ] = {}  # which step was kept and why training ended: best.outcome, of what trains
+        self.end: dict[str, Any] = {}  # best.outcome of a stage that trains
         self.metrics = registry.Curves(self.job, work.run_id) if self.rank == 0 and work.run_id else None
         self.notice = PreemptionNotice()
-        if self.local_rank == 0:  # what a worker that was killed left there
+        if self.local_rank == 0:  # files of a worker that was killed
             shutil.rmtree(self.scratch, ignore_errors=True)
         ray.train.collective.barrier()
         os.makedirs(self.scratch, exist_ok=True)
 
     @property
     def device(self) -> str:
-        """The GPU that Ray gave this worker, else the CPU."""
+        """Returns the GPU that Ray gave this worker, else the CPU."""
         import ray.train.torch
 
         return super().device if self.job.in_process else str(ray.train.torch.get_device())
 
     def rows(self, name: str) -> Any:
-        """The whole tokenised set `train`, `eval` or `pairs` as a datasets.Dataset over Ray's shared blocks; None if unset."""
+        """Returns all tokenized rows of `train`, `eval` or `pairs` as a datasets.Dataset, or None if the job has none."""
         import ray.train
 
         from pipeline.data.feed import to_hf
@@ -186,7 +185,7 @@ class Worker(Host):
         return load_shards(self.model, scorer_tokenizer, self.device)
 
     def gather(self, mine: Any) -> list[Any]:
-        """[what each rank has], on every rank."""
+        """Returns the values of all ranks, in their order, on every rank."""
         import torch
 
         from pipeline.models.lockstep import catch_up
@@ -199,7 +198,7 @@ class Worker(Host):
         return parts
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
-        """Prints one line with the time left and sends the numbers to MLflow, on rank 0."""
+        """Prints one line with the time left and sends the metrics to MLflow, on rank 0."""
         self.step, self.total = step, total
         if self.metrics is None:
             return
@@ -214,7 +213,7 @@ class Worker(Host):
         self.metrics.log(metrics, step)
 
     def _report(self, figure: float, step: int) -> str | None:
-        """Tells the sweep of an evaluation, on every rank; why the trial is to stop, the same for all, or None."""
+        """Reports an evaluation to the sweep. Returns why the trial must stop, the same on every rank, or None."""
         import ray
 
         assert self.work.sweep
@@ -222,7 +221,7 @@ class Worker(Host):
         return ray.get(rungs.report.remote(self.job.run.name, step, self.total, figure))
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
-        """After a resume: the curve that the checkpoint holds, (step, metrics) each, for what never reached MLflow."""
+        """Sends the curve of the checkpoint, (step, metrics) each, to MLflow, which may lack the end of it."""
         if self.metrics:
             for step, metrics in history:
                 self.metrics.log(metrics, step)
@@ -266,17 +265,17 @@ class Worker(Host):
         samples: list[dict[str, Any]] | None = None,
         tables: dict[str, list[dict[str, Any]]] | None = None,
     ) -> dict[str, Any]:
-        """Saves the adapter, proves that it reloads as it was, and commits it as the run's last checkpoint.
+        """Saves the adapter, checks that it reloads as it was, and commits it as the run's last checkpoint.
 
         Args:
             metrics: the final ones; they decide the gate.
-            save: writes adapter and head into a folder (on rank 0). None: nothing was trained.
+            save: writes adapter and head into a folder (on rank 0), or None if nothing was trained.
             verify: raises if the adapter in that folder does not behave like the one in memory (on rank 0).
-            facts: further entries of lineage.json, e.g. the reward's mean and standard deviation.
+            facts: more entries of lineage.json, e.g. the reward's mean and standard deviation.
             samples: prompts with completions before and after, for result.json.
-            tables: further rows for the report, each kept as NAME.json beside the adapter.
+            tables: rows for the report, saved as NAME.json next to the adapter.
         """
-        # PPO resets the system's own peak figure at each of its phases and keeps the highest itself (GiB).
+        # PPO resets the system's peak at each of its phases and keeps the highest (GiB).
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
         outcome = {"metrics": metrics, "samples": samples or [], "peak_memory": peak, **self.end}
         final = os.path.join(self.scratch, "final")
@@ -284,7 +283,7 @@ class Worker(Host):
             shutil.rmtree(final, ignore_errors=True)
             os.makedirs(final)
             if save:
-                assert verify, "an adapter counts once it has been proved to reload"
+                assert verify, "an adapter counts once it is checked to reload"
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 save(adapter)
@@ -296,11 +295,9 @@ class Worker(Host):
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
                 step = self.end["kept"]["step"] if self.end else self.step
                 self.metrics.log(held_out, step, final=True)
-                self.metrics.close()  # before the run counts as ended: a run that ended is not trained again
-            for name, content in {
-                **{f"{k}.json": v for k, v in (tables or {}).items()},
-                OUTCOME: outcome,
-            }.items():
+                self.metrics.close()  # before the run counts as finished
+            files = {f"{name}.json": rows for name, rows in (tables or {}).items()}
+            for name, content in (files | {OUTCOME: outcome}).items():
                 with open(os.path.join(final, name), "w", encoding="utf-8") as file:
                     json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final")
@@ -310,14 +307,14 @@ class Worker(Host):
         from pipeline.models.template import text_as_chat
 
         work = self.work
-        # The judge taught nothing.
+        # The judge is not a parent: nothing was trained on it.
         parents = {name: source for name, source in work.inputs.items() if name != "judge"}
         facts = {
             **facts,
             "step": self.end["kept"]["step"],
             **({"rows_from": work.rows_from} if work.rows_from else {}),
             "rows": work.row_format,
-            # Of rows that are all messages the policy knows nothing else.
+            # If all rows are messages, the policy was trained on nothing else.
             "text_as_chat": work.row_format == "chat"
             or text_as_chat(self.tokenizer, self.job.data.apply_chat_template),
         }
@@ -363,7 +360,7 @@ SHOWN = {
 
 
 def peak_memory() -> int:
-    """Bytes: the most that this worker held at once, on the GPU where there is one, else in resident memory."""
+    """Returns the peak memory of this worker in bytes, of its GPU if it has one, else resident."""
     import torch
 
     from pipeline.ppo import clock

@@ -1,10 +1,10 @@
-"""Sweeps: a job with several values of some keys, each combination a run of its own, side by side on Ray Tune.
+"""Sweeps: a job with several values of some keys; each combination is a separate run, several at a time on Ray Tune.
 
-    space.py     from `key=a,b` to jobs that have all been checked
-    trials.py    the trials on Ray Tune, and what a killed driver left of them
-    rungs.py     which trials stop early (ASHA), and how far each is
-    table.py     what came out: a table on the terminal, as files, and a plot
+    space.py     from `key=a,b` to checked jobs
+    trials.py    the trials on Ray Tune
+    rungs.py     which trials stop early (ASHA), and the progress of each
+    table.py     the results: a table on the terminal, files, and a plot
 
-A trial is an ordinary run in a folder below the sweep's: it has its own result.json, checkpoints and MLflow run, and the
-stages know of the sweep only that somebody hears of their evaluations.
+A trial is an ordinary run in a folder below the sweep's, with its own result.json, checkpoints and MLflow run. The stages
+only report their evaluations.
 """

@@ -1,7 +1,7 @@
-"""Lines about a sweep while it runs, one for each thing that happens to a trial, and what a killed driver is to leave.
+"""Prints the progress of a sweep, and keeps sweep.json up to date for a driver that is killed.
 
 with watching(sweep, rungs, keep):
-    ...                                 # keep(state) is called when there is something new
+    ...                                 # keep(state) is called after each change
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.errors import in_brief
 from pipeline.sweep.space import Sweep
 
-EVERY = 2.0  # seconds between two looks
+INTERVAL_S = 2.0  # between two queries of the rungs
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
     lines = Lines(sweep, ray.get(rungs.state.remote()))
 
     def look() -> None:
-        while not ended.wait(EVERY):
+        while not ended.wait(INTERVAL_S):
             _look()
 
     def _look() -> None:
@@ -49,7 +49,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
 
 
 class Lines:
-    """What is new between two states of the rungs, in words, with the time that is left."""
+    """Describes what changed between two states of the rungs, with the time left."""
 
     def __init__(self, sweep: Sweep, state: dict[str, Any]):
         self.sweep, self.state = sweep, state
@@ -82,7 +82,7 @@ class Lines:
         return overall
 
     def _done(self, state: dict[str, Any]) -> float:
-        """In whole trials: the shares of their steps that the running ones have made, and 1 for each that has ended."""
+        """Returns the finished trials, counting the running ones by their share of steps."""
         shares = {
             trial: reports[-1]["step"] / reports[-1]["of"]
             for trial, reports in state["reports"].items()

@@ -1,8 +1,7 @@
-"""Which trials of a sweep stop early, and how far each one is: an actor that hears of every evaluation.
+"""Decides which trials of a sweep stop early: an actor that every evaluation is reported to.
 
-ASHA is Ray Tune's. Tune itself would end a trial by ending its process (ray 2.60): its workers' placement group stays
-reserved, and nothing is left of the run. Here the trial is told, and ends as by early stopping, with an adapter and a
-result.json.
+ASHA is Ray Tune's. Tune itself would stop a trial by ending its process (ray 2.60), so its workers' placement group would stay
+reserved, and nothing would be left of the run. Here the trial itself stops early, with an adapter and a result.json.
 """
 
 import time
@@ -11,14 +10,14 @@ from typing import Any
 
 
 class Rungs:
-    """What the trials have reported, and what they were told.
+    """The evaluations of all trials, and the decision about each.
 
     Args:
-        greater: whether a larger figure is better.
+        greater: True if a larger value is better.
         grace_period: percent of a trial's steps before which it is not stopped.
-        reduction_factor: of the trials compared, the best 1 / reduction_factor go on; 1: all of them.
+        reduction_factor: the best 1 / reduction_factor of the compared trials continue; 1 stops none.
         known: `state()["reports"]` of an earlier driver.
-        ended: the trials that ended under it.
+        ended: the trials that ended under that driver.
     """
 
     def __init__(
@@ -52,9 +51,9 @@ class Rungs:
         )
 
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
-        """Notes an evaluation; why the trial is to stop, or None.
+        """Records an evaluation. Returns why the trial must stop, or None.
 
-        Every worker of a trial asks, and one that was continued repeats itself: all get the first answer.
+        Every worker of a trial reports it, and a resumed one reports it again: all get the first decision.
         """
         for known in self.reports.get(trial, []):
             if known["step"] == step:
@@ -62,7 +61,7 @@ class Rungs:
         return self._note(trial, {"step": step, "of": total, "figure": figure, "time": time.time()})
 
     def _note(self, trial: str, report: dict[str, Any]) -> str | None:
-        """Tells ASHA of an evaluation; what was decided about it before, by an earlier driver, holds."""
+        """Passes an evaluation to ASHA, and returns the decision; a decision of an earlier driver stays."""
         if trial not in self.reports:
             self.reports[trial] = []
             if self.asha:
@@ -94,7 +93,7 @@ class Rungs:
             self.failures[trial] = failure
 
     def state(self) -> dict[str, Any]:
-        """{"reports": {trial: [{step, of, figure, time, stop}]}, "failures": {trial: why}, "running", "ended": [trial]}"""
+        """Returns {reports: {trial: [{step, of, figure, time, stop}]}, failures: {trial: why}, running, ended: [trial]}."""
         return {
             "reports": self.reports,
             "failures": self.failures,

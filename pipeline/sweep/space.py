@@ -1,4 +1,4 @@
-"""What a sweep varies: `section.key=a,b` on the command line, and the jobs that follow from it.
+"""The space of a sweep: `section.key=a,b` on the command line, and the jobs that follow from it.
 
     sweep = read("jobs/demo/rm.yaml", ["trainer.learning_rate=1e-4,3e-4", "lora.r=8,16", "trainer.seed=2"])
     sweep.trials       # four, each with its values and its job; all of them have been checked
@@ -58,18 +58,16 @@ COMPARABLE = {
 class Settings:
     """`sweep.*` on the command line; the names are Ray Tune's."""
 
-    num_samples: Annotated[int, "[1, 10000]"] = (
-        1  # how often each range is drawn from, for every combination of the other values
-    )
-    max_trials: Annotated[int, "[1, 10000]"] = 64  # a sweep with more is refused
-    max_concurrent_trials: Annotated[int | None, "[1, 10000]"] = (
-        None  # None: as many as the machine or the cluster holds
-    )
-    # Steps of a trial, in percent, before which it is not stopped; ASHA compares there, and at each multiple below.
+    # How often each range is drawn from, for every combination of the other values.
+    num_samples: Annotated[int, "[1, 10000]"] = 1
+    # A sweep with more trials is rejected.
+    max_trials: Annotated[int, "[1, 10000]"] = 64
+    # null: as many as the machine or the cluster holds.
+    max_concurrent_trials: Annotated[int | None, "[1, 10000]"] = None
+    # Percent of a trial's steps before which it is not stopped; ASHA compares there, and at each multiple below.
     grace_period: Annotated[int, "[1, 100]"] = 25
-    reduction_factor: Annotated[int, "[1, 100]"] = (
-        2  # at each comparison the best 1 / reduction_factor go on; 1: no trial is stopped
-    )
+    # At each comparison the best 1 / reduction_factor continue; 1 stops no trial.
+    reduction_factor: Annotated[int, "[1, 100]"] = 2
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that can start, as far as its jobs say."""
+    """A sweep whose jobs are checked."""
 
     job: Job  # what all trials share: named, and with the registered model of the best one
     settings: Settings
@@ -94,20 +92,20 @@ class Sweep:
 
     @property
     def keys(self) -> list[str]:
-        """What is varied."""
+        """The keys that vary."""
         return list(self.trials[0].values)
 
     @property
     def folder(self) -> str:
-        """Where the trials' folders lie, and what came out."""
+        """The folder of the results and of the trials' folders."""
         return self.job.folder
 
 
 def read(path: str, arguments: list[str]) -> Sweep:
-    """The sweep that a command line asks for.
+    """Returns the sweep of a command line.
 
     Raises:
-        InputError: when one of its jobs is wrong, naming all combinations that are; nothing has started then.
+        InputError: if some of its jobs are wrong, with all of them.
     """
     varied: dict[str, list[str]] = {}
     shared, settings = [], {}
@@ -146,7 +144,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
 
 
 def split(text: str) -> list[str]:
-    """The values of a list, at its commas but those inside brackets and quotes: "[a,b],[c]" -> ["[a,b]", "[c]"]."""
+    """Splits a list at its commas, except for commas inside brackets and quotes: "[a,b],[c]" -> ["[a,b]", "[c]"]."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -199,7 +197,7 @@ def _check_fixed(varied: dict[str, list[str]]) -> None:
 
 
 def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -> list[dict[str, str]]:
-    """{key: value} of each trial."""
+    """Returns {key: value} of each trial."""
     ranges = {key: match for key, values in varied.items() if (match := RANGE.fullmatch(values[0]))}
     if settings.num_samples > 1 and not ranges:
         raise InputError(
@@ -221,7 +219,7 @@ def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -
 
 
 def _draw(given: re.Match[str], count: int, seed: int) -> list[str]:
-    """Values from a range by Ray Tune's distribution of that name, the same for the same seed."""
+    """Draws values from a range by Ray Tune's distribution of that name; the seed decides them."""
     import numpy as np
     from ray import tune
 
@@ -235,7 +233,7 @@ def _draw(given: re.Match[str], count: int, seed: int) -> list[str]:
 def _load_all(
     path: str, shared: list[str], combinations: list[dict[str, str]]
 ) -> list[tuple[Job, dict[str, str]]]:
-    """The job of every combination; all that are wrong are named together."""
+    """Returns the job of every combination. Raises one InputError for all combinations that are wrong."""
     jobs: list[tuple[Job, dict[str, str]]] = []
     wrong: dict[str, list[str]] = {}
     for values in combinations:
@@ -254,7 +252,7 @@ def _load_all(
 
 
 def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
-    """The held-out figure that the trials are compared by, and whether a larger one is better."""
+    """Returns the eval metric that the trials are compared by, and whether a larger value is better."""
     if not job.data.eval and not job.data.eval_fraction:
         raise InputError(
             "the trials are compared on held-out rows, and there are none: give data.eval or data.eval_fraction",
@@ -276,7 +274,7 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
 
 
 def _named(job: Job, jobs: list[Job], settings: Settings) -> Job:
-    """The shared job under its name: the one given, or one that follows from what is swept, so that the same command goes on."""
+    """Returns the shared job with a name; the default follows from what is swept, so that the same command resumes."""
     content = [
         [essence(one, "gate") for one in jobs],
         job.run.metric_for_best_model,

@@ -1,4 +1,4 @@
-"""What came out of a sweep: rows for each trial, as a table on the terminal, sweep.json, CSV, Markdown, and a plot."""
+"""The results of a sweep: a row for each trial, on the terminal, in sweep.json, as CSV and Markdown, and a plot."""
 
 import csv
 import io
@@ -15,15 +15,15 @@ from pipeline.system import storage
 from pipeline.text import table
 
 FILE = "sweep.json"
-MOST = 6  # trials in the plot of curves, the best ones: more lines cannot be told apart
+MAX_CURVES = 6  # of the best trials in the plot: more lines look the same
 
 
 def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict[str, Any]]:
-    """One dict a trial: trial, values, state, figure, step, of, seconds, why, folder, mlflow_run_id.
+    """Returns a dict for each trial: trial, values, state, figure, step, of, seconds, why, folder, mlflow_run_id.
 
     Args:
         state: of the rungs (Rungs.state).
-        died: why the process of a trial died, beyond what run.max_failures allows.
+        died: {trial: why its process died more often than run.max_failures allows}.
     """
     return [
         _row(
@@ -65,25 +65,25 @@ def _row(sweep: Sweep, trial: Trial, reports: list[dict[str, Any]], failure: str
 
 
 def result_of(trial: Trial) -> dict[str, Any] | None:
-    """result.json of a trial that has ended; None for one that has not."""
+    """Returns result.json of a trial, or None if the trial has not ended."""
     path = storage.join(trial.job.folder, "result.json")
     return storage.read_json(path) if storage.exists(path) else None
 
 
 def best(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row with the best figure, of trials that left an adapter; the first of equal ones. None: there is none."""
+    """Returns the row with the best value, the first of equal ones, or None if no trial left an adapter."""
     left = [row for row in rows if row["state"] in ("finished", "stopped") and _is_number(row["figure"])]
     return (max if sweep.greater else min)(left, key=lambda row: row["figure"], default=None)
 
 
 def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
-    """The table, best first."""
+    """Returns the table, best first."""
     header, *lines = _cells(sweep, rows)
     return table(header, lines)
 
 
 def _cells(sweep: Sweep, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Header and lines, best first, then those without a figure."""
+    """Returns header and lines, best first, then trials without a value."""
     sign = -1 if sweep.greater else 1
     ordered = sorted(
         rows,
@@ -128,9 +128,9 @@ def attach(sweep: Sweep, summary: dict[str, Any]) -> None:
 def _draws(
     sweep: Sweep, reports: dict[str, list[dict[str, Any]]], rows: list[dict[str, Any]]
 ) -> list[plots.Draw]:
-    """The curves of the best trials, and the figure against each key that was varied."""
+    """Returns the curves of the best trials, and the metric against each key that varies."""
     numbered = [row for row in rows if _is_number(row["figure"])]
-    ordered = sorted(numbered, key=lambda row: row["figure"], reverse=sweep.greater)[:MOST]
+    ordered = sorted(numbered, key=lambda row: row["figure"], reverse=sweep.greater)[:MAX_CURVES]
     curves = {
         row["trial"]: {sweep.metric: [(r["step"], r["figure"]) for r in reports.get(row["trial"], [])]}
         for row in ordered

@@ -1,10 +1,10 @@
-"""The trials of a sweep on Ray Tune, side by side.
+"""Runs the trials of a sweep on Ray Tune, as many at a time as fit.
 
-    run(sweep, member)          # returns when every trial has ended
+    run(sweep, handle)          # returns when every trial has ended
 
-Tune starts the trials' drivers, as many at a time as there is room for, and starts one again whose process died. What a
-trial needs to go on is in its own folder, so the sweep needs nothing of Tune's: after its driver was killed, a new Tuner
-gets the trials that have not ended. (Tuner.restore would load pickles from the folder, of the same version of Ray only.)
+Tune starts the trials' drivers, and restarts a driver whose process died. A trial resumes from its own folder. So after the
+sweep's driver was killed, a new Tuner gets the trials that have not ended. (Tuner.restore would load pickles from the folder,
+of the same version of Ray only.)
 """
 
 import importlib
@@ -24,17 +24,17 @@ from pipeline.sweep.space import Sweep
 from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
 
-TUNE = "tune"  # the folder of Ray Tune's own files, which nobody reads
+TUNE = "tune"  # the folder of Ray Tune's files, which are not used
 ENVIRONMENT = {
-    "RAY_AIR_NEW_OUTPUT": "0",  # which prints a banner whatever RunConfig.verbose says
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard files of its own beside MLflow's
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # else Ctrl-C ends the sweep as if it had come to its end
+    "RAY_AIR_NEW_OUTPUT": "0",  # it prints a banner even with RunConfig.verbose=0
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard files
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # else Ctrl-C ends the sweep as if it were finished
     "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "1000000000",  # a trial's driver needs none
 }
 
 
-def run(sweep: Sweep, member: SweepHandle) -> dict[str, str]:
-    """Runs the trials that have not ended, until all have; {trial: why its process died} of those that could not be run."""
+def run(sweep: Sweep, handle: SweepHandle) -> dict[str, str]:
+    """Runs the trials that have not ended. Returns {trial: why its process died} of those that could not be run."""
     os.environ.update(ENVIRONMENT)
     from ray import tune
 
@@ -45,7 +45,7 @@ def run(sweep: Sweep, member: SweepHandle) -> dict[str, str]:
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     tuner = tune.Tuner(
         # Their drivers take nothing of what workers need, and are on the head, which outlives spot nodes.
-        tune.with_resources(_trainable(sweep, member), {"node:__internal_head__": 0.001}),
+        tune.with_resources(_trainable(sweep, handle), {"node:__internal_head__": 0.001}),
         param_space={"trial": tune.grid_search(waiting)},
         tune_config=tune.TuneConfig(max_concurrent_trials=room),
         run_config=tune.RunConfig(
@@ -64,7 +64,7 @@ def run(sweep: Sweep, member: SweepHandle) -> dict[str, str]:
 
 
 def _silent() -> Any:
-    """In place of Tune's own printer, which has a line for each trial that ends even when it is to print nothing (ray 2.60)."""
+    """Returns a replacement of Tune's printer, which prints a line for each trial even with verbose=0 (ray 2.60)."""
     from ray.tune.progress_reporter import TrialProgressCallback
 
     class Silent(TrialProgressCallback):
@@ -75,20 +75,20 @@ def _silent() -> Any:
     return Silent()
 
 
-def _trainable(sweep: Sweep, member: SweepHandle) -> Any:
+def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
     jobs = {trial.name: trial.job for trial in sweep.trials}
     own, folder = session.session_folder(), sweep.folder
 
     def trial(config: dict[str, Any]) -> None:
         session.belong_to(own)
         hold_worker_lock(folder)  # it may outlive the sweep's driver by seconds
-        _run_one(jobs[config["trial"]], member)
+        _run_one(jobs[config["trial"]], handle)
 
     return trial
 
 
-def _run_one(job: Job, member: SweepHandle) -> None:
-    """In a process of its own: a trial, as an ordinary run. What it fails with ends this trial alone."""
+def _run_one(job: Job, handle: SweepHandle) -> None:
+    """Runs a trial in its process, as an ordinary run. Its errors end this trial alone."""
     import ray
 
     from pipeline.rollout.pool import opened
@@ -96,18 +96,18 @@ def _run_one(job: Job, member: SweepHandle) -> None:
     name, failure = str(job.run.name), None
     libraries.accept(job)
     name_output(f"{job.stage} {name}")
-    ray.get(member.rungs.begin.remote(name))
+    ray.get(handle.rungs.begin.remote(name))
     try:
         launch(
-            job, importlib.import_module(f"pipeline.stages.{job.stage}").train, sweep=member, companion=opened
+            job, importlib.import_module(f"pipeline.stages.{job.stage}").train, sweep=handle, companion=opened
         )
     except Exception as error:
         failure = without_credentials(reason(error))
         print(f"failed: {failure}", flush=True)
-    ray.get(member.rungs.end.remote(name, failure))
+    ray.get(handle.rungs.end.remote(name, failure))
 
 
 def reason(error: BaseException) -> str:
-    """Why a run failed, on a line: what the pipeline says about it, else the innermost cause."""
-    said = next((one for one in causes(error) if isinstance(one, InputError | Failure)), None)
-    return " ".join(str(said).split())[:500] if said else summary(error)[:500]
+    """Returns why a run failed, on one line: the pipeline's message, else the innermost cause."""
+    ours = next((one for one in causes(error) if isinstance(one, InputError | Failure)), None)
+    return " ".join(str(ours).split())[:500] if ours else summary(error)[:500]

@@ -60,9 +60,7 @@ def adapters(storage: Path, name: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_rounds_follow_each_other_and_a_kill_changes_nothing(
-    storage, embedded_ray, in_root, prompts, tmp_path, capsys
-):
+def test_rounds_follow_each_other_and_a_kill_changes_nothing(storage, in_root, prompts, tmp_path, capsys):
     registered(storage)
     whole = iterate(storage, "whole", *prompts)
     rounds = whole["rounds"]
@@ -127,7 +125,7 @@ def test_rounds_follow_each_other_and_a_kill_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("then", ["stop", "discard"])
-def test_a_round_that_fails_its_gate(then, storage, embedded_ray, in_root, prompts, capsys):
+def test_a_round_that_fails_its_gate(then, storage, in_root, prompts, capsys):
     registered(storage)
     settings = [f"iterate.on_failed_gate={then}", "evaluate.gate.eval_win_rate=>=2", "run.report=false"]
     summary = iterate(storage, then, *prompts, *settings)
@@ -164,12 +162,12 @@ def test_versions_are_those_that_the_aliases_meant_when_it_began(storage, in_roo
 NO_PROMPT = '{"question": "What is the capital of Peru?"}\n'
 # (overrides, whether it is said without Ray, what is said)
 LATE = [
-    (["evaluate.data.max_length=250"], True, r"evaluate\.data\.max_length: 250 tokens .* type evaluate\.data\.max_length=244, or a smaller evaluate\.trainer"),
+    (["evaluate.data.max_length=250"], True, r"evaluate\.data\.max_length: 250 tokens .* set evaluate\.data\.max_length=244, or a smaller evaluate\.trainer"),
     (["evaluate.judge=models:/toy-policy@champion"], True, r"evaluate\.judge: "),
     (["evaluate.data.eval={rows}"], True, r"evaluate\.data\.eval: .*question"),
     (["dpo.data.eval={rows}"], True, r"dpo\.data\.eval: .*question"),
     (["dpo.data.max_length=4096"], True, r"dpo\.data\.max_length: 4096 is more than .* use dpo\.data\.max_length="),
-    (["dpo.data.max_length=24"], False, r"dpo\.data\.max_length: rows of more than 24 tokens may be collected, .* type dpo\.data\.max_length=\d+, or dpo"),
+    (["dpo.data.max_length=24"], False, r"dpo\.data\.max_length: rows of more than 24 tokens may be collected, .* set dpo\.data\.max_length=\d+, or dpo"),
     (["collect.trainer.num_prompts=500", "collect.data.train={prompts}"], False,
      r"collect\.trainer\.num_prompts: found 500, but collect\.data\.train has 3 prompts"),
     (["evaluate.data.eval={long}", "evaluate.data.max_length=20"], False, r"evaluate\.data\.eval: .*long\.jsonl:1"),
@@ -178,7 +176,7 @@ LATE = [
 
 @pytest.mark.parametrize(("overrides", "without_ray", "says"), LATE, ids=[case[0][0] for case in LATE])
 def test_what_the_last_step_would_refuse_is_refused_before_the_first(
-    overrides, without_ray, says, storage, request, in_root, prompts, tmp_path, monkeypatch, capsys
+    overrides, without_ray, says, storage, in_root, prompts, tmp_path, monkeypatch, capsys
 ):
     """... and before run.fresh=true deletes what is there."""
     registered(storage)
@@ -194,9 +192,7 @@ def test_what_the_last_step_would_refuse_is_refused_before_the_first(
     begun: list[str] = []
     monkeypatch.setattr(command, "through", lambda *_: begun.append("a round"))
     if without_ray:
-        monkeypatch.setattr(command.driver, "session", lambda _: begun.append("Ray"))
-    else:
-        request.getfixturevalue("embedded_ray")
+        monkeypatch.setattr(command, "session", lambda _: begun.append("Ray"))
     iterate(storage, "late", *prompts, "run.fresh=true", *given, status=2)
     error = capsys.readouterr().err
     assert re.search(rf"^error: {says}", error, re.DOTALL), error

@@ -88,11 +88,11 @@ def test_what_no_finished_step_has_used_may_be_edited(tmp_path, capsys):
     def recorded(*overrides: str) -> dict:
         return command.recorded(plans.read(DEMO, [f"run.storage_path={tmp_path}", "run.name=it", *overrides]))
 
-    mended = ["evaluate.data.max_length=200", "evaluate.judge=null"]
+    edited = ["evaluate.data.max_length=200", "evaluate.judge=null"]
     for step in ("collect", "dpo"):
         (tmp_path / "it" / f"round-1-{step}").mkdir()
         (tmp_path / "it" / f"round-1-{step}" / "result.json").write_text("{}")
-    assert recorded(*mended) == left
+    assert recorded(*edited) == left
     for changed, key in (
         (["dpo.trainer.beta=0.5"], "dpo.trainer.beta"),
         (["iterate.baseline=first"], "iterate.baseline"),
@@ -100,16 +100,16 @@ def test_what_no_finished_step_has_used_may_be_edited(tmp_path, capsys):
         with pytest.raises(
             InputError, match=rf"'it' is an iteration of other jobs: {key} changed since it began"
         ):
-            recorded(*mended, *changed)
+            recorded(*edited, *changed)
     (tmp_path / "it" / "round-1-evaluate").mkdir()
-    assert recorded(*mended) == left, "it has not ended"
+    assert recorded(*edited) == left, "it has not ended"
     (tmp_path / "it" / "round-1-evaluate" / "result.json").write_text("{}")
     with pytest.raises(InputError, match=r"jobs: evaluate\.data\.max_length, evaluate\.judge changed"):
-        recorded(*mended)
+        recorded(*edited)
     assert recorded() == left
 
 
-def test_a_mended_input_is_pinned_anew(tmp_path):
+def test_an_edited_input_is_pinned_again(tmp_path):
     pinned = {
         "evaluate": {
             "policy": FIRST,

@@ -150,7 +150,7 @@ def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
 
 
 PHASES = [  # of a run, in their order, and the lines between them
-    r"== sft  run one  jobs/demo/sft.yaml", "starting Ray", "reading and tokenising the rows", "<report>",
+    r"== sft  run one  jobs/demo/sft.yaml", "starting Ray", "reading and tokenizing the rows", "<report>",
     "starting 2 workers: importing torch and transformers", r"loading jobs/demo/model \(1\.4 MB\)",
     r'fp32 products at precision "\w+".*',
     "evaluating 60 held-out rows, then training", r"step 0/2  held-out loss .*", r"step 2/2  .*held-out loss .*",

@@ -106,7 +106,7 @@ def few(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def overfit(embedded_ray, storage, few):
+def overfit(storage, few):
     """The overfit in one go, with a checkpoint after every second step."""
     return stage("rm", storage, "overfit", *few, "trainer.save_strategy=steps", "trainer.save_steps=2")
 
@@ -155,7 +155,7 @@ def test_killed_after_its_best_step_it_registers_the_same(overfit, storage, few,
 
 
 @pytest.mark.slow
-def test_killed_after_it_stopped_it_makes_no_further_step(overfit, storage, few, monkeypatch):
+def test_killed_after_it_stopped_it_makes_no_further_step(overfit, storage, few, monkeypatch, embedded_ray):
     from pipeline.stages import rm
 
     saves = ["trainer.save_strategy=epoch"]  # a checkpoint at the step at which it stops
@@ -169,7 +169,7 @@ def test_killed_after_it_stopped_it_makes_no_further_step(overfit, storage, few,
 
 
 @pytest.mark.slow
-def test_two_workers_stop_at_the_same_step(overfit, storage, few):
+def test_two_workers_stop_at_the_same_step(overfit, storage, few, embedded_ray):
     both = ["trainer.per_device_train_batch_size=4", "scaling.num_workers=2"]
     result = stage("rm", storage, "overfit-two", *few, *both)
     assert (result["kept"]["step"], result["ended"]) == (overfit["kept"]["step"], overfit["ended"])

@@ -149,7 +149,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
         | {"adapter_config.json": json.dumps(settings | {"base_model_name_or_path": "org/large"}).encode()},
     )
     on_hub = "model.name_or_path=org/base"
-    refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*type "
+    refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*use "
             r"model\.name_or_path=org/large", on_hub, "policy=org/other", "reward=null")  # fmt: skip
     hub.put(
         "org/same",

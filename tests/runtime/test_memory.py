@@ -35,7 +35,7 @@ def load_base():
             r"per_device_train_batch_size=\d+ \(now \d+\), trainer\.gradient_checkpointing=true \(now false\)",
         ),
         ("ppo", "rollout", r"local_rollout_forward_batch_size=32 \(now 64\); if that"),
-        ("sft", training_step, r"'update'.*type, in this order, trainer\.per_device_train_batch_size=\d+"),
+        ("sft", training_step, r"'update'.*set, in this order, trainer\.per_device_train_batch_size=\d+"),
         ("rm", load_base, r"'loading the base'.*; if that .* model\.dtype=bfloat16 \(now float32\), model\.load_in_4bit"),
         ("generate", "", r"local_rollout_forward_batch_size=\d+ \(now \d+\); if that"),
     ],

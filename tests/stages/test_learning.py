@@ -3,7 +3,7 @@
 import pytest
 from running import stage
 
-pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 GOLD = "judge=python:pipeline.demo:gold"  # from 0 to 1; no model is trained on it
 
 

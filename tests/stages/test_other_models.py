@@ -57,7 +57,7 @@ def train(family, tmp_path_factory):
     from pipeline.config import load_job
     from pipeline.data.feed import to_hf
     from pipeline.runtime.inputs import pin_inputs
-    from pipeline.runtime.preparation import check_models, tokenise
+    from pipeline.runtime.preparation import check_models, tokenize
     from pipeline.runtime.worker import Worker
 
     name, folder = family
@@ -107,7 +107,7 @@ def train(family, tmp_path_factory):
         if name.endswith("nf4"):
             options += ["model.load_in_4bit=true", "model.dtype=float32"]
         job, pinned = pin_inputs(load_job(ROOT / f"jobs/demo/{stage}.yaml", options, stage))
-        work, rows, _ = tokenise(check_models(job, pinned))
+        work, rows, _ = tokenize(check_models(job, pinned))
         scratch = tmp_path_factory.mktemp(stage)
         worker = LocalWorker(replace(work, run_id=stage), rows, scratch)
         outcome = import_module(f"pipeline.stages.{stage}").train(worker)

@@ -8,8 +8,6 @@ from toy_models import registered
 
 from pipeline.registry.lineage import folder_digests
 
-pytestmark = pytest.mark.usefixtures("embedded_ray")
-
 
 def trained(storage, name, *overrides):
     settings = [

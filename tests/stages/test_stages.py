@@ -12,7 +12,6 @@ from pipeline.config import load_job
 from pipeline.planning import plan
 from pipeline.runtime import run
 
-pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL_QUICK = [
     "trainer.max_steps=4",
     "data.batch_size=16",
@@ -29,7 +28,7 @@ PPO_QUICK = [
 
 
 @pytest.fixture(scope="module")
-def runs(embedded_ray, storage):
+def runs(storage):
     """stage -> its result.json; each takes what the one before it registered."""
     found = {name: stage(name, storage, f"toy-{name}", *TRL_QUICK) for name in ("sft", "rm")}
     found["dpo"] = stage("dpo", storage, "toy-dpo", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
