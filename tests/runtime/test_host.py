@@ -31,7 +31,7 @@ def asked(monkeypatch):
 class OnThirdGpu(Host):
     """As much of a worker as a stage needs before it loads its base."""
 
-    device, rank, world, resume, beside = "cuda:2", 0, 1, None, None
+    device, rank, world, resume, companion = "cuda:2", 0, 1, None, None
 
     def rows(self, name):
         return [{"input_ids": [5, 6, 7]}]

@@ -186,7 +186,7 @@ def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_pa
     module.write_text("def score(completions, **_):\n    return [1.0 for _ in completions]\n")
     changed = {"train": "sha256:rows"} | inputs.digests_of_functions(job)
     with pytest.raises(
-        InputError, match=r"content of reward has changed since 'one' began; .*Restore the files"
+        InputError, match=r"content of reward has changed since 'one' began, .*Restore the files"
     ):
         resume.same_content(found, job, "sha256:base", changed)
 
