@@ -13,7 +13,7 @@ from report import ratios, render
 from sizes import SEED
 from variants import VARIANTS, chosen
 
-from pipeline.ppo.batch import prompt_order
+from pipeline.ppo.episodes import prompt_order
 
 TRL_PPO = ROOT / ".bench/trl"
 PHASES = {"rollout", "score", "values", "update"}

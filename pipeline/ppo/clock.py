@@ -14,12 +14,12 @@ import torch
 from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 
 TRAINER = "trainer"
-SHORTEST = 1e-4  # seconds: what is shorter gets no bar
+SHORTEST_S = 1e-4  # shorter spans get no bar
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that lasted from `begin` to `end`, in seconds of the trainer's time.perf_counter()."""
+    """An activity from `begin` to `end`, in seconds of the trainer's time.perf_counter()."""
 
     who: str  # "trainer", "worker 0", ...
     what: str  # a phase, or "update 7": a chunk of that update's completions
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One update: all that was going on between the beginning of the trainer's first phase and the end of its last."""
+    """One update, from the start of the trainer's first phase to the end of its last."""
 
     update: int  # from 1
     spans: Sequence[Span]
@@ -45,9 +45,10 @@ class Timeline:
         return end - begin
 
     def to_dict(self) -> dict[str, Any]:
-        """For result.json: times in seconds since the update began.
+        """Returns the timeline for result.json, with times in seconds since the start of the update.
 
-        Of what began before it or went on after it, the part within; of the trainer's phases, what it spent on nothing else.
+        Spans are cut at the start and end of the update. Of nested phases of the trainer, each has the time that the others
+        do not have.
         """
         begin, end = self.window
         inside = [span for span in _apart(self.spans) if span.begin < end and span.end > begin]
@@ -64,7 +65,7 @@ class Timeline:
 
 
 def _apart(spans: Sequence[Span]) -> list[Span]:
-    """The spans, and in place of one of the trainer's that others of the trainer's lie in, its pieces between those."""
+    """Returns the spans; a span of the trainer that contains others of the trainer is split into the pieces between them."""
     apart = []
     for span in spans:
         within = [
@@ -79,11 +80,11 @@ def _apart(spans: Sequence[Span]) -> list[Span]:
             apart.append(replace(span, begin=at, end=one.begin))
             at = one.end
         apart.append(replace(span, begin=at))
-    return [span for span in apart if span.end - span.begin >= SHORTEST]
+    return [span for span in apart if span.end - span.begin >= SHORTEST_S]
 
 
 def typical(timelines: Sequence[Timeline]) -> dict[str, Any] | None:
-    """The update of median length, for result.json; None where there is none."""
+    """Returns the update of median length for result.json, or None without updates."""
     if not timelines:
         return None
     return sorted(timelines, key=lambda one: one.seconds)[len(timelines) // 2].to_dict()
@@ -132,7 +133,7 @@ class Phases:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory since the last reset, in bytes; 0 where the system does not report it."""
+    """Returns the peak memory since the last reset in bytes, or 0 if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -153,5 +154,5 @@ def reset_peak(device: torch.device) -> None:
         try:
             clear.write_text("5")  # "reset the peak resident set size" (proc(5))
         except PermissionError:
-            # A locked-down container. The peak is then that since the process started: an upper bound.
+            # A locked-down container. The peak since the start of the process is an upper bound.
             return

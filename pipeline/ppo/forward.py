@@ -1,6 +1,6 @@
-"""Forwards of episodes: what goes into one together, and the hidden states that come out.
+"""Forward passes of episodes: which rows share one, and the hidden states.
 
-Rows of like length share a micro-batch, and completions to one prompt share a row (models/packing.py). Neither changes a
+Rows of similar length share a micro-batch, and completions to one prompt share a row (models/packing.py). Neither changes a
 result but for rounding.
 """
 
@@ -14,19 +14,20 @@ from torch import Tensor
 from pipeline.models.adapters import SharedBase
 from pipeline.models.batches import micro_batches
 from pipeline.models.packing import alone, packed, packs_that_pay
-from pipeline.ppo.batch import Episodes
+from pipeline.ppo.episodes import Episodes
 
-# Of a forward without gradients, the most tokens: it holds one layer's activations at a time, some 100 KB a token at 8B.
+# Maximum tokens of a forward pass without gradients: it holds one layer's activations, some 100 KB per token at 8B.
 FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}
-# Of a row of several completions: its attention has a mask of the square of that.
+# Maximum tokens of a row with several completions: its attention mask has the square of that.
 PACK_TOKENS = 4096
 
 
 def states(shared: SharedBase, role: str | None, part: Episodes, last: bool = False) -> Tensor:
-    """(B, R + 1, H) hidden states of a role (None: the bare base) before each action, and after the last.
+    """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last.
 
     Args:
-        last: (B, 1, H), those after the last action alone.
+        role: None means the bare base.
+        last: only the states (B, 1, H) after the last action.
     """
     rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
     packs = in_packs(shared, part, range(len(part)))
@@ -41,7 +42,7 @@ def in_packs(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """`rows` of the episodes in packs of completions to one prompt, where that pays and the base allows it.
+    """Groups `rows` of the episodes in packs of completions to one prompt, if that pays and the base allows it.
 
     Args:
         completions: limit on those of a pack.
@@ -57,14 +58,14 @@ def in_packs(
     return [[rows[i] for i in pack] for pack in packs]
 
 
-def cut(
+def micro_batches_of(
     shared: SharedBase,
     episodes: Episodes,
     rows: Sequence[int],
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """`rows` of the episodes in micro-batches, which keep packs whole.
+    """Splits `rows` of the episodes into micro-batches, which do not split packs.
 
     Args:
         completions, tokens: limits of a micro-batch; padding counts as tokens. None: none.

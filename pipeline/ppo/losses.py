@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipeline.errors import Failure
 from pipeline.ppo import estimators
-from pipeline.ppo.batch import Episodes, Totals, all_reduce
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import Episodes, Totals, all_reduce
 from pipeline.ppo.functional import (
     kl_estimate,
     loss_weights,

@@ -36,13 +36,13 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.batches import micro_batches
 from pipeline.models.special import ControlTokens, chat_ids, text_ids
 from pipeline.ppo import forward
-from pipeline.ppo.batch import collate
+from pipeline.ppo.episodes import collate
 from pipeline.ppo.forward import FORWARD_TOKENS
 
 
 @dataclass
 class Samples:
-    """Completions to be scored, with the data rows of their prompts: `prompt` and all further columns."""
+    """Completions to be scored, with the data rows of their prompts: `prompt` and all other columns."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
@@ -55,7 +55,7 @@ class Samples:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """The prompts as the data has them, or, where one is a list of messages, as the template rendered it."""
+        """Returns the prompts as the data has them; a list of messages as the template rendered it."""
         return [
             row["prompt"]
             if isinstance(row.get("prompt"), str)
@@ -65,12 +65,14 @@ class Samples:
 
     @cached_property
     def completions(self) -> list[str]:
-        """The completions as text, without special tokens."""
+        """Returns the completions as text, without special tokens."""
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.completion_ids]
 
     def columns(self) -> dict[str, list[Any]]:
-        """The further columns, one value per row (None where a row lacks it). Prompts that are lists of messages are the
-        column `messages`."""
+        """Returns the other columns, one value per row, None if a row lacks it.
+
+        Prompts that are lists of messages are the column `messages`.
+        """
         names = sorted({key for row in self.rows for key in row} - {"prompt", "completion"})
         columns = {name: [row.get(name) for row in self.rows] for name in names}
         if any(isinstance(row.get("prompt"), list) for row in self.rows):
@@ -78,13 +80,13 @@ class Samples:
         return columns
 
     def show(self, i: int) -> str:
-        """Sample `i` in the words of an error message, shortened."""
+        """Returns sample `i` for an error message, shortened."""
         values = (_brief(value) for value in (self.prompts[i], self.completions[i], self.rows[i]))
         return "prompt {}, completion {}, row {} (sample {} of {})".format(*values, i, len(self))
 
 
 def _brief(value: Any, limit: int = 300) -> str:
-    """The repr of a value, shortened to `limit` characters; its type where repr fails."""
+    """Returns the repr of a value, shortened to `limit` characters, or its type if repr fails."""
     try:
         text = repr(value)
     except Exception:  # an int of 5000 digits, or an object whose __repr__ raises
@@ -110,10 +112,10 @@ class Reward(ABC):
 
     @abstractmethod
     def score(self, samples: Samples) -> list[float]:
-        """One raw score for each sample; `checked` verifies that."""
+        """Returns one raw score for each sample; `checked` verifies that."""
 
     def checked(self, samples: Samples) -> list[float]:
-        """The raw scores of `score`. Raises Failure unless they are one finite number for each sample."""
+        """Returns the scores of `score`. Raises Failure unless they are one finite number for each sample."""
         scores: Any = self.score(samples)
         # Arrays and tensors have tolist, tensors that require gradients included.
         listed = scores.tolist() if hasattr(scores, "tolist") else scores
@@ -139,7 +141,7 @@ class Reward(ABC):
 
 
 def _number(score: Any) -> float:
-    """A score as a float; NaN if it is not a real number, or too large for a float."""
+    """Returns a score as a float, or NaN if it is not a real number or too large."""
     try:
         if hasattr(score, "item") and not isinstance(score, numbers.Number):
             score = score.item()  # an array or tensor of one number
@@ -174,14 +176,14 @@ class AdapterReward(Reward):
         completions = [Completion(ids, True, [0.0] * len(ids)) for ids in samples.completion_ids]
         every, device = range(len(samples)), self.shared.device
         episodes = collate(samples.prompt_ids, completions, every, 0, device)
-        for rows in forward.cut(self.shared, episodes, every, self.rows, self.tokens):
+        for rows in forward.micro_batches_of(self.shared, episodes, every, self.rows, self.tokens):
             last = forward.states(self.shared, self.role, episodes.take(rows), last=True)
             episodes.scores[rows] = self.shared.head(self.role, last).squeeze(1)
         return episodes.scores.tolist()
 
 
 class ModelReward(Reward):
-    """A sequence-classification model of its own, held in memory in full beside the base. Scores are its only logit.
+    """A separate sequence-classification model, in memory in addition to the base. Scores are its only logit.
 
     Args:
         tokenizer: the model's own; it encodes prompt and completion as text, with its chat template where the prompt is a
@@ -215,7 +217,7 @@ class ModelReward(Reward):
 
     @torch.no_grad()
     def _in_batches(self, token_ids: list[list[int]], pad: int) -> list[float]:
-        """The model's logit of each sequence of token ids, from batches of like lengths."""
+        """Returns the model's logit of each sequence of token ids, from batches of similar lengths."""
         device = next(self.model.parameters()).device
         scores = torch.zeros(len(token_ids))
         lengths, tokens = [len(ids) for ids in token_ids], self.tokens or FORWARD_TOKENS[device.type]
@@ -228,7 +230,7 @@ class ModelReward(Reward):
         return scores.tolist()
 
     def _encode(self, samples: Samples, i: int, control: ControlTokens) -> list[int]:
-        """Sample `i` as token ids of the model's own tokenizer; plain text that ended gets its eos."""
+        """Returns sample `i` as token ids of the model's own tokenizer; plain text that ended gets its eos."""
         prompt, completion = samples.rows[i].get("prompt"), samples.completions[i]
         if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
             messages = [*prompt, {"role": "assistant", "content": completion}]
@@ -239,7 +241,7 @@ class ModelReward(Reward):
 
 
 def generator_states() -> bytes:
-    """Digest of the global generators' states: it changes when a number is drawn."""
+    """Returns a digest of the global generators' states: it changes when a number is drawn."""
     numpy: Any = np.random.get_state()
     states = (random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes())
     return hashlib.blake2b(repr(states).encode()).digest()
@@ -293,7 +295,7 @@ class FunctionReward(Reward):
         return f"{self.name!r} ({':'.join(name for name in names if name)})"
 
     def _call(self, samples: Samples, rows: Sequence[int]) -> Any:
-        """What the function returns for some of the samples."""
+        """Returns what the function returns for some of the samples."""
         texts = {"prompts": samples.prompts, "completions": samples.completions}
         columns = {**samples.columns(), "completion_ids": samples.completion_ids, **texts}
         parameters = inspect.signature(self.function).parameters
@@ -307,7 +309,7 @@ class FunctionReward(Reward):
         return result
 
     def _row_by_row(self, samples: Samples, limit: float) -> list[float]:
-        """The function's score of each sample, in their order, whichever is done first."""
+        """Returns the function's score of each sample, in the order of the samples."""
         rows: SimpleQueue[int] = SimpleQueue()
         for i in range(len(samples)):
             rows.put(i)
@@ -327,7 +329,7 @@ class FunctionReward(Reward):
                         setattr(error, ROW, i)
                         scores[i].set_exception(error)
 
-        # Not of a pool, which is waited for when the process ends: a row that hangs is left behind.
+        # Not a thread pool, which the process waits for when it ends: a row that hangs is abandoned.
         for _ in range(min(self.threads, len(samples))):
             Thread(target=work, daemon=True, name=f"reward {self.name}").start()
         waiting = set(scores)
@@ -336,7 +338,7 @@ class FunctionReward(Reward):
             now = time.monotonic()
             late = [i for i in sorted(begun) if now - begun[i] > limit and not scores[i].done()]
             raised = [error for score in done if (error := score.exception())]
-            while (late or raised) and not rows.empty():  # nobody begins another one
+            while (late or raised) and not rows.empty():  # no thread begins another row
                 with contextlib.suppress(Empty):
                     rows.get_nowait()
             if late:
@@ -347,7 +349,7 @@ class FunctionReward(Reward):
                 raise min(raised, key=lambda error: getattr(error, ROW))
         if self.threads > 1 and generator_states() != drawn:
             raise Failure(
-                f"reward {self} draws random numbers, and several rows at a time get them in any order; type "
+                f"reward {self} draws random numbers, and several rows at a time get them in any order; set "
                 "trainer.reward_threads=1"
             )
         return [score.result() for score in scores]
@@ -363,7 +365,7 @@ class FunctionReward(Reward):
         return listed[0]
 
     def _culprit(self, samples: Samples) -> str:
-        """The first sample on which alone the function raises, in words."""
+        """Returns in words the first sample on which alone the function raises."""
         for i in range(len(samples)):
             try:
                 self._call(samples, [i])
@@ -380,7 +382,7 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 
 
 def _frames(error: BaseException, limit: int = 10) -> str:
-    """The last `limit` frames inside a reward function as text, without this module's and, if possible, libraries'."""
+    """Returns the last `limit` frames inside a reward function as text, if possible without those of libraries."""
     frames = traceback.extract_tb(error.__traceback__)
     called = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
     inside = frames[called + 1 :]
@@ -391,13 +393,13 @@ def _frames(error: BaseException, limit: int = 10) -> str:
 def weighted(
     rewards: Sequence[Reward], samples: Samples, normalize: bool
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """The weighted sum of the rewards' (normalised) scores of each sample, and each reward's raw scores by name."""
+    """Returns the weighted sum of the rewards' scores of each sample, and each reward's raw scores by name."""
     raw = raw_scores(rewards, samples)
     return combined(rewards, raw, normalize), raw
 
 
 def raw_scores(rewards: Sequence[Reward], samples: Samples) -> dict[str, list[float]]:
-    """Each reward's own scores of the samples, by its name. Raises ValueError if two rewards have the same name."""
+    """Returns each reward's raw scores by its name. Raises ValueError if two rewards have the same name."""
     raw = {reward.name: reward.checked(samples) for reward in rewards}
     if len(raw) < len(rewards):
         raise ValueError(f"two rewards have the same name: {[reward.name for reward in rewards]}")
@@ -405,7 +407,7 @@ def raw_scores(rewards: Sequence[Reward], samples: Samples) -> dict[str, list[fl
 
 
 def combined(rewards: Sequence[Reward], raw: Mapping[str, Sequence[float]], normalize: bool) -> list[float]:
-    """The weighted sum of scores as `raw_scores` returns them, normalised if asked for."""
+    """Returns the weighted sum of raw scores, normalized if requested."""
     total = [0.0] * len(raw[rewards[0].name])
     for reward in rewards:
         for i, score in enumerate(raw[reward.name]):

@@ -1,6 +1,8 @@
-"""What a rollout is made of, for one chunk: completions, their scores, and the log-probs of the reference.
+"""Chunks of an update, and what a rollout makes of each: completions, their scores, and the reference's log-probs.
 
-The trainer's process and rollout workers run the same code here, on a base and frozen roles of their own.
+A chunk is the unit of sampling and scoring. How an update is split depends on the job alone, not on the memory of a worker,
+and no sum over several completions crosses a chunk. So a chunk has the same bits from every sampler: the trainer's process
+and rollout workers run the same code, each on its own base and frozen roles.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,70 @@ from pipeline.inference.memory import GIB, decoding_rows
 from pipeline.inference.rows import Completion, Decoder, Sampling
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import forward
-from pipeline.ppo.batch import Episodes, all_reduce, collate, world
-from pipeline.ppo.chunks import Chunk, Greedy, Sampled
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import Episodes, all_reduce, collate, world
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Reward, Samples, raw_scores
 from pipeline.ppo.rng import kept_rng_state
+
+Key = tuple[int, int, int]  # of a chunk: update, rank, and number among the rank's chunks of that update
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompts of one trainer's share of an update, for one sampler."""
+
+    update: int
+    rank: int  # of the trainer that learns with it
+    number: int
+    version: int  # of the policy that samples it: the number of updates it has had
+    places: list[int]  # of the prompts in the rank's share
+    prompt_ids: list[list[int]]  # token ids of each prompt
+    data: list[str]  # JSON text of each prompt's data row
+    episodes: list[int]  # numbers of the completions in the run, grouped by prompt; they key the sampling
+
+    @property
+    def key(self) -> Key:
+        return (self.update, self.rank, self.number)
+
+    @property
+    def generations(self) -> int:
+        """Returns the number of completions to each prompt."""
+        return len(self.episodes) // len(self.prompt_ids)
+
+
+@dataclass
+class Greedy:
+    """One greedy completion to each prompt of a chunk, for remax."""
+
+    completions: list[Completion]
+    raw: dict[str, list[float]] | None = None
+
+
+@dataclass
+class Sampled:
+    """A sampled chunk. `raw` and `ref_logprobs` are None until they are computed."""
+
+    key: Key
+    version: int  # of the policy that sampled
+    digest: str  # of the parameters that the sampler held
+    completions: list[Completion]
+    greedy: Greedy | None = None
+    raw: dict[str, list[float]] | None = None  # each reward's scores of the completions, by its name
+    ref_logprobs: Tensor | None = None  # (completions, actions) of the reference, on the CPU
+
+
+def split_into_chunks(lengths: Sequence[int], rows: int, generations: int) -> list[list[int]]:
+    """Splits prompts into chunks of similar lengths, as indices into `lengths`.
+
+    Args:
+        lengths: tokens of each prompt.
+        rows: largest number of completions in a chunk; all completions to one prompt are in one chunk.
+        generations: completions to each prompt.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    prompts = max(1, rows // generations)
+    return [sorted(order[start : start + prompts]) for start in range(0, len(order), prompts)]
 
 
 class Sampler:
@@ -55,7 +115,7 @@ class Sampler:
         self.sampling = Sampling.from_args(args, tokenizer, shared, eos)
         self.pad = tokenizer.pad_token_id or 0
         self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
-        self.rows = args.local_rollout_forward_batch_size  # decoded at once; None: a whole chunk
+        self.rows = args.local_rollout_forward_batch_size  # decoded at once. None: the full chunk
 
     def fit_to_memory(self, chunk: int, longest: int) -> None:
         """Sets how many completions of a chunk are decoded at once by the memory that is free now, unless the job does.
@@ -77,8 +137,8 @@ class Sampler:
                 flush=True,
             )
 
-    def whole(self, chunk: Chunk, digest: str) -> Sampled:
-        """A chunk sampled and scored, with the reference's log-probs unless the reference moves with the policy.
+    def sample_and_score(self, chunk: Chunk, digest: str) -> Sampled:
+        """Returns a chunk sampled and scored, with the reference's log-probs unless the reference moves with the policy.
 
         Args:
             digest: of the parameters of the policy that samples.
@@ -90,7 +150,10 @@ class Sampler:
         return sampled
 
     def sample(self, chunk: Chunk, digest: str = "") -> Sampled:
-        """The chunk's completions, and the greedy ones of remax. The decoder has the policy (`decoder.changed`)."""
+        """Samples the chunk's completions, and greedy completions if the estimator reads them.
+
+        The decoder has the policy already (`decoder.changed`).
+        """
         if isinstance(self.decoder, SlotDecoder):
             self.decoder.max_rows = self.rows
         prompts = [ids for ids in chunk.prompt_ids for _ in range(chunk.generations)]
@@ -105,14 +168,14 @@ class Sampler:
         return Sampled(chunk.key, chunk.version, digest, completions, greedy)
 
     def score(self, chunk: Chunk, sampled: Sampled) -> None:
-        """Fill `raw`, and that of the greedy completions."""
+        """Fills `raw` of the completions and of the greedy completions."""
         with draws_of(self.args.seed, chunk):
             sampled.raw = raw_scores(self.rewards, self.samples(chunk, sampled.completions))
             if sampled.greedy:
                 sampled.greedy.raw = raw_scores(self.rewards, self.samples(chunk, sampled.greedy.completions))
 
     def samples(self, chunk: Chunk, completions: Sequence[Completion]) -> Samples:
-        """Completions to the chunk's prompts, equally many to each, as the rewards take them."""
+        """Returns completions to the chunk's prompts, the same number to each, as the rewards take them."""
         each = len(completions) // len(chunk.prompt_ids)
         return Samples(
             [ids for ids in chunk.prompt_ids for _ in range(each)],
@@ -124,27 +187,28 @@ class Sampler:
 
     @torch.no_grad()
     def reference_logprobs(self, chunk: Chunk, sampled: Sampled) -> None:
-        """Fill `ref_logprobs`, by the code of the training forward."""
+        """Fills `ref_logprobs`, by the code of the training forward."""
         episodes = self.episodes(chunk, sampled)
         tokens = self.args.micro_batch_tokens or FORWARD_TOKENS[self.shared.device.type]
-        for rows in forward.cut(self.shared, episodes, range(len(episodes)), tokens=tokens):
+        for rows in forward.micro_batches_of(self.shared, episodes, range(len(episodes)), tokens=tokens):
             part = episodes.take(rows)
             episodes.ref_logprobs[rows, : part.mask.shape[1]] = self.logprobs(self.reference, part)[0]
         sampled.ref_logprobs = episodes.ref_logprobs.cpu()
 
     def episodes(self, chunk: Chunk, sampled: Sampled) -> Episodes:
-        """The chunk's completions alone, padded; nothing else is filled in."""
+        """Returns the chunk's completions, padded; nothing else is filled in."""
         prompts = [ids for ids in chunk.prompt_ids for _ in range(chunk.generations)]
         return collate(prompts, sampled.completions, range(len(prompts)), self.pad, self.shared.device)
 
     def logprobs(
         self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (B, R) of the actions by a role (None: the bare base), and the entropies (B, R) if asked for.
+        """Returns log-probs (B, R) of the actions by a role, with the temperature and minimum length of the sampling.
 
-        With the temperature and the minimum length that the completions were sampled with.
+        Entropies (B, R) are returned too if requested, else None.
 
         Args:
+            role: None means the bare base.
             states: of the role, as `forward.states` returns them. None: computed here.
         """
         sampling = self.sampling
@@ -165,8 +229,10 @@ class Sampler:
 
 @contextmanager
 def draws_of(seed: int, chunk: Chunk) -> Iterator[None]:
-    """Within the block the global generators are seeded by the chunk's first episode, for rewards that draw from them; then
-    they go on."""
+    """Seeds the global generators by the chunk's first episode within the block, for rewards that draw from them.
+
+    The generators are restored afterwards.
+    """
     words = np.random.SeedSequence([seed, chunk.episodes[0]]).generate_state(3)
     with kept_rng_state():
         random.seed(int(words[0]))

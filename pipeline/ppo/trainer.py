@@ -30,7 +30,9 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
 from pipeline.models.lora import cast_once
 from pipeline.ppo import forward, losses
-from pipeline.ppo.batch import (
+from pipeline.ppo.clock import Phases, Timeline
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import (
     Episodes,
     Totals,
     all_reduce,
@@ -39,9 +41,6 @@ from pipeline.ppo.batch import (
     prompt_order,
     world,
 )
-from pipeline.ppo.chunks import Chunk, cut
-from pipeline.ppo.clock import Phases, Timeline
-from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.functional import AdaptiveKLController
 from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
@@ -49,10 +48,9 @@ from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at
 from pipeline.ppo.rewards import AdapterReward, Reward, combined
 from pipeline.ppo.rng import kept_rng_state, rng_state, set_rng_state
 from pipeline.ppo.rollout_config import RolloutConfig
-from pipeline.ppo.sampler import Sampler
-from pipeline.ppo.schedule import Rollout, Rollouts, RolloutWorkers, assembled, rows_of
+from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, Versions, assembled, rows_of
+from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
 from pipeline.ppo.selfcheck import rollout as checks
-from pipeline.ppo.versions import Versions
 
 STATE_FILE = "ppo_state.json"  # in a checkpoint
 
@@ -67,20 +65,20 @@ class PPOTrainer:
         shared: has the roles `policy`; `critic` with a head, for `gae`; and `reference`, without which the bare base is
             the reference.
         tokenizer: decodes completions for Python rewards; its pad id fills batches up.
-        prompts: rows with `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and further columns).
+        prompts: rows with `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and other columns).
         rewards: the weighted sum of their scores is an episode's score.
         evaluate: returns metrics of the policy on held-out prompts; called on every rank every `eval_steps` updates.
         eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
         decoder: writes the completions. None: the base itself.
-        rollout: how far sampling may run ahead, and how what is off-policy is weighed. None: the defaults.
-        rollout_workers: sample and score in this trainer's place. None: it does so itself.
+        rollout: how far sampling may run ahead, and the off-policy correction. None: the defaults.
+        rollout_workers: sample and score chunks for this trainer. None: the trainer does it.
         on_update: called after each update with its metrics, its number (from 1) and the total number of updates; True ends
             the training there.
-        draws: the indices of the prompts of an epoch, by its number; as many in each. None: every prompt once.
+        draws: epoch number -> indices of its prompts, the same number in each epoch. None: every prompt once.
         critic_reward: the reward that the critic was copied from. None: the critic starts from 0.
 
     Raises:
-        ValueError: when a role, a reward or a prompt is missing, or there are more workers than prompts in an update.
+        ValueError: if a role, a reward or a prompt is missing, or there are more workers than prompts in an update.
     """
 
     def __init__(
@@ -154,7 +152,7 @@ class PPOTrainer:
 
     @property
     def sampling(self) -> Sampling:
-        """How completions are sampled."""
+        """Returns how completions are sampled."""
         return self.sampler.sampling
 
     @property
@@ -185,7 +183,7 @@ class PPOTrainer:
             )
 
     def _predict_paid_score(self, reward: Reward) -> None:
-        """Changes a critic that predicts the raw score of `reward` to what an episode is paid for it."""
+        """Rescales a critic that predicts the raw score of `reward`, so that it predicts what an episode is paid."""
         mean, std = (reward.mean, reward.std) if self.args.normalize_rewards else (0.0, 1.0)
         slope = reward.weight / std
         self.shared.heads["critic"].weight.data *= slope
@@ -194,7 +192,7 @@ class PPOTrainer:
     # ------------------------------------------------------------------------------------------ the loop
 
     def train(self) -> list[dict[str, float]]:
-        """Run to the last update, from the first or from where `restore` left off. Returns the logged metrics."""
+        """Runs to the last update, from the first or from a restored one. Returns the logged metrics."""
         while self.update < self.total:
             metrics = self.run_update()
             if self.args.logs(self.update, self.total):
@@ -204,7 +202,7 @@ class PPOTrainer:
         return self.history
 
     def run_update(self) -> dict[str, float]:
-        """One update, from prompts to metrics."""
+        """Runs one update, from prompts to metrics. Returns the metrics."""
         args = self.args
         with self.phases("rollout"):
             rollout = self.rollout()
@@ -247,7 +245,7 @@ class PPOTrainer:
         return metrics | {"episode": float(self.update * args.batch_size)} | self._costs(episodes, metrics)
 
     def _costs(self, episodes: Episodes, metrics: dict[str, float]) -> dict[str, float]:
-        """Seconds and memory of the update's phases, and its speed; keeps its timeline."""
+        """Returns seconds and memory of the update's phases, and its speed; keeps its timeline."""
         spans, costs = self.phases.spans, self.phases.metrics()
         if self.rollouts.workers:
             costs |= self.rollouts.workers.metrics()
@@ -264,7 +262,7 @@ class PPOTrainer:
         return costs
 
     def _seconds_at_peak(self, episodes: Episodes, peak: float) -> float:
-        """Seconds that this worker's share of an update takes at `peak` FLOP/s."""
+        """Returns the seconds that this worker's share of an update takes at `peak` FLOP/s."""
         adapters = sum(isinstance(reward, AdapterReward) for reward in self.rewards)
         here = not self.rollouts.workers
         parameters = self.shared.base.num_parameters()  # of nf4, those that are packed
@@ -273,8 +271,8 @@ class PPOTrainer:
     # --------------------------------------------------------------------------------- rollout and scores
 
     def rollout(self) -> Rollout:
-        """`num_generations` completions to each prompt of this worker's share of the next update."""
-        chunks, sampled = self.rollouts.of(self.update)
+        """Returns `num_generations` completions to each prompt of this worker's share of the next update."""
+        chunks, sampled = self.rollouts.chunks_for(self.update)
         if self.versions and self.rollouts.workers:
             require([checks.chunks_match_requests(self.versions, chunks, sampled)])
         n = self.args.num_generations
@@ -283,11 +281,11 @@ class PPOTrainer:
         return assembled(chunks, sampled, indices, self.sampler.pad, self.device)
 
     def _share(self) -> range:
-        """Places of this worker's prompts among those of an update."""
+        """Returns the positions of this worker's prompts in an update."""
         return range(self.rank, self.prompts_per_update, self.workers)
 
     def _chunks(self, update: int) -> list[Chunk]:
-        """This worker's share of an update, in the pieces that are sampled and scored one by one."""
+        """Returns this worker's share of an update, in chunks that are sampled and scored one by one."""
         n, per_update, size = (
             self.args.num_generations,
             self.prompts_per_update,
@@ -311,11 +309,11 @@ class PPOTrainer:
                 data=[rows[i]["row"] for i in places],
                 episodes=[first + share[i] * n + g for i in places for g in range(n)],
             )
-            for number, places in enumerate(cut([len(ids) for ids in prompt_ids], size, n))
+            for number, places in enumerate(split_into_chunks([len(ids) for ids in prompt_ids], size, n))
         ]
 
     def score(self, rollout: Rollout) -> dict[str, list[float]]:
-        """Fill `scores`, and `learn` if truncated completions are excluded. Returns each reward's raw scores by name."""
+        """Fills `scores`, and `learn` if truncated completions are excluded. Returns each reward's raw scores by name."""
         episodes = rollout.episodes
         raw = {reward.name: [0.0] * len(episodes) for reward in self.rewards}
         for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
@@ -332,7 +330,7 @@ class PPOTrainer:
         return raw
 
     def greedy_scores(self, rollout: Rollout) -> Tensor | None:
-        """(B,) baseline of remax: the score of the greedy completion to each episode's prompt, after `score`. Else None."""
+        """Returns the score (B,) of the greedy completion to each episode's prompt, or None if no estimator reads it."""
         if not self.args.estimator.needs_greedy:
             return None
         baseline = torch.zeros(len(rollout.episodes), device=self.device)
@@ -345,13 +343,13 @@ class PPOTrainer:
         return baseline
 
     def _clip_and_penalise(self, scores: list[float], ended: list[bool]) -> list[float]:
-        """Scores clipped, and then less the penalty for truncation, which clipping would otherwise hide."""
+        """Returns scores clipped, then minus the penalty for truncation, which clipping would otherwise hide."""
         limit, penalty = self.args.reward_clip, self.args.missing_eos_penalty or 0.0
         clipped = scores if limit is None else [min(max(s, -limit), limit) for s in scores]
         return [s if e else s - penalty for s, e in zip(clipped, ended, strict=True)]
 
     def reference_logprobs(self, rollout: Rollout) -> None:
-        """Fill the reference's log-probs."""
+        """Fills the reference's log-probs."""
         for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
             if sampled.ref_logprobs is None:
                 self.sampler.reference_logprobs(chunk, sampled)
@@ -361,14 +359,14 @@ class PPOTrainer:
 
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:
-        """Fill old log-probs, values and bootstrap, by the same code as the training forward.
+        """Fills old log-probs, values and bootstrap, by the same code as the training forward.
 
-        Without the log-probs where they come out of the training forward.
+        Does nothing if the old log-probs come out of the training forward.
         """
         if self.old_from_training:
             return
         tokens = self.args.micro_batch_tokens or FORWARD_TOKENS[self.device.type]
-        for rows in forward.cut(self.shared, episodes, range(len(episodes)), tokens=tokens):
+        for rows in forward.micro_batches_of(self.shared, episodes, range(len(episodes)), tokens=tokens):
             part = episodes.take(rows)
             width = part.mask.shape[1]
             states = self.states("policy", part)
@@ -383,21 +381,21 @@ class PPOTrainer:
 
     @property
     def old_from_training(self) -> bool:
-        """Whether this update's old log-probs come out of its training forward. The first update's do not: it is checked."""
+        """Returns True if the training forward gives this update's old log-probs. The first update is checked, so it does not."""
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
     def states(self, role: str | None, part: Episodes) -> Tensor:
-        """(B, R + 1, H) hidden states of a role (None: the bare base) before each action, and after the last."""
+        """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last; see forward.py."""
         return forward.states(self.shared, role, part)
 
     def logprobs(
         self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (B, R) of the actions by a role, and their entropies; see `Sampler.logprobs`."""
+        """Returns log-probs (B, R) of the actions by a role, and their entropies; see `Sampler.logprobs`."""
         return self.sampler.logprobs(role, part, entropy, states)
 
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
+        """Returns the critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
 
         Args:
             states: of the critic, as `states` returns them. None: computed here.
@@ -411,11 +409,11 @@ class PPOTrainer:
         return losses.fill_advantages(self.args, self.rollout_config, episodes, self.kl_coef, greedy_scores)
 
     def off_policy_metrics(self, episodes: Episodes) -> dict[str, float]:
-        """What the ratios are like, after `learn`, from which old log-probs may come; {} without staleness and correction."""
+        """Returns metrics of the ratios after `learn`, which may fill old log-probs; {} without staleness and correction."""
         config = self.rollout_config
         if not (config.corrects or config.staleness):
             return {}
-        # Of completions that nobody learned from there are then no old log-probs.
+        # The training forward gives old log-probs only for completions that entered the loss.
         mask = episodes.learn if self.old_from_training else episodes.mask
         return off_policy_metrics(episodes, losses.off_policy_ratios(config, episodes), config, mask)
 
@@ -459,7 +457,7 @@ class PPOTrainer:
                 if self.update == args.critic_warmup_steps:
                     checks.check_first_ratio(self.shared, rms)
             if args.early_stop_kl and approxkl > 1.5 * args.early_stop_kl:
-                break  # before this step, and without further ones
+                break  # skips this step and the remaining ones
             stats |= self.optimizer_step()
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
             steps += 1
@@ -472,7 +470,7 @@ class PPOTrainer:
     def accumulate(
         self, episodes: Episodes, rows: list[int], totals: Totals, policy: bool
     ) -> dict[str, Tensor]:
-        """Forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
+        """Runs forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
 
         An adapter's backward runs before the next one's forward: only one role's activations are in memory, and a
         checkpointed layer is recomputed with the adapter it ran with. A critic that is a head reads the policy's hidden
@@ -486,7 +484,7 @@ class PPOTrainer:
         args = self.args
         names = POLICY_STATS * policy + VALUE_STATS * args.uses_critic
         total = {name: torch.zeros((), device=self.device) for name in names}
-        for micro_batch in forward.cut(self.shared, episodes, rows, *self.limits):
+        for micro_batch in forward.micro_batches_of(self.shared, episodes, rows, *self.limits):
             part = episodes.take(micro_batch)
             loss = torch.zeros((), device=self.device)
             stats: tuple[Tensor, ...] = ()
@@ -513,7 +511,7 @@ class PPOTrainer:
         return total
 
     def sync(self, stats: dict[str, Tensor], policy: bool) -> dict[str, float]:
-        """Sum gradients and statistics over the workers, in one flat all-reduce. Returns the statistics."""
+        """Sums gradients and statistics over the workers, in one flat all-reduce. Returns the statistics."""
         values = torch.stack(list(stats.values()))
         if self.workers > 1:
             learning = self.roles if policy else ["critic"]
@@ -526,9 +524,9 @@ class PPOTrainer:
         return dict(zip(stats, values.tolist(), strict=True))
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip the gradients of policy and critic, each by its own norm, and step. Returns the norms before clipping.
+        """Clips the gradients of policy and critic by their norms, and steps. Returns the norms before clipping.
 
-        Skips the step, and counts it, if a norm is not finite.
+        If a norm is not finite, the step is skipped and counted.
         """
         stats, finite = {}, True
         for role in self.roles:
@@ -549,7 +547,7 @@ class PPOTrainer:
     # ------------------------------------------------------------------------------------------- helpers
 
     def _prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        """The prompt's token ids. Raises ValueError if there are none, or no room for a completion behind them."""
+        """Returns the prompt's token ids. Raises ValueError if there are none, or no space for a completion after them."""
         ids = [int(i) for i in row["input_ids"]]
         config = self.shared.base.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
@@ -561,14 +559,14 @@ class PPOTrainer:
         return ids
 
     def _all_prompt_ids(self) -> Iterable[Sequence[int]]:
-        """Token ids of each prompt; from the column alone, where there are columns."""
+        """Returns the token ids of each prompt, from the column alone if the rows have columns."""
         prompts: Any = self.prompts
         if hasattr(prompts, "column_names"):
             return prompts["input_ids"]
         return (row["input_ids"] for row in prompts)
 
     def _packs(self, episodes: Episodes, rows: list[int]) -> list[list[int]]:
-        """A minibatch in packs of completions, to be dealt to the workers: none so large that the others wait for one."""
+        """Returns a minibatch in packs of completions for the workers, none so large that workers wait for one."""
         completions, tokens = self.limits
         if self.workers > 1:
             lengths = episodes.lengths()
@@ -578,12 +576,12 @@ class PPOTrainer:
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
-        """(completions, tokens) of a micro-batch in training, at most."""
+        """Returns the maximum (completions, tokens) of a micro-batch in training."""
         tokens = self.args.micro_batch_tokens
         return (None, tokens) if tokens else (self.args.per_device_train_batch_size, None)
 
     def stored_roles(self) -> list[str]:
-        """Roles that a checkpoint holds: those that change."""
+        """Returns the roles that change, and so are in a checkpoint."""
         return [*self.roles, "reference"] if self.args.sync_ref_model else self.roles
 
     def save(self, folder: str | Path) -> None:
@@ -644,11 +642,10 @@ class PPOTrainer:
 def learning_rate_factors(
     args: PPOConfig, learning_rate: float, begin: int, total: int
 ) -> Callable[[int], float]:
-    """What a role's learning rate is multiplied by in an update, counted from 0.
+    """Returns the function from an update, counted from 0, to the factor of a role's learning rate.
 
-    transformers' schedule over the updates from `begin` to `total`; 0 before. In its warm-up transformers begins at 0, a
-    first update for nothing: here the n-th warm-up update of w has n / (w + 1) of the full rate. The full rate follows
-    them, as there.
+    It is transformers' schedule over the updates from `begin` to `total`, and 0 before. transformers' warm-up begins at 0,
+    which wastes the first update: here the n-th of w warm-up updates has n / (w + 1) of the full rate.
     """
     parameter = nn.Parameter(torch.zeros(()))
     schedule = get_scheduler(

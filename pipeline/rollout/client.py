@@ -13,14 +13,14 @@ from pipeline.errors import Failure, causes
 from pipeline.ppo.clock import TRAINER, Span
 
 if TYPE_CHECKING:
-    from pipeline.ppo.chunks import Chunk, Sampled
+    from pipeline.ppo.rollouts import Tensors
+    from pipeline.ppo.sampler import Chunk, Sampled
     from pipeline.ppo.trainer import PPOTrainer
-    from pipeline.ppo.versions import Tensors
     from pipeline.runtime.worker import Worker
 
 
 class Client:
-    """A `RolloutWorkers` (ppo/schedule.py): one in each of the trainers' workers."""
+    """A `RolloutWorkers` (ppo/rollouts.py): one in each of the trainers' workers."""
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank

@@ -96,10 +96,10 @@ class RolloutWorker:
 
         Args:
             session: within it, a version's number stands for one adapter.
-            chunk: a ppo.chunks.Chunk, pickled.
+            chunk: a ppo.sampler.Chunk, pickled.
             tensors: a reference to the adapter of its version; fetched where this worker does not hold it.
         """
-        from pipeline.ppo.versions import digest
+        from pipeline.ppo.rollouts import digest
         from pipeline.runtime import memory
 
         one = pickle.loads(chunk)
@@ -114,4 +114,4 @@ class RolloutWorker:
                 self.sampler.decoder.changed("policy")
                 self.digest = digest(self.sampler.shared.tensors_of("policy"))
                 self.holds = (session, one.version)
-            return pickle.dumps(self.sampler.whole(one, self.digest))
+            return pickle.dumps(self.sampler.sample_and_score(one, self.digest))

@@ -91,7 +91,7 @@ def add_critic(shared: Any, critic: str) -> None:
 
 def repeated(distinct: list[list[int]], times: int) -> list[list[int]]:
     """Rows that give, one completion each, the same episodes as `times` completions to each of the distinct prompts."""
-    from pipeline.ppo.batch import prompt_order
+    from pipeline.ppo.episodes import prompt_order
 
     count = len(distinct) * times
     rows: list[list[int]] = [[]] * count

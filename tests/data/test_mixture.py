@@ -16,7 +16,7 @@ from pipeline.data import read
 from pipeline.data.feed import ExactBatchSampler
 from pipeline.data.mixture import Mixture, mix
 from pipeline.errors import InputError
-from pipeline.ppo.batch import prompt_order
+from pipeline.ppo.episodes import prompt_order
 
 SOURCES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)
 STRATEGIES = st.sampled_from(["first_exhausted", "all_exhausted"])

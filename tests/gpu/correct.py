@@ -19,7 +19,7 @@ from pipeline.inference.rows import Completion, Sampling
 from pipeline.models import probes
 from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import linear_fp32, mm_fp32
-from pipeline.ppo.batch import Totals, collate
+from pipeline.ppo.episodes import Totals, collate
 from pipeline.ppo.selfcheck import doctor
 from tests.gpu import models
 from tests.gpu.models import DEVICE, SMALL, small

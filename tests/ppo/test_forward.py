@@ -4,7 +4,7 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.ppo.batch import Totals
+from pipeline.ppo.episodes import Totals
 from pipeline.ppo.rewards import AdapterReward
 
 GROUPS = dict(num_generations=8, batch_size=32, total_episodes=64)

@@ -9,7 +9,7 @@ import toy_ppo as toy
 from pipeline.errors import SelfCheckFailed
 from pipeline.inference.rows import Completion, Sampling
 from pipeline.ppo import losses
-from pipeline.ppo.batch import Totals, collate
+from pipeline.ppo.episodes import Totals, collate
 from pipeline.ppo.rewards import AdapterReward
 
 GSPO = dict(

@@ -22,7 +22,7 @@ from pipeline.inference import decoder, rows
 from pipeline.inference.rows import Completion
 from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import forward, functional, losses, rewards, sampler, schedule
+from pipeline.ppo import forward, functional, losses, rewards, rollouts, sampler
 from pipeline.ppo import trainer as ppo
 from pipeline.runtime import roles, training
 
@@ -228,7 +228,7 @@ def _(patch):
         episodes.mask.scatter_(1, last, episodes.mask.gather(1, last) & ~episodes.ended.unsqueeze(-1))
         return episodes
 
-    for owner in (schedule, sampler):
+    for owner in (rollouts, sampler):
         wrapped(patch, owner, "collate", collate)
 
 
@@ -527,7 +527,7 @@ def _(patch):
     def collate(original, prompts, completions, indices, pad, device):
         return original(prompts, completions, [*indices[::2], *indices[1::2]], pad, device)
 
-    wrapped(patch, schedule, "collate", collate)
+    wrapped(patch, rollouts, "collate", collate)
 
 
 # ------------------------------------------------------------------------------------------------------- losses

@@ -17,8 +17,8 @@ from pipeline.findings import Finding, same_tensors
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.tokenizer import warn_of_endless
-from pipeline.ppo.batch import Episodes, Totals, collate
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import Episodes, Totals, collate
 from pipeline.ppo.selfcheck import rollout as checks
 from pipeline.ppo.selfcheck.rollout import tolerance
 from pipeline.ppo.trainer import PPOTrainer

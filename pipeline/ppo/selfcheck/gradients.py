@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.findings import Finding
 from pipeline.ppo import losses
-from pipeline.ppo.batch import Episodes, Totals
+from pipeline.ppo.episodes import Episodes, Totals
 from pipeline.ppo.selfcheck.learner import Learner
 
 CHECKED_ROWS = 32

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.batch import Episodes
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import Episodes
 from pipeline.ppo.losses import RunningMoments
 from pipeline.ppo.rewards import Reward
 from pipeline.ppo.rollout_config import RolloutConfig

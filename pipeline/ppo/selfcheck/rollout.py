@@ -22,13 +22,13 @@ from pipeline.findings import Finding
 from pipeline.models.adapters import SharedBase
 from pipeline.models.template import user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.batch import Episodes, all_reduce, gather
-from pipeline.ppo.chunks import Chunk, Sampled
+from pipeline.ppo.episodes import Episodes, all_reduce, gather
 from pipeline.ppo.rewards import AdapterReward
+from pipeline.ppo.rollouts import Versions
+from pipeline.ppo.sampler import Chunk, Sampled
 from pipeline.ppo.selfcheck.definitions import advantages_by_definition
 from pipeline.ppo.selfcheck.gradients import losses_pull_the_right_way
 from pipeline.ppo.selfcheck.learner import Learner
-from pipeline.ppo.versions import Versions
 
 MAX_ACTIONS = 64  # checked actions per completion, from its first
 MAX_TOKENS = 1024  # checked actions in total

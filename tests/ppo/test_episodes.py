@@ -7,7 +7,7 @@ import toy_ppo as toy
 
 from pipeline.inference.rows import Completion
 from pipeline.models.batches import micro_batches
-from pipeline.ppo.batch import collate, deal, minibatches, prompt_order
+from pipeline.ppo.episodes import collate, deal, minibatches, prompt_order
 
 
 def test_prompts_come_once_a_pass_in_another_order_each():

@@ -13,14 +13,13 @@ import torch
 import toy_ppo as toy
 
 from pipeline.errors import SelfCheckFailed
-from pipeline.ppo import versions
-from pipeline.ppo.chunks import cut
+from pipeline.ppo import rollouts
 from pipeline.ppo.functional import off_policy_weights
 from pipeline.ppo.metrics import off_policy_metrics
 from pipeline.ppo.rewards import AdapterReward, FunctionReward
 from pipeline.ppo.rollout_config import RolloutConfig
-from pipeline.ppo.sampler import Sampler
-from pipeline.ppo.versions import digest
+from pipeline.ppo.rollouts import digest
+from pipeline.ppo.sampler import Sampler, split_into_chunks
 
 AHEAD = {k: RolloutConfig(num_workers=1, staleness=k) for k in (0, 1, 2)}
 
@@ -52,7 +51,7 @@ class Elsewhere:
 
     def make(self, chunk):
         self.sampler.shared.fill("policy", self.versions[chunk.version])
-        return self.sampler.whole(chunk, digest(self.sampler.shared.tensors_of("policy")))
+        return self.sampler.sample_and_score(chunk, digest(self.sampler.shared.tensors_of("policy")))
 
     def collect(self, chunk):
         found = [sampled for one, sampled in self.done if one.key == chunk.key]
@@ -109,9 +108,9 @@ def test_a_rollout_worker_changes_no_bit(changes):
 
 
 def test_chunks_depend_on_the_rows_and_not_on_who_samples():
-    assert cut([5, 3, 9, 4], rows=4, generations=2) == [[1, 3], [0, 2]]
-    assert cut([5, 3, 9, 4], rows=1, generations=2) == [[1], [3], [0], [2]]
-    assert cut([5, 3, 9, 4], rows=100, generations=2) == [[0, 1, 2, 3]]
+    assert split_into_chunks([5, 3, 9, 4], rows=4, generations=2) == [[1, 3], [0, 2]]
+    assert split_into_chunks([5, 3, 9, 4], rows=1, generations=2) == [[1], [3], [0], [2]]
+    assert split_into_chunks([5, 3, 9, 4], rows=100, generations=2) == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -143,7 +142,7 @@ def test_chunks_are_compared_with_what_rank_0_published(monkeypatch):
     """Trainers on processors of two kinds may hold adapters that differ in a last bit."""
     trainer = toy.trainer(rollout=AHEAD[1], workers=(workers := Elsewhere()))
     workers.of(trainer)
-    monkeypatch.setattr(versions, "gather", lambda mine: ["rank 0's", mine])
+    monkeypatch.setattr(rollouts, "gather", lambda mine: ["rank 0's", mine])
     trainer.versions.add(0)
     assert trainer.versions.digests == {0: "rank 0's"}
 
@@ -215,7 +214,7 @@ class Forgetful(Elsewhere):
 
     def make(self, chunk):
         self.sampler.shared.fill("policy", self.versions[min(self.versions)])
-        sampled = self.sampler.whole(chunk, digest(self.versions[chunk.version]))
+        sampled = self.sampler.sample_and_score(chunk, digest(self.versions[chunk.version]))
         return sampled
 
 
@@ -224,7 +223,7 @@ class Skewed(Elsewhere):
 
     def make(self, chunk):
         self.sampler.shared.fill("policy", self.versions[min(self.versions)])
-        return self.sampler.whole(chunk, digest(self.sampler.shared.tensors_of("policy")))
+        return self.sampler.sample_and_score(chunk, digest(self.sampler.shared.tensors_of("policy")))
 
 
 class Twice(Elsewhere):

@@ -1,6 +1,6 @@
-"""The episodes of one update, and how they are split: over workers, minibatches and micro-batches.
+"""The episodes of one update, and how they are split: over workers and minibatches.
 
-A worker samples the completions of its own prompts. What it learns from is dealt anew in each minibatch, by tokens, so that
+A worker samples the completions of its own prompts. Each minibatch is redistributed over the workers by token count, so that
 no worker waits for another. Minibatches depend on seed and update only and cover the *global* batch: the number of workers
 changes who computes, not what is computed.
 """
@@ -49,7 +49,7 @@ def gather(mine: Any) -> list[Any]:
 def prompt_order(
     position: int, count: int, n_prompts: int, seed: int, draws: Callable[[int], np.ndarray] | None = None
 ) -> list[int]:
-    """Indices of the next `count` prompts after the first `position` of the run; each epoch has its own permutation.
+    """Returns the indices of the next `count` prompts after the first `position` of the run; each epoch has its own permutation.
 
     Args:
         n_prompts: of an epoch.
@@ -67,9 +67,10 @@ def prompt_order(
 def minibatches(
     batch_size: int, epochs: int, num_mini_batches: int, seed: int, update: int, num_generations: int = 1
 ) -> list[np.ndarray]:
-    """The minibatches of an update, in order, as indices into the global batch; each epoch has its own permutation.
+    """Returns the minibatches of an update, in order, as indices into the global batch.
 
-    Of the prompts: the completions to one stay together, so that a forward can compute it once.
+    Each epoch has its own permutation of the prompts. Completions to one prompt stay together, so that a forward pass can
+    compute the prompt once.
     """
     batches: list[np.ndarray] = []
     completions = np.arange(batch_size).reshape(-1, num_generations)
@@ -80,10 +81,10 @@ def minibatches(
 
 
 def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
-    """Rows for each worker, as indices into `lengths`, of nearly equally many tokens. A row may be a pack of completions.
+    """Returns the rows of each worker, as indices into `lengths`, with nearly equal numbers of tokens.
 
-    The longest first, each to the worker with the fewest tokens so far (Graham 1969); so all of them also get rows of like
-    lengths.
+    Longest first, each row goes to the worker with the fewest tokens so far (Graham 1969), so lengths are spread evenly,
+    too. A row may be a pack of completions.
 
     Args:
         lengths: tokens of each row.
@@ -98,15 +99,14 @@ def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
 
 
 class Totals(NamedTuple):
-    """What enters the loss of one optimizer step, over all workers: sums are divided by it, so that those of micro-batches
-    and workers add up."""
+    """Counts over the whole optimizer step and all workers. Losses are sums divided by them, so micro-batches add up."""
 
     actions: float
     completions: float  # with at least one such action
 
     @classmethod
     def of(cls, learn: Tensor) -> Totals:
-        """Of rows (B, R), on at actions that enter the loss."""
+        """Counts a mask (B, R), which is on at actions that enter the loss."""
         return cls(float(learn.sum()), float(learn.any(-1).sum()))
 
 
@@ -140,14 +140,14 @@ class Episodes:
         return len(self.indices)
 
     def lengths(self, packs: Sequence[Sequence[int]] | None = None) -> list[int]:
-        """Tokens of each row, prompt and completion together; or of each pack of rows, their prompt counted once."""
+        """Returns the tokens of each row, or of each pack of rows with their prompt counted once."""
         starts, counts = self.starts.tolist(), self.counts.tolist()
         if packs is None:
             packs = [[row] for row in range(len(self))]
         return [starts[pack[0]] + sum(counts[row] for row in pack) for pack in packs]
 
     def take(self, rows: Sequence[int]) -> Episodes:
-        """The given rows, trimmed to the longest of them."""
+        """Returns the given rows, trimmed to the longest of them."""
         index = torch.as_tensor(rows, device=self.indices.device)
         width = int((self.starts + self.counts)[index].max())
         actions = int(self.counts[index].max())
@@ -160,7 +160,7 @@ class Episodes:
         return Episodes(**taken)
 
     def gathered(self, batch_size: int) -> Episodes:
-        """The episodes of all workers, the same on each: row i is that of index i. `batch_size` is their number."""
+        """Returns the `batch_size` episodes of all workers, the same on each; row i has index i."""
         if world()[1] == 1:
             return self
         shape = torch.tensor([self.input_ids.shape[1], self.mask.shape[1]], device=self.indices.device)
@@ -184,7 +184,7 @@ def collate(
     pad: int,
     device: torch.device,
 ) -> Episodes:
-    """Episodes from prompts (token ids) and their completions; all tensors that are computed later are 0.
+    """Returns episodes from prompts (token ids) and completions; all tensors that are computed later are 0.
 
     Args:
         indices: of the rows in the global batch of the update.

@@ -1,0 +1,213 @@
+"""The rollouts of one trainer, in the order of its updates, sampled here or by rollout workers, `staleness` updates ahead.
+
+Version max(0, u - staleness) of the policy samples the episodes of update u, exactly, in any process and at any time. So a
+run is a function of its seed, asynchronous or not, for any number, speed and deaths of rollout workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo.clock import Span
+from pipeline.ppo.episodes import Episodes, collate, gather
+from pipeline.ppo.sampler import Chunk, Sampled, Sampler
+
+VERSIONS_FILE = "versions.safetensors"
+Tensors = Mapping[str, Tensor]  # an adapter, by its names in peft's files
+
+
+class Versions:
+    """The last versions of a role; version u is the role after u updates.
+
+    Args:
+        staleness: number of older versions that may still be requested.
+    """
+
+    def __init__(self, shared: SharedBase, role: str, staleness: int) -> None:
+        self.shared, self.role, self.staleness = shared, role, staleness
+        self.held: dict[int, dict[str, Tensor]] = {}
+        self.digests: dict[int, str] = {}
+
+    def add(self, version: int) -> None:
+        """Keeps a copy of the role as it is now, and drops versions that can no longer be requested."""
+        self._keep(
+            version, {name: tensor.clone() for name, tensor in self.shared.tensors_of(self.role).items()}
+        )
+        for old in [held for held in self.held if held < version - self.staleness]:
+            del self.held[old], self.digests[old]
+
+    def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
+        # Rank 0's adapter is published; the adapter of another kind of processor may differ in a last bit.
+        self.held[version], self.digests[version] = tensors, gather(digest(tensors))[0]
+
+    @contextmanager
+    def use(self, version: int) -> Iterator[None]:
+        """Makes the role that version within the block, and restores it afterwards."""
+        now = {name: tensor.clone() for name, tensor in self.shared.tensors_of(self.role).items()}
+        self.shared.fill(self.role, self.held[version])
+        try:
+            yield
+        finally:
+            self.shared.fill(self.role, now)
+
+    def save(self, folder: str | Path, newest: int) -> None:
+        """Writes the older versions that may still be requested; `newest` is the role itself."""
+        older = [version for version in sorted(self.held) if newest - self.staleness <= version < newest]
+        tensors = {
+            f"{version}/{name}": tensor for version in older for name, tensor in self.held[version].items()
+        }
+        if tensors:
+            save_file(tensors, Path(folder) / VERSIONS_FILE)
+
+    def load(self, folder: str | Path) -> None:
+        """Reads what `save` wrote, if it wrote anything."""
+        path = Path(folder) / VERSIONS_FILE
+        self.held, self.digests = {}, {}
+        stored: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in (load_file(path) if path.exists() else {}).items():
+            version, _, name = key.partition("/")
+            stored.setdefault(int(version), {})[name] = tensor
+        for version, tensors in stored.items():
+            self._keep(version, tensors)
+
+
+def digest(tensors: Tensors) -> str:
+    """Returns a digest of names and values."""
+    total = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+class RolloutWorkers(Protocol):
+    """Processes elsewhere that sample and score chunks, as the trainer needs them."""
+
+    def publish(self, version: int, tensors: Tensors) -> None:
+        """Publishes a version of the policy. Called on rank 0 alone, once per version."""
+
+    def request(self, chunks: Sequence[Chunk]) -> None:
+        """Requests chunks, in the order in which they will be collected. Returns at once."""
+
+    def collect(self, chunk: Chunk) -> Sampled | None:
+        """Waits for a requested chunk and returns it, sampled and scored, or None if no worker is left."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call."""
+
+    def spans(self) -> list[Span]:
+        """Returns the workers' spans between the last two calls of `metrics`."""
+
+
+@dataclass
+class Rollout:
+    """One trainer's share of an update."""
+
+    chunks: list[Chunk]
+    sampled: list[Sampled]  # of each chunk
+    episodes: Episodes
+
+
+class Rollouts:
+    """Returns one update's chunks after another, while rollout workers sample the next ones.
+
+    Args:
+        sampler: samples in this process what no rollout worker samples.
+        versions: of the policy. None without staleness and workers: only the current policy is needed.
+        workers: rollout workers, if there are any.
+        chunks_of: the chunks of this trainer's share of an update, by its number.
+        total: updates of the run.
+        publishes: True for the trainer whose policy the workers get.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        versions: Versions | None,
+        workers: RolloutWorkers | None,
+        chunks_of: Callable[[int], list[Chunk]],
+        total: int,
+        publishes: bool,
+    ) -> None:
+        self.sampler, self.versions, self.workers = sampler, versions, workers
+        self.chunks_of, self.total, self.publishes = chunks_of, total, publishes
+        self.ahead = versions.staleness if versions else 0
+        self.published: set[int] = set()
+        self.synced: tuple[int, int] | None = None  # (update, version) that the decoder here samples from
+        self.requested: dict[int, list[Chunk]] = {}
+
+    def chunks_for(self, update: int) -> tuple[list[Chunk], list[Sampled]]:
+        """Returns the chunks of an update, sampled; rollout workers also score them. Updates come in order."""
+        if self.versions:
+            self.versions.add(update)
+        if self.workers:
+            self._request(self.workers, update)
+        chunks = self.requested.pop(update, None) or self.chunks_of(update)
+        return chunks, [self._sampled(chunk, update) for chunk in chunks]
+
+    def _request(self, workers: RolloutWorkers, update: int) -> None:
+        """Requests this update's chunks, and those of later updates that the versions allow already."""
+        assert self.versions
+        for version in sorted(self.versions.held.keys() - self.published):
+            if self.publishes:
+                workers.publish(version, self.versions.held[version])
+            self.published.add(version)
+        for coming in range(update, min(update + self.ahead + 1, self.total)):
+            if coming not in self.requested:
+                self.requested[coming] = self.chunks_of(coming)
+                workers.request(self.requested[coming])
+
+    def _sampled(self, chunk: Chunk, update: int) -> Sampled:
+        sampled = self.workers.collect(chunk) if self.workers else None
+        if sampled is not None:
+            return sampled
+        older = (
+            self.versions.use(chunk.version) if self.versions and chunk.version != update else nullcontext()
+        )
+        with older:
+            # vLLM, which has a copy, gets each adapter once.
+            if self.synced != (update, chunk.version):
+                self.sampler.decoder.changed("policy")
+                self.synced = (update, chunk.version)
+            if self.workers and self.versions:
+                return self.sampler.sample_and_score(chunk, self.versions.digests[chunk.version])
+            return self.sampler.sample(chunk)
+
+
+def assembled(
+    chunks: Sequence[Chunk],
+    sampled: Sequence[Sampled],
+    indices: Sequence[int],
+    pad: int,
+    device: torch.device,
+) -> Rollout:
+    """Returns the chunks of a share as episodes, in the order of the share.
+
+    Args:
+        indices: of the share's completions in the global batch.
+        pad: token id that fills rows up.
+    """
+    each = chunks[0].generations
+    prompts: list[list[int]] = [[]] * len(indices)
+    completions: list = [None] * len(indices)
+    for chunk, one in zip(chunks, sampled, strict=True):
+        for i, place in enumerate(chunk.places):
+            here, there = slice(i * each, (i + 1) * each), slice(place * each, (place + 1) * each)
+            prompts[there], completions[there] = [chunk.prompt_ids[i]] * each, one.completions[here]
+    return Rollout(list(chunks), list(sampled), collate(prompts, completions, indices, pad, device))
+
+
+def rows_of(chunk: Chunk) -> list[int]:
+    """Returns the rows of the chunk's completions among the episodes of its share."""
+    each = chunk.generations
+    return [place * each + g for place in chunk.places for g in range(each)]
