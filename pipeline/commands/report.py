@@ -1,10 +1,10 @@
-"""A page about one run, or several: curves, samples, lineage, data, job; also of a run that failed.
+"""A page about one run or several: curves, samples, lineage, data, job. Failed runs have one too.
 
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
-A RUN is its folder, its name under runs/, or its MLflow id. One run's page goes into its folder; that of several, in
-which runs of one stage are drawn over each other, into `report` in the folder of the last. An iteration's folder stands for
-the runs of its rounds.
+A RUN is its folder, its name under runs/, or its MLflow id. The page of one run goes into its folder. The page of several
+goes into `report` in the folder of the last, and draws runs of one stage over each other. An iteration's folder means the
+runs of its rounds.
 """
 
 import os
@@ -26,15 +26,17 @@ def run(first: str, others: list[str]) -> str:
         raise InputError(f"which run? make report RUN=runs/NAME; the newest under runs/: {named}")
     if len(references) == 1 and (rounds := table.recorded(references[0])):
         return of_iteration(*rounds)
-    runs = [report.read(reference) for reference in references]
     try:
-        path = report.write(runs, folder_for(runs))
+        runs = [report.read(reference) for reference in references]
+        # The page of one run goes into its folder, the page of several into the folder of the last.
+        alone = len(runs) == 1 and runs[0].folder
+        path = report.write(runs, alone or storage.join(runs[-1].folder or "runs", "report"))
     except InputError:
         raise
-    except Exception as error:  # what a value of another type, deep inside a file, does to the drawing
+    except Exception as error:
         raise InputError(
-            f"{' '.join(references)}: no report can be drawn of it ({summary(error)}); its result.json, job.json or "
-            "MLflow run is not as the run left it, or its folder cannot be written"
+            f"{' '.join(references)}: no report can be drawn ({summary(error)}); its result.json, job.json or "
+            "MLflow run has changed since the run, or its folder cannot be written"
         ) from error
     for one in runs:
         if one.note:
@@ -44,20 +46,13 @@ def run(first: str, others: list[str]) -> str:
 
 
 def of_iteration(folder: str, rounds: list[dict[str, Any]]) -> str:
-    """Writes the page of an iteration and says where it is."""
+    """Writes the page of an iteration and prints its path."""
     if not rounds:
         raise InputError(
             f"{folder}: no round of this iteration has ended yet; make report RUN={folder}/round-1-dpo shows its run"
         )
-    path = report.of_rounds(folder, table.drawn(rounds), [list(table.HEADER), *table.cells(rounds)])
+    path = report.of_several(table.drawn(rounds), folder, [list(table.HEADER), *table.cells(rounds)])
     if path is None:
         raise InputError(f"{folder}: no report can be drawn of it")
     print(path)
     return path
-
-
-def folder_for(runs: list[report.Run]) -> str:
-    """Where the page of these runs belongs."""
-    if len(runs) == 1 and runs[0].folder:
-        return runs[0].folder
-    return storage.join(runs[-1].folder or "runs", "report")

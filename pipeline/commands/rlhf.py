@@ -20,7 +20,7 @@ from pipeline.on_ray.session import session
 from pipeline.registry import file_of_uri
 from pipeline.runtime.inputs import check_paths
 from pipeline.stages import evaluate, ppo, rm, sft
-from pipeline.system import console
+from pipeline.system import console, storage
 
 ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
 
@@ -58,7 +58,9 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
                     f"change the gate: {stage}.gate.METRIC=..."
                 )
     with console.waiting("drawing the report on all of them"):
-        page = report.together(results) if jobs["evaluate"].run.report else None
+        folders = [result["folder"] for result in results]
+        home = storage.join(folders[-1], "report")
+        page = report.of_several(folders, home) if jobs["evaluate"].run.report else None
     print(table(results, folder, time.monotonic() - started, page), flush=True)
     return results
 

@@ -1,4 +1,4 @@
-"""What is known about a run, finished or not: its folder, its curves in MLflow, and the versions it descends from."""
+"""Collects what is known about a run, finished or not: its folder, its curves in MLflow, and the versions it descends from."""
 
 import os
 import re
@@ -10,7 +10,6 @@ from pipeline.config.stages import INPUTS
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
 from pipeline.references import Ref
-from pipeline.report import files
 from pipeline.report.panels import History
 from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
@@ -18,7 +17,7 @@ from pipeline.system.credentials import without_credentials
 
 @dataclass
 class Run:
-    """One run as a report sees it. `result` is its result.json, empty while there is none."""
+    """One run as a report sees it. `result` is its result.json, or empty if it has none yet."""
 
     name: str
     stage: str
@@ -27,10 +26,11 @@ class Run:
     folder: str | None  # None: known from MLflow alone
     result: dict[str, Any] = field(default_factory=dict)
     history: History = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)  # the final ones, else the newest
+    metrics: dict[str, float] = field(default_factory=dict)  # the final ones, or else the newest
     pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (rm)
-    # the pairs with the lowest margins, as text (rm)
-    doubtful: list[dict[str, Any]] = field(default_factory=list)
+    doubtful: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # pairs with the lowest margins, as text (rm)
     failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
     run_id: str | None = None  # of MLflow
     uri: str | None = None
@@ -43,36 +43,36 @@ class Run:
 
     @property
     def kept(self) -> int | None:
-        """The step whose adapter was kept because it was the best; None: the last one was, or nothing was trained."""
+        """The step whose adapter was kept as the best. None: the last one was kept, or nothing was trained."""
         kept = self.result.get("kept") or {}
         return kept.get("step") if kept.get("by") else None
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{"policy": "models:/rlhf-sft/3", ...}: pinned where the run got that far, else as the job names them."""
+        """{"policy": "models:/rlhf-sft/3", ...}: pinned if the run got that far, or else as the job names them."""
         if "inputs" in self.result:
             return self.result["inputs"]
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
 
     @property
     def rows_from(self) -> dict[str, int]:
-        """{models:/name/3: training rows that are from its conversations}."""
+        """{models:/name/3: number of training rows from its conversations}."""
         report = (self.result.get("data") or {}).get("report") or {}
         return report.get("splits", {}).get("train", {}).get("versions", {})
 
     @property
     def version(self) -> str | None:
-        """`models:/name/3`, what the run registered; None for an evaluation, which may name the one that it promoted."""
+        """`models:/name/3`, which the run registered, or None. An evaluation registers none: it may name one that it promoted."""
         if not self.result.get("version") or not self.result.get("adapter"):
             return None
         return str(Ref(self.result["registered_model"], version=self.result["version"]))
 
 
 def read(reference: str, runs: str = "runs") -> Run:
-    """A run by its folder, its name under `runs`, or its MLflow id.
+    """Returns a run by its folder, its name under `runs`, or its MLflow id.
 
     Raises:
-        InputError: when there is no such run, with those that there are.
+        InputError: if there is no such run; the message lists the existing ones.
     """
     given = reference.rstrip("/").removesuffix("/result.json").removesuffix("/report.html")
     for folder in (given, storage.join(runs, given)):
@@ -80,18 +80,15 @@ def read(reference: str, runs: str = "runs") -> Run:
             return _from_folder(storage.absolute(folder))
     if re.fullmatch(r"[0-9a-f]{32}", given):
         return _from_mlflow(given, runs)
+    known = ", ".join(_known(runs))
+    hint = f"existing runs: {known}" if known else "train one first, e.g. make sft"
     raise InputError(
-        f"{reference}: no run (a folder with job.json, a name under {runs}/, or an MLflow run id of 32 hex digits); "
-        + (
-            f"existing runs: {', '.join(known)}"
-            if (known := _known(runs))
-            else "train one first, e.g. make sft"
-        )
+        f"{reference}: no run (a folder with job.json, a name under {runs}/, or an MLflow run id of 32 hex digits); {hint}"
     )
 
 
 def _has_job(folder: str) -> bool:
-    """Whether a run lies there. Raises InputError for a bucket that does not answer, or a name that can be none."""
+    """Returns whether the folder holds a run. Raises InputError if it cannot be read, as a bucket that does not answer."""
     path = storage.join(folder, "job.json")
     try:
         storage.reach(path)
@@ -103,7 +100,7 @@ def _has_job(folder: str) -> bool:
 
 
 def _known(runs: str) -> list[str]:
-    """Names of the newest runs."""
+    """Returns the names of the newest runs."""
     if not os.path.isdir(runs):
         return []
     entries = [entry for entry in os.scandir(runs) if os.path.exists(os.path.join(entry.path, "job.json"))]
@@ -111,17 +108,28 @@ def _known(runs: str) -> list[str]:
 
 
 def _from_folder(folder: str) -> Run:
-    job, result, failure = files.read(folder)
+    names = ("job.json", "result.json", "failed.json")
+    job, result, failure = (_json(storage.join(folder, name), {}) for name in names)
     state = "finished" if result else "failed" if failure else "unfinished"
     run = Run(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
     run.metrics = dict(result.get("metrics", {}))
     run.uri = result.get("tracking_uri") or failure.get("tracking_uri") or _uri(job)
     run.run_id = result.get("mlflow_run_id") or failure.get("mlflow_run_id")
     if result.get("checkpoint"):
-        paths = (storage.join(folder, "final", f"{name}.json") for name in ("pairs", "doubtful"))
-        run.pairs, run.doubtful = (files.content(path) if storage.exists(path) else [] for path in paths)
+        run.pairs = _json(storage.join(folder, "final", "pairs.json"), [])
+        run.doubtful = _json(storage.join(folder, "final", "doubtful.json"), [])
     _add_history(run)
     return run
+
+
+def _json(path: str, default: Any) -> Any:
+    """Returns the content of a run's file, or `default` if there is none. Raises InputError if it is damaged."""
+    try:
+        return storage.read_json(path) if storage.exists(path) else default
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path}: found no JSON ({type(error).__name__}: {error}); restore the file, or run the job again with run.fresh=true"
+        ) from error
 
 
 def _uri(job: dict[str, Any]) -> str:
@@ -129,49 +137,41 @@ def _uri(job: dict[str, Any]) -> str:
 
 
 def _add_history(run: Run) -> None:
-    """The curves; a server that does not answer costs the report its curves, and the report says so."""
+    """Adds the curves. If the server does not answer, the report has none and says so."""
     assert run.uri
     try:
         registry.check_reachable(run.uri)
         run.run_id = run.run_id or registry.find_run(run.uri, str(run.folder))
         if run.run_id:
             run.history = registry.history(run.uri, run.run_id)
-    except Exception as error:  # whatever the store's driver or the network raises
+    except Exception as error:  # the store's driver and the network raise any type
         where = without_credentials(run.uri)
         run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
-        run.uri = None  # nor is it asked for the versions that the run descends from
+        run.uri = None  # so it is not queried for the lineage either
     if not run.metrics:
         run.metrics = {metric: points[-1][1] for metric, points in run.history.items()}
 
 
 def _from_mlflow(run_id: str, runs: str) -> Run:
-    """A run whose folder may be elsewhere: from what MLflow holds of it.
+    """Returns a run whose folder may be on another machine, from what MLflow stores about it.
 
     Raises:
-        InputError: when the server does not know it.
+        InputError: if the server does not know it.
     """
     uri = registry.uri_of(None, runs)
     try:
         registry.check_reachable(uri)
-    except Exception as error:  # whatever the store's driver or the network raises
+    except Exception as error:  # the store's driver and the network raise any type
         raise InputError(
-            f"{run_id}: {uri} cannot be asked for it ({summary(error)}); name the run's folder, or its server "
-            "with MLFLOW_TRACKING_URI"
+            f"{run_id}: {uri} does not answer ({summary(error)}); give the run's folder, or set "
+            "MLFLOW_TRACKING_URI to its server"
         ) from error
     recorded = registry.recorded(uri, run_id)
-    if (
-        (folder := recorded["folder"])
-        and not storage.is_remote(folder)
-        and os.path.exists(f"{folder}/job.json")
-    ):
+    folder = recorded["folder"]
+    if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/job.json"):
         return _from_folder(folder)
     state = {"FINISHED": "finished", "FAILED": "failed"}.get(recorded["status"], "unfinished")
-    job, result = (
-        files.as_shape(files.content(path), shape, f"{name}.json of run {run_id}")
-        if (path := recorded[name])
-        else {}
-        for name, shape in (("job", files.JOB), ("result", files.RESULT))
-    )
+    job, result = (_json(recorded[name], {}) if recorded[name] else {} for name in ("job", "result"))
     run = Run(recorded["name"], recorded["stage"], state, job, None, result, run_id=run_id, uri=uri)
     run.metrics = dict(result.get("metrics", {}))
     _add_history(run)
@@ -181,17 +181,17 @@ def _from_mlflow(run_id: str, runs: str) -> Run:
 # ------------------------------------------------------------------------------------------------------ lineage
 
 
-MOST_WRITERS = 4  # versions whose rows have an arrow of their own
+MAX_ROW_ARROWS = 4  # versions whose rows have their own arrow
 
 
 @dataclass
 class Node:
     """One box of the lineage graph."""
 
-    key: str  # models:/name/3, or what else a run took as input
+    key: str  # models:/name/3, or another input of a run
     title: str
     lines: list[str] = field(default_factory=list)
-    parents: dict[str, str] = field(default_factory=dict)  # key of the parent -> what it was taken for
+    parents: dict[str, str] = field(default_factory=dict)  # key of the parent -> its role
     rows_from: dict[str, int] = field(default_factory=dict)  # key of a version -> rows of its conversations
     tags: dict[str, Any] = field(default_factory=dict)
     kind: str = "version"  # or `run` (registered nothing), `base`, `input`
@@ -200,7 +200,7 @@ class Node:
 
 
 def lineage(runs: list[Run]) -> list[Node]:
-    """Every version that these runs made or descend from, the runs that registered nothing, and the base under them."""
+    """Returns every version that these runs made or descend from, the runs that registered nothing, and their base."""
     nodes: dict[str, Node] = {}
     for run in runs:
         if run.version and run.uri:
@@ -219,12 +219,12 @@ def lineage(runs: list[Run]) -> list[Node]:
 
 
 def _role(name: str) -> str:
-    """`reward.0` -> `reward`."""
+    """Returns `reward` for `reward.0`."""
     return name.partition(".")[0]
 
 
 def _pinned(reference: str, uri: str | None) -> str:
-    """An alias as the version it stands for now, or as it is where it stands for none."""
+    """Returns the version that an alias now points to, or the reference itself."""
     try:
         return registry.pin(reference, uri) if uri else reference
     except InputError:
@@ -240,9 +240,7 @@ def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
     try:
         version = registry.version(key, uri)
     except Exception as error:  # deleted since, or the server is away
-        nodes[key] = Node(
-            key, references.title(key), [f"not to be read: {type(error).__name__}"], kind="input"
-        )
+        nodes[key] = Node(key, references.title(key), [f"unreadable: {type(error).__name__}"], kind="input")
         return
     tags = version["tags"]
     title = f"{version['name']} v{version['version']}"
@@ -262,8 +260,8 @@ def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
 
 
 def _add_rows(nodes: dict[str, Node], node: Node, counts: dict[str, int], uri: str | None) -> None:
-    """The versions whose conversations a box learned from: those with the most rows as boxes, the others as a number."""
-    for version, rows in most_frequent(counts, MOST_WRITERS).items():
+    """Adds the versions whose conversations a box learned from: boxes for those with the most rows, lines for the others."""
+    for version, rows in most_frequent(counts, MAX_ROW_ARROWS).items():
         if Ref.parse(version).version:
             node.rows_from[version] = rows
             _add_version(nodes, version, uri)
@@ -278,18 +276,18 @@ def _add_base(nodes: dict[str, Node], child: Node, name: str, digest: str) -> No
 
 
 def _tail(path: str) -> str:
-    """The last two parts of a path or hub id."""
+    """Returns the last two parts of a path or hub id."""
     return "/".join(path.rstrip("/").split("/")[-2:])
 
 
 def _place(nodes: dict[str, Node]) -> None:
-    """Columns by the longest way from a root, rows in order of appearance; arrows that others imply are left out."""
+    """Sets columns by the longest path from a root, and rows by order of appearance. Removes arrows that others imply."""
 
     def ancestors(key: str) -> set[str]:
         return {up for parent in nodes[key].parents for up in (parent, *ancestors(parent))}
 
     def earlier(key: str, seen: set[str]) -> set[str]:
-        """All that a box was made from, rows included."""
+        """Returns all that a box was made from, rows included."""
         for up in (*nodes[key].parents, *nodes[key].rows_from):
             if up not in seen:
                 seen.add(up)

@@ -1,4 +1,4 @@
-"""The top of a page: a run's headline figures, its facts, and whether its gate held."""
+"""The top of a page: a run's headline metrics, its facts, and the conditions of its gate."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from pipeline.report import preferences
 from pipeline.report.gather import Run
 from pipeline.report.plots import number
 
-# Of several runs: (stage, index of the figure in its headline).
+# For several runs: (stage, index of the metric in its headline).
 OVERVIEW = (("rm", 0), ("dpo", 0), ("kto", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
 
 
 def cards(run: Run) -> list[dict[str, str]]:
-    """The headline of a run: its stage's figures, those of its held-out pairs, and its wall clock."""
-    # MLflow may hold runs of other programs.
+    """Returns the headline of a run: metrics of its stage and of its held-out pairs, and its wall clock."""
+    # MLflow may contain runs of other programs.
     figures = STAGE[run.stage].headline if run.stage in STAGE else ()
     shown = [card for figure in figures if (card := _card(run, *figure))]
     if run.pairs:
@@ -28,7 +28,7 @@ def cards(run: Run) -> list[dict[str, str]]:
 
 
 def overview(runs: list[Run]) -> list[dict[str, str]]:
-    """The headline of several runs: at most five figures of their stages, and the wall clock of all."""
+    """Returns the headline of several runs: at most five metrics of their stages, and their total wall clock."""
     newest = {run.stage: run for run in runs}
     shown = []
     for stage, index in OVERVIEW:
@@ -63,7 +63,7 @@ def duration(seconds: float) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """What the run is, as (what, value) pairs."""
+    """Returns facts about the run as (name, value) pairs."""
     model, result = run.job.get("model", {}), run.result
     entries = [("base", " ".join(filter(None, (model.get("name_or_path"), model.get("revision")))))]
     entries += [(role, reference) for role, reference in run.inputs.items()]
@@ -87,19 +87,19 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def how_it_ended(result: dict[str, Any]) -> str | None:
-    """From a result.json: which step was kept as the best, and why training stopped early, if either is so."""
+    """Returns which step was kept as the best and why training stopped early, from a result.json, or None if neither applies."""
     kept, ended = result.get("kept", {}), result.get("ended", {})
-    said = []
+    parts = []
     if kept.get("by"):
         value = number(kept.get("value"))
-        said.append(f"kept step {kept.get('step')} of {ended.get('step')}: the best {kept['by']}, {value}")
+        parts.append(f"kept step {kept.get('step')} of {ended.get('step')}: the best {kept['by']}, {value}")
     if ended.get("early"):
-        said.append(f"stopped at step {ended.get('step')} of {ended.get('of')}: {ended['early']}")
-    return "; ".join(said) or None
+        parts.append(f"stopped at step {ended.get('step')} of {ended.get('of')}: {ended['early']}")
+    return "; ".join(parts) or None
 
 
 def gate(run: Run) -> list[dict[str, Any]]:
-    """Each condition of the gate with the figure that it met."""
+    """Returns each condition of the gate with the value of its metric."""
     conditions = []
     for metric, condition in run.job.get("gate", {}).items():
         symbol, threshold = parse_gate(condition)

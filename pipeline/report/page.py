@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file about one run, or about several, with everything in it escaped."""
+"""Renders the page: one self-contained HTML file about one run or several. All content is escaped."""
 
 import re
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from pipeline.report.gather import Node, Run, lineage
 from pipeline.report.panels import GROUPS, Panel
 from pipeline.report.plots import Draw
 
-FEW = 8  # panels that need no headings between them
-# Of the lineage graph: width of a box, between columns, height of a row, between an arrow and a box that it passes.
+MAX_PANELS_WITHOUT_HEADINGS = 8
+# Pixels of the lineage graph: width of a box, gap between columns, height of a row, distance of an arrow to a box it passes.
 BOX, GAP, ROW, LANE = 178, 74, 104, 8
 
 
 def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
-    """The page as text; a table, whose first line is its head, stands in front."""
+    """Returns the page as text. `table` comes first; its first row is its head."""
     import jinja2
     from markupsafe import Markup
 
@@ -34,7 +34,7 @@ def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
         title=title(runs),
         runs=sections,
         rounds=table or [],
-        first=shown,  # whose samples stand before everything else
+        first=shown,  # its samples come before everything else
         cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
         compared=[comparison(same, Markup) for same in _same_stage(runs)],
         graph=graph(lineage(runs)),
@@ -46,12 +46,12 @@ def title(runs: list[Run]) -> str:
 
 
 def stage_title(stage: str) -> str:
-    """`Reward model` of `rm`; the name itself of a stage without a title."""
+    """Returns `Reward model` for `rm`, or the stage's name if it has no title."""
     return (STAGE[stage].title if stage in STAGE else "") or stage
 
 
 def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
-    """Everything that the page says about one run, as plain data for the template."""
+    """Returns the content about one run, as plain data for the template."""
     return {
         "run": run,
         "anchor": anchor,
@@ -73,7 +73,7 @@ def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
 
 
 def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[tuple[Panel, Draw]]]]:
-    """{group: (its question, its panels that have something to show)} of one run, or of runs of one stage compared."""
+    """Returns {group: (its question, its panels with data)} of one run, or of several runs of one stage."""
     stage = next(iter(runs.values())).stage
     axis = "update" if stage == "ppo" else "step"  # PPO logs once an update
     histories = {name: run.history for name, run in runs.items()}
@@ -94,7 +94,7 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[tuple[Panel, Draw]]
 
 
 def pictures(run: Run) -> dict[str, bytes]:
-    """{file name: PNG} of a run: one for each group of panels."""
+    """Returns {file name: PNG} of a run, one for each group of panels."""
     files = {
         f"{name}.png": plots.png([draw for _, draw in made]) for name, (_, made) in drawn({"": run}).items()
     }
@@ -104,7 +104,7 @@ def pictures(run: Run) -> dict[str, bytes]:
 
 
 def picture(runs: dict[str, Run], group: str) -> bytes:
-    """A group of panels as a PNG: of one run, or of several of one stage drawn over each other, by their names."""
+    """Returns a group of panels as a PNG, of one run or of several runs of one stage by their names."""
     return plots.png([draw for _, draw in drawn(runs)[group][1]])
 
 
@@ -115,7 +115,7 @@ def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
         question = f"What do {len(run.pairs):,} held-out pairs say about the scores?"
         sections.append({"question": question, "panels": _panels(named, f"{anchor}-pairs", safe)})
     curves = drawn({"": run})
-    if sum(len(made) for _, made in curves.values()) <= FEW:
+    if sum(len(made) for _, made in curves.values()) <= MAX_PANELS_WITHOUT_HEADINGS:
         curves = {"curves": ("Curves", [one for _, made in curves.values() for one in made])}
     for name, (question, made) in curves.items():
         named = [(panel.title, panel.note, draw) for panel, draw in made]
@@ -125,7 +125,7 @@ def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
 
 
 def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
-    """Runs of one stage over each other, long names as letters."""
+    """Returns panels that compare runs of one stage; letters replace long names."""
     letters = max(len(run.name) for run in runs) > 14
     labels = [chr(ord("A") + i) if letters else run.name for i, run in enumerate(runs)]
     groups = drawn(dict(zip(labels, runs, strict=True))).values()
@@ -173,7 +173,7 @@ def _data(run: Run) -> dict[str, Any]:
 
 
 def data_tables(run: Run) -> list[dict[str, Any]]:
-    """One entry a split: what was read, kept, dropped and why, and how long the rows are."""
+    """Returns an entry for each split: rows read, kept, dropped and why, and their lengths."""
     report, digests = _data(run), (run.result.get("data") or {}).get("digests", {})
     tables = []
     for name, split in report.get("splits", {}).items():
@@ -202,20 +202,20 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
 
 
 def _counted(source: dict[str, Any]) -> str:
-    """What one of several sources has, and what an epoch draws of it where it has a weight."""
+    """Returns the row counts of one of several sources, and how many an epoch draws if it has a weight."""
     drawn = "" if source["drawn"] is None else f", {source['drawn']:,} of {source['rows']:,} drawn an epoch"
     return f"{source['path']}: {source['kept']:,} of {source['read']:,} kept{drawn}"
 
 
 def marked(text: str, safe: Any) -> Any:
-    """A row as the model saw it, escaped, with its trained tokens (between ⟦ and ⟧) as <mark>."""
+    """Returns a row as the model saw it, escaped, with its trained tokens (between ⟦ and ⟧) as <mark>."""
     from markupsafe import escape
 
     return safe(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(text))))
 
 
 def as_yaml(job: dict[str, Any]) -> str:
-    """The job as a file that runs it again, without empty keys."""
+    """Returns the job as a file that runs it again, without empty keys."""
     import yaml
 
     sections: dict[str, Any] = {
@@ -230,7 +230,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def graph(nodes: list[Node]) -> dict[str, Any]:
-    """The lineage as boxes and arrows with coordinates, for the template's <svg>."""
+    """Returns the lineage as boxes and arrows with coordinates, for the template's <svg>."""
     for_key = {node.key: node for node in nodes}
 
     def left(node: Node) -> float:
@@ -264,7 +264,7 @@ def graph(nodes: list[Node]) -> dict[str, Any]:
                     "path": arrow(x1, y1, x2, y2, between(for_key[key], node)),
                     "role": role,
                     "kind": "rows" if key in learned else "parent",
-                    # Beside its parent: in the middle the names of crossing arrows would meet.
+                    # Next to its parent: in the middle, the names of crossing arrows would overlap.
                     "x": round(x1 + 0.3 * GAP), "y": round(y1 - 6),
                 }
             )  # fmt: skip
@@ -285,7 +285,7 @@ def graph(nodes: list[Node]) -> dict[str, Any]:
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, between: list[Box]) -> str:
-    """The path from one point to another as SVG, level at both ends; it passes between the boxes of the columns in between."""
+    """Returns an SVG path between two points, level at both ends, that passes between the boxes of the columns on its way."""
 
     def curve(xa: float, ya: float, xb: float, yb: float) -> str:
         bend = (xb - xa) / 2

@@ -1,4 +1,4 @@
-"""The curves of a report: panels in groups, each with a title and a sentence on how to read it.
+"""The curves of a report: panels in groups, each with a title and how to read it.
 
 A panel appears if at least one of its metrics was logged, so one list serves every stage.
 """
@@ -17,20 +17,19 @@ class Panel:
     unit: str  # of the vertical axis
     lines: dict[str, str]  # metric, or a pattern of metrics -> what the line is called
     note: str  # how to read it
-    kind: str = (
-        "lines"  # or `stack`, parts of a whole; `band`, lowest, mean and highest; `timeline` (timeline.py)
-    )
+    # lines; stack: parts of a sum; band: lowest, mean and highest; timeline: timeline.py
+    kind: str = "lines"
     level: float | None = None  # a horizontal reference line
     zero: bool = False  # the axis begins at 0: for counts, shares, sizes
     when: Callable[[Points], bool] = bool  # is a curve worth showing?
 
     @property
     def held_out(self) -> set[str]:
-        """Names of the lines that are of held-out rows."""
+        """The names of the lines about held-out rows."""
         return {label for metric, label in self.lines.items() if metric.startswith("eval_")}
 
     def select(self, history: History) -> History:
-        """{name of the line: its points} of a run; empty if the run has none of this panel's metrics."""
+        """Returns {name of the line: its points} of a run, empty if it has none of this panel's metrics."""
         selected = {}
         for pattern, label in self.lines.items():
             for metric in sorted(history) if "*" in pattern else [pattern]:
@@ -40,7 +39,7 @@ class Panel:
 
 
 def _middle(metric: str) -> str:
-    """`rewards/reward/mean` -> `reward`, `time/rollout` -> `rollout`."""
+    """Returns `reward` for `rewards/reward/mean`, `rollout` for `time/rollout`."""
     return metric.split("/")[min(1, metric.count("/"))].replace("_", " ")
 
 
@@ -49,254 +48,84 @@ def varies(points: Points) -> bool:
 
 
 GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
-    "learning": (
-        "Is it learning?",
-        (
-            Panel(
-                "Loss",
-                "loss",
-                {"loss": "training", "eval_loss": "held-out"},
-                "Held-out should fall with training. When it turns up, the rest of the run memorises.",
-            ),
-            Panel(
-                "Token accuracy",
-                "share of tokens",
-                {"mean_token_accuracy": "training", "eval_mean_token_accuracy": "held-out"},
-                "Share of the completion's tokens that the model ranks first.",
-            ),
-            Panel(
-                "Accuracy on pairs",
-                "share of pairs",
-                {"accuracy": "training", "eval_accuracy": "held-out"},
-                "Share of pairs whose chosen completion scores higher. Chance is 0.5.",
-                level=0.5,
-            ),
-            Panel(
-                "Margin",
-                "score",
-                {"margin": "training", "eval_margin": "held-out"},
-                "Mean of chosen minus rejected. If it grows and accuracy does not, only confidence grows.",
-            ),
-            Panel(
-                "Scores",
-                "score",
-                {"min_reward": "lowest", "mean_reward": "mean", "max_reward": "highest"},
-                "Lowest, mean and highest score of a batch. A drifting mean is an offset in PPO's reward.",
-                kind="band",
-            ),
-            Panel(
-                "Accuracy on pairs",
-                "share of pairs",
-                {"rewards/accuracies": "training", "eval_rewards/accuracies": "held-out"},
-                "Share of pairs whose chosen completion gained more probability over the reference.",
-                level=0.5,
-            ),
-            Panel(
-                "Implicit rewards",
-                "β × log-ratio",
-                {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
-                "They should diverge. When both fall, the policy moves away from both completions.",
-            ),
-            Panel(
-                "Margin",
-                "β × log-ratio",
-                {"rewards/margins": "training", "eval_rewards/margins": "held-out"},
-                "Implicit reward of chosen minus rejected.",
-            ),
-            Panel(
-                "Score of the completions",
-                "score",
-                {"rewards/*/mean": ""},
-                "Mean score of an update's completions, by reward.",
-            ),
-            Panel(
-                "What PPO maximises",
-                "score",
-                {"objective/scores": "score", "objective/rlhf_reward": "less the KL penalty"},
-                "Score as PPO uses it (normalised and clipped, if the job says so), and the same less the KL penalty.",
-            ),
-            Panel(
-                "Win rate on held-out prompts",
-                "share of prompts",
-                {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
-                "Share of completions that score higher than those before training. If only the reward says so, it is being exploited.",
-                level=0.5,
-                when=varies,
-            ),
-        ),
-    ),
-    "policy": (
-        "How did its behaviour change?",
-        (
-            Panel(
-                "KL from the reference",
-                "nats per completion",
-                {"objective/kl": ""},
-                "How far the policy has moved; 0 at the start. Score that costs more and more KL is suspect.",
-                level=0.0,
-            ),
-            Panel(
-                "KL estimate",
-                "nats per completion",
-                {"kl": ""},
-                "KTO's reference point: mean log-ratio of completions behind prompts of other rows, at least 0. A completion has to "
-                "gain more than this to count as likelier.",
-                level=0.0,
-            ),
-            Panel(
-                "Entropy of a completion",
-                "nats",
-                {"objective/entropy": ""},
-                "Mean -log p of a completion. Near 0 the policy has collapsed to one completion and no longer explores.",
-            ),
-            Panel(
-                "Entropy",
-                "nats per token",
-                {"entropy": "training", "eval_entropy": "held-out"},
-                "Entropy of the distribution of the next token.",
-            ),
-            Panel(
-                "Length of the completions",
-                "tokens",
-                {"completions/mean_length": ""},
-                "Length that climbs with the score is the most common form of reward hacking.",
-                zero=True,
-            ),
-            Panel(
-                "Truncated completions",
-                "share of completions",
-                {"completions/clipped_ratio": ""},
-                "Share of completions that reached the maximum length without an end-of-sequence token.",
-                zero=True,
-            ),
-            Panel(
-                "Log-probability",
-                "nats per completion",
-                {"logps/chosen": "chosen", "logps/rejected": "rejected"},
-                "Log-probability of the chosen (desirable) and of the rejected completions under the policy.",
-            ),
-            Panel(
-                "KL coefficient",
-                "score per nat",
-                {"objective/kl_coef": ""},
-                "As the adaptive controller sets it.",
-                when=varies,
-            ),
-        ),
-    ),
-    "health": (
-        "Is the optimisation sound?",
-        (
-            Panel(
-                "Explained variance of the values",
-                "share",
-                {"val/explained_variance": ""},
-                "1: the critic predicts the return at every token. 0: no better than their mean.",
-                level=0.0,
-            ),
-            Panel(
-                "Value loss",
-                "loss",
-                {"loss/value_avg": ""},
-                "Clipped squared error of the critic, halved.",
-                zero=True,
-            ),
-            Panel(
-                "Policy loss",
-                "loss",
-                {"loss/policy_avg": ""},
-                "Around 0 by construction: advantages are whitened.",
-            ),
-            Panel(
-                "Clipped",
-                "share of tokens",
-                {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value"},
-                "Tokens whose ratio left the clip range. Above about 0.2 the steps are too large.",
-                zero=True,
-            ),
-            Panel(
-                "KL of one update",
-                "nats per token",
-                {"policy/approxkl_avg": ""},
-                "Between the policy that sampled the completions and the one that learned from them.",
-                zero=True,
-            ),
-            Panel(
-                "Ratio new to old",
-                "ratio",
-                {"val/ratio": ""},
-                "Mean probability ratio. It should stay near 1.",
-                level=1.0,
-            ),
-            Panel(
-                "Sampler against trainer",
-                "nats per token",
-                {"val/sampler_drift": "sampler", "policy/first_ratio_rms": "first ratio"},
-                "Difference of the trainer's log-probs to the sampler's, and at the first step of an update to the old ones: "
-                "rounding errors only, if all is well.",
-                zero=True,
-            ),
-            Panel(
-                "Off-policy weights",
-                "share",
-                {"rollout/effective_samples": "effective samples", "rollout/ratio_cut": "ratios cut"},
-                "Of the actions: how many the weights leave (effective sample size), and whose ratio trainer / sampler was cut. "
-                "The staler the completions, the fewer are left.",
-                zero=True,
-            ),
-            Panel(
-                "Gradient norm",
-                "norm",
-                {"grad_norm": "gradient", "grad_norm/policy": "policy", "grad_norm/critic": "critic"},
-                "Before clipping. Spikes are unusual batches; a steady climb is a problem.",
-            ),
-            Panel(
-                "Skipped steps",
-                "count",
-                {"skipped_steps": ""},
-                "Optimizer steps skipped because a gradient was not finite.",
-                when=lambda points: any(value for _, value in points),
-            ),
-            Panel(
-                "Learning rate",
-                "rate",
-                {"learning_rate": "", "lr": ""},
-                "As the schedule set it.",
-                when=varies,
-            ),
-        ),
-    ),
-    "cost": (
-        "What did it cost?",
-        (
-            Panel(
-                "Seconds per update",
-                "seconds",
-                {"time/*": ""},
-                "Where an update spends its time.",
-                kind="stack",
-            ),
-            Panel(
-                "Who waits",
-                "share of an update",
-                {"rollout/waiting": "trainer", "rollout/idle": "rollout workers"},
-                "Time in which the trainer waited for completions, and rollout workers had nothing to do.",
-                zero=True,
-            ),
-            Panel(
-                "Speed",
-                "tokens per second",
-                {"train_tokens_per_second": ""},
-                "Completion tokens sampled, scored and learned from, over all workers.",
-                zero=True,
-            ),
-            Panel(
-                "Memory",
-                "GiB",
-                {"memory/rollout": "rollout", "memory/update": "update", "memory/peak": "highest so far"},
-                "Peak of each phase: GPU memory if there is a GPU, else resident memory.",
-                zero=True,
-            ),
-        ),
-    ),
-}
+    "learning": ("Is it learning?", (
+        Panel("Loss", "loss", {"loss": "training", "eval_loss": "held-out"},
+              "Held-out should fall with training. If it rises again, the rest of the run memorizes."),
+        Panel("Token accuracy", "share of tokens", {"mean_token_accuracy": "training", "eval_mean_token_accuracy": "held-out"},
+              "Share of the completion's tokens that the model ranks first."),
+        Panel("Accuracy on pairs", "share of pairs", {"accuracy": "training", "eval_accuracy": "held-out"},
+              "Share of pairs whose chosen completion scores higher. Chance is 0.5.", level=0.5),
+        Panel("Margin", "score", {"margin": "training", "eval_margin": "held-out"},
+              "Mean of chosen minus rejected. If it grows without the accuracy, only confidence grows."),
+        Panel("Scores", "score", {"min_reward": "lowest", "mean_reward": "mean", "max_reward": "highest"},
+              "Lowest, mean and highest score of a batch. A drifting mean is an offset in PPO's reward.", kind="band"),
+        Panel("Accuracy on pairs", "share of pairs", {"rewards/accuracies": "training", "eval_rewards/accuracies": "held-out"},
+              "Share of pairs whose chosen completion gained more probability over the reference.", level=0.5),
+        Panel("Implicit rewards", "β × log-ratio", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+              "They should diverge. If both fall, the policy moves away from both completions."),
+        Panel("Margin", "β × log-ratio", {"rewards/margins": "training", "eval_rewards/margins": "held-out"},
+              "Implicit reward of chosen minus rejected."),
+        Panel("Score of the completions", "score", {"rewards/*/mean": ""},
+              "Mean score of an update's completions, by reward."),
+        Panel("What PPO maximizes", "score", {"objective/scores": "score", "objective/rlhf_reward": "less the KL penalty"},
+              "Score as PPO uses it (normalized and clipped if the job sets so), and that score less the KL penalty."),
+        Panel("Win rate on held-out prompts", "share of prompts", {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
+              "Share of completions that score higher than those before training. If only the reward says so, it is being "
+              "exploited.", level=0.5, when=varies),
+    )),
+    "policy": ("How did its behaviour change?", (
+        Panel("KL from the reference", "nats per completion", {"objective/kl": ""},
+              "How far the policy has moved; 0 at the start. A score that costs more and more KL is suspect.", level=0.0),
+        Panel("KL estimate", "nats per completion", {"kl": ""},
+              "KTO's reference point: mean log-ratio of completions after prompts of other rows, at least 0. A completion counts as "
+              "likelier if it gains more.", level=0.0),
+        Panel("Entropy of a completion", "nats", {"objective/entropy": ""},
+              "Mean -log p of a completion. Near 0 the policy has collapsed to one completion and no longer explores."),
+        Panel("Entropy", "nats per token", {"entropy": "training", "eval_entropy": "held-out"},
+              "Entropy of the distribution of the next token."),
+        Panel("Length of the completions", "tokens", {"completions/mean_length": ""},
+              "Length that climbs with the score is the most common form of reward hacking.", zero=True),
+        Panel("Truncated completions", "share of completions", {"completions/clipped_ratio": ""},
+              "Share of completions that reached the maximum length without an end-of-sequence token.", zero=True),
+        Panel("Log-probability", "nats per completion", {"logps/chosen": "chosen", "logps/rejected": "rejected"},
+              "Log-probability of chosen (desirable) and rejected completions under the policy."),
+        Panel("KL coefficient", "score per nat", {"objective/kl_coef": ""},
+              "As the adaptive controller sets it.", when=varies),
+    )),
+    "health": ("Is the optimization sound?", (
+        Panel("Explained variance of the values", "share", {"val/explained_variance": ""},
+              "1: the critic predicts the return at every token. 0: no better than their mean.", level=0.0),
+        Panel("Value loss", "loss", {"loss/value_avg": ""},
+              "Clipped squared error of the critic, halved.", zero=True),
+        Panel("Policy loss", "loss", {"loss/policy_avg": ""},
+              "Around 0 by construction: advantages are whitened."),
+        Panel("Clipped", "share of tokens", {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value"},
+              "Tokens whose ratio left the clip range. Above about 0.2 the steps are too large.", zero=True),
+        Panel("KL of one update", "nats per token", {"policy/approxkl_avg": ""},
+              "Between the policy before and after the update.", zero=True),
+        Panel("Ratio new to old", "ratio", {"val/ratio": ""},
+              "Mean probability ratio. It should stay near 1.", level=1.0),
+        Panel("Sampler against trainer", "nats per token", {"val/sampler_drift": "sampler", "policy/first_ratio_rms": "first ratio"},
+              "Difference between the log-probs of trainer and sampler, and between new and old ones at the first step of an update: "
+              "only rounding errors.", zero=True),
+        Panel("Off-policy weights", "share", {"rollout/effective_samples": "effective samples", "rollout/ratio_cut": "ratios cut"},
+              "Shares of the actions: effective sample size under the weights, and actions whose ratio trainer / sampler was cut. "
+              "Staler completions leave fewer.", zero=True),
+        Panel("Gradient norm", "norm", {"grad_norm": "gradient", "grad_norm/policy": "policy", "grad_norm/critic": "critic"},
+              "Before clipping. Spikes are unusual batches; a steady climb is a problem."),
+        Panel("Skipped steps", "count", {"skipped_steps": ""},
+              "Optimizer steps skipped because a gradient was not finite.", when=lambda points: any(value for _, value in points)),
+        Panel("Learning rate", "rate", {"learning_rate": "", "lr": ""},
+              "As the schedule set it.", when=varies),
+    )),
+    "cost": ("What did it cost?", (
+        Panel("Seconds per update", "seconds", {"time/*": ""},
+              "Where an update spends its time.", kind="stack"),
+        Panel("Who waits", "share of an update", {"rollout/waiting": "trainer", "rollout/idle": "rollout workers"},
+              "Time in which the trainer waited for completions, and rollout workers were idle.", zero=True),
+        Panel("Speed", "tokens per second", {"train_tokens_per_second": ""},
+              "Completion tokens sampled, scored and trained on, over all workers.", zero=True),
+        Panel("Memory", "GiB", {"memory/rollout": "rollout", "memory/update": "update", "memory/peak": "highest so far"},
+              "Peak of each phase: GPU memory if there is a GPU, else resident memory.", zero=True),
+    )),
+}  # fmt: skip

@@ -1,6 +1,6 @@
-"""Drawing: one panel as an inline SVG that follows the page's colours, and a group of panels as a PNG.
+"""Draws one panel as an inline SVG that follows the page's colors, and a group of panels as a PNG.
 
-Colours are Okabe and Ito's (told apart with any colour vision); each line is named where it ends, not in a legend.
+The colors are Okabe and Ito's, which any color vision can distinguish. A name at the end of each line replaces a legend.
 """
 
 import io
@@ -21,7 +21,7 @@ VARIABLES = {
     GRID: "var(--grid)",
 }
 SIZE = (3.9, 2.15)  # inches of one panel
-SMOOTH_FROM = 60  # points from which on a running mean is drawn over the pale raw line
+SMOOTH_FROM = 60  # points; longer lines get a running mean over the pale raw line
 Draw = Callable[[Any], None]  # fills one axes
 
 STYLE: Any = {
@@ -54,7 +54,7 @@ STYLE: Any = {
 
 
 def figure(draws: list[Draw]) -> Any:
-    """A matplotlib figure of several panels in two or three columns, without the global state of pyplot."""
+    """Returns a matplotlib figure of several panels in two or three columns, without the global state of pyplot."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -76,7 +76,7 @@ def png(draws: list[Draw]) -> bytes:
 
 
 def svg(draw: Draw, prefix: str, label: str) -> str:
-    """One panel as an <svg> element for a page; `prefix` keeps its ids apart from other drawings', `label` is read aloud."""
+    """Returns one panel as an <svg> element. `prefix` makes its ids unique on the page; screen readers use `label`."""
     import matplotlib
 
     out = io.StringIO()
@@ -86,7 +86,7 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
 
 
 def _inline(text: str, prefix: str, label: str) -> str:
-    """Matplotlib's file without its prologue, metadata and unused ids, its colours as CSS variables."""
+    """Returns matplotlib's SVG without prologue, metadata and unused ids, with its colors as CSS variables."""
     from html import escape
 
     text = text[text.index("<svg") :]
@@ -106,15 +106,15 @@ def _inline(text: str, prefix: str, label: str) -> str:
 
 
 def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
-    """How to draw a panel of one run, or of several runs of a stage over each other; None where it has no points.
+    """Returns how to draw a panel of one run, or of several runs of a stage, or None if it has no points.
 
     Args:
-        kept: the step of one run that is marked on its held-out lines.
+        kept: the step to mark on the held-out lines of one run.
     """
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
     if not drawable:
         return None
-    if len(drawable) > 1:  # runs are compared: one colour a run, and of each the line that says most
+    if len(drawable) > 1:  # a comparison: one color and one line for each run
         compared = {name: _telling(lines) for name, lines in drawable.items()}
         return lambda axes: _lines(axes, panel, compared, axis)
     only = next(iter(drawable.values()))
@@ -127,7 +127,7 @@ def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = 
 
 
 def _telling(lines: History) -> Points:
-    """Of a panel's lines the one by which runs are compared: held-out, the highest, or the first one."""
+    """Returns the line of a panel that compares runs: held-out, the highest, or the first one."""
     return next(
         (lines[name] for name in ("held-out", "highest so far") if name in lines), next(iter(lines.values()))
     )
@@ -189,7 +189,7 @@ def _stack(axes: Any, panel: Panel, lines: History, axis: str) -> None:
     values = [[dict(points).get(step, 0.0) for step in steps] for points in lines.values()]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(values))]
     axes.stackplot(steps, values, colors=colours, alpha=0.75, linewidth=0)
-    # Above the usual step: one slow update, often the first, is not to flatten all others.
+    # By the usual step, so that one slow update, often the first, does not flatten all others.
     totals = sorted(map(sum, zip(*values, strict=True)))
     axes.set_ylim(0, min(totals[-1], 2.5 * totals[len(totals) // 2]) * 1.05 or 1)
     floor, ends = 0.0, []
@@ -200,7 +200,7 @@ def _stack(axes: Any, panel: Panel, lines: History, axis: str) -> None:
 
 
 def _running_mean(values: list[float], width: int) -> list[float]:
-    """Mean of the last `width` values, of fewer at the beginning."""
+    """Returns the mean of the last `width` values at each point, of fewer at the beginning."""
     return [sum(part := values[max(0, i + 1 - width) : i + 1]) / len(part) for i in range(len(values))]
 
 
@@ -221,7 +221,7 @@ def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
 
 
 def number(value: float | None) -> str:
-    """Three figures, without an exponent where one can do without."""
+    """Returns a number with three digits, without an exponent if it is near 1."""
     if value is None:
         return ""
     if value == 0 or 1e-3 <= abs(value) < 1e5:

@@ -1,4 +1,4 @@
-"""What the scores of held-out pairs say about a reward model beyond its accuracy: margins, calibration, length bias.
+"""Evaluates a reward model on the scores of held-out pairs: margins, calibration, length bias.
 
 A pair is {"chosen": score, "rejected": score, "chosen_tokens": length, "rejected_tokens": length}, as the `rm` stage
 writes them to pairs.json.
@@ -19,12 +19,12 @@ def margins(pairs: list[Pair]) -> list[float]:
 
 
 def longer(pairs: list[Pair]) -> list[float]:
-    """By how many tokens the chosen completion is the longer one."""
+    """Returns by how many tokens the chosen completion is longer."""
     return [pair["chosen_tokens"] - pair["rejected_tokens"] for pair in pairs]
 
 
 def summary(pairs: list[Pair]) -> dict[str, float | None]:
-    """The figures of the three drawings, by name; None where there is no such pair, or nothing varies."""
+    """Returns the numbers of the three drawings by name. One is None if there is no such pair, or nothing varies."""
     values = margins(pairs)
     sides = list(zip(values, longer(pairs), strict=True))
     shorter_won, longer_won = [m > 0 for m, n in sides if n < 0], [m > 0 for m, n in sides if n > 0]
@@ -39,7 +39,7 @@ def summary(pairs: list[Pair]) -> dict[str, float | None]:
 
 
 def drawings(pairs: list[Pair]) -> dict[str, tuple[Draw, str]]:
-    """{title: (drawing, how to read it)} of the held-out pairs of a reward model."""
+    """Returns {title: (drawing, how to read it)} of held-out pairs."""
     return {
         "Margins of the held-out pairs": (
             lambda axes: draw_margins(axes, pairs),
@@ -59,7 +59,7 @@ def drawings(pairs: list[Pair]) -> dict[str, tuple[Draw, str]]:
 
 
 def picture(pairs: list[Pair], title: str) -> bytes:
-    """One of the drawings as a PNG."""
+    """Returns one of the drawings as a PNG."""
     return plots.png([drawings(pairs)[title][0]])
 
 
@@ -92,7 +92,7 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
 
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
     axes.axhline(0, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
-    # As a picture inside the SVG where there are many: each dot would be an element of the page.
+    # Many dots become a bitmap inside the SVG: each one would be an element of the page.
     many = len(pairs) > 500
     axes.scatter(
         longer(pairs), margins(pairs), s=9, alpha=0.5, color=COLOURS[0], linewidths=0, rasterized=many

@@ -1,6 +1,6 @@
-"""The timeline of one PPO update: a row for the trainer and one for each rollout worker, a bar for all that each did.
+"""Draws the timeline of one PPO update: a row for the trainer and for each rollout worker, a bar for each task.
 
-What is drawn is `timeline` of result.json (pipeline/ppo/timeline.py): the update of median length.
+It is `timeline` of result.json (pipeline/ppo/timeline.py): the update of median length.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ PANEL = Panel(
 )
 MOST_WORKERS = 8
 PHASES = {"rollout": 0, "score": 4, "values": 2, "update": 1, "evaluate": 3, "publish": 5}  # -> colour
-NARROW = 0.15  # share of the width in which a name has no room
+NARROW = 0.15  # share of the width; narrower bars have no name
 
 
 def curve(timeline: dict[str, Any] | None) -> Draw | None:
-    """How to draw it; None where there is nothing to draw."""
+    """Returns how to draw a timeline, or None if it is empty."""
     if not timeline or not timeline.get("spans") or not timeline.get("seconds"):
         return None
     return lambda axes: draw(axes, timeline)
@@ -46,7 +46,7 @@ def draw(axes: Any, timeline: dict[str, Any]) -> None:
 
 
 def _place(who: str) -> tuple[bool, int, str]:
-    """The trainer first, then the workers by their numbers."""
+    """Returns a sort key: the trainer first, then the workers by number."""
     number = who.rpartition(" ")[2]
     return who != "trainer", int(number) if number.isdecimal() else 0, who
 
@@ -54,7 +54,7 @@ def _place(who: str) -> tuple[bool, int, str]:
 def _bar(axes: Any, span: dict[str, Any], row: int, seconds: float, update: float | None) -> None:
     what, width = span["what"], span["end"] - span["begin"]
     colour = _colour(what, update)
-    # Pale, for names are written on it; its edge parts it from the next one.
+    # Pale because names are written on it; the edge separates it from the next bar.
     axes.barh(row, width, 0.7, span["begin"], color=(colour, 0.4), edgecolor=colour, linewidth=0.6)
     if width >= NARROW * seconds:
         axes.annotate(what, (span["begin"] + width / 2, row), color=INK, ha="center", va="center", fontsize=7)

@@ -155,7 +155,9 @@ def test_prompts_and_rewards_that_changed_do_not_continue_what_used_them(tmp_pat
 
 def test_a_report_that_was_not_drawn_is_drawn(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(command.report, "of_rounds", lambda folder, runs, table: drawn.append((folder, runs)))
+    monkeypatch.setattr(
+        command.report, "of_several", lambda runs, folder, table: drawn.append((folder, runs))
+    )
     write(tmp_path, left_by(tmp_path))
     assert iterate(tmp_path, "run.report=false") == 0 and not drawn
     assert iterate(tmp_path) == 0
