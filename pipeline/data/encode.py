@@ -3,7 +3,7 @@
 Each text is tokenised once, with its prompt, as the model sees it. The border of prompt and completion is the last token
 that the prompt alone has in common with both; a token that spans it belongs to the completion, as in TRL. Demonstrations
 have several completions: their trained tokens are found in the rendered *text* (template.py) and carried over to tokens
-by character offsets. Special tokens in the text of a row stay text (models/special.py). Completions are compared as
+by character offsets. Special tokens in the text of a row stay text (models/control_tokens.py). Completions are compared as
 tokens: an empty one or a pair of equal ones is rejected.
 """
 
@@ -18,7 +18,7 @@ from pipeline.data.messages import shared_length
 from pipeline.data.record import Record, Text
 from pipeline.data.template import ChatTemplate, Span, holds, no_completion, no_prompt
 from pipeline.data.values import RowError, show
-from pipeline.models.special import ControlTokens, Escaping
+from pipeline.models.control_tokens import ControlTokens, Escaping
 
 if TYPE_CHECKING:
     from pipeline.data.shapes import Kind
@@ -337,7 +337,7 @@ class Encoder:
         """Prompt and completions, as messages where the template applies, and the escaping of the special tokens in them.
 
         Raises:
-            RowError: where special tokens cannot be told from the row's own private-use characters.
+            RowError: if tools or their calls contain a special token.
         """
         prompt = record.prompt
         if isinstance(prompt, str) and self.apply_template:
@@ -352,10 +352,7 @@ class Encoder:
             for name in self.control.tokens_in(json.dumps(called, ensure_ascii=False)):
                 expected = "tools and calls without it, or data.special_tokens=control"
                 raise RowError("special_tokens", "tools", show(name), expected)
-        try:
-            escaping = self.control.escaping(contents(prompt, *completions))
-        except ValueError as error:
-            raise RowError("special_tokens", "", str(error), "text without one of the two") from None
+        escaping = self.control.escaping(contents(prompt, *completions))
         if escaping is None:
             return prompt, completions, None
         return (

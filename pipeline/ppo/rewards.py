@@ -34,7 +34,7 @@ from pipeline.errors import Failure, in_brief, is_out_of_memory
 from pipeline.inference.rows import Completion
 from pipeline.models.adapters import SharedBase
 from pipeline.models.batches import micro_batches
-from pipeline.models.special import ControlTokens, chat_ids, text_ids
+from pipeline.models.control_tokens import ControlTokens, chat_ids, text_ids
 from pipeline.ppo import forward
 from pipeline.ppo.episodes import collate
 from pipeline.ppo.forward import FORWARD_TOKENS

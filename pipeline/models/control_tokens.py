@@ -1,0 +1,119 @@
+"""Control tokens: special tokens take effect where the chat template writes them, and are plain text in a row's content.
+
+    control = ControlTokens(tokenizer)
+    escaping = control.escaping([content])            # None if no content contains a control token
+    rendered = template(escaping.escape(content))     # with a mark inside each control token of the content
+    ids = escaping.encode(rendered).ids               # the text is cut at the marks, so no such token is found
+
+Cutting costs a merge: the token on either side of a mark ends there, in rows that contain control tokens as text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pipeline.models.tokenizer import eos_ids
+
+TURN = re.compile("user|assistant|system|turn|role|header", re.IGNORECASE)
+PRIVATE = range(0xF0000, 0x10FFFE)  # Unicode's supplementary private-use areas
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer: finds them in a text, and escapes them.
+
+    Args:
+        as_text: whether control tokens in content are text. False: they take effect everywhere.
+    """
+
+    def __init__(self, tokenizer: Any, as_text: bool = True):
+        self.tokenizer, self.as_text = tokenizer, as_text and getattr(tokenizer, "is_fast", False)
+        if not getattr(tokenizer, "is_fast", False):
+            return  # the tokenizer of a reward model, written in Python
+        added = [token for _, token in sorted(tokenizer.backend_tokenizer.get_added_tokens_decoder().items())]
+        ends = [] if tokenizer.eos_token is None else tokenizer.convert_ids_to_tokens(eos_ids(tokenizer))
+        template = str(tokenizer.chat_template)
+        self.names = [token.content for token in added if _controls(token, ends, template)]
+        longest_first = sorted(self.names, key=len, reverse=True)
+        # Looks ahead, so that overlapping occurrences are found, too.
+        self.pattern = re.compile(f"(?=({'|'.join(map(re.escape, longest_first)) or '(?!)'}))")
+
+    def tokens_in(self, text: str) -> list[str]:
+        """Returns the names of the control tokens in a text, each once."""
+        return list(dict.fromkeys(match[1] for match in self.pattern.finditer(text)))
+
+    def escaping(self, contents: Sequence[str]) -> Escaping | None:
+        """Returns the escaping of one row's contents, or None if there is nothing to escape."""
+        if not self.as_text or not any(self.pattern.search(text) for text in contents):
+            return None
+        used = set("".join(contents))
+        return Escaping(self, next(mark for mark in map(chr, PRIVATE) if mark not in used))
+
+
+class Encoded(NamedTuple):
+    """Token ids with their (start, stop) in the text, as tokenizers' Encoding has them."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class Escaping:
+    """A private-use character that marks the control tokens in the contents of one row."""
+
+    def __init__(self, control: ControlTokens, mark: str):
+        self.control, self.mark = control, mark
+
+    def escape(self, content: str) -> str:
+        """Returns the content with a mark behind the first character of each control token."""
+        pieces, at = [], 0
+        for match in self.control.pattern.finditer(content):
+            pieces.append(content[at : match.start() + 1])
+            at = match.start() + 1
+        return self.mark.join([*pieces, content[at:]])
+
+    def encode(self, rendered: str, add_special_tokens: bool = False) -> Encoded:
+        """Encodes a text rendered from escaped contents. Offsets are those in `rendered`."""
+        backend = self.control.tokenizer.backend_tokenizer
+        first, *others = rendered.split(self.mark)
+        begin = backend.encode(first, add_special_tokens=add_special_tokens)
+        # Tokens that the tokenizer adds behind a text, such as BERT's [SEP], come last.
+        stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
+        ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
+        for piece in others:
+            # A line break in the place of the mark: some tokenizers put a space before each text, here before the break.
+            encoding = backend.encode(f"\n{piece}", add_special_tokens=False)
+            for token, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
+                if right > 1:
+                    ids.append(token)
+                    offsets.append((start + left, start + right))
+            start += 1 + len(piece)
+        return Encoded(ids + begin.ids[stop:], offsets + begin.offsets[stop:])
+
+
+def text_ids(control: ControlTokens, text: str) -> list[int]:
+    """Returns token ids like those of `tokenizer(text)`, with control tokens in it as text."""
+    escaping = control.escaping([text])
+    if escaping is None:
+        return list(control.tokenizer(text).input_ids)
+    return list(escaping.encode(escaping.escape(text), add_special_tokens=True).ids)
+
+
+def chat_ids(control: ControlTokens, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Returns token ids like those of `apply_chat_template(messages)`, with control tokens in the contents as text."""
+    escaping = control.escaping([message["content"] for message in messages])
+    if escaping is None:
+        return list(control.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+    escaped = [{**message, "content": escaping.escape(message["content"])} for message in messages]
+    return list(escaping.encode(control.tokenizer.apply_chat_template(escaped, tokenize=False)).ids)
+
+
+def _controls(token: Any, ends: list[str], template: str) -> bool:
+    """Returns whether an added token is a control token: marked as special, or one that begins or ends a turn.
+
+    DeepSeek's `<｜User｜>` is not marked as special. `<think>` and `<tool_call>`, which a completion may contain, are not
+    control tokens. A token of a single character cannot be cut.
+    """
+    name = token.content
+    marks_turns = TURN.search(name) is not None and name in template
+    return len(name.strip()) > 1 and (token.special or name in ends or marks_turns)
