@@ -24,49 +24,42 @@ PROBES = [
 
 
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
-    """Set the tokenizer's `chat_template`, and its attribute `text_as_chat`.
+    """Sets the tokenizer's `chat_template`, and its attribute `text_as_chat`.
 
-    `text_as_chat` says whether prompts of plain text become user messages of the template: not if the template is only
-    the fallback for a tokenizer without one.
+    `text_as_chat` states whether prompts of plain text become user messages of the template. They do not if the template is
+    only the fallback for a tokenizer without one.
 
     Args:
         chat_template: a Jinja file, "plain" (the built-in one), or None: the tokenizer's own, else "plain".
         where: the base, for messages.
 
     Raises:
-        InputError: when the template cannot be read, or renders none of the PROBES.
+        InputError: if the template cannot be read, or renders none of the PROBES.
     """
-    plain, own_template = _plain(tokenizer), tokenizer.chat_template
-    if isinstance(own_template, dict):  # several named templates, of which "default" is the one for chats
-        names, own_template = ", ".join(sorted(own_template)), own_template.get("default")
-        if own_template is None and chat_template is None:
+    plain, own = _plain(tokenizer), tokenizer.chat_template
+    if isinstance(own, dict):  # several named templates, of which "default" is the one for chats
+        names, own = ", ".join(sorted(own)), own.get("default")
+        if own is None and chat_template is None:
             raise InputError(
-                f"{where!r} has several chat templates ({names}) and none is called default; save the one "
-                "that is meant as a Jinja file and name it: model.chat_template=FILE",
+                f"{where!r} has several chat templates ({names}) and none is called default; save one of them as a Jinja file, "
+                "and set model.chat_template=FILE",
                 key="model.name_or_path",
             )
-    tokenizer.text_as_chat = chat_template is not None or own_template not in (None, plain)
-    key, named = "model.chat_template", str(chat_template)
+    tokenizer.text_as_chat = chat_template is not None or own not in (None, plain)
+    key, named = "model.chat_template", chat_template
     if chat_template is None:
-        tokenizer.chat_template = own_template or plain
+        tokenizer.chat_template = own or plain
         key, named = "model.name_or_path", f"the chat template of {where!r}"
-    elif chat_template == "plain":
-        tokenizer.chat_template = plain
     else:
-        tokenizer.chat_template = _read(chat_template)
-    if not isinstance(tokenizer.chat_template, str):
-        raise InputError(
-            f"{named} is no text ({type(own_template).__name__}); fix it, or name another as model.chat_template",
-            key,
-        )
+        tokenizer.chat_template = plain if chat_template == "plain" else _read(chat_template)
     if tokenizer.chat_template != plain and (problem := try_out(tokenizer)):
         raise InputError(
-            f"{named}{problem}; fix it, or name another as model.chat_template (plain is built in)", key
+            f"{named}{problem}; fix it, or set model.chat_template to another one (plain is built in)", key
         )
 
 
 def _plain(tokenizer: Any) -> str:
-    """The built-in template; it writes the bos token only if the tokenizer begins every text with it."""
+    """Returns the built-in template. It writes the bos token only if the tokenizer begins every text with it."""
     text = PLAIN.read_text(encoding="utf-8")
     first = tokenizer("a").input_ids[:1]
     if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
@@ -75,14 +68,14 @@ def _plain(tokenizer: Any) -> str:
 
 
 def _read(path: str) -> str:
-    """The text of a Jinja file. Raises InputError if it is missing, empty or not UTF-8."""
-    file = os.path.expanduser(path)
-    if not os.path.isfile(file):
+    """Returns the text of a Jinja file. Raises InputError if it is missing, empty or not UTF-8."""
+    file = Path(os.path.expanduser(path))
+    if not file.is_file():
         raise InputError(
             f"there is no file {path!r}; expected a Jinja file, 'plain', or null", key="model.chat_template"
         )
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path} cannot be read as UTF-8 text ({in_brief(error)}); save it as UTF-8",
@@ -96,12 +89,12 @@ def _read(path: str) -> str:
 
 
 def is_plain(tokenizer: Any) -> bool:
-    """Whether the template is the built-in one."""
+    """Returns whether the template is the built-in one."""
     return tokenizer.chat_template == _plain(tokenizer)
 
 
 def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
-    """Whether a prompt of plain text becomes a user message of the chat template.
+    """Returns whether a prompt of plain text becomes a user message of the chat template.
 
     Args:
         apply_chat_template: the job's `data.apply_chat_template`. None: yes, unless the template is only the fallback for
@@ -112,11 +105,8 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- testing
-
-
 def try_out(tokenizer: Any) -> str | None:
-    """Says what is wrong with the tokenizer's template. Returns None if it renders one of the PROBES, or rejects one."""
+    """Returns what is wrong with the tokenizer's template, or None if it renders one of the PROBES, or rejects one."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     problems: list[str | None] = []
@@ -136,9 +126,9 @@ def try_out(tokenizer: Any) -> str | None:
 
 
 def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
-    """What a chat template writes right before a question and to ask for a completion, without white space around it.
+    """Returns what a chat template writes right before a question, and to request a completion, without white space around it.
 
-    Both are "" where there is no template, it refuses a lone question, or it writes nothing there.
+    Both are "" if there is no template, it rejects a lone question, or it writes nothing there.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return "", ""
@@ -150,7 +140,7 @@ def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
             )
             for asks in (False, True)
         )
-    except Exception:  # whatever a template raises that wants a system message first
+    except Exception:  # of a template that requires a system message
         return "", ""
     before = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
     return before, asking[len(plain) :].strip() if asking.startswith(plain) else ""

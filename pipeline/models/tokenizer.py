@@ -1,8 +1,8 @@
 """The tokenizer of a base, with its chat template, pad token and end-of-sequence tokens (no torch import).
 
-Two rules hold for every tokenizer that `load_tokenizer` returns. It has an end-of-sequence token. And its pad token is
-never one that ends a completion, so that the end is learned, and libraries that look for the "rightmost non-pad token"
-find the real last one. No embedding is ever resized: every id in use has a row in the base already.
+Two rules hold for every tokenizer that `load_tokenizer` returns. It has an end-of-sequence token. Its pad token never ends a
+completion, so that the end is learned, and libraries that look for the "rightmost non-pad token" find the last token. No
+embedding is ever resized: every id in use has a row in the base.
 """
 
 from __future__ import annotations
@@ -12,29 +12,20 @@ import json
 import re
 from typing import Any
 
-from pipeline.errors import InputError, about, in_brief
-from pipeline.models.files import require_file
-from pipeline.models.hub import base_config, base_file, base_json, source
+from pipeline.errors import InputError, in_brief
+from pipeline.models.hub import KEY, base_config, base_file, base_json, source
 from pipeline.models.template import set_template
 
 # Tokens that end a turn in common chat templates, even if tokenizer.eos_token is another one.
 END_OF_TURN = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|end|>",
-    "<|eot|>",
-    "<|return|>",
-)
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>", "<|return|>",
+)  # fmt: skip
 MIN_ENDED = 0.1  # share of completions that end by themselves, below which a policy probably cannot end
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
-# Bytes that no UTF-8 text contains, as byte-level BPE and as SentencePiece byte fallback spell them: tokens of the
-# vocabulary that no text is encoded to. ÿ comes first: readers of a saved tokenizer may take the literal character for
-# the pad token, and it is the rarest.
+# Bytes that no UTF-8 text contains, as byte-level BPE and as SentencePiece byte fallback spell them. No text is encoded to
+# these tokens. A reader of a saved tokenizer may mistake the literal character for the pad token: the rarest, ÿ, comes first.
 NEVER_PRODUCED = tuple(
     spelling
     for byte in (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)
@@ -50,73 +41,47 @@ def load_tokenizer(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """The tokenizer of a base, with a chat template and the rules above; picklable.
+    """Returns the tokenizer of a base, with a chat template and the rules above; picklable.
 
-    It has two attributes of our own: `text_as_chat` (see template.set_template), and `generation_eos`, the ids in the
-    base's generation_config.json that end a completion.
+    It has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and `generation_eos`,
+    the ids in the base's generation_config.json that end a completion.
 
     Args:
         chat_template: a Jinja file, "plain", or None: the tokenizer's own, else "plain".
 
     Raises:
-        InputError: when the base, its tokenizer or the template is missing or damaged, or no token can pad or end.
+        InputError: if the base, its tokenizer or the template is missing or damaged, or no token can pad or end.
     """
     config = base_config(name_or_path, revision)
-    files = (
-        base_json(name_or_path, f"{name}.json", revision)
+    settings, generation = (
+        base_json(name_or_path, f"{name}.json", revision) or {}
         for name in ("tokenizer_config", "generation_config")
     )
-    settings, generation = (content or {} for content in files)
-    base_json(name_or_path, "special_tokens_map.json", revision)  # raises if it is damaged
-    if template_file := base_file(name_or_path, "chat_template.jinja", revision):
-        with about("model.name_or_path"):  # transformers ignores one that is a folder or a dead link
-            require_file(template_file, "fetch the model again, or take it out")
+    rows: Any = (config.get("text_config") or config).get("vocab_size")
     tokenizer = _read(name_or_path, revision, settings, trust_remote_code)
-    rows = (config.get("text_config") or config).get("vocab_size")
     for file, content in (("generation_config", generation), ("config", config)):
-        _check_config_ids(content, rows, f"{file}.json of {name_or_path!r}")
+        beyond = [index for index in _as_list(content.get("eos_token_id")) if rows and not 0 <= index < rows]
+        if beyond:
+            raise InputError(
+                f"eos_token_id in {file}.json of {name_or_path!r}: found {beyond[0]}, expected ids from 0 to {rows - 1}, the last "
+                "row of the embedding; fix it there",
+                KEY,
+            )
     _set_eos(tokenizer, name_or_path, [generation, config])
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
     tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # a row ends where generation stops
-    ends = eos_ids(tokenizer)
-    tokenizer.pad_token = _pad_token(tokenizer, set(ends), rows, name_or_path)
+    tokenizer.pad_token = _pad_token(tokenizer, set(eos_ids(tokenizer)), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
 
 
 def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], trust_remote_code: bool) -> Any:
-    """The stored tokenizer, after it has encoded a text.
+    """Returns the tokenizer as transformers loads it; a plain fast one by its class, which takes a second and no torch.
 
     Raises:
-        InputError: when there is none, its files are damaged, or it does not encode or serialise.
+        InputError: if there is none, or its files are damaged.
     """
-    try:
-        tokenizer = _stored(name_or_path, revision, settings, trust_remote_code)
-        # Some settings are only read when it encodes, or is serialised to be sent to the workers.
-        tokenizer(SOME_TEXT)
-        tokenizer.backend_tokenizer.to_str()
-    except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # SystemExit: a signal
-        raise
-    except BaseException as error:  # tokenizers panics (PanicException, not an Exception) on a damaged file
-        raise InputError(
-            f"no tokenizer can be read from {name_or_path!r} ({in_brief(error)}); expected tokenizer.json "
-            "and tokenizer_config.json beside the model: fetch or save them again",
-            key="model.name_or_path",
-        ) from error
-    if not tokenizer.is_fast:
-        raise InputError(
-            f"the tokenizer of {name_or_path!r} ({type(tokenizer).__name__}) has no tokenizer.json "
-            "form; save one beside the model with tokenizers, or take a model that has it",
-            key="model.name_or_path",
-        )
-    return tokenizer
-
-
-def _stored(
-    name_or_path: str, revision: str | None, settings: dict[str, Any], trust_remote_code: bool
-) -> Any:
-    """The tokenizer as transformers loads it; a plain fast one by its class, which takes a second and no torch."""
     from transformers import PreTrainedTokenizerFast
 
     options: dict[str, Any] = {"revision": revision}
@@ -124,47 +89,53 @@ def _stored(
         # Saved by this pipeline. As a special token it would also match its literal character.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    if plain and base_file(name_or_path, "tokenizer.json", revision) is not None:
-        return PreTrainedTokenizerFast.from_pretrained(source(name_or_path), **options)
-    from transformers import AutoTokenizer
+    try:
+        if plain and base_file(name_or_path, "tokenizer.json", revision) is not None:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(source(name_or_path), **options)
+        else:
+            from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(source(name_or_path), trust_remote_code=trust_remote_code, **options)
-
-
-# --------------------------------------------------------------------------------- ids with a row in the embedding
-
-
-def _check_config_ids(config: dict[str, Any], rows: int | None, where: str) -> None:
-    """Raises InputError for eos ids of a configuration without an embedding row."""
-    for index in _as_list(config.get("eos_token_id")):
-        if type(index) is not int or index < 0 or (rows is not None and index >= rows):
-            raise InputError(
-                f"eos_token_id in {where}: found {index!r:.80}, expected ids from 0 to "
-                f"{'the last' if rows is None else rows - 1}, the last row of the embedding; fix it there",
-                key="model.name_or_path",
-            )
+            options["trust_remote_code"] = trust_remote_code
+            tokenizer = AutoTokenizer.from_pretrained(source(name_or_path), **options)
+        tokenizer(SOME_TEXT)  # reads the settings of its parts
+    except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # SystemExit: a signal
+        raise
+    except BaseException as error:  # tokenizers panics (PanicException, not an Exception) on a damaged file
+        raise InputError(
+            f"no tokenizer can be read from {name_or_path!r} ({in_brief(error)}); expected tokenizer.json "
+            "and tokenizer_config.json next to the model: fetch or save them again",
+            KEY,
+        ) from error
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"the tokenizer of {name_or_path!r} ({type(tokenizer).__name__}) has no tokenizer.json form; save one next to the "
+            "model with tokenizers, or use a model that has it",
+            KEY,
+        )
+    return tokenizer
 
 
 def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
-    """Raises InputError for a tokenizer with ids without a row in the embedding.
+    """Raises InputError if a token in use has no row in the embedding.
 
     Special tokens without a row are harmless unless the template or bos and eos use them: some tokenizers are made for
     larger models.
     """
-    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    added = tokenizer.get_added_vocab()
     used = {token for token in added if token in tokenizer.chat_template}
     used |= {tokenizer.bos_token, tokenizer.eos_token}
     beyond = [
-        token
-        for token, index in vocabulary.items()
+        (token, index)
+        for token, index in tokenizer.get_vocab().items()
         if rows is not None and index >= rows and (token not in added or token in used)
     ]
     if beyond:
+        token, index = beyond[0]
         raise InputError(
-            f"the tokenizer of {where!r} has {len(beyond)} tokens beyond the {rows} rows of the embedding "
-            f"(vocab_size in config.json), {beyond[0]!r:.80} with id {vocabulary[beyond[0]]} for one; take the tokenizer that "
-            "belongs to these weights, or resize the embedding and save the model again",
-            key="model.name_or_path",
+            f"the tokenizer of {where!r} has {len(beyond)} tokens beyond the {rows} rows of the embedding (vocab_size in "
+            f"config.json), for example {token!r:.80} with id {index}; use the tokenizer that belongs to these weights, or resize "
+            "the embedding and save the model again",
+            KEY,
         )
 
 
@@ -172,7 +143,7 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
 
 
 def _set_eos(tokenizer: Any, where: str, configs: list[dict[str, Any] | None]) -> None:
-    """Set eos_token from the configurations if the tokenizer has none. Raises InputError if they have none either."""
+    """Sets eos_token from the configurations if the tokenizer has none. Raises InputError if they have none either."""
     if tokenizer.eos_token_id is not None:
         return
     for config in configs:
@@ -183,12 +154,12 @@ def _set_eos(tokenizer: Any, where: str, configs: list[dict[str, Any] | None]) -
     raise InputError(
         f"the tokenizer of {where!r} has no end-of-sequence token; name one as eos_token in its "
         "tokenizer_config.json",
-        key="model.name_or_path",
+        KEY,
     )
 
 
 def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
-    """All token ids that end a completion, sorted: eos of tokenizer and generation config, the template's end of turn.
+    """Returns all token ids that end a completion, sorted: eos of tokenizer and generation config, the template's end of turn.
 
     Args:
         generation_config: a transformers GenerationConfig, its dict, or None. The ids of the generation_config.json that
@@ -209,7 +180,7 @@ def warn_of_endless(ended: float, completions: str) -> None:
     if ended < MIN_ENDED:
         print(
             f"warning: {ended:.0%} of {completions} ended by themselves, the others were cut off at trainer.response_length; "
-            "raise it, or train sft on rows that end, and look at its eos_accuracy",
+            "raise it, or train sft on rows that end, and check its eos_accuracy",
             flush=True,
         )
 
@@ -219,10 +190,10 @@ def _as_list(value: int | list[int] | None) -> list[int]:
 
 
 def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> str:
-    """The token to pad with: never one that ends a completion, always one with a row in the embedding.
+    """Returns the token to pad with. It does not end a completion, and has a row in the embedding.
 
-    The first that fits of: the tokenizer's own; Llama 3.1's; another token made for padding; a reserved one; unk; any
-    other special token that the template does not use; a byte that UTF-8 never contains. Raises InputError if none does.
+    The candidates in order: the tokenizer's own; Llama 3.1's; another token made for padding; a reserved one; unk; any
+    other special token that the template does not use; a byte that UTF-8 never contains. Raises InputError if none fits.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = sorted(tokenizer.get_added_vocab(), key=vocabulary.__getitem__)
@@ -245,7 +216,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
         f"the tokenizer of {where!r} has no token to pad with that does not also end a completion; name a "
         "token that no text produces as pad_token in its tokenizer_config.json (its id must be below "
         f"{rows}, the rows of the embedding)",
-        key="model.name_or_path",
+        KEY,
     )
 
 
@@ -253,7 +224,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A sha256 of what determines token ids; the same after saving, loading and pickling."""
+    """Returns a sha256 of what determines token ids; it is the same after saving, loading and pickling."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend.pop("padding")  # padding and truncation are state of the last call
     backend.pop("truncation")
@@ -262,7 +233,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def template_digest(tokenizer: Any) -> str:
-    """A sha256 of the chat template's text."""
+    """Returns a sha256 of the chat template's text."""
     return _digest(json.dumps(tokenizer.chat_template))
 
 

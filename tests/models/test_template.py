@@ -1,7 +1,5 @@
 """A chat template is a program: one that fails is rejected before any row is rendered."""
 
-import json
-import os
 import shutil
 from pathlib import Path
 
@@ -17,9 +15,7 @@ BROKEN = {
     "a syntax error": ("one\n{% if %}", r":2: Expected an expression"),
     "no loop that long": ("{% for i in range(10**9) %}{% endfor %}", r"cannot be rendered \(OverflowError: Range too big"),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"cannot be rendered \(RecursionError"),
-    "nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"cannot be rendered \(RecursionError"),
     "an attribute that leads out": ("{{ ''.__class__.__mro__ }}", r"cannot be rendered \(SecurityError"),
-    "another file": ("{% include '/etc/passwd' %}", r"cannot be rendered \(TypeError: no loader"),
     "nothing": (" \n", r"is empty; expected a Jinja template"),
 }  # fmt: skip
 
@@ -32,18 +28,17 @@ def test_a_template_that_cannot_be_used(kind, tmp_path):
         load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja"))
 
 
-def test_what_only_some_conversations_break_is_left_to_the_rows(tmp_path):
-    for number, text in enumerate(
-        (
-            "{{ messages[1].content }}",
-            "{{ raise_exception('after a tool only') }}",
-            "{{ messages[0].content }}",
-        )
-    ):
-        (tmp_path / f"{number}.jinja").write_text(text)
-        assert (
-            load_tokenizer(str(DEMO), chat_template=str(tmp_path / f"{number}.jinja")).chat_template == text
-        )
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages[1].content }}",
+        "{{ raise_exception('after a tool only') }}",
+        "{{ messages[0].content }}",
+    ],
+)
+def test_what_only_some_conversations_break_is_left_to_the_rows(text, tmp_path):
+    (tmp_path / "chat.jinja").write_text(text)
+    assert load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja")).chat_template == text
 
 
 def test_a_template_that_is_not_utf_8(tmp_path):
@@ -54,35 +49,11 @@ def test_a_template_that_is_not_utf_8(tmp_path):
         load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja"))
 
 
-@pytest.fixture
-def base(tmp_path) -> Path:
-    return Path(shutil.copytree(DEMO, tmp_path / "base"))
-
-
-def test_the_bases_own_template_is_tried_too(base):
+def test_the_bases_own_template_is_tried_too(tmp_path):
+    base = Path(shutil.copytree(DEMO, tmp_path / "base"))
     (base / "chat_template.jinja").write_text("{{ nope() }}")
     with pytest.raises(
         InputError, match=r"^model\.name_or_path: the chat template of .*/base': cannot be rendered"
     ):
         load_tokenizer(str(base))
     load_tokenizer(str(base), chat_template="plain")
-
-
-@pytest.mark.parametrize(
-    "make", [os.mkdir, os.mkfifo, lambda at: os.symlink("/nowhere", at)], ids=["folder", "pipe", "link"]
-)
-def test_an_own_template_that_is_no_file_is_not_done_without(make, base):
-    (base / "chat_template.jinja").unlink()
-    make(base / "chat_template.jinja")
-    with pytest.raises(
-        InputError, match=r"^model\.name_or_path: .*/chat_template\.jinja: found .*expected a file"
-    ):
-        load_tokenizer(str(base))
-
-
-def test_an_own_template_that_is_no_text(base):
-    (base / "chat_template.jinja").unlink()
-    config = json.loads((base / "tokenizer_config.json").read_text())
-    (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": 5}))
-    with pytest.raises(InputError, match=r"the chat template of .* is no text \(int\)"):
-        load_tokenizer(str(base))

@@ -53,52 +53,28 @@ def make_folder(
 
 
 LLAMA_3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>"]
-LLAMA_31 = [
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|finetune_right_pad_id|>",
-    "<|eot_id|>",
-]
+LLAMA_31 = [*LLAMA_3[:3], "<|finetune_right_pad_id|>", "<|eot_id|>"]
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_pad|>"]
 
 
-@pytest.mark.parametrize(
-    ("special", "roles", "pad"),
-    [
-        pytest.param(
-            ["<s>", "</s>", "<pad>"], {"eos_token": "</s>", "pad_token": "<pad>"}, "<pad>", id="own pad"
-        ),
-        pytest.param(LLAMA_31, {"eos_token": "<|eot_id|>"}, "<|finetune_right_pad_id|>", id="Llama 3.1"),
-        pytest.param(LLAMA_3, {"eos_token": "<|eot_id|>"}, "<|reserved_special_token_0|>", id="Llama 3.0"),
-        pytest.param(
-            LLAMA_31,
-            {"eos_token": "<|eot_id|>", "pad_token": "<|eot_id|>"},
-            "<|finetune_right_pad_id|>",
-            id="pad is eos",
-        ),
-        pytest.param(
-            QWEN, {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}, "<|fim_pad|>", id="Qwen base"
-        ),
-        pytest.param(
-            ["<unk>", "<s>", "</s>"],
-            {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"},
-            "<unk>",
-            id="unk",
-        ),
-        pytest.param(
-            ["<s>", "</s>", "<mask>"], {"eos_token": "</s>", "bos_token": "<s>"}, "<mask>", id="other special"
-        ),
-        pytest.param(
-            ["<|endoftext|>"],
-            {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"},
-            "ÿ",
-            id="GPT-2: a byte that no text has",
-        ),
-    ],
-)
-def test_pad_rule(tmp_path, special, roles, pad):
-    tokenizer = load_tokenizer(make_folder(tmp_path, special, **roles))
+GPT2 = "<|endoftext|>"
+PADS = {
+    "own pad": (["<s>", "</s>", "<pad>"], {"eos": "</s>", "pad": "<pad>"}, "<pad>"),
+    "Llama 3.1": (LLAMA_31, {"eos": "<|eot_id|>"}, "<|finetune_right_pad_id|>"),
+    "Llama 3.0": (LLAMA_3, {"eos": "<|eot_id|>"}, "<|reserved_special_token_0|>"),
+    "pad is eos": (LLAMA_31, {"eos": "<|eot_id|>", "pad": "<|eot_id|>"}, "<|finetune_right_pad_id|>"),
+    "Qwen base": (QWEN, {"eos": GPT2, "pad": GPT2}, "<|fim_pad|>"),
+    "unk": (["<unk>", "<s>", "</s>"], {"eos": "</s>", "bos": "<s>", "unk": "<unk>"}, "<unk>"),
+    "other special": (["<s>", "</s>", "<mask>"], {"eos": "</s>", "bos": "<s>"}, "<mask>"),
+    "GPT-2: a byte that no text has": ([GPT2], {"eos": GPT2, "bos": GPT2, "unk": GPT2}, "ÿ"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PADS)
+def test_pad_rule(tmp_path, kind):
+    special, roles, pad = PADS[kind]
+    tokens = {f"{role}_token": token for role, token in roles.items()}
+    tokenizer = load_tokenizer(make_folder(tmp_path, special, **tokens))
     assert tokenizer.pad_token == pad
     assert tokenizer.pad_token_id == tokenizer.convert_tokens_to_ids(pad)
     assert tokenizer.pad_token_id not in eos_ids(tokenizer)
@@ -265,40 +241,31 @@ def chatty(tmp_path) -> Path:
     return Path(make_folder(tmp_path, LLAMA_31, eos_token="<|eot_id|>"))
 
 
-READS = {
-    "nothing": b"", "cut": b'{"a":', "not UTF-8": b'{"a": "\xff"}', "a list": b"[1]", "deep": b'{"a":' * 100_000, "no model": b"{}"
-}  # fmt: skip
+CONTENTS = {"nothing": b"", "not UTF-8": b'{"a": "\xff"}', "a list": b"[1]", "no model": b"{}"}
 
 
-@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("kind", CONTENTS)
 def test_a_damaged_tokenizer(kind, chatty):
-    (chatty / "tokenizer.json").write_bytes(READS[kind])
+    (chatty / "tokenizer.json").write_bytes(CONTENTS[kind])
     with pytest.raises(
         InputError, match=r"^model\.name_or_path: no tokenizer can be read from .*; expected tokenizer\.json"
     ):
         load_tokenizer(str(chatty))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in READS if kind != "no model"])
-@pytest.mark.parametrize(
-    "file", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
-)
-def test_a_damaged_file_beside_the_tokenizer_is_named(file, kind, chatty):
-    (chatty / file).write_bytes(READS[kind])
-    with pytest.raises(InputError, match=rf"^model\.name_or_path: .*/{file}: (not valid JSON|found list)"):
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json"])
+def test_a_damaged_file_next_to_the_tokenizer_is_named(file, chatty):
+    (chatty / file).write_bytes(b'{"a":')
+    with pytest.raises(InputError, match=rf"^model\.name_or_path: .*/{file}: not valid JSON"):
         load_tokenizer(str(chatty))
 
 
-VOCABULARIES = [
-    (lambda vocab: vocab.update(zzz=5000), r"2 tokens beyond the \d+ rows of the embedding .* for one; take the tokenizer"),
-    (lambda vocab: vocab.update(zzz=-1), "no tokenizer can be read"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "says"), VOCABULARIES)
-def test_a_vocabulary_that_the_embedding_has_no_rows_for(change, says, chatty):
-    folder = changed(chatty, "tokenizer.json", lambda content: change(content["model"]["vocab"]))
-    with pytest.raises(InputError, match=rf"^model\.name_or_path: .*({says})"):
+def test_a_vocabulary_that_the_embedding_has_no_rows_for(chatty):
+    folder = changed(chatty, "tokenizer.json", lambda content: content["model"]["vocab"].update(zzz=5000))
+    with pytest.raises(
+        InputError,
+        match=r"^model\.name_or_path: .*2 tokens beyond the \d+ rows of the embedding .*use the tokenizer",
+    ):
         load_tokenizer(folder)
 
 
@@ -314,8 +281,8 @@ def test_special_tokens_beyond_the_embedding_may_not_be_written(chatty):
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("eos", [-1, 10**6, "x", True, 1.5, [3, "x"], [[3]], {"a": 1}], ids=str)
-def test_ends_that_are_no_ids(eos, file, chatty):
+@pytest.mark.parametrize("eos", [-1, 10**6, [3, 10**6]], ids=str)
+def test_ends_without_a_row_in_the_embedding(eos, file, chatty):
     if file == "generation_config.json":
         (chatty / file).write_text("{}")
     folder = changed(chatty, file, lambda content: content.update(eos_token_id=eos))
@@ -323,10 +290,4 @@ def test_ends_that_are_no_ids(eos, file, chatty):
         InputError,
         match=rf"^model\.name_or_path: eos_token_id in {file} of .*: found .*, expected ids from 0 to",
     ):
-        load_tokenizer(folder)
-
-
-def test_a_tokenizer_class_that_does_not_tokenise(chatty):
-    folder = changed(chatty, "tokenizer_config.json", lambda c: c.update(tokenizer_class="BertTokenizer"))
-    with pytest.raises(InputError, match=r"no tokenizer can be read from .*UNK"):
         load_tokenizer(folder)
