@@ -80,7 +80,8 @@ def card(host: Host, name: str, compared: dict[str, float] | None = None) -> str
     """
     kind, base = name.removesuffix(".0"), host.work.base
     uri, reference = registry.tracking_uri(host.job), host.work.inputs[name]
-    figures = {k: v for k, v in registry.tags(reference, uri).items() if k.startswith("eval_")}
+    tags = registry.version(reference, uri)["tags"] if Ref.parse(reference).version else {}
+    figures = {k: v for k, v in tags.items() if k.startswith("eval_")}
     repo, made_from = host.job.args.hub_model_id, list(ancestors(reference, uri))
     title = repo or reference.removeprefix("models:/")
     if compared is not None:

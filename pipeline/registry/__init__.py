@@ -28,13 +28,12 @@ from pipeline.registry.versions import (
     pin,
     promote,
     publish,
-    tags,
     version,
 )
 
 __all__ = [
     "Curves", "MLflowRun", "MetricLog", "Version", "aliases", "check", "check_reachable", "check_trackers", "client",
     "end_interrupted", "evaluate_gate", "fetch", "file_of_uri", "find_run", "history", "log_figures", "log_files", "mlflow_run",
-    "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tag_run", "tags", "tracking_uri",
+    "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tag_run", "tracking_uri",
     "uri_of", "version",
 ]  # fmt: skip

@@ -111,7 +111,10 @@ def _experiment(mlflow: Any, job: Job) -> str:
 
     name, location = job.mlflow.experiment, None
     if file_of_uri(tracking_uri(job)):  # a server decides for itself where artifacts go
-        location = _artifacts(job.run.storage_path)
+        path = storage.join(storage.absolute(job.run.storage_path), "artifacts")
+        location = (
+            path if storage.is_remote(path) else Path(path).as_uri()
+        )  # a path with # or %20 means another one
     if experiment := mlflow.get_experiment_by_name(name):
         return experiment.experiment_id
     try:
@@ -120,14 +123,6 @@ def _experiment(mlflow: Any, job: Job) -> str:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
         return mlflow.get_experiment_by_name(name).experiment_id  # another process was first
-
-
-def _artifacts(storage_path: str) -> str:
-    """Returns the artifacts' folder as MLflow understands it: a local path with a # or a %20 in it as a URI, else as it is."""
-    path = storage.join(storage.absolute(storage_path), "artifacts")
-    if storage.is_remote(path) or Path(path).as_uri() == f"file://{path}":
-        return path
-    return Path(path).as_uri()
 
 
 def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> None:

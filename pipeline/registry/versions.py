@@ -279,12 +279,6 @@ def aliases(name: str, uri: str) -> dict[str, str]:
     return {alias: str(Ref(name, version=version)) for alias, version in found.items()}
 
 
-def tags(reference: str, uri: str) -> dict[str, str]:
-    """Returns the tags of a pinned version: lineage and evaluation metrics; {} for a folder."""
-    ref = Ref.parse(reference)
-    return dict(client(uri).get_model_version(ref.name, ref.version).tags) if ref.version else {}
-
-
 def parameters(reference: str, uri: str) -> dict[str, str]:
     """Returns {section.key: value} of the job that registered a pinned version; {} for a folder, and if MLflow lost the run."""
     from mlflow.exceptions import MlflowException
