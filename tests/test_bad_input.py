@@ -176,7 +176,7 @@ JOB = [
     case("no data", "sft", r"data\.train: missing; `sft` needs rows to learn from, for example data\.train=", overrides=["data.train=null"]),
     case("no policy", "ppo", r"policy: missing; `ppo` needs it: policy: models:/rlhf-sft@champion", overrides=["policy=null"]),
     case("no reward", "ppo", r"reward: missing; `ppo` needs it: reward: models:/rlhf-rm@champion", overrides=["reward=null"]),
-    case("batch not divisible", "sft", r"data\.batch_size: found 30, expected a multiple of 16.*try data\.batch_size=32", overrides=["data.batch_size=30"]),
+    case("batch not divisible", "sft", r"data\.batch_size: found 30, expected a multiple of 16.*set data\.batch_size=32", overrides=["data.batch_size=30"]),
     case("generations do not divide the batch", "ppo", r"trainer\.batch_size: found 4, expected a multiple of num_generations \(3\)", overrides=["trainer.num_generations=3"]),
     case("gate without operator", "sft", r'gate\.eval_loss: found .?1\.5.?, expected a comparison in quotes', overrides=["gate.eval_loss=1.5"]),
     case("run.name of the store's own folders", "sft", r"run\.name: found .artifacts..*expected another name", overrides=["run.name=artifacts", "run.fresh=true"]),
@@ -213,8 +213,8 @@ JOB = [
     case("no such template", "sft", r"model\.chat_template: found .?chat\.jinja.?, expected an existing Jinja file", overrides=["model.chat_template=chat.jinja"]),
     case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
     case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*use data\.max_length=256", overrides=["data.max_length=512"]),
-    case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; type trainer\.response_length=128", overrides=["trainer.response_length=256"]),
-    case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*trainer\.response_length=100 .*context of 256; type data\.max_length=156", overrides=["trainer.response_length=100"]),
+    case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; set trainer\.response_length=128", overrides=["trainer.response_length=256"]),
+    case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*trainer\.response_length=100 .*context of 256; set data\.max_length=156", overrides=["trainer.response_length=100"]),
     # inputs
     case("no such registered model", "ppo", r"policy: models:/nothing-sft@champion: no registered model 'nothing-sft' in sqlite.*registered: held-back-rm.*run `make sft` first",
          overrides=["policy=models:/nothing-sft@champion"]),
@@ -251,7 +251,7 @@ JOB = [
     case("GPU that is not there", "sft", r"scaling\.\w+: 99 workers with GPU: 1 each, but this machine has \d+; .*run on a cluster", overrides=[
         "scaling.use_gpu=true", "trainer.use_cpu=false", "scaling.num_workers=99", "scaling.resources_per_worker={{CPU: 0.01, GPU: 1}}",
         "data.batch_size=null"]),
-    *[case(f"vLLM where there is none, {verb}", verb, r"rollout\.engine: vLLM is not installed here; type .*\[vllm\]", overrides=["rollout.engine=vllm", *more])
+    *[case(f"vLLM where there is none, {verb}", verb, r"rollout\.engine: vLLM is not installed here; run .*\[vllm\]", overrides=["rollout.engine=vllm", *more])
       for verb, more in (("ppo", []), ("generate", ["policy=base", "reward=null"]), ("collect", ["policy=base", "reward=python:pipeline.demo:gold"]),
                          ("evaluate", ["policy=base", "baseline=base", "reward=null", "judge=null", "data.pairs=null"]))
       if importlib.util.find_spec("vllm") is None],
