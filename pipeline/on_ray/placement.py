@@ -185,16 +185,15 @@ def side_by_side(job: Job) -> int:
     """
     import ray
 
+    most = _autoscaler_limits()
     groups = [(bundles(job)[0], job.workers[0])]
     if samplers := job.rollout_config.workers[1]:
         groups.append((rollout_bundle(job), samplers))
-    if most := _autoscaler_limits():
-        one: dict[str, float] = {}
-        for bundle, count in groups:
-            for name, amount in bundle.resources.items():
-                one[name] = one.get(name, 0) + count * amount
-        return max(1, int(min(most.get(name, 0) / amount for name, amount in one.items())))
-    nodes = [(dict(node["Resources"]), node["Labels"]) for node in ray.nodes() if node["Alive"]]
+    if most:  # in all, without the labels of nodes
+        nodes: list[tuple[dict[str, float], dict[str, str]]] = [(dict(most), {})]
+        groups = [(Bundle(bundle.resources, {}), count) for bundle, count in groups]
+    else:
+        nodes = [(dict(node["Resources"]), node["Labels"]) for node in ray.nodes() if node["Alive"]]
     if not on_cluster():
         nodes[0][0]["CPU"] = float(os.cpu_count() or 1)
     runs = 0

@@ -6,8 +6,9 @@ with prepared(job) as run:      # the cache of tokenized rows is all that has be
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pipeline.config import Job, libraries
@@ -102,17 +103,26 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     Raises:
         InputError: if rows are wrong, or do not fit the job.
     """
-    from pipeline.data.read import prepare
+    from pipeline.data import read
 
-    job, sets, mixture = work.job, {}, None
+    job, sets, mixture, context = work.job, {}, None, work.base["context_length"]
+    cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
+    # A job in process starts Ray for the rows alone, if they are too many for one process.
+    ray_for_rows = (lambda: session.session(replace(job, scaling={}))) if job.in_process else None
+    prepare = partial(read.prepare, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=ray_for_rows)
     if job.data.train or job.data.eval:
-        room, packing = room_for_prompts(job, work.base["context_length"]), bool(job.trainer.get("packing"))
-        on_ray = _ray_for_rows(job)
-        data = prepare(job.stage, job.data, work.tokenizer, room, _cache(job), packing, on_ray)
+        room, packing = room_for_prompts(job, context), bool(job.trainer.get("packing"))
+        data = prepare(job.stage, job.data, context_length=room, packing=packing)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
     if job.data.pairs:
-        pairs = _prepare_pairs(work)
+        pairs_alone = replace(job.data, train=None, eval=job.data.pairs, max_length=None)
+        try:
+            pairs = prepare("pairs", pairs_alone, context_length=context)
+        except InputError as error:
+            raise InputError(
+                error.message, "data.pairs" if error.key == "data.eval" else error.key
+            ) from error
         sets["pairs"] = (pairs, "eval")
         if job.data.eval:
             report.splits["pairs"] = pairs.report.splits["eval"]
@@ -139,28 +149,6 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         rows_from=report.splits["train"].versions if "train" in report.splits else {},
     )
     return work, rows, report
-
-
-def _prepare_pairs(work: Work) -> Any:
-    """Returns data.pairs, tokenized as eval rows of up to the base's context."""
-    from pipeline.data.read import prepare
-
-    job = work.job
-    held_out = replace(job.data, train=None, eval=job.data.pairs, max_length=None)
-    try:
-        length, on_ray = work.base["context_length"], _ray_for_rows(job)
-        return prepare("pairs", held_out, work.tokenizer, length, _cache(job), ray_for_rows=on_ray)
-    except InputError as error:  # the pairs were passed as data.eval
-        raise InputError(error.message, "data.pairs" if error.key == "data.eval" else error.key) from error
-
-
-def _ray_for_rows(job: Job) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
-    """Returns what starts Ray for the rows of a job in process, or None if Ray is there."""
-    return (lambda: session.session(replace(job, scaling={}))) if job.in_process else None
-
-
-def _cache(job: Job) -> str:
-    return job.data.cache_dir or storage.join(job.run.storage_path, "data")
 
 
 def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work:
