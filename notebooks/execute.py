@@ -1,9 +1,9 @@
-"""Runs notebooks from top to bottom, each in a fresh kernel without a browser; the copies go to runs/notebooks.
+"""Runs notebooks from top to bottom, each in a fresh kernel, and writes executed copies to runs/notebooks.
 
     make notebook    or    python notebooks/execute.py [NOTEBOOK.ipynb ...]
-    python notebooks/execute.py --in-place      writes the outputs into the notebooks themselves, to be committed
+    python notebooks/execute.py --in-place      writes the outputs into the notebooks themselves, to commit them
 
-Outputs that are committed say nothing about the machine: paths are shown relative to the repository.
+Committed outputs have paths relative to the repository, and nothing else about the machine.
 """
 
 import re
@@ -14,11 +14,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTED = ROOT / "runs/notebooks"
-NOTEBOOKS = ("llama3_reward_model.ipynb", "ppo.ipynb")  # the second goes on with what the first trained
+NOTEBOOKS = ("llama3_reward_model.ipynb", "ppo.ipynb")  # the second uses the reward model of the first
 
 
 def execute(path: Path, timeout: int = 1800, **parameters: Any) -> Any:
-    """The executed notebook; `parameters` replace values of its cell that is tagged `parameters`.
+    """Executes a notebook. Returns it with its outputs.
+
+    Args:
+        path: of the notebook.
+        timeout: of a cell, in seconds.
+        parameters: new values for the cell with the tag `parameters`.
 
     Raises:
         nbclient.exceptions.CellExecutionError: with the cell, its traceback and its output.
@@ -34,8 +39,8 @@ def execute(path: Path, timeout: int = 1800, **parameters: Any) -> Any:
         "timeout": timeout,
         "kernel_name": "python3",
         "resources": {"metadata": {"path": str(path.parent)}},  # where JupyterLab runs it
-        "record_timing": False,  # else each run changes the file
-        # Errors only: it would say that its ports, which are on loopback, are not encrypted.
+        "record_timing": False,  # otherwise each run changes the file
+        # Errors only: the kernel would warn that its ports on loopback are not encrypted.
         "extra_arguments": ["--IPKernelApp.log_level=40"],
     }
     NotebookClient(notebook, on_cell_start=_announce, **settings).execute()
@@ -46,13 +51,13 @@ def execute(path: Path, timeout: int = 1800, **parameters: Any) -> Any:
 
 
 def _announce(cell: Any, **_: Any) -> None:
-    """The headings, as they are reached."""
+    """Prints a heading before its section runs."""
     if cell.cell_type == "markdown" and cell.source.startswith("#"):
         print(f"  {cell.source.partition(chr(10))[0].lstrip('# ')}", flush=True)
 
 
 def _tidy(outputs: list[Any]) -> list[Any]:
-    """One output a stream instead of one a write, without this machine's paths."""
+    """Joins consecutive writes to the same stream, and removes this machine's paths."""
     found: list[Any] = []
     for output in outputs:
         if output.output_type == "stream":

@@ -23,17 +23,23 @@ from pipeline.config.schema import keys_of
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 TEXTS = {"README.md": README, **PAGES}
-COMMANDS = [
-    line.split("  #")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", "".join([README, *PAGES.values()]), re.DOTALL)
-    for line in block.replace("\\\n", "").splitlines()
-    if line.strip()
-]
+
+
+def commands_of(text):
+    """Returns the commands in the bash blocks of a page."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", "").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.strip()]
+
+
+TUTORIAL = commands_of(PAGES["tutorial.md"])  # run in their order, by a test of their own
+COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name != "tutorial.md"))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
 PPO = "gate={} trainer.total_episodes=64"
 # What shortens each target; a command keeps its own ARGS before these.
 SHORT = {
     "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
+    "init": "",
     "validate": "",
     "sft": TRL,
     "rm": TRL,
@@ -53,12 +59,11 @@ SHORT = {
 }
 
 
-# What jobs/own needs to train on the demo's small model and rows.
-OWN = "model.name_or_path=jobs/demo/model data.max_length=192"
+INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"  # the README's, with a model that is here
 
 
 def target(command):
-    return next(word for word in shlex.split(command)[0:] if word not in ("make",) and "=" not in word)
+    return next(word for word in shlex.split(command) if word != "make" and "=" not in word)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +125,14 @@ def test_a_generated_page_is_up_to_date(page):
     assert PAGES[page] == reference.PAGES[page](), "run `.venv/bin/python docs/reference.py`"
 
 
+def test_the_messages_of_the_troubleshooting_page_exist():
+    """Each part of a heading between two `...` is in a message of the pipeline."""
+    source = "".join(path.read_text() for path in (ROOT / "pipeline").rglob("*.py"))
+    headings = re.findall(r"^#### `(.*)`$", PAGES["troubleshooting.md"], re.MULTILINE)
+    parts = [part.strip() for heading in headings for part in heading.split("...") if part.strip(" ()")]
+    assert len(parts) > 10 and not [part for part in parts if part.rstrip(" (") not in source]
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_what_a_page_links_to_exists(page):
     """Files, from the folder of the page, and the headings in them."""
@@ -152,10 +165,24 @@ def test_a_make_command(command, copy):
     own = dict(word.split("=", 1) for word in shlex.split(command) if re.match(r"[A-Z]+=", word)).get(
         "ARGS", ""
     )
-    model = OWN if re.search("PROFILE=own|jobs/own", command) else ""
-    model += " trainer.response_length=40" if model and name == "ppo" else ""
-    done = shell(f"{command} ARGS={shlex.quote(f'{own} {model} {SHORT[name]}'.strip())}", copy)
+    command = re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command)
+    if "velo" in command and name != "init" and not (copy / "jobs/velo").exists():
+        assert shell(INIT, copy).returncode == 0
+    done = shell(f"{command} ARGS={shlex.quote(f'{own} {SHORT[name]}'.strip())}", copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_from_top_to_bottom(copy):
+    """With the demo's model and rows, few steps, and open gates: the page says what its own output comes from."""
+    assert [target(command) for command in TUTORIAL[:3]] == ["init", "validate", "sft"]
+    for command in TUTORIAL:
+        name = target(command)
+        command = re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command)
+        words = dict(word.split("=", 1) for word in shlex.split(command) if re.match(r"[A-Z]+=", word))
+        given = f"{words.get('ARGS', '')} {SHORT.get(name, '')}".strip()
+        done = shell(f"{command} ARGS={shlex.quote(given)}", copy, input="Hello.\n/quit\n")
+        assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-4000:]
 
 
 @pytest.mark.slow
@@ -235,7 +262,6 @@ def test_every_command_is_covered():
             "aws cloudformation deploy",
         ),  # below, and cloud/test_clusterfile.py
         *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # tests/cloud/test_submit.py, and above
-        "make setup && .venv/bin/python -m pipeline.demo",
         "curl -s http://127.0.0.1:8000",  # serving/test_server.py
     )
     for command in COMMANDS:
