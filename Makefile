@@ -66,7 +66,7 @@ help: ## this list
 ##@ Start here
 setup: $(VENV)/.core ## create .venv and install; repeated only if the pins changed
 	@:
-rlhf: setup ## the whole pipeline of one profile: sft, rm, ppo, evaluate
+rlhf: setup ## sft, rm, ppo and evaluate of one profile
 	@$(PY) -m pipeline rlhf jobs/$(PROFILE) $(ARGS)
 init: setup ## job files for your rows: DATA=folder NAME=velo MODEL=org/model
 	@$(PY) -m pipeline init $(or $(DATA),my) $(if $(NAME),--name $(NAME)) $(if $(MODEL),--model $(MODEL)) $(ARGS)

@@ -18,7 +18,7 @@ COMMANDS = {
     "demo": Command(
         "writes jobs/demo to the current folder, and runs its sft, rm, ppo and evaluate", "nothing"
     ),
-    "init": Command("writes a profile of jobs for a folder of your own rows", "rows"),
+    "init": Command("writes a profile of jobs for your rows", "rows"),
     "chat": Command("talk with a policy in the terminal", "job", "generate"),
     "validate": Command("read the data of a job and report on it, without training", "job"),
     "plan": Command("memory, time and money that a job will need, from shapes alone", "job"),

@@ -1,8 +1,8 @@
-"""Is this PPO job sound? Loads its real models, makes one rollout and one minibatch, and looks at them from all sides.
+"""Checks a ppo job: loads its models, makes one rollout and one minibatch, and runs all self-checks on them.
 
     python -m pipeline doctor jobs/demo/ppo.yaml [section.key=value ...]
 
-Nothing is trained, nothing is registered, and nothing stays behind. Exit status 1 if something is off.
+It trains and registers nothing, and leaves no files. Exit status 1 if a check fails.
 """
 
 from dataclasses import asdict, replace
@@ -16,7 +16,7 @@ from pipeline.runtime.run import train_in_workers
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage
 
-COMPLETIONS = 16  # examined, unless a minibatch of the job is larger
+COMPLETIONS = 16  # completions that it checks; more if a minibatch of the job is larger
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -28,14 +28,13 @@ def run(job: Job) -> dict[str, Any]:
         )
     if job.model.fsdp and job.workers[0] > 1:
         raise InputError(
-            "doctor computes in one process, with the base whole; type model.fsdp=false where that fits, or check the job on a "
-            "smaller base of its kind",
+            "doctor loads the full base into one process; set model.fsdp=false if it fits, or check the job with a smaller base",
             key="model.fsdp",
         )
     job = resume.named(replace(job, run=replace(job.run, name=None, max_failures=0)))
     job = replace(
         job,
-        # Beside the run that it is about, not in its place.
+        # a separate folder, so that the run itself stays as it is
         run=replace(job.run, name=f"doctor-{job.run.name}"),
         scaling={**job.scaling, "num_workers": 0 if job.in_process else 1},
     )
@@ -75,7 +74,7 @@ def train(worker: Worker) -> dict[str, Any]:
         roles.add_critic(worker, shared, args)
     with roles.trainers_decoder(worker, shared, args) as decoder:
         trainer = PPOTrainer(shared, worker.tokenizer, args, worker.rows("train"), rewards, decoder=decoder)
-        print("examining one rollout and one minibatch", flush=True)
+        print("checking one rollout and one minibatch", flush=True)
         findings, phases = doctor.examine(trainer, roles.folders(worker, shared))
     return worker.finish(
         {},

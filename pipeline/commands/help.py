@@ -1,4 +1,4 @@
-"""Explains keys of a job: `rlhf help trainer.kl_coef` prints type, default, range and meaning; `rlhf help trainer` its keys."""
+"""Explains keys of a job: `rlhf help trainer.kl_coef` explains one, `rlhf help trainer` all keys of a section."""
 
 import difflib
 
@@ -8,7 +8,7 @@ from pipeline.errors import InputError
 
 
 def run(name: str, more: list[str]) -> None:
-    """Prints what is known about keys, or about all keys of a section.
+    """Prints type, default, range and meaning of keys, or of all keys of a section.
 
     Raises:
         InputError: if there is no such key.

@@ -30,7 +30,7 @@ def bring(profile: str) -> Path:
         raise InputError(
             f"{here} cannot be written ({error.strerror or error}); change into a folder that you can write to"
         ) from error
-    print(f"wrote {here}: the job files, to read and to change", flush=True)
+    print(f"wrote {here}: job files to read and change", flush=True)
     return here
 
 

@@ -59,7 +59,7 @@ def test_demo_writes_its_files_where_it_is_typed_and_keeps_those_that_are_there(
     """With a wrong key, so that nothing is trained."""
     done = rlhf(wheel, tmp_path, "demo", "trainer.learning_rat=1")
     assert done.returncode == 2 and "did you mean trainer.learning_rate?" in done.stderr
-    assert done.stdout == "wrote jobs/demo: the job files, to read and to change\n"
+    assert done.stdout == "wrote jobs/demo: job files to read and change\n"
     mine = tmp_path / "jobs/demo/sft.yaml"
     assert mine.read_text() == (ROOT / "jobs/demo/sft.yaml").read_text()
     mine.write_text("stage: nonsense\n")
