@@ -1,10 +1,10 @@
-"""Will it fit, how long will it take, what will it cost? Answered before anything is started, from shapes alone.
+"""Estimates whether a job fits, how long it takes and what it costs, before anything starts.
 
     python -m pipeline plan jobs/llama3-8b/ppo.yaml [section.key=value ...]
 
-No weights are loaded and no GPU is needed. The GPUs are those that `scaling.accelerator_type` or a `scaling.label_selector`
-on ray.io/accelerator-type names, else all that it knows.
-Exit status 1 if the job does not fit on what is named, with the changes after which it does.
+It needs no weights and no GPU. It considers the GPUs that `scaling.accelerator_type` or a `scaling.label_selector` on
+ray.io/accelerator-type names, or else all it knows. If the job does not fit, the exit status is 1, and it prints the changes
+that make it fit.
 """
 
 import math
@@ -26,7 +26,7 @@ from pipeline.registry import lineage
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.system import console
 
-EPOCH = 10_000  # rows, where the job does not say how long it runs
+EPOCH = 10_000  # rows, if neither the job nor its data has a length
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -39,9 +39,7 @@ def run(job: Job) -> dict[str, Any]:
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     print("\n".join(table(planned)))
     if planned.unread:
-        notes.append(
-            f"the base's shape is the one that plan keeps, since its config.json was not read: {planned.unread}"
-        )
+        notes.append(f"the base's shape is built in, since its config.json cannot be read: {planned.unread}")
     for note in notes:
         print(f"   note: {note}")
     print()
@@ -59,10 +57,10 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def named(job: Job) -> list[str]:
-    """The GPUs that the workers may get, by the names that nodes carry.
+    """Returns the GPUs that the workers may get, by the labels of nodes.
 
     Raises:
-        InputError: when plan knows none of them.
+        InputError: if plan knows none of them.
     """
     names = list(GPUS)
     if wanted := job.scaling.get("accelerator_type"):
@@ -81,10 +79,10 @@ def named(job: Job) -> list[str]:
 
 
 def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
-    """The folders of the adapters that the job continues, by input; and a note on what could not be found out."""
+    """Returns the folders of the adapters that the job continues, by input, and notes on what is unknown."""
     from pipeline.runtime.inputs import pin_inputs
 
-    guess = "adapters are taken to be as large as `lora` says"
+    guess = "adapters are assumed to be as large as `lora` makes them"
     uri = registry.tracking_uri(job)
     registered = any(Ref.parse(name).is_registered for name in (job.policy, *(one for one, _ in job.rewards)))
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
@@ -92,7 +90,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     try:
         if registered:
             registry.check_reachable(uri)
-    except Exception as error:  # whatever the store's driver or the network raises
+    except Exception as error:  # the store's driver and the network raise any type
         return {}, [f"{guess} ({uri} does not answer: {summary(error)})"]
     try:
         _, inputs = pin_inputs(job)
@@ -104,7 +102,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
 
 
 def check(job: Job, folders: dict[str, str]) -> None:
-    """Refuses what a run would refuse: a base, adapters and `lora` that do not fit; weights need not be here.
+    """Checks a base, adapters and `lora` as a run does; it needs no weights.
 
     Raises:
         InputError: naming what is wrong.
@@ -116,7 +114,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
 
     _, unread = config_of(job.model)
     if unread:
-        return  # nothing to compare with but the numbers that are kept here
+        return  # there is only the built-in shape to compare with
     weights = bool(weight_files(local(job.model.name_or_path)))
     base = check_base(job.model, gpu=bool(job.scaling.get("use_gpu")), weights=weights)
     for name, folder in folders.items():
@@ -127,7 +125,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
 
 
 def table(planned: Plan) -> list[str]:
-    """Each item with its size; what is only there in the rollout or in the update says so."""
+    """Returns a line for each item: its size, and its phase if it is temporary."""
     lines = [
         f"   {planned.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn. "
         "Memory of one worker, rows at their longest:"
@@ -135,15 +133,15 @@ def table(planned: Plan) -> list[str]:
     for item in planned.items:
         when = "" if item.phase == "always" else f"  ({item.phase})"
         lines.append(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
-    lines.append(f"   {planned.peak / GIB:>8.2f} GiB  at the highest, what the allocator loses included")
+    lines.append(f"   {planned.peak / GIB:>8.2f} GiB  peak, including what the allocator loses")
     lines.append(
-        f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk, of which run.num_to_keep are kept"
+        f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk; run.num_to_keep of them are kept"
     )
     return lines
 
 
 def on_this_machine(planned: Plan) -> bool:
-    """Whether all workers and Ray fit into this machine's memory."""
+    """Prints and returns whether all workers and Ray fit into this machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     workers = planned.job.workers[1]
     needed = workers * planned.peak + 1.5 * GIB
@@ -156,7 +154,7 @@ def on_this_machine(planned: Plan) -> bool:
 
 
 def on_gpus(planned: Plan, names: list[str]) -> bool:
-    """A line for each kind of GPU: does a worker fit, and what would the whole run take on as many as the job has workers."""
+    """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns whether any fits."""
     fitting, workers = plan.fitting(planned), planned.job.workers[1]
     with console.waiting("reading some of the rows"):
         rows, how = look(planned.job, room_for_prompts(planned.job, planned.context))
@@ -185,29 +183,29 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
     links = ", ".join(f"{plan.GPUS[name].link:g} GB/s on {name}" for name in shown)
     links = f"layers gathered at {links},\n   " if links else ""
     print(
-        f"   Assumed: {plan.UTILISATION:.0%} of the peak in matrix products, decoding at the memory's "
+        f"   Assumed: {plan.UTILIZATION:.0%} of the peak in matrix products, decoding at the memory's "
         f"bandwidth,\n   {links}and rough list prices. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
     )
     return bool(set(names) & set(fitting))
 
 
 def over_network(planned: Plan, name: str) -> Iterator[str]:
-    """A warning if each sampled token gathers the base over the network."""
+    """Yields a warning if each sampled token gathers the base over the network."""
     job, gpu = planned.job, GPUS[name]
     nodes = plan.nodes(planned, gpu)
     if job.stage == "ppo" and planned.gathered and nodes > 1 and not job.rollout_config.workers[1]:
         yield (
             f"   warning: with model.fsdp over {nodes} nodes, each sampled token gathers {planned.gathered / GIB:.0f} GiB over the "
-            f"network, {plan.gather_seconds(planned, gpu):.1f} s\n   at {plan.NETWORK:g} GB/s; set rollout.num_workers, or take "
-            "GPUs of which one node holds all workers\n"
+            f"network, {plan.gather_seconds(planned, gpu):.1f} s\n   at {plan.NETWORK:g} GB/s; set rollout.num_workers, or use "
+            "nodes that hold all workers\n"
         )
 
 
 def of_rollout_workers(job: Job, planned: Plan) -> str:
-    """The memory of one rollout worker, and on GPUs those that hold it and what the workers cost, in words.
+    """Returns the memory of one rollout worker in words; on GPUs, also where it fits and what the workers cost.
 
     Raises:
-        Failure: when no GPU that rollout.label_selector allows has the memory.
+        Failure: if no GPU that rollout.label_selector allows has the memory.
     """
     count, need = job.rollout_config.workers[1], f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
@@ -237,17 +235,17 @@ def of_rollout_workers(job: Job, planned: Plan) -> str:
 
 
 def rollout_workers(cost: plan.Cost) -> str:
-    """How many rollout workers keep up with one that learns, and what they would save, in words."""
+    """Returns in words how many rollout workers keep up with a trainer, and what they would save."""
     count = max(1, math.ceil(cost.sampling / max(1 - cost.sampling, 0.01)))
     overlapped = max(1 - cost.sampling, cost.sampling / count)
     return (
         f"   Sampling and scoring take {cost.sampling:.0%} of the time. With rollout.staleness=1 and rollout.num_workers={count} for each "
-        f"worker,\n   on GPUs of their own, the run would take about {overlapped:.2f} of it on {1 + count} times the GPUs."
+        f"worker,\n   on separate GPUs, the run would take about {overlapped:.2f} of it on {1 + count} times the GPUs."
     )
 
 
 def advice(job: Job, loras: dict[str, dict[str, Any]], planned: Plan, memory: float | None) -> str:
-    """What to type next for a job that does not fit."""
+    """Returns what to change in a job that does not fit."""
     if memory is None:
         on_gpu = job.scaling.get("use_gpu")
         largest = max(gpu.memory for gpu in GPUS.values()) * GIB
@@ -256,6 +254,6 @@ def advice(job: Job, loras: dict[str, dict[str, Any]], planned: Plan, memory: fl
     fitted = plan.fit_into(job, memory, loras)
     needs = f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}"
     if fitted is None:
-        return f"{needs}; no setting makes it fit: take larger GPUs, a smaller model, or a shorter data.max_length"
+        return f"{needs}; no setting makes it fit: use larger GPUs, a smaller model, or a shorter data.max_length"
     changes, smaller = fitted
     return f"{needs}; with {' '.join(changes)} it needs {smaller.peak / GIB:.1f}"

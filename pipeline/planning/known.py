@@ -1,4 +1,4 @@
-"""The shapes of two gated models, so that a plan needs neither their licence nor a network: numbers of their config.json."""
+"""The config.json of two gated models, so that a plan needs neither their license nor a network."""
 
 from typing import Any
 
@@ -25,10 +25,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def config_of(model: Model) -> tuple[dict[str, Any], str | None]:
-    """(the base's config.json, None); or (numbers kept here, why it could not be read) for a base of SHAPES.
+    """Returns (the base's config.json, None), or for a base of SHAPES (numbers from here, why it cannot be read).
 
     Raises:
-        InputError: when it cannot be read and its shape is not kept here.
+        InputError: if it cannot be read and is not in SHAPES.
     """
     try:
         return base_config(model.name_or_path, model.revision), None

@@ -1,8 +1,8 @@
-"""What a job needs before it is started: memory of one worker, item by item, and on a GPU the time and the money.
+"""Estimates what a job needs: the memory of one worker, item by item, and on a GPU the time and the cost.
 
-Sizes are not derived from the formulas of one architecture: they are counted on the job's own model (shape.py). Where a
-library's internals decide (the vocabulary-wide tensors of TRL's losses), a factor fitted to measured peaks is used; tests
-compare the sum with peaks of real runs.
+Sizes are counted on the job's model (shape.py), not derived from the formulas of one architecture. Tensors that a library
+decides (those of TRL's losses over the vocabulary) get a factor fitted to measured peaks. Tests compare the sum with the
+peaks of real runs.
 """
 
 import math
@@ -24,12 +24,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, and the AWS instances that offer it."""
+    """A GPU, and the AWS instances that have it."""
 
     memory: float  # GiB that torch can use
     tflops: float  # dense bf16 matrix products
     bandwidth: float  # GB/s
-    link: float  # GB/s at which a GPU gathers from the others of its node: NVLink, or PCIe; an assumption
+    link: float  # GB/s between the GPUs of a node (NVLink or PCIe); an assumption
     nodes: tuple["Node", ...]  # the smallest first
 
 
@@ -39,7 +39,7 @@ class Node:
 
     instance: str
     gpus: int
-    dollars: float  # an hour on demand, roughly: prices differ by region and change; spot is often a third
+    dollars: float  # an hour on demand, roughly; prices differ by region, and spot is often a third
 
 
 # By the label that nodes carry (ray.io/accelerator-type): Ray's names (ray.util.accelerators).
@@ -58,26 +58,26 @@ GPUS = {
     ),
     "H200": Gpu(139, PEAK_TFLOPS["H200"], 4800, 300, (Node("p5en.48xlarge", 8, 63.30),)),
 }
-NETWORK = 12.5  # GB/s at which a node receives from the others: 100 Gbit/s, an assumption
-# Of the peak, in training and scoring of a LoRA on one GPU: an assumption, the plan prints it.
-UTILISATION = 0.35
+NETWORK = 12.5  # GB/s between nodes: 100 Gbit/s, an assumption
+# Share of the peak, in training and scoring of a LoRA on one GPU: an assumption, which the plan prints.
+UTILIZATION = 0.35
 RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
-# Fragmentation: memory held over memory in use. glibc's allocator cannot place an aligned block into a hole of just its
-# size, and comes to hold twice what is in use; MALLOC_MMAP_THRESHOLD_=65536 returns each block and costs a quarter more time.
+# Memory held, divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size, and
+# ends up with twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 returns each block and takes a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
-# Layers of a base in shards that are whole at the same time: the one that computes, the next one, and that one's gathered pieces
-# before they are put together. Not measured on a GPU.
+# Layers of a sharded base that are gathered at a time: the current one, the next one, and the next one's pieces before they
+# are joined. Not measured on a GPU.
 GATHERED = 3
 # TRL's losses of sft, dpo and kto compute logits in tiles of this many tokens and vocabulary entries.
 LOGIT_TILE = (4096, 32768)
-# Bytes for each entry of a tile: measured on a CPU with a vocabulary of 128,256 and up to 8,192 tokens. On a GPU a kernel reads
-# the tile in place, so it takes its own bytes alone (fp32 here); read in the source, not measured.
+# Bytes for each entry of a tile, measured on a CPU with a vocabulary of 128,256 and up to 8,192 tokens. On a GPU, a kernel reads
+# the tile in place, so only its own bytes count (fp32): taken from the source, not measured.
 LOGIT_BYTES = {"cpu": 33, "cuda": 4}
 
 
 @dataclass(frozen=True)
 class Item:
-    """One item in a worker's memory. `phase` is when: always, or in rollout, score or update, of which the largest counts."""
+    """An item in a worker's memory. `phase` is always, rollout, score or update; the largest of the last three counts."""
 
     what: str
     size: float  # bytes
@@ -94,10 +94,10 @@ class Plan:
     layers: int
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
     context: int  # of the base, in tokens
-    moved: float  # bytes between a GPU and its memory in a decoding step: the weights, and nf4 unpacked
-    cache: float  # bytes of keys and values of a token, which each later decoding step reads
-    gathered: float = 0.0  # bytes that a forward gathers from other workers: the base, where it is in shards
-    unread: str | None = None  # why the base's config.json could not be read; its shape is then from known.py
+    moved: float  # bytes that a decoding step reads: the weights, and unpacked nf4
+    cache: float  # bytes of keys and values of a token; later decoding steps read them
+    gathered: float = 0.0  # bytes that a forward gathers from other workers, if the base is sharded
+    unread: str | None = None  # why the base's config.json cannot be read; known.py has its shape then
 
     @property
     def peak(self) -> float:
@@ -109,10 +109,8 @@ class Plan:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes on disk: what learns and Adam's two moments of it, and with run.keep=best the best of it so far.
-        The base is not in it.
-        """
-        # TRL's trainer also saves the reference's adapter; ours does not.
+        """Bytes on disk: what learns, Adam's two moments of it, and with run.keep=best its best version; not the base."""
+        # TRL's trainer also saves the reference's adapter.
         reference = STAGE[self.job.stage].trl and _has_reference(self.job)
         kept = 4.0 * reference + 4.0 * (self.job.run.keep == "best")
         return (4.0 + _moments(self.job) + kept) * self.trainable
@@ -120,7 +118,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that decide a job's memory, with the defaults of its stage."""
+    """The settings that determine a job's memory, with the defaults of its stage."""
 
     rows: int  # of one forward and backward
     width: int  # tokens of a row
@@ -134,11 +132,7 @@ class Settings:
 
 
 def settings(job: Job, context: int) -> Settings:
-    """The settings for rows of the maximum length.
-
-    Args:
-        context: of the model, in tokens.
-    """
+    """Returns the settings for rows of the maximum length, for a model with `context` tokens."""
     facts = STAGE[job.stage]
     if not facts.learns:
         completion = job.args.response_length if facts.writes else 0
@@ -158,7 +152,7 @@ def settings(job: Job, context: int) -> Settings:
             min(rows, args.batch_size),
             width,
             job.bf16,
-            args.gradient_checkpointing is not False,  # None: where it must
+            args.gradient_checkpointing is not False,  # None: if it must
             1,
             min(args.decoded(job.workers[0]), MOST_ROWS)
             if job.rollout_config.engine == "vllm"
@@ -180,12 +174,12 @@ def settings(job: Job, context: int) -> Settings:
 
 
 def device_of(job: Job) -> str:
-    """The type of the device that a worker computes on, as torch calls it."""
+    """Returns the torch device type of a worker."""
     return "cuda" if job.scaling.get("use_gpu") else "cpu"
 
 
 def _rollout_device(job: Job) -> str:
-    """The type of the device of the job's rollout workers."""
+    """Returns the torch device type of the job's rollout workers."""
     from pipeline.on_ray.placement import rollout_on_gpu
 
     return "cuda" if rollout_on_gpu(job) else "cpu"
@@ -195,11 +189,11 @@ Loras = Mapping[str, dict[str, Any]]  # peft's settings by input: `policy`, `rew
 
 
 def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
-    """The plan of a job that runs on workers. For a job that does not train, only memory is estimated.
+    """Returns the plan of a job that runs on workers. For a job that does not train, it only covers memory.
 
     Args:
-        loras: peft's settings of the adapters that the job starts from, by input (`policy`, `reward`); where one is not
-            known, it is taken to be like the job's own `lora`.
+        loras: peft's settings of the adapters that the job starts from, by input (`policy`, `reward`). A missing one is
+            assumed to be the job's `lora`.
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
 
     Raises:
@@ -219,7 +213,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         }
     except ValueError as error:  # peft's: no such modules, or settings that exclude each other
         raise InputError(
-            f"lora: peft refuses it for {job.model.name_or_path}: {str(error).splitlines()[0]}"
+            f"lora: peft rejects it for {job.model.name_or_path}: {str(error).splitlines()[0]}"
         ) from error
     room_for_prompts(job, shape.context)
     asked = settings(job, shape.context)
@@ -264,7 +258,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
 
 
 def _base_items(job: Job, shape: Shape, trains: bool) -> list[Item]:
-    """The base, whole or in shards; a rollout worker's is whole."""
+    """Returns the base, full or sharded; a rollout worker has the full base."""
     workers = job.workers[0]
     if not (_in_shards(job) and trains):
         return [Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights)]
@@ -280,7 +274,7 @@ def _in_shards(job: Job) -> bool:
 
 
 def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[Item]:
-    """What a forward and a backward pass hold."""
+    """Returns what a forward and a backward pass keep in memory."""
     tokens = asked.rows * asked.sequences * asked.width
     kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
     return [
@@ -335,7 +329,7 @@ def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus:
 
 
 def _roles(job: Job) -> tuple[list[str], list[str]]:
-    """(adapters in memory, those of them that learn)."""
+    """Returns (adapters in memory, those that learn)."""
     facts = STAGE[job.stage]
     if not facts.learns:
         adapters = {
@@ -355,18 +349,18 @@ def _roles(job: Job) -> tuple[list[str], list[str]]:
 
 
 def _critic(job: Job) -> str:
-    """What to say of a critic that weighs nothing."""
+    """Returns a note on a critic that takes no memory, or ""."""
     head = job.stage == "ppo" and job.args.uses_critic and not job.args.has_critic_adapter
     return "; the critic is a head on the policy" if head else ""
 
 
 def _moments(job: Job) -> float:
-    """Bytes of Adam's two moments of a parameter."""
+    """Returns the bytes of Adam's two moments of a parameter."""
     return 2.0 if "8bit" in str(job.trainer.get("optim")) else 8.0
 
 
 def _has_reference(job: Job) -> bool:
-    """Whether the reference is an adapter; without one it is the base itself, which costs nothing."""
+    """Returns whether the reference is an adapter. Otherwise it is the base, which takes no additional memory."""
     return STAGE[job.stage].keeps_reference and (job.reference or job.policy) not in (None, "base")
 
 
@@ -386,32 +380,32 @@ def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
 
 
 def called(label: str) -> list[str]:
-    """The GPUs that a node with this accelerator type may have: Ray calls both sizes of the A100 "A100". [] if unknown."""
+    """Returns the GPUs that this accelerator type may mean, [] if unknown. Ray calls both sizes of the A100 "A100"."""
     return [name for name in GPUS if label in (name, name.partition("-")[0])]
 
 
 def memory_of(label: str) -> float | None:
-    """GiB of the GPUs of a node with this accelerator type, of the smaller ones where it may have two sizes; None: unknown."""
+    """Returns the GiB of GPUs of this accelerator type, or None if unknown. If there are two sizes, the smaller one counts."""
     return min((GPUS[name].memory for name in called(label)), default=None)
 
 
 def fitting(plan: Plan) -> list[str]:
-    """The GPUs that the job fits on, smallest first."""
+    """Returns the GPUs that the job fits on, smallest first."""
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
 
 def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan] | None:
-    """(overrides, plan) of the mildest changes after which a worker fits into `memory` bytes; None if none are enough."""
+    """Returns (overrides, plan) of the mildest changes that fit a worker into `memory` bytes, or None if none do."""
     made: dict[str, Any] = {}
     for key, value in _changes(job, loras):
-        if key == "model.load_in_4bit":  # of shards there are no 4-bit ones
+        if key == "model.load_in_4bit":  # shards cannot have 4 bits
             made.pop("model.fsdp", None)
         made[key] = value
         if make(_with(job, made), loras).peak <= memory:
             break
     else:
         return None
-    for key in list(made):  # an earlier, milder change may not be needed beside a later one
+    for key in list(made):  # a later change may make an earlier, milder one unnecessary
         fewer = {k: v for k, v in made.items() if k != key}
         if make(_with(job, fewer), loras).peak <= memory:
             made = fewer
@@ -419,18 +413,17 @@ def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[
 
 
 def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
-    """Overrides that make a job smaller, mildest first. Only nf4, the last, changes what is learned."""
+    """Returns overrides that make a job smaller, mildest first. Only nf4, the last, changes the result."""
     rows = settings(job, 1 << 20).rows
     fewest = STAGE[job.stage].fewest_rows
-    fewer = [
-        n for n in range(rows - 1, fewest - 1, -1) if rows % n == 0
-    ]  # divisors: the batch still comes out even
+    # Divisors, so that the batch stays divisible.
+    fewer = [n for n in range(rows - 1, fewest - 1, -1) if rows % n == 0]
     changes: list[tuple[str, Any]] = []
     if job.stage == "ppo":  # a PPOConfig
         now = job.args.planned_rows(job.workers[0])
         changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
         if job.args.micro_batch_tokens is None:
-            # As many as a micro-batch in training has, where that is less.
+            # As many tokens as a micro-batch in training, if that is less.
             asked = settings(job, 1 << 20)
             if (tokens := rows * asked.width) < asked.scored:
                 changes.append(("trainer.micro_batch_tokens", tokens))
@@ -440,9 +433,9 @@ def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
     if job.scaling.get("use_gpu"):
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
     dora = any(one.get("use_dora") for one in (job.lora, *(loras or {}).values()))
-    beside = job.rollout.get("engine") == "vllm"  # each of its processes also loads the full base
+    vllm = job.rollout.get("engine") == "vllm"  # each of its processes also loads the full base
     can_shard = "model.fsdp" not in STAGE[job.stage].unused and job.workers[0] > 1
-    if can_shard and not (job.model.load_in_4bit or dora or beside):
+    if can_shard and not (job.model.load_in_4bit or dora or vllm):
         changes.append(("model.fsdp", True))
     if not job.model.fsdp:
         changes.append(("model.load_in_4bit", True))
@@ -465,33 +458,32 @@ def _with(job: Job, changes: dict[str, Any]) -> Job:
 
 
 def length_is_known(job: Job) -> bool:
-    """Whether the job itself says how long it runs; else it depends on the rows of its data."""
+    """Returns whether the job sets its length. Otherwise the length depends on its rows."""
     return bool(job.trainer.get("total_episodes")) or (job.trainer.get("max_steps") or 0) > 0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Hours of a whole run on one kind of GPU, and what the instances cost."""
+    """Hours of a run on one kind of GPU, and what the instances cost."""
 
     hours: float
     count: int
-    node: Node  # the smallest that holds all workers, else the largest
-    dollars: float  # of whole nodes: GPUs that no worker uses are billed, too
-    sampling: float = (
-        0.0  # the share of the time that rollout workers could take: sampling, rewards, the reference
-    )
+    node: Node  # the smallest one that holds all workers, or else the largest
+    dollars: float  # of all nodes, including GPUs that no worker uses
+    # Share of the time that rollout workers could take over: sampling, rewards, the reference.
+    sampling: float = 0.0
 
     def billed(self, workers: int) -> str:
-        """The nodes, and how many of their GPUs so many workers use."""
+        """Returns the nodes, and how many of their GPUs `workers` use."""
         gpus = self.count * self.node.gpus
         unused = f", {workers} of {gpus} GPUs used, all billed" if gpus > workers else ""
         return f"{self.count} x {self.node.instance}{unused}"
 
 
 def cost(plan: Plan, name: str, rows: Rows) -> Cost:
-    """The cost of a run: matrix products at UTILISATION of the peak, decoding at the GPU's memory bandwidth.
+    """Returns the cost of a run: matrix products at UTILIZATION of the peak, decoding at the GPU's memory bandwidth.
 
-    Completions are taken to be as long as they may be.
+    Completions are assumed to have their maximum length.
 
     Args:
         rows: training rows of an epoch, and their mean length.
@@ -545,14 +537,14 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
 def _seconds(
     plan: Plan, gpu: Gpu, tokens: float, at_once: float, passes: float = 1.0, gathers: float = 1.0
 ) -> float:
-    """GPU seconds of so many passes over tokens: to multiply, or to gather the shards of the base, whichever takes longer.
+    """Returns the GPU seconds of `passes` over tokens: of products or of gathering shards, whichever takes longer.
 
     Args:
         at_once: tokens of a forward.
         passes: in units of a forward's products.
         gathers: how often that gathers the base; a forward and its backward do it twice.
     """
-    products = passes * tokens * 2.0 * plan.parameters / (gpu.tflops * 1e12 * UTILISATION)
+    products = passes * tokens * 2.0 * plan.parameters / (gpu.tflops * 1e12 * UTILIZATION)
     return max(products, gathers * tokens / max(1, at_once) * gather_seconds(plan, gpu))
 
 

@@ -1,4 +1,4 @@
-"""How many rows a job's data has, and how long they are: estimated from a few of its chunks, without Ray."""
+"""Estimates how many rows a job's data has and how long they are, from a few of its chunks, without Ray."""
 
 import tempfile
 from collections.abc import Sequence
@@ -17,11 +17,9 @@ from pipeline.errors import InputError
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.system import storage
 
-# What is tokenised of a large set: so many chunks of so many bytes, spread over it.
-CHUNKS = 8
-CHUNK = 256 << 10
-# Bytes of a file that cannot be cut (zipped, a JSON array, CSV) above which it is not looked at.
-WHOLE = 32 << 20
+CHUNKS = 8  # of a large dataset that are tokenized, spread evenly
+CHUNK = 256 << 10  # bytes
+MAX_UNSPLITTABLE = 32 << 20  # bytes of a file that has to be read as one (zipped, a JSON array, CSV)
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Rows:
 
 
 def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
-    """(rows of data.train, how they were found); (None, why they are not known).
+    """Returns (rows of data.train, a description), or (None, why they are unknown).
 
     Args:
         context: tokens that the base has for a row (inputs.room_for_prompts).
@@ -58,8 +56,8 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
             for index in range(len(sources_of(job.data.train)))
         ]
         seen = [some[:: max(1, -(-len(some) * len(sources) // CHUNKS))] for some in sources]
-        if any(chunk.size > WHOLE for some in seen for chunk in some):
-            return None, "data.train is one large file that cannot be cut"
+        if any(chunk.size > MAX_UNSPLITTABLE for some in seen for chunk in some):
+            return None, "data.train is one large file that cannot be split"
         with tempfile.TemporaryDirectory() as folder:
             parts = [
                 split_of(
@@ -70,7 +68,7 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
         shares = [_bytes(some) / max(1, _bytes(whole)) for some, whole in zip(seen, sources, strict=True)]
         sizes = [round(part.kept / share) if share else 0 for part, share in zip(parts, shares, strict=True)]
         if not sum(sizes):
-            return None, "none of its first rows can be used: `validate` says why"
+            return None, "none of its first rows can be used; `validate` shows why"
         drawn = _drawn(job, sizes)
     except InputError as error:
         return None, str(error)
@@ -90,7 +88,7 @@ def _bytes(chunks: list[Chunk]) -> int:
 
 
 def _drawn(job: Job, sizes: list[int]) -> Sequence[int]:
-    """The rows of each source in an epoch, of sources of these sizes."""
+    """Returns the rows that an epoch takes from each source, for sources of these sizes."""
     sources = sources_of(job.data.train)
     weights = [source.weight for source in sources if source.weight is not None]
     if not weights:

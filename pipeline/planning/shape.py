@@ -1,7 +1,7 @@
-"""How large a job's model is, in parameters and in bytes per token, counted on fake tensors: no weights are loaded.
+"""Counts the size of a job's model in parameters and in bytes per token, on fake tensors: no weights are loaded.
 
-The job's own model is built with one layer and with two, and run on fake tensors; what autograd would save for the
-backward pass is counted, and what the second layer adds is multiplied by the number of layers.
+It builds the model with one and with two layers, runs both on fake tensors, and counts what autograd would save for the
+backward pass. The increase with the second layer is multiplied by the number of layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.inference.memory import kv_bytes
 if TYPE_CHECKING:
     import torch
 
-NF4_BYTES = 0.516  # half a byte, and constants of 8 bit for 64 weights, doubly quantised
+NF4_BYTES = 0.516  # half a byte, and 8-bit constants for each 64 weights, quantized again
 
 
 class Shape:
@@ -33,10 +33,10 @@ class Shape:
         from pipeline.models.base import context_length
         from pipeline.planning.known import config_of
 
-        raw, self.unread = config_of(job.model)  # `unread`: why the shape is one of those kept here
+        raw, self.unread = config_of(job.model)  # `unread`: why known.py has the shape
         self.job, self.context = job, context_length(raw) or 2048
         self.config = AutoConfig.for_model(**raw)
-        # A reward's head, or that of the critic, which starts as the reward.
+        # The head of a reward, or of the critic, which starts as the reward.
         head = "reward" in (STAGE[job.stage].learns, *STAGE[job.stage].inputs)
         self.model = _Model(json.dumps(raw, sort_keys=True), job.base_dtype, head)
         self.lora = json.dumps(job.lora, sort_keys=True)
@@ -49,30 +49,30 @@ class Shape:
         self.parameters = whole["parameters"]
         self.layer = grown["parameters"] * self.dtype_bytes  # bytes of one, in the dtype of the base
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
-        quantised = whole["linear"] if job.model.load_in_4bit else 0
-        self.weights = (self.parameters - quantised) * self.dtype_bytes + quantised * NF4_BYTES
-        # Bytes of a forward of few tokens beside them: bitsandbytes writes each nf4 weight in the compute dtype, and the
-        # matrix product reads it (functional.dequantize_4bit; only for a single token is there a kernel without).
-        self.unpacked = 2.0 * quantised * self.dtype_bytes
+        quantized = whole["linear"] if job.model.load_in_4bit else 0
+        self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
+        # Additional bytes of a forward of few tokens: bitsandbytes writes each nf4 weight in the compute dtype, and the matrix
+        # product reads it (functional.dequantize_4bit). Only a single token has a kernel that does not.
+        self.unpacked = 2.0 * quantized * self.dtype_bytes
 
     def sharded(self, workers: int) -> float:
-        """Bytes of the base on each of so many workers with `model.fsdp`: its part of the body, and a whole lm head."""
+        """Returns the bytes of the base on each worker with `model.fsdp`: its shard of the body, and the full lm head."""
         return self.body / workers + self.embedding * (STAGE[self.job.stage].learns != "reward")
 
     @property
     def body(self) -> float:
-        """Bytes of all but the lm head."""
+        """Bytes of all except the lm head."""
         tied = self.config.get_text_config().tie_word_embeddings
         return self.weights - self.embedding * (not tied)
 
     def adapter(self, lora: dict[str, Any]) -> int:
-        """Parameters of an adapter with these peft settings, its head included."""
+        """Returns the parameters of an adapter with these peft settings, its head included."""
         settings = json.dumps(lora, sort_keys=True)
         one, two = (_adapter(self.model, settings, layers) for layers in (1, 2))
         return one + (self.layers - 1) * (two - one)
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
-        """Bytes that the forward pass of one role saves for backward, plus one layer's temporary tensors."""
+        """Returns the bytes that the forward pass of one role saves for backward, plus one layer's temporary tensors."""
         one, two = (self.saved(layers, rows, width, bf16) for layers in (1, 2))
         layer, rest = two - one, max(0.0, 2 * one - two)
         passing = rows * width * self.forward(bf16)
@@ -85,12 +85,12 @@ class Shape:
         return _saved(self.model, self.lora, layers, rows, width, bf16)
 
     def forward(self, bf16: bool) -> float:
-        """Bytes per token of a layer's largest temporary tensors: three times the MLP's intermediate width."""
+        """Returns the bytes per token of a layer's largest temporary tensors: three times the MLP's intermediate width."""
         text = self.config.get_text_config()
         return 3.0 * (getattr(text, "intermediate_size", None) or 4 * self.hidden) * self._width(bf16)
 
     def cache(self, bf16: bool) -> float:
-        """Bytes per token of keys and values of all layers."""
+        """Returns the bytes per token of keys and values of all layers."""
         return kv_bytes(self.config.get_text_config(), self._width(bf16))
 
     @property
@@ -106,7 +106,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the counts below depend on; they are made once for each model, not once for each job."""
+    """What the counts below depend on. They are cached for each model, not for each job."""
 
     config: str  # config.json
     dtype: str
@@ -115,7 +115,7 @@ class _Model:
 
 @cache
 def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
-    """Returns the parameters of a model of `layers` layers: all, and those of linear layers without the lm head."""
+    """Returns the parameters of a model with `layers` layers: all, and all in linear layers except the lm head."""
     import torch
 
     with _Fake(model, lora, layers) as shared:
@@ -155,8 +155,8 @@ def _saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: b
     with _Fake(model, lora, layers, bf16) as shared:
         parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
         ids = torch.zeros(rows, width, dtype=torch.long)
-        # Whether rows are packed is looked for in numbers; without them transformers (5.23) would make a mask for it.
-        # Remove when a forward can be told that they are not, or fake tensors are seen there.
+        # transformers (5.23) looks for packed rows in the numbers, and makes a mask if there are none, as in fake tensors.
+        # Remove this if it detects fake tensors, or if a forward has an argument for it.
         unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
         with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = shared.hidden("policy", ids)
@@ -188,7 +188,7 @@ class _Fake:
             shared.add("policy", lora=self.lora, head=self.model.head, trainable=True)
         self.mode = FakeTensorMode()
         self.mode.__enter__()
-        # From meta to the CPU, where autocast works, still without numbers; tied weights stay one.
+        # From meta to the CPU, where autocast works, still without numbers. Tied weights stay tied.
         moved: dict[int, Any] = {}
         for module in shared.modules():
             for name, p in module._parameters.items():

@@ -248,7 +248,7 @@ def test_time_is_matrix_products_over_speed(llama_8b):
     planned = dataclasses.replace(plan.make(asked), tokens=(1000, 0))
     cost = plan.cost(planned, "H100", Rows(10_000, 1000))
     flops = 4 * 8_030_261_248 * 1000 * 10_000  # forward, and backward through frozen weights: 2 each
-    assert cost.hours == pytest.approx(flops / (989e12 * plan.UTILISATION) / 3600 / asked.workers[1])
+    assert cost.hours == pytest.approx(flops / (989e12 * plan.UTILIZATION) / 3600 / asked.workers[1])
     assert (cost.node.instance, cost.count) == ("p5.48xlarge", 1)  # for four workers
     assert cost.dollars == pytest.approx(cost.hours * cost.node.dollars)
 
@@ -416,7 +416,7 @@ def test_gated_models_are_planned_without_a_token_or_a_network(size, capsys, in_
     assert main(["plan", name, f"run.storage_path={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert {"8b": "8.03 B parameters", "70b": "70.6 B parameters"}[size] in out
-    assert "the base's shape is the one that plan keeps, since its config.json was not read: " in out
+    assert "the base's shape is built in, since its config.json cannot be read: " in out
     listed = [line.split()[0] for line in out.splitlines() if " yes " in line or line.endswith("  no")]
     assert (
         listed

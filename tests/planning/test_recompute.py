@@ -22,7 +22,7 @@ def test_the_plan_without_recomputation_decides(job):
         for on in (False, True)
     )
     assert plan.make(job).peak == recomputed < kept  # what null needs at least
-    enough = kept / recompute.SHARE
+    enough = kept / recompute.MAX_FILL
     assert recompute.is_needed(job, enough * 1.01) == (False, recompute.is_needed(job, enough * 1.01)[1])
     needed, why = recompute.is_needed(job, enough * 0.99)
     assert needed and "recomputed (gradient_checkpointing: null): all layers' do not fit" in why
