@@ -114,7 +114,7 @@ def tensors(folder: str | Path) -> dict[str, Stored]:
 
 
 def check(base: Base, folder: str | Path, scores: bool) -> None:
-    """Rejects an adapter whose files are damaged or contradict each other, or whose shapes are not those of this base.
+    """Rejects an adapter whose files are damaged or contradict each other, or whose shapes do not match this base.
 
     Args:
         scores: whether it must have a scalar head, or must have none.

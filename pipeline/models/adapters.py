@@ -1,14 +1,14 @@
-"""One frozen base, and everything else is an adapter on it.
+"""One frozen base with several adapters.
 
 `SharedBase` holds a causal language model that is never written to, and named roles (`policy`, `reference`, `reward`,
-`critic`): LoRA adapters, each with a scalar head in fp32 if the role needs one, or such a head alone on another role's
-hidden states. PPO's four models then cost the weights of one. `with shared.use(role)` selects a role for the block; the
-methods that compute take a role and do so themselves.
+`critic`). A role is a LoRA adapter, with a scalar head in fp32 if it needs one, or only such a head on another role's hidden
+states. PPO's four models then cost the weights of one. `with shared.use(role)` selects a role for the block; the methods that
+compute take a role and select it themselves.
 
 Two traps are avoided. peft's `set_adapter` turns off `requires_grad` of every other adapter, so an optimizer would lose
-the policy while the critic runs: `use` switches the active adapter of the tuner layers and nothing else. And gradient
-checkpointing runs a layer's forward again during `backward`, with whichever adapter is active *then*: the checkpoint
-gets a context that restores the role of its forward.
+the policy while the critic runs: `use` only switches the active adapter of the tuner layers. And gradient checkpointing runs a
+layer's forward again during `backward`, with the adapter that is active *then*: the checkpoint gets a context that restores the
+role of its forward.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class SharedBase(nn.Module):
 
     Args:
         base_model: frozen here, with every dropout set to 0.
-        autocast: dtype of the matrix products of all forwards alike (sampling, old, reference and new log-probs), or None.
-            Adapters, heads, log-softmax and losses are fp32 in any case.
+        autocast: dtype of the matrix products of all forwards (sampling, old, reference and new log-probs), or None.
+            Adapters, heads, log-softmax and losses are always fp32.
 
     Raises:
-        InputError: when the base changes its logits after the lm head in an unknown way.
+        InputError: if the base changes its logits after the lm head in an unknown way.
     """
 
     def __init__(self, base_model: nn.Module, autocast: torch.dtype | None = None) -> None:
@@ -86,11 +86,11 @@ class SharedBase(nn.Module):
 
     @property
     def role(self) -> str | None:
-        """The role in use; None: the bare base."""
+        """The role in use, or None for the bare base."""
         return self._role
 
     def same_adapter(self, one: str, other: str) -> bool:
-        """Whether two roles are served by one and the same adapter."""
+        """Returns whether two roles share one adapter."""
         return self._stored[one] == self._stored[other]
 
     # ---------------------------------------------------------------------------------------------- roles
@@ -105,26 +105,26 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Add a role: a new adapter, one from a folder, a copy of another role's, or a head alone.
+        """Adds a role: a new adapter, one from a folder, a copy of another role's, or only a head. On an error, no role is added.
 
         A new adapter changes nothing until it is trained (peft's B is 0). Frozen roles of the same folder share one
         adapter in memory.
 
         Args:
             lora: of a new adapter, the fields of peft.LoraConfig.
-            folder: of a saved adapter. Its head, if any, is loaded whatever `head` says.
+            folder: of a saved adapter. Its head, if any, is always loaded.
             copy_of: the role to copy.
-            head_on: a role whose adapter this one uses, without owning it: all that is new is a head of zeros.
-            head: whether the role has a scalar head: that of the folder or of the copied role, else a new one of zeros, so
-                that a critic without a reward adapter to start from predicts 0 and not noise as large as the reward.
+            head_on: a role whose adapter this one uses without owning it. Only its head, of zeros, is new.
+            head: whether the role has a scalar head: from the folder, from the copied role, or a new one of zeros, so that a
+                new critic predicts 0 and not noise as large as the reward.
             trainable: whether its parameters get gradients.
 
         Raises:
-            InputError: when the adapter does not fit this base.
-            ValueError: when the role exists, or not exactly one of lora, folder, copy_of and head_on is given.
+            InputError: if the adapter does not fit this base.
+            ValueError: if the role exists, or not exactly one of lora, folder, copy_of and head_on is given.
         """
         if role in self._stored:
-            raise ValueError(f"role {role!r} is there already; roles: {self.roles}")
+            raise ValueError(f"role {role!r} exists; roles: {self.roles}")
         if sum(x is not None for x in (lora, folder, copy_of, head_on)) != 1:
             raise ValueError(f"role {role!r}: give exactly one of lora, folder, copy_of, head_on")
         if head_on is not None:
@@ -168,11 +168,7 @@ class SharedBase(nn.Module):
         if config.bias != "none" or (set(config.modules_to_save or []) - set(HEAD_NAMES)):
             raise InputError(
                 f"{where}: bias={config.bias!r}, modules_to_save={config.modules_to_save}: these train weights of the base, "
-                "which all roles share; expected bias: none and no modules_to_save but the head"
-            )
-        if self.sharded and config.use_dora:
-            raise InputError(
-                "it is a DoRA adapter, which takes norms of whole weights, and the base is in shards; type model.fsdp=false"
+                "which all roles share; expected bias: none and no modules_to_save except the head"
             )
         config.lora_dropout = 0.0  # dropout makes the first ratio differ from 1 and the KL from 0
         config.modules_to_save, config.inference_mode = None, False
@@ -184,7 +180,9 @@ class SharedBase(nn.Module):
             raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error
         fuse(self.base)
         self._layers = self._tuner_layers()
-        self._mixing = [handle.remove() for handle in self._mixing][:0]  # they are put on all layers anew
+        self._mixing = [handle.remove() for handle in self._mixing][
+            :0
+        ]  # `use_each` puts them on all layers again
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
         for name in self.configs:  # injecting changes requires_grad of the other adapters
@@ -201,7 +199,7 @@ class SharedBase(nn.Module):
         self.heads[role] = head
 
     def set_trainable(self, role: str, trainable: bool) -> None:
-        """Set whether the role's parameters get gradients. Raises ValueError for an adapter that several roles share."""
+        """Sets whether the role's parameters get gradients. Raises ValueError for an adapter that several roles share."""
         if not self.is_head(role):
             stored = self._stored[role]
             owners = [
@@ -216,25 +214,25 @@ class SharedBase(nn.Module):
             parameter.requires_grad_(trainable)
 
     def is_head(self, role: str) -> bool:
-        """Whether the role is a head alone, on the hidden states of another one."""
+        """Returns whether the role is only a head, on the hidden states of another role."""
         return role in self.heads and self._stored[role] != role
 
     def parameters_of(self, role: str) -> list[nn.Parameter]:
-        """The adapter and head parameters that a role owns, in a fixed order."""
+        """Returns the adapter and head parameters that a role owns, in a fixed order."""
         return [*self._own_adapter(role).values(), *(self._head_of(role) or nn.ParameterList()).parameters()]
 
     def _own_adapter(self, role: str) -> dict[str, nn.Parameter]:
         return {} if self.is_head(role) else self._adapter(self._stored[role])
 
     def _head_of(self, role: str) -> nn.Module | None:
-        """The role's scalar head; that of the adapter where frozen roles share one. None: it has none."""
+        """Returns the scalar head of the role, or of the adapter that frozen roles share, or None."""
         for name in (role, self._stored[role]):
             if name in self.heads:
                 return self.heads[name]
         return None
 
     def _adapter(self, stored: str) -> dict[str, nn.Parameter]:
-        """The parameters of one adapter without its head, by their names in peft's files."""
+        """Returns the parameters of one adapter without its head, by their names in peft's files."""
         if stored in self._parameters_by_key:
             return self._parameters_by_key[stored]
         parameters = self._parameters_by_key[stored] = {}
@@ -248,7 +246,7 @@ class SharedBase(nn.Module):
 
     @contextmanager
     def use(self, role: str | None) -> Iterator[SharedBase]:
-        """Within the block, forwards of the base use this role's adapter; None: no adapter."""
+        """Within the block, forwards of the base use this role's adapter, or none for the role None."""
         previous = self._role
         if role == previous:
             yield self
@@ -263,7 +261,7 @@ class SharedBase(nn.Module):
     def use_each(self, roles: Sequence[str | None]) -> Iterator[SharedBase]:
         """Within the block, row i of a forward's batch uses the adapter of `roles[i]`. Without gradients.
 
-        The base's products are those of the whole batch, each adapter's those of its rows.
+        The base multiplies the full batch, and each adapter its rows.
         """
         names = [None if role is None else self._stored[role] for role in roles]
         if len(set(names)) == 1:
@@ -292,14 +290,14 @@ class SharedBase(nn.Module):
             self._switch(previous)
 
     def _mix(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Gives a layer the adapter of each row: the fused ones their indices, others the names that peft's forward takes."""
+        """Passes the adapter of each row to a layer: indices of rows to a fused one, the names that peft expects to others."""
         if self._rows is None:
             return None
         mixed = isinstance(layer, FusedLinear) and layer.mixes(self._rows)
         return args, {**kwargs, **({"mixed": self._rows} if mixed else {"adapter_names": self._rows.names})}
 
     def remove(self, role: str) -> None:
-        """Take a role away, with its adapter if no other role has that. Raises ValueError for the role in use."""
+        """Removes a role, and its adapter unless another role uses it. Raises ValueError for the role in use."""
         if role == self._role:
             raise ValueError(f"role {role!r} is in use")
         if self.is_head(role):
@@ -329,7 +327,7 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def average(self, dst: str, src: str, decay: float) -> None:
-        """dst = decay * dst + (1 - decay) * src, for each tensor; of A and B, not of their product.
+        """Sets dst = decay * dst + (1 - decay) * src for each tensor of A and B, not for their product.
 
         Raises ValueError if `dst` shares its adapter with another role.
         """
@@ -341,7 +339,7 @@ class SharedBase(nn.Module):
     # ----------------------------------------------------------------------------------------------- files
 
     def save(self, role: str, folder: str | Path) -> None:
-        """Write adapter_config.json and adapter_model.safetensors in peft's format, the head as `score`."""
+        """Writes adapter_config.json and adapter_model.safetensors in peft's format, the head as `score`."""
         config = LoraConfig(**self.configs[self._stored[role]].to_dict())
         config.task_type = "CAUSAL_LM"
         if self._head_of(role) is not None:
@@ -351,7 +349,7 @@ class SharedBase(nn.Module):
         adapter_files.write(folder, config, self.tensors_of(role))
 
     def tensors_of(self, role: str) -> dict[str, Tensor]:
-        """The role's adapter and head by their names in peft's files, on the CPU."""
+        """Returns the role's adapter and head by their names in peft's files, on the CPU."""
         tensors = {key: p.data.contiguous().cpu() for key, p in self._own_adapter(role).items()}
         if (head := self._head_of(role)) is not None:
             tensors[HEAD] = head.weight.data.contiguous().cpu()
@@ -359,14 +357,14 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copy into an existing role what `tensors_of` returned of it, or of the same role on another base of this kind."""
+        """Copies into an existing role what `tensors_of` returned for it, or for the same role on another base of this kind."""
         for key, parameter in self._own_adapter(role).items():
             parameter.data.copy_(tensors[key])
         if (head := self._head_of(role)) is not None:
             head.weight.data.copy_(tensors[HEAD])
 
     def load(self, role: str, folder: str | Path) -> None:
-        """Fill an existing role from an adapter folder. Raises InputError unless names and shapes match exactly."""
+        """Fills an existing role from an adapter folder. Raises InputError unless names and shapes match exactly."""
         adapter_files.tensors(folder)
         path, head = Path(folder) / adapter_files.TENSORS, self._head_of(role)
         tensors = load_file(path)
@@ -400,7 +398,7 @@ class SharedBase(nn.Module):
     # ------------------------------------------------------------------------------------------- computing
 
     def body(self, **inputs: Any) -> Any:
-        """The transformer below the lm head, in the role in use; takes the inputs of transformers' base model."""
+        """Runs the transformer below the lm head, in the role in use. It takes the inputs of transformers' base model."""
         # transformers checkpoints in train mode, and then drops the KV cache: use train mode only with gradients. It
         # changes nothing else: every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
@@ -410,7 +408,7 @@ class SharedBase(nn.Module):
             return self.base.base_model(**inputs)
 
     def hidden(self, role: str | None, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(B, T, H) last hidden states. Without a mask, rows are padded on the right, which causal attention never sees."""
+        """Returns (B, T, H) last hidden states. Without a mask, padding on the right is never seen by causal attention."""
         inputs = {"input_ids": input_ids, "use_cache": False}
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
@@ -419,7 +417,7 @@ class SharedBase(nn.Module):
             return self.body(**inputs).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., V) fp32 logits of hidden states (..., H), in the role in use; one function for sampling and training.
+        """Returns (..., V) fp32 logits of hidden states (..., H), in the role in use. Sampling and training call it.
 
         An adapter on the lm head computes as its other layers do: its logits are rounded to their dtype.
         """
@@ -434,18 +432,18 @@ class SharedBase(nn.Module):
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
     def states(self, role: str | None, batch: Batch) -> Tensor:
-        """(B, R + 1, H) hidden states before each action of the batch, and after the last."""
+        """Returns (B, R + 1, H) hidden states before each action of the batch, and after the last."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
         if batch.allowed is not None:
             inputs["position_ids"] = batch.position_ids
             inputs["attention_mask"] = self._mask(batch.allowed)
         with self.use(role):
             hidden = self.body(**inputs).last_hidden_state
-        # Not by an index: its backward adds up what several completions say of their prompt in the order of the threads.
+        # Not by an index: its backward would add up the gradients of a shared prompt in the order of the threads.
         return nn.functional.embedding(batch.at, hidden.reshape(-1, hidden.shape[-1]))
 
     def _mask(self, allowed: Tensor) -> Tensor:
-        """(P, 1, T, T) attention mask of the kind that the base's attention takes, from `Batch.allowed`."""
+        """Returns the (P, 1, T, T) attention mask that the base's attention expects, from `Batch.allowed`."""
         if self._attention == "sdpa":
             return allowed.unsqueeze(1)
         lowest = torch.finfo(self.base.dtype).min
@@ -455,7 +453,7 @@ class SharedBase(nn.Module):
     def can_pack(self) -> bool:
         """Whether completions packed behind their prompt (packing.py) have the hidden states that they have alone.
 
-        Not with sliding windows, which count positions within a row; for other architectures, two short ones are tried.
+        They have not with sliding windows, which count positions within a row. For other architectures, two short ones are tried.
         """
         config = self.base.config.get_text_config()
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -493,7 +491,7 @@ class SharedBase(nn.Module):
         entropy: bool = False,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats; 0 off the mask.
+        """Returns log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats; 0 off the mask.
 
         Action t of row b is `input_ids[b, starts[b] + t]`; the logits one position earlier score it. Only the positions of
         actions go through the lm head, in chunks whose logits are not kept for backward: (B, T, V) never exists.
@@ -520,7 +518,7 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def mean_logprob(self, role: str | None, ids: Sequence[int]) -> float:
-        """Mean log-prob of the tokens of a sequence after its first, in nats."""
+        """Returns the mean log-prob of the tokens of a sequence after its first, in nats."""
         row = torch.tensor([list(ids)], device=self.device)
         actions = torch.ones(1, len(ids) - 1, dtype=torch.bool, device=self.device)
         return float(
@@ -528,7 +526,7 @@ class SharedBase(nn.Module):
         )
 
     def head(self, role: str, hidden: Tensor) -> Tensor:
-        """(...) fp32 output of the role's scalar head on hidden states (..., H). Raises ValueError if it has none."""
+        """Returns the (...) fp32 output of the role's scalar head on hidden states (..., H). Raises ValueError if it has none."""
         head = self._head_of(role)
         if head is None:
             raise ValueError(
@@ -544,11 +542,11 @@ class SharedBase(nn.Module):
         attention_mask: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """(B,) fp32 output of the role's head at the last token of each row.
+        """Returns the (B,) fp32 output of the role's head at the last token of each row.
 
         Args:
-            attention_mask: (B, T) of rows padded on either side.
-            lengths: (B,) of rows padded on the right; instead of a mask.
+            attention_mask: (B, T), of rows padded on either side.
+            lengths: (B,), of rows padded on the right; instead of a mask.
 
         Raises:
             ValueError: unless exactly one of both is given.
@@ -568,7 +566,7 @@ class SharedBase(nn.Module):
     # ------------------------------------------------------------------------------------------- internals
 
     def enable_gradient_checkpointing(self) -> None:
-        """Keep only each layer's input, and recompute its activations in backward, in the role of the forward."""
+        """Keeps only each layer's input, and recomputes its activations in backward, in the role of the forward."""
         self.base.gradient_checkpointing_enable(
             {"use_reentrant": False, "context_fn": self.checkpoint_contexts}
         )
@@ -576,7 +574,7 @@ class SharedBase(nn.Module):
         self.gradient_checkpointing = True
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Contexts of a checkpointed forward and of its recomputation."""
+        """Returns the contexts of a checkpointed forward and of the recomputation."""
         # Called during the forward, whose role is the one to restore for the recomputation
         # (https://github.com/huggingface/peft/issues/2832). Remove when peft keeps the active adapter itself.
         return nullcontext(), self.use(self._role)
@@ -585,7 +583,7 @@ class SharedBase(nn.Module):
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def _no_dropout(self) -> None:
-        """Set every dropout to 0, LoRA's too: with dropout the first ratio is not 1, nor the first KL 0."""
+        """Sets every dropout to 0, LoRA's too: with dropout the first ratio is not 1, nor the first KL 0."""
         self.base.eval()
         for module in self.base.modules():
             if isinstance(module, nn.Dropout):
@@ -603,8 +601,8 @@ class SharedBase(nn.Module):
         # In half precision a small logit is as inexact as the largest: they are sums of terms of one size.
         if not (expected - ours).abs().max() <= 1e-2 * max(1.0, float(expected.abs().max())):
             raise InputError(
-                f"{type(self.base).__name__} changes its logits after the lm head in a way that is "
-                f"unknown here (largest difference {(expected - ours).abs().max():.3g}); expected a plain, a soft-capped or a "
+                f"{type(self.base).__name__} changes its logits after the lm head in an unknown way "
+                f"(largest difference {(expected - ours).abs().max():.3g}); expected a plain, a soft-capped or a "
                 "scaled head",
                 key="model.name_or_path",
             )

@@ -162,7 +162,7 @@ def _check_attention(model: Model, scorer: bool, gpu: bool) -> None:
             auto.from_config(config, attn_implementation=attention)
         if attention == "flex_attention" and not gpu:
             raise ValueError("it has no backward on a CPU")
-    except Exception as error:  # the hub, kernels and each package raise types of their own
+    except Exception as error:  # the hub, kernels and each package raise different types
         if importlib.util.find_spec("flash_attn") and gpu and not torch.cuda.is_available():
             return  # installed, but it needs a GPU, which the workers have and this process lacks
         raise InputError(

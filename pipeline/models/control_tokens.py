@@ -1,4 +1,4 @@
-"""Control tokens: special tokens take effect where the chat template writes them, and are plain text in a row's content.
+"""Control tokens: special tokens take effect if the chat template writes them, and are plain text in a row's content.
 
     control = ControlTokens(tokenizer)
     escaping = control.escaping([content])            # None if no content contains a control token
@@ -92,7 +92,7 @@ class Escaping:
 
 
 def text_ids(control: ControlTokens, text: str) -> list[int]:
-    """Returns token ids like those of `tokenizer(text)`, with control tokens in it as text."""
+    """Returns the token ids of `tokenizer(text)`, but with control tokens in it as text."""
     escaping = control.escaping([text])
     if escaping is None:
         return list(control.tokenizer(text).input_ids)
@@ -100,7 +100,7 @@ def text_ids(control: ControlTokens, text: str) -> list[int]:
 
 
 def chat_ids(control: ControlTokens, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Returns token ids like those of `apply_chat_template(messages)`, with control tokens in the contents as text."""
+    """Returns the token ids of `apply_chat_template(messages)`, but with control tokens in the contents as text."""
     escaping = control.escaping([message["content"] for message in messages])
     if escaping is None:
         return list(control.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))

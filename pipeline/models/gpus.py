@@ -1,4 +1,4 @@
-"""What a GPU could compute: the peak of its datasheet, and the share of it that a run makes use of."""
+"""The peak matrix products per second of GPUs, by their datasheets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Dense bf16 matrix products in TFLOP/s (SXM where there are several), by the word for it in torch's name of the device.
+# Dense bf16 matrix products in TFLOP/s (of the SXM version if there are several), by a word in torch's name of the device.
 PEAK_TFLOPS = {"L4": 121, "A10G": 70, "A100": 312, "L40S": 362, "H100": 989, "H200": 989}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s of bf16 products by the datasheet of a device; None for a CPU, or a GPU that is not in the table."""
+    """Returns the FLOP/s of bf16 products by the datasheet of a device, or None for a CPU or a GPU that is not in the table."""
     import torch
 
     if device.type != "cuda":

@@ -51,7 +51,7 @@ def source(name_or_path: str) -> str:
 
 
 def require_local(name_or_path: str) -> None:
-    """Raises InputError if the name is that of a file, or of a folder that does not exist."""
+    """Raises InputError if the name is a file, or a folder that does not exist."""
     folder = local(name_or_path)
     if os.path.isdir(folder):
         return

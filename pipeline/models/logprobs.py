@@ -26,16 +26,16 @@ def per_action(
     barred: tuple[int, ...],
     want_entropy: bool = False,
 ) -> Tensor:
-    """(1, N) fp32 log-probs of actions, or (2, N) with the entropies of their distributions below, in the role in use.
+    """Returns (1, N) fp32 log-probs of actions, or (2, N) with the entropies of their distributions, in the role in use.
 
     The logits of a chunk of rows exist at a time, once for both, and none are kept for backward.
 
     Args:
         hidden: (N, H) hidden states, each one position before its action.
         targets: (N,) token ids of the actions.
-        early: (N,) bool, on where `barred` token ids have probability 0.
+        early: (N,) bool, on for actions in which `barred` token ids have probability 0.
         temperature: divides the logits.
-        want_entropy: whether entropies are wanted, too.
+        want_entropy: whether to compute entropies, too.
     """
     head = shared.base.get_output_embeddings()
     size = max(1, LOGIT_CHUNK.get(hidden.device.type, LOGIT_CHUNK["cpu"]) // shared.vocab_size)
@@ -55,7 +55,7 @@ def per_action(
 
 
 def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Logits (N, V) with `tokens` at -inf in the rows where `rows` (N,) is on."""
+    """Returns logits (N, V) with `tokens` at -inf in the rows in which `rows` (N,) is on."""
     barred = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     barred[list(tokens)] = True
     return logits.masked_fill(rows.unsqueeze(-1) & barred, float("-inf"))
@@ -93,17 +93,17 @@ def _from_logits(
     want_entropy: bool,
     hidden: Tensor,
 ) -> Tensor:
-    """(1, N) fp32 log-probs of `targets`, with the entropies (2, N), of hidden states (N, H)."""
+    """Returns (1, N) fp32 log-probs of `targets` for hidden states (N, H), or (2, N) with the entropies."""
     logits = shared.logits(hidden)
     if temperature != 1.0:  # saves a pass over the largest tensor
         logits = logits / temperature
     if barred:
         logits = bar(logits, early, barred)
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser
+    normalizer = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
     if not want_entropy:
         return logprobs.unsqueeze(0)
-    of_all = logits - normaliser.unsqueeze(-1)
+    of_all = logits - normalizer.unsqueeze(-1)
     # A barred token has probability 0, and 0 * -inf is NaN.
     entropies = -(of_all.exp() * of_all.masked_fill(of_all == float("-inf"), 0.0)).sum(-1)
     return torch.stack([logprobs, entropies])

@@ -24,7 +24,7 @@ from pipeline.models.precision import mm_fp32
 
 
 def fuse(model: nn.Module) -> None:
-    """Turn the plain LoRA layers of a model into fused ones, in place: modules, parameters and names stay.
+    """Turns the plain LoRA layers of a model into fused ones, in place: modules, parameters and names stay.
 
     Sets `__class__`, because peft 0.21 chooses its layers' classes itself, and its hook for others,
     LoraConfig._register_custom_module, is private. Remove when peft takes a layer class, or fuses its own.
@@ -39,7 +39,7 @@ _kept: dict[tuple[int, torch.dtype], Tensor] | None = None
 
 @contextmanager
 def cast_once() -> Iterator[None]:
-    """Within the block, each adapter is cast to autocast's dtype once, and not in every forward and backward again.
+    """Within the block, each adapter is cast to autocast's dtype once, not in every forward and backward.
 
     No adapter may change in it: a block is a rollout, or the micro-batches of one optimizer step.
     """
@@ -64,14 +64,14 @@ class MixedBatch(NamedTuple):
     """A batch whose rows have different adapters."""
 
     rows_of: dict[str, Tensor]  # adapter -> the indices of its rows
-    names: list[str]  # each row's adapter; "__base__": none
+    names: list[str]  # each row's adapter, or "__base__"
 
 
 class FusedLinear(Linear):
     """peft's `lora.Linear`, fused while one plain adapter is active on a frozen base.
 
     In all other cases peft's forward runs: a base that is trained, or in half precision without autocast, which leaves the
-    adapter's products in fp32 (quantised layers have other classes), dropout, DoRA, merged adapters, several at once.
+    adapter's products in fp32 (quantized layers have other classes), dropout, DoRA, merged adapters, several at once.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -89,7 +89,7 @@ class FusedLinear(Linear):
         return y if base.bias is None else y + base.bias.to(y.dtype)
 
     def mixes(self, batch: MixedBatch) -> bool:
-        """Whether `_mixed` applies: plain adapters, as in `_plain`."""
+        """Returns whether `_mixed` applies: all adapters are plain, as in `_plain`."""
         return not self.merged and all(
             name not in self.lora_variant
             and self.lora_B[name].bias is None
@@ -99,7 +99,7 @@ class FusedLinear(Linear):
         )
 
     def _mixed(self, x: Tensor, batch: MixedBatch) -> Tensor:
-        """(B, ..., N) for rows x (B, ..., K) of which each has an adapter of its own, or none."""
+        """Returns (B, ..., N) for rows x (B, ..., K), each with its own adapter, or with none."""
         y = self.get_base_layer()(x)
         for name, index in batch.rows_of.items():
             if name in self.lora_A:
@@ -109,7 +109,7 @@ class FusedLinear(Linear):
         return y
 
     def _plain(self, x: Tensor, autocast: torch.dtype | None) -> bool:
-        """Whether the fused forward applies to input `x`."""
+        """Returns whether the fused forward applies to input `x`."""
         names = self.active_adapters
         if self.disable_adapters or self.merged or len(names) != 1 or names[0] not in self.lora_A:
             return False
@@ -126,7 +126,7 @@ class FusedLinear(Linear):
 def _product(
     x: Tensor, W: Tensor, A: Tensor, B: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y = x W' + s (x A') B' in `dtype`; with it, x as rows and x A'."""
+    """Returns y = x W' + s (x A') B' in `dtype`, x as rows, and x A'."""
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     low = rows @ _cast(A, dtype).t()
     y = (rows @ W.t().to(dtype)).addmm_(low, _cast(B, dtype).t(), alpha=scale)

@@ -15,24 +15,24 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """(N, M) product of a (N, K) and b (K, M) of one dtype; in fp32 where that is bf16 or fp16."""
+    """Returns the (N, M) product of a (N, K) and b (K, M) of one dtype; in fp32 if their dtype is bf16 or fp16."""
     if a.dtype not in HALF:
         return a @ b
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
-    # torch has that on CUDA only. The second product is what the first lost by rounding, small and so hardly rounded itself.
+    # torch has `out_dtype` on CUDA only. The second product is what the first one lost by rounding: small, so hardly rounded.
     rounded = a @ b
     return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
 
 
 def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tensor:
-    """(..., M) output of a frozen layer for x (..., K), in fp32 or better.
+    """Returns the (..., M) output of a frozen layer for x (..., K), in fp32 or better.
 
     Args:
-        dtype: of the operands; None: that of the layer's weight.
+        dtype: of the operands. None: the dtype of the layer's weight.
     """
     weight = layer.weight
-    # Without a half-precision copy there is nothing to gain on a CPU: to make one costs as much as the product.
+    # On a CPU, to make a half-precision copy of the weight costs as much as the product.
     if dtype is None or (weight.device.type == "cpu" and weight.dtype not in HALF):
         dtype = weight.dtype
     with torch.autocast(x.device.type, enabled=False):

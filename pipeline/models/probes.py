@@ -1,7 +1,7 @@
 """Probes: an adapter's outputs on a few random sequences, stored with it, to check that it still gives the same.
 
-An adapter with a lost head, another scaling or a renamed key, or on another base, can load without an error and behave
-otherwise. Each stage therefore stores the trained model's outputs: a reward's scores, a policy's log-probs. The sequences
+An adapter with a lost head, another scaling, a renamed key or another base can load without an error and behave
+differently. Each stage therefore stores the trained model's outputs: a reward's scores, a policy's log-probs. The sequences
 are random token ids: they reveal nothing of the data.
 """
 
@@ -15,14 +15,14 @@ LENGTHS = (4, 9, 17, 30)  # tokens of each probe
 
 
 def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
-    """Token ids of the probes, a function of the vocabulary; never pad, which transformers takes for the end of a row."""
+    """Returns the token ids of the probes, a function of the vocabulary; never pad, which transformers takes for a row's end."""
     rng = random.Random(0)
     ids = [i for i in range(vocab_size) if i != pad]
     return [rng.choices(ids, k=length) for length in LENGTHS]
 
 
 def write(folder: str, rows: list[list[int]], output: Callable[[list[int]], float]) -> None:
-    """Write `rows` of token ids with their outputs into the adapter's folder.
+    """Writes `rows` of token ids with their outputs into the adapter's folder.
 
     Args:
         output: of one row; the score of a reward, the mean log-prob of the tokens after the first of a policy, in nats.
@@ -32,7 +32,7 @@ def write(folder: str, rows: list[list[int]], output: Callable[[list[int]], floa
 
 
 def read(folder: str) -> list[tuple[list[int], float]]:
-    """(token ids, output) of an adapter's probes; empty if it has none."""
+    """Returns (token ids, output) of an adapter's probes, or nothing if it has none."""
     path = os.path.join(folder, FILE)
     if not os.path.exists(path):
         return []

@@ -5,7 +5,7 @@ layer, and fills them from safetensors. The lm head is complete on every rank: e
 1.5 % of the weights of a 70B Llama. Adapters are added afterwards. FSDP does not know them: they are complete on every rank, and
 their gradients are averaged as without shards.
 
-Every forward and backward gathers one layer at a time from all ranks. lockstep.py makes all ranks run equally many.
+Every forward and backward gathers one layer at a time from all ranks. fsdp_sync.py makes all ranks run equally many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.errors import InputError
-from pipeline.models import lockstep
+from pipeline.models import fsdp_sync
 from pipeline.models.adapter_files import HEAD_NAMES
 from pipeline.models.base import configured, fp32_head, freeze, score_head, unreadable
 from pipeline.models.hub import base_file, base_json, source
@@ -53,11 +53,6 @@ def load_shards(
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     config, auto = configured(model, scorer_tokenizer)
-    if getattr(config, "quantization_config", None):
-        raise InputError(
-            f"{model.name_or_path!r} has quantized weights, which FSDP cannot gather; set model.fsdp=false",
-            key="model.fsdp",
-        )
     options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
@@ -72,7 +67,7 @@ def load_shards(
         fp32_head(base)
     else:
         _read_generation_config(base, model)
-    lockstep.start(base.base_model)
+    fsdp_sync.start(base.base_model)
     return base
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.models.lockstep import catch_up
+from pipeline.models.fsdp_sync import catch_up
 
 if TYPE_CHECKING:
     from pipeline.inference.rows import Completion

@@ -23,7 +23,7 @@ class PreemptionNotice:
             return False
         import ray.train.collective
 
-        from pipeline.models.lockstep import catch_up
+        from pipeline.models.fsdp_sync import catch_up
 
         now = time.monotonic()
         step_s = (now - self._asked) / max(1, step - self._step)

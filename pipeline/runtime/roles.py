@@ -28,12 +28,12 @@ def shared_base(worker: Host) -> SharedBase:
     """Returns the job's frozen base on this process's device, without roles."""
     import torch
 
-    from pipeline.models import lockstep
+    from pipeline.models import fsdp_sync
     from pipeline.models.adapters import SharedBase
 
     autocast = torch.bfloat16 if worker.job.bf16 else None
     shared = SharedBase(worker.load_base(), autocast=autocast)
-    if (step := lockstep.current()) is not None:
+    if (step := fsdp_sync.current()) is not None:
         step.shared = shared
     return shared
 

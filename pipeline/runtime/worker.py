@@ -188,7 +188,7 @@ class Worker(Host):
         """Returns the values of all ranks, in their order, on every rank."""
         import torch
 
-        from pipeline.models.lockstep import catch_up
+        from pipeline.models.fsdp_sync import catch_up
 
         if self.world == 1:
             return [mine]
@@ -240,7 +240,7 @@ class Worker(Host):
         """
         import ray.train.collective
 
-        from pipeline.models.lockstep import catch_up
+        from pipeline.models.fsdp_sync import catch_up
 
         run_folder = self.job.folder
         catch_up()

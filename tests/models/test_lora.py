@@ -12,9 +12,9 @@ from peft.tuners.lora.layer import Linear
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from pipeline.inference import decoder
 from pipeline.models import lora
 from pipeline.models.lora import FusedLinear, fuse
-from pipeline.ppo import engine
 from pipeline.ppo import trainer as ppo_trainer
 
 IN, OUT = 24, 40
@@ -249,12 +249,12 @@ def test_ppo_casts_once_for_each_rollout_and_step(monkeypatch):
             yield
             kept.append(len(lora._kept))
 
-    for module in (ppo_trainer, engine):
+    for module in (ppo_trainer, decoder):
         monkeypatch.setattr(module, "cast_once", noted)
     assert torch.equal(run(), weights)
     # Two updates: a rollout of the policy; two epochs of two minibatches, for policy and critic.
     adapters = 2 * 7 * 2
     assert kept == [adapters, *[2 * adapters] * 4] * 2
-    for module in (ppo_trainer, engine):
+    for module in (ppo_trainer, decoder):
         monkeypatch.setattr(module, "cast_once", nullcontext)
     assert torch.equal(run(), weights)

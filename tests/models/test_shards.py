@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config import Model
 from pipeline.errors import InputError
-from pipeline.models import lockstep
+from pipeline.models import fsdp_sync
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
-from pipeline.models.lockstep import Lockstep
+from pipeline.models.fsdp_sync import Lockstep
 from pipeline.models.shards import load_shards
 from pipeline.ppo.rewards import AdapterReward
 
@@ -36,8 +36,8 @@ def job_model(folder):
 def with_roles(base, critic="adapter"):
     torch.manual_seed(1)
     shared = SharedBase(base)
-    if lockstep.current():
-        lockstep.current().shared = shared
+    if fsdp_sync.current():
+        fsdp_sync.current().shared = shared
     shared.add("policy", lora=toy.LORA, trainable=True)
     shared.add("reward", lora={**toy.LORA, "r": 3}, head=True)
     # Its first layer has no adapter: its backward ends earlier than the policy's.
@@ -86,7 +86,7 @@ def alone(base, rank):
             shared.hidden("policy", ids), shared.hidden(None, ids)
     else:
         shared.hidden("critic", ids).sum().backward()
-    lockstep.catch_up()
+    fsdp_sync.catch_up()
     return shared.hidden("policy", ids).detach()
 
 
@@ -139,7 +139,7 @@ def one_rank():
     """A process group of this process alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
-    lockstep._current = None
+    fsdp_sync._current = None
     torch.distributed.destroy_process_group()
 
 
@@ -217,19 +217,19 @@ def test_what_cannot_be_sharded_is_refused(tmp_path, one_rank):
 
 def test_ranks_that_train_different_roles_all_say_so(monkeypatch, one_rank):
     """Either of two ranks: the codes of the other are what the all-reduce brings."""
-    monkeypatch.setattr(lockstep.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(fsdp_sync.dist, "new_group", lambda **_: None)
     steps = Lockstep(toy.base().base_model)
     steps.shared = with_roles(toy.base())
     for mine, other in ((2, 4), (4, 2)):
         theirs = torch.tensor([other, -other])
         monkeypatch.setattr(
-            lockstep.dist, "all_reduce", lambda codes, theirs=theirs, **_: codes.copy_(codes.maximum(theirs))
+            fsdp_sync.dist, "all_reduce", lambda codes, theirs=theirs, **_: codes.copy_(codes.maximum(theirs))
         )
         with pytest.raises(RuntimeError, match="different roles at the same time: policy and critic"):
             steps._agree(mine)
         assert steps._agree(other) == other
-        assert steps._agree(lockstep.NOTHING) == other
-        assert steps._agree(lockstep.WITHOUT_GRADIENTS) == lockstep.WITHOUT_GRADIENTS
+        assert steps._agree(fsdp_sync.NOTHING) == other
+        assert steps._agree(fsdp_sync.WITHOUT_GRADIENTS) == fsdp_sync.WITHOUT_GRADIENTS
 
 
 def private_bytes():

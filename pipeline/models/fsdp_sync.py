@@ -1,16 +1,16 @@
 """Equal numbers of forwards on all ranks that share one base in shards (models/shards.py).
 
-A forward of a sharded base gathers each layer from all ranks, and so does its backward. Ranks that make different numbers of
-them would wait for each other for ever: one whose completions ended early, one with fewer micro-batches, rank 0 alone as it
-checks the saved adapter. Before each forward, therefore, the ranks all-reduce (MAX) a code of what each is about to do:
+A forward of a sharded base gathers each layer from all ranks, and so does its backward. Ranks that run different numbers of
+forwards would wait for each other forever: completions end earlier on one, another has fewer micro-batches, rank 0 alone checks
+the saved adapter. Therefore, before each forward the ranks all-reduce (MAX) a code of what each is about to run:
 
     nothing, a forward with gradients (of which role), or one without.
 
-A rank that has nothing to do, or something else, joins in with a forward of one token until all want the same. `catch_up`
-is for the points where ranks meet in another collective: it returns when no rank has a forward left to make.
+A rank that has no forward to run, or another one, joins with a forward of one token until all codes are equal. `catch_up` is
+called before any other collective: it returns when no rank has a forward left to run.
 
-Who joins in a forward with gradients runs its backward at once. So where ranks have unequal work, each runs the backward of a
-forward before its next forward, as ppo does; TRL's trainers need not, for their ranks have equal batches.
+A rank that joins another rank's forward with gradients runs the matching backward immediately. So if ranks have unequal work, as
+in ppo, each runs the backward of a forward before its next forward. TRL's trainers need not: their ranks have equal batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20  # between them: 1 + the number of the r
 
 
 class Roles(Protocol):
-    """What has several adapters on the base, the same on all ranks: models.adapters.SharedBase."""
+    """Several adapters on the base, the same on all ranks: models.adapters.SharedBase."""
 
     roles: list[str]
     role: str | None
@@ -44,9 +44,9 @@ class Lockstep:
 
     def __init__(self, body: nn.Module) -> None:
         self.body = body
-        self.shared: Roles | None = None  # None: one adapter, which is always in use
-        # On the CPU, whatever the shards' device: to agree must not wait for a GPU. A rank may wait for one that waits for
-        # rollout workers, for as long as that takes; what starts the ranks notices when one dies.
+        self.shared: Roles | None = None  # unset if the base has one adapter, which is always in use
+        # On the CPU for shards on any device, because agreeing must not wait for a GPU. It has no short timeout: a rank may wait
+        # for another one that waits for rollout workers. The process that starts the ranks notices if one dies.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.joining = False
         body.register_forward_pre_hook(self._before, prepend=True)  # before FSDP gathers anything
@@ -67,10 +67,10 @@ class Lockstep:
         return [None, *(self.shared.roles if self.shared else ())]
 
     def _agree(self, mine: int) -> int:
-        """The largest code of any rank: forwards without gradients come first.
+        """Returns the largest code of any rank, so that forwards without gradients come first.
 
         Raises:
-            RuntimeError: on every rank, when two are about to train different roles.
+            RuntimeError: on every rank, if two are about to train different roles.
         """
         learns = NOTHING < mine < WITHOUT_GRADIENTS
         codes = torch.tensor([mine, -mine if learns else -WITHOUT_GRADIENTS])
@@ -82,12 +82,12 @@ class Lockstep:
         return int(largest)
 
     def catch_up(self) -> None:
-        """Joins in the other ranks' forwards until none is left. Every rank calls it."""
+        """Joins the other ranks' forwards until none is left. Every rank calls it."""
         while wanted := self._agree(NOTHING):
             self._join(wanted)
 
     def _join(self, wanted: int) -> None:
-        """A forward of one token; with gradients, its backward as well, which adds zeros to them."""
+        """Runs a forward of one token, and with gradients its backward, which adds zeros to them."""
         learns = wanted != WITHOUT_GRADIENTS
         role = self.shared.use(self._roles[wanted - 1]) if self.shared and learns else nullcontext()
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.body.parameters()).device)
@@ -105,18 +105,18 @@ _current: Lockstep | None = None  # of this process: a run has one base
 
 
 def start(body: nn.Module) -> Lockstep:
-    """The lockstep of this process, on its sharded base."""
+    """Starts to synchronize the forwards of this process on its sharded base."""
     global _current
     _current = Lockstep(body)
     return _current
 
 
 def current() -> Lockstep | None:
-    """The lockstep of this process; None: its base is whole."""
+    """Returns the synchronization of this process, or None if its base is not in shards."""
     return _current
 
 
 def catch_up() -> None:
-    """Before a collective of all ranks: no forward of a sharded base is left to make. Nothing to do where the base is whole."""
+    """Runs the forwards of a sharded base that other ranks wait for. Every rank calls it before a collective."""
     if _current is not None:
         _current.catch_up()
