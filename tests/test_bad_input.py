@@ -171,7 +171,7 @@ JOB = [
     case("override without a value", "sft", r"command line: trainer: expected section\.key=value, for example", overrides=["trainer"]),
     case("override that is not YAML", "sft", r"command line:1:\d+: not valid YAML.*data\.train=\[a.*put the value in quotes", overrides=["data.train=[a"]),
     case("override with a repeated key", "sft", r"command line:1: r: repeated key, first on line 1; keep one", overrides=["lora={{r: 8, r: 16}}"]),
-    case("job of another stage", "sft", r"jobs/demo/rm\.yaml:\d+: stage: this is a job for `rm`, not `sft`: type python -m pipeline rm jobs/demo/rm\.yaml", key="jobs/demo/rm.yaml"),
+    case("job of another stage", "sft", r"jobs/demo/rm\.yaml:\d+: stage: this is a job for `rm`, not `sft`: use python -m pipeline rm jobs/demo/rm\.yaml", key="jobs/demo/rm.yaml"),
     case("no such job", "sft", r"jobs/demo/stf\.yaml: no such job file.*for example jobs/demo/sft\.yaml", key="jobs/demo/stf.yaml"),
     case("no data", "sft", r"data\.train: missing; `sft` needs rows to learn from, for example data\.train=", overrides=["data.train=null"]),
     case("no policy", "ppo", r"policy: missing; `ppo` needs it: policy: models:/rlhf-sft@champion", overrides=["policy=null"]),

@@ -134,7 +134,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         storage.write_json(path, summary)
         return summary
 
-    # It logs the datasets of its trials: two trials that log one for the first time, at the same time, fail (mlflow 3.17).
+    # It logs the datasets of its trials: two trials that log a new one at the same time fail (mlflow 3.17).
     with registry.mlflow_run(sweep.job, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))

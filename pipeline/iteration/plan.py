@@ -54,7 +54,7 @@ class Settings:
     reference: Literal["start", "first"] = "start"
     # What `evaluate` compares a round's policy with: the one that the round began with, or the first of all.
     baseline: Literal["newest", "first"] = "newest"
-    # A round whose gate fails: `stop` ends the loop with the policy before it, `discard` goes on from that policy, with other
+    # A round whose gate fails: `stop` ends the loop with the policy before it, `discard` continues with that policy and other
     # samples.
     on_failed_gate: Literal["stop", "discard"] = "stop"
 

@@ -27,7 +27,7 @@ HEADER = (
 def row(
     number: int, collected: dict[str, Any], trained: dict[str, Any], evaluated: dict[str, Any]
 ) -> dict[str, Any]:
-    """The figures of a round, from the result.json of its three runs."""
+    """Returns the row of a round, from the result.json of its three runs."""
     metrics, gates = evaluated["metrics"], (trained["gate"], evaluated["gate"])
     failed = [gate for gate in gates if str(gate).startswith("failed")]
     return {
@@ -48,10 +48,10 @@ def row(
 
 
 def recorded(reference: str, runs: str = "runs") -> tuple[str, list[dict[str, Any]]] | None:
-    """(folder, rounds) of the iteration of that folder, or of that name under `runs`; None: it is none.
+    """Returns (folder, rounds) of the iteration in a folder, or with a name under `runs`, or None if it is no iteration.
 
     Raises:
-        InputError: when its iterate.json is damaged.
+        InputError: if its iterate.json is damaged.
     """
     given = reference.rstrip("/").removesuffix(f"/{FILE}").removesuffix("/report.html")
     for folder in (given, storage.join(runs, given)):

@@ -60,12 +60,12 @@ def store(source: str, run_folder: str, name: str) -> dict[str, dict[str, Any]]:
 
 
 def seal(run_folder: str, name: str, files: dict[str, dict[str, Any]]) -> None:
-    """Completes a checkpoint: writes the digests of all its files, including those of other nodes."""
+    """Completes a checkpoint: writes the digests of all its files, from every node."""
     storage.write_json(storage.join(run_folder, name, DIGESTS), {"files": dict(sorted(files.items()))})
 
 
 def prune(run_folder: str, num_to_keep: int | None) -> None:
-    """Removes all checkpoints except the newest `num_to_keep` complete ones (None: all complete ones)."""
+    """Removes all checkpoints except the newest `num_to_keep` complete ones; None keeps all complete ones."""
     kept = complete(run_folder)[-(num_to_keep or 0) :]
     for name in _names(run_folder):
         if name not in kept:

@@ -75,7 +75,7 @@ def check_folder(folder: str, owner: str, example: str) -> None:
     for file, other in OWNERS.items():
         if other != owner and storage.exists(storage.join(folder, file)):
             raise InputError(
-                f"{name!r} is the name of {other} ({folder}); choose another one, for example run.name={example}-{name}",
+                f"{name!r} is the name of {other} ({folder}); choose another name, for example run.name={example}-{name}",
                 key="run.name",
             )
 
@@ -201,7 +201,7 @@ def read(job: Job, path: str) -> dict[str, Any]:
     if stage != job.stage:
         kind = "an unfinished" if path.endswith(FILE) else "a finished"
         raise InputError(
-            f"{job.run.name!r} is the name of {kind} {stage} run in {job.run.storage_path}; choose another one, for example "
+            f"{job.run.name!r} is the name of {kind} {stage} run in {job.run.storage_path}; choose another name, for example "
             f"run.name={job.stage}-{job.run.name}",
             key="run.name",
         )

@@ -76,7 +76,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
 
 
 def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
-    """Returns a reward model that is no adapter, held in memory in addition to the base, and its tokenizer (None: the base's)."""
+    """Returns a reward model that is no adapter, held in memory in addition to the base, and its tokenizer if it differs."""
     from dataclasses import replace
 
     from pipeline.models.base import load_base
@@ -170,7 +170,7 @@ def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Ite
 
 
 def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
-    """Returns the decoder of some frozen roles (None: the bare base) for a job that does not train, by `rollout.engine`.
+    """Returns the decoder of some frozen roles, or of the bare base (None), for a job that does not train, by `rollout.engine`.
 
     vLLM ends with this process.
     """

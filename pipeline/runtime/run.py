@@ -35,7 +35,7 @@ class Outcome:
 
     metrics: dict[str, float]  # final
     samples: list[dict[str, Any]]
-    adapter: str | None  # its folder in the checkpoint; None: nothing was trained
+    adapter: str | None  # its folder in the checkpoint, or None if nothing was trained
     checkpoint: str  # the last one
     seconds: float
     peak_memory: int  # bytes, the largest worker: of its GPU if it has one, else resident
@@ -91,7 +91,7 @@ def launch(
 
 
 def run_or_reuse(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the result of a job: that of the finished run of its name, else that of `execute(job)`.
+    """Returns the result of the finished run of a job's name, or else runs `execute(job)`.
 
     Raises:
         InputError: if the name belongs to a run of another stage, an iteration or a sweep, or the storage path cannot be
@@ -204,7 +204,7 @@ def train_in_workers(
 
 
 def _print_what_is_left(job: Job) -> None:
-    """Prints, after a failure, where the same command will continue."""
+    """Prints, after a failure, from which checkpoint the same command will resume."""
     try:
         complete = checkpoints.complete(job.folder)
     except Exception as error:  # the disk itself may have failed

@@ -247,14 +247,14 @@ def replace_reference(worker: Worker, trainer: Any) -> None:
 def run(worker: Worker, trainer: Any) -> dict[str, float]:
     """Trains from the start or from the worker's checkpoint; returns the final metrics.
 
-    `eval_*` are those of the step that is kept, whose weights the trainer's model has afterwards; `before_*` those at step 0
-    where the job asks for `eval_on_start`.
+    `eval_*` are of the step that is kept, whose weights the trainer's model has afterwards; `before_*` are of step 0, if the job
+    sets `eval_on_start`.
     """
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             # TRL casts the adapters of a 4-bit base to bf16, in which small updates vanish, and the reward's head with
             # them (trl 1.16, RewardTrainer.__init__; https://github.com/huggingface/trl/issues/7268 is the same of DoRA's
-            # magnitudes): adapters and heads are fp32 here, whatever the base. Remove when TRL leaves them in fp32.
+            # magnitudes): adapters and heads are fp32 here, on any base. Remove when TRL leaves them in fp32.
             parameter.data = parameter.data.float()
     leave_shards_alone(trainer.model)
     trainer.mixture = worker.work.mixture
@@ -318,7 +318,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
             train_loss = (sums["total_loss"] + sums["tr_loss"]) / state.global_step
             return {"train_loss": train_loss, "epoch": float(state.epoch)}
     summary = trainer.train(resume_from_checkpoint=worker.resume).metrics
-    # TRL's RewardTrainer puts means over the steps since the last line of the log among them: no figures of the whole run.
+    # TRL's RewardTrainer adds means over the steps since the last line of the log, which do not describe the run.
     metrics = {
         k: float(v) for k, v in summary.items() if k.startswith("train_") or k in ("epoch", "total_flos")
     }

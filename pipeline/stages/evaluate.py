@@ -1,4 +1,4 @@
-"""Evaluation: a policy beside a baseline on the same held-out prompts, and a reward model on held-out pairs.
+"""Evaluation: a policy compared with a baseline on the same eval prompts, and a reward model on eval pairs.
 
     make evaluate    or    python -m pipeline evaluate jobs/demo/evaluate.yaml [section.key=value ...]
     make evaluate ARGS="policy=null baseline=null judge=null data.eval=null"      the reward model alone, on data.pairs

@@ -34,7 +34,7 @@ def train(worker: Worker) -> dict[str, Any]:
         """TRL's trainer, each pair exactly once an epoch over all workers."""
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
-    # No max_length: too long pairs are gone, and TRL would drop them.
+    # No max_length: pairs that are too long were dropped before.
     args = training.arguments(worker, RewardConfig, recompute.settled(worker), max_length=None)
     set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
     trainer = Trainer(

@@ -116,7 +116,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
             settings[key.removeprefix("sweep.")] = text
         elif len(values) > 1 or (values and RANGE.fullmatch(values[0])):
             if key in varied:
-                raise InputError("found twice on the command line; list all of its values once", key=key)
+                raise InputError("found twice on the command line; list all values once", key=key)
             varied[key] = _checked(key, values)
         else:
             shared.append(argument)

@@ -56,7 +56,7 @@ def test_a_name_is_that_of_a_run_or_of_an_iteration_or_of_a_sweep(fresh, tmp_pat
             if kind == owner:
                 continue
             assert main(typed) == 2
-            said = rf"run\.name: 'x' is the name of {owner} \(.*/x\); choose another one, for example run\.name={typed[0]}-x"
+            said = rf"run\.name: 'x' is the name of {owner} \(.*/x\); choose another name, for example run\.name={typed[0]}-x"
             assert re.search(said, error := capsys.readouterr().err), error
             assert [path.name for path in folder.iterdir()] == [file]
 
