@@ -1,7 +1,7 @@
-"""The schema of job files: for each class whose fields are keys of a section, their types, defaults, ranges and meaning.
+"""The schema of job files: types, defaults, ranges and meaning of all keys.
 
-schema.json is made from our dataclasses and from those of TRL, peft and Ray, so that a job is checked without importing them
-(seconds). Validation, `rlhf help KEY`, shell completion and editors read it. Make it again after a change of a key or a pin:
+schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, whose import takes seconds.
+Validation, `rlhf help KEY`, shell completion and editors read it. Regenerate it after a change of a key or a pin:
 
     python -m pipeline.config.schema
 """
@@ -23,7 +23,6 @@ from pipeline.errors import show
 from pipeline.intervals import outside
 
 FILE = Path(__file__).with_name("schema.json")
-# In the order in which most jobs have them.
 SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling", "rollout", "serve")
 LIBRARIES = {
     "lora": "peft.tuners.lora.config.LoraConfig",
@@ -181,7 +180,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def described(name: str) -> list[str]:
-    """Returns the lines of `rlhf help KEY`: type, default, range and meaning, once for all stages in which they are the same."""
+    """Returns the lines of `rlhf help KEY`: type, default, range and meaning, once for all stages that share them."""
     section, _, key = name.partition(".")
     found: dict[str, list[str]] = {}
     for stage in STAGE:
@@ -209,7 +208,6 @@ def _described(schema: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {text}"
 
 
-# ---------------------------------------------------------------- how schema.json is made
 if __name__ == "__main__":
     from pipeline.config import schema_of
 

@@ -1,4 +1,4 @@
-"""Makes schema.json: the JSON Schema of job files, from our dataclasses and those of TRL, peft and Ray (imports all of them)."""
+"""Generates schema.json, the JSON Schema of job files, from our dataclasses and the config classes of TRL, peft and Ray."""
 
 from __future__ import annotations
 
@@ -87,10 +87,9 @@ def of_class(dotted: str, section: str) -> dict[str, Any]:
         if get_origin(hint) is Annotated:
             hint, allowed = get_args(hint)
         schema = of_type(hint) or {}
-        if (section, field.name) == (
-            "trainer",
-            "gradient_checkpointing",
-        ):  # null: planning/recompute.py chooses
+        if (
+            section == "trainer" and field.name == "gradient_checkpointing"
+        ):  # null: planning/recompute.py decides
             schema = {"anyOf": [schema, {"type": "null"}]}
         if words := library_keys.words(section, field.name, name):
             schema = _with_words(schema, words)
@@ -99,7 +98,7 @@ def of_class(dotted: str, section: str) -> dict[str, Any]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """Returns the annotations of a class. A name that only type checkers import stands for a type that YAML cannot write."""
+    """Returns the annotations of a class. YAML cannot write the types that only type checkers import."""
     unknown: dict[str, Any] = {}
     while True:
         try:
@@ -147,7 +146,7 @@ def _of_union(parts: tuple[Any, ...]) -> dict[str, Any] | None:
 
 
 def _with_words(schema: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    """Returns the schema with these words in the place of any text."""
+    """Returns the schema with these words instead of any text."""
     if schema == {"type": "string"}:
         return {"enum": words}
     return {

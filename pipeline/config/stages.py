@@ -1,4 +1,4 @@
-"""One table: what each stage takes, which rows it reads, what it trains, which settings it has no use for, and its figures.
+"""One table: what each stage takes, which rows it reads, what it trains, which settings it does not use, and its metrics.
 
 Code that depends on the stage asks here: STAGE[job.stage].learns, not job.stage in ("sft", "rm", ...).
 """
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 OURS = "pipeline.config.job"
-# The models that a job may name; which of them a stage takes is in its `inputs`.
+# The models that a job may name; `inputs` has those of a stage.
 INPUTS = ("policy", "reference", "baseline", "reward", "judge")
 _NOTHING_TRAINED = {
     "lora": "it trains nothing",
     "data.eval_fraction": "it holds nothing out",
     "data.seed": "it holds nothing out",
     "data.batch_size": "it trains nothing; the rows of one forward are trainer.local_rollout_forward_batch_size",
-    "run.num_to_keep": "it leaves no checkpoints",
+    "run.num_to_keep": "it writes no checkpoints",
     "run.keep": "it trains nothing",
     "run.metric_for_best_model": "it trains nothing",
     "run.greater_is_better": "it trains nothing",
@@ -28,22 +28,22 @@ _NO_SERVER = {"serve": "only `serve` answers requests"}
 _NO_PAIRS = {"data.pairs": "they are for `evaluate`; its held-out rows are data.eval"}
 _LEARNS = {**_NO_SERVER, **_NO_PAIRS}
 _NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
-# Of `rollout`, what a job that writes completions and does not learn from them has a use for is what decodes.
+# A job that writes completions without learning from them uses only the decoding keys of `rollout`.
 _DECODES = {
-    f"rollout.{key}": "only `ppo` learns from what it samples; here it is rollout.engine and its settings that count"
+    f"rollout.{key}": "only `ppo` learns from what it samples; here only rollout.engine and its settings count"
     for key in """num_workers staleness use_gpu resources_per_worker label_selector patience_s heartbeat_timeout_s chunk_timeout_s
     tensor_parallel_size correction correction_cap""".split()
 }
 _ROW_BY_ROW = {
     **_NOTHING_TRAINED,
-    "model.fsdp": "each of its processes holds the base whole; shards are for sft, rm, dpo, kto, ppo and evaluate",
+    "model.fsdp": "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
     "data.pairs": "they are for `evaluate`; all its rows are data.train",
     "gate": "it registers no version that a gate could hold back",
     "data.eval": "it holds nothing out: all its rows are data.train",
-    "run.max_failures": "Ray Data does again what a lost actor did not finish",
+    "run.max_failures": "Ray Data repeats what a lost actor did not finish",
     "run.report": "it has no report",
-    "scaling.placement_strategy": "its actors are placed one by one",
-    "scaling.elastic_resize_monitor_interval_s": "its actors come and go by themselves",
+    "scaling.placement_strategy": "Ray places its actors one by one",
+    "scaling.elastic_resize_monitor_interval_s": "Ray Data scales its actors",
     "mlflow.experiment": "it makes no MLflow run",
     "mlflow.also": "it makes no MLflow run",
     "mlflow.alias": "it registers nothing",
@@ -51,7 +51,7 @@ _ROW_BY_ROW = {
 
 
 class Figure(NamedTuple):
-    """One of the figures that a reader looks at first: metrics of result.json before ("" for none) and after the run."""
+    """A headline metric: names in result.json of its value before ("" for none) and after the run."""
 
     label: str
     before: str
@@ -61,43 +61,42 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """The facts of one stage."""
+    """The facts about one stage."""
 
     # The config class, as package.module.Class, whose fields are the keys of the `trainer` section.
     trainer: str
     # One line for --help.
     summary: str
-    # The models that it takes; True: required.
+    # {model that it takes: whether it is required}
     inputs: Mapping[str, bool] = field(default_factory=dict)
-    # The kind of rows that data.train and data.eval hold, a key of data.kinds.KIND; None: it reads no rows.
+    # The kind of its rows, a key of data.shapes.KIND. None: it reads no rows.
     rows: str | None = None
     # The role whose adapter it trains: policy or reward.
     learns: str | None = None
-    # It keeps the adapter that training starts from, frozen, as the reference, unless the job names another one.
+    # Whether the frozen adapter that training starts from is the reference, unless the job names one.
     keeps_reference: bool = False
-    # Forwards without gradients over as many tokens as it learns from, beside the reference's.
+    # Forwards without gradients over as many tokens as it learns from, in addition to the reference's.
     further_forwards: int = 0
     # Of a micro-batch.
     fewest_rows: int = 1
     # Sequences in one training row: a pair has two.
     sequences: int = 1
-    # It generates completions, for which the context must have room behind a prompt.
+    # Whether it generates completions, for which the context needs space after the prompt.
     writes: bool = False
-    # It scores with rewards or a judge; a Python function among them asks for columns of the rows.
+    # Whether it scores with rewards or a judge; Python functions among them may take columns of the rows.
     scores: bool = False
-    # Where it runs: `train`, Ray Train's workers; `data`, actors of Ray Data, each row by itself; `serve`, replicas of Ray Serve;
-    # `here`, this process.
+    # train: Ray Train's workers; data: actors of Ray Data, row by row; serve: replicas of Ray Serve; here: this process.
     runs_in: str = "train"
-    # {section or section.key: why the stage has no use for it}
+    # {section or section.key: why the stage does not use it}
     unused: Mapping[str, str] = field(default_factory=dict)
     # Its name in reports.
     title: str = ""
-    # The most telling figure first: it alone is in the table at the end of `rlhf`.
+    # The most important metric first: `rlhf` shows only that one in its table.
     headline: tuple[Figure, ...] = ()
 
     @property
     def trl(self) -> bool:
-        """Whether one of TRL's trainers does the work; only a worker imports its config class."""
+        """Whether a TRL trainer does the work; only a worker imports its config class."""
         return self.trainer.startswith("trl.")
 
     @property
@@ -135,14 +134,14 @@ STAGE: dict[str, Stage] = {
     ),
     "dpo": Stage(
         "trl.trainer.dpo_config.DPOConfig",
-        "direct preference optimisation, from the sft adapter",
+        "direct preference optimization, from the sft adapter",
         {"policy": True, "reference": False},
         rows="preferences",
         learns="policy",
         keeps_reference=True,
         sequences=2,
         unused={**_LEARNS, **_NO_ROLLOUT},
-        title="Direct preference optimisation",
+        title="Direct preference optimization",
         headline=(
             Figure("held-out accuracy", "", "eval_rewards/accuracies", "%"),
             Figure("held-out loss", "before_loss", "eval_loss"),
@@ -151,7 +150,7 @@ STAGE: dict[str, Stage] = {
     ),
     "kto": Stage(
         "trl.trainer.kto_config.KTOConfig",
-        "KTO: learns from single completions with a thumb up or down, from the sft adapter",
+        "KTO on single completions labeled good or bad, from the sft adapter",
         {"policy": True},
         rows="thumbs",
         learns="policy",
@@ -159,7 +158,7 @@ STAGE: dict[str, Stage] = {
         fewest_rows=2,  # prompts get the completions of other rows
         further_forwards=2,  # of policy and reference, for the KL term
         unused={**_LEARNS, **_NO_ROLLOUT},
-        title="Kahneman-Tversky optimisation",
+        title="Kahneman-Tversky optimization",
         headline=(
             Figure("margin", "before_rewards/margins", "eval_rewards/margins"),
             Figure("held-out loss", "before_loss", "eval_loss"),
@@ -214,7 +213,7 @@ STAGE: dict[str, Stage] = {
     ),
     "collect": Stage(
         f"{OURS}.Collect",
-        "completions of a policy, several of each prompt and scored, as rows to train on",
+        "scored completions of a policy, several for each prompt, as rows to train on",
         {"policy": True, "reward": True},
         rows="prompts",
         writes=True,
@@ -244,15 +243,15 @@ STAGE: dict[str, Stage] = {
                 (f"data.{key}" for key in ("train", "on_error", "too_long", "columns", "label", "transform", "group_by", "cache_dir", "subset")),
                 "it reads no rows",
             ),
-            "trainer.seed": "a request may bring one; else each has another",
-            "run.max_failures": "Ray Serve starts a lost replica again",
-            "run.fresh": "it leaves nothing to continue from",
-            "scaling.elastic_resize_monitor_interval_s": "Ray Serve scales by the requests that wait",
+            "trainer.seed": "a request may set one; otherwise each has a different one",
+            "run.max_failures": "Ray Serve restarts a lost replica",
+            "run.fresh": "there is nothing to resume",
+            "scaling.elastic_resize_monitor_interval_s": "Ray Serve scales by the number of waiting requests",
         },
     ),
     "export": Stage(
         f"{OURS}.Export",
-        "policy and reward for others: merged models or adapters, in a folder or on the hub",
+        "policy and reward as merged models or adapters, in a folder or on the hub",
         {"policy": False, "reward": False},
         runs_in="here",
         unused={
@@ -260,11 +259,11 @@ STAGE: dict[str, Stage] = {
             **_NO_ROLLOUT,
             **_ROW_BY_ROW,
             "data": "it reads no rows",
-            "model.load_in_4bit": "an adapter is merged into the base as it is stored, in model.dtype, never into nf4 weights",
+            "model.load_in_4bit": "an adapter is merged into the unquantized base in model.dtype",
             "run.placement_timeout_s": "it runs in this process",
             **dict.fromkeys(
                 (f"scaling.{key}" for key in ("num_workers", "resources_per_worker", "accelerator_type", "label_selector")),
-                "it runs in this process; scaling.use_gpu says where",
+                "it runs in this process; scaling.use_gpu chooses the device",
             ),
         },
     ),

@@ -120,7 +120,7 @@ def test_a_run_that_is_interrupted_notes_its_name(models, storage, monkeypatch, 
     [
         (
             ["model.load_in_4bit=true"],
-            r"model\.load_in_4bit: `export` does not use this key \(an adapter is merged into the base as it is stored",
+            r"model\.load_in_4bit: `export` does not use this key \(an adapter is merged into the unquantized base",
         ),
         (["policy=null", "reward=null"], r"policy: missing; `export` needs it, or a reward"),
         (["reward=python:m:f"], r"reward: found 'python:m:f', expected one reward adapter"),

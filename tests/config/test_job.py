@@ -123,7 +123,7 @@ BAD = [
     ("dpo", ["model.fsdp=true", "lora.use_dora=true"], r"model\.fsdp: given together with lora\.use_dora"),
     ("ppo", ["model.fsdp=true", "rollout.engine=vllm", "rollout.num_workers=1"], r"rollout\.engine: found vllm together with model\.fsdp.* rollout\.engine=transformers"),
     ("evaluate", ["model.fsdp=true", "rollout.engine=vllm"], r"rollout\.engine: found vllm together with model\.fsdp"),
-    ("generate", ["model.fsdp=true"], r"model\.fsdp: `generate` does not use this key \(each of its processes holds the base whole"),
+    ("generate", ["model.fsdp=true"], r"model\.fsdp: `generate` does not use this key \(each of its processes holds the full base"),
     ("sft", ["lora.bias=all"], r"lora\.bias: .*expected none"),
     ("sft", ["run.name=a/b"], r"run\.name: found 'a/b'"),
     ("sft", ["run.name=.."], r"run\.name: found '\.\.'"),
