@@ -19,6 +19,7 @@ from pipeline.on_ray import placement
 from pipeline.on_ray.session import session
 from pipeline.registry import file_of_uri
 from pipeline.runtime.inputs import check_paths
+from pipeline.runtime.preparation import heading
 from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import console, storage
 
@@ -47,7 +48,8 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     # The stages share the session and the checks of their jobs that start here.
     on_ray = [job for job in jobs.values() if not job.in_process]
     with libraries.asked(*on_ray), session(next(iter(on_ray), jobs["sft"])):
-        for stage, module in ORDER.items():
+        for number, (stage, module) in enumerate(ORDER.items(), 1):
+            heading.set(f"[{number}/{len(ORDER)}]")
             results.append(module.run(jobs[stage]))
             gc.collect()  # the models of a stage in this process
             missed = results[-1].get("registered_model") and not results[-1]["alias"]

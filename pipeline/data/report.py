@@ -185,6 +185,20 @@ class Report:
                 lines += [f"--- {index} " + "-" * 66, visible(sample)]
         return "\n".join(lines)
 
+    def summary(self) -> str:
+        """Returns a few lines for a run: the rows of each split, what became of the others, and all warnings."""
+        lines = []
+        for name, split in self.splits.items():
+            lines.append(line(name, f"{split.kept:,} of {count(split.read)}, {count(split.tokens, 'token')}"))
+            lines += [
+                line(*entry) for entry in self._split(split) if entry[0] in ("labels", "dropped", "truncated")
+            ]
+            lines += [line(*entry) for entry in self._sources(name)]
+            lines += [line("warning", text) for text in self._warnings(name, split)]
+        if self.duplicates:
+            lines.append(line("duplicates", f"{count(self.duplicates)} (not removed)"))
+        return "\n".join([*lines, *(line("warning", note) for note in self.notes)])
+
     def _split(self, split: Split) -> list[tuple[str, str]]:
         """The table of a split: (title, what it has)."""
         rows = count(split.text_rows)

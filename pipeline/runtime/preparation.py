@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,11 +57,16 @@ class Run:
         return self.work.job.folder
 
 
+heading: ContextVar[str] = ContextVar(
+    "heading", default="=="
+)  # before the title of a command; `rlhf` numbers its stages
+
+
 def announce(job: Job, verb: str | None = None) -> None:
     """Checks the paths of a job and prints the header of the command. Raises InputError if a path does not exist."""
     check_paths(job)
     title = f"{verb}  {job.stage}" if verb else f"{job.stage}  run {job.run.name}"
-    print(f"\n== {title}  {job.source}", flush=True)
+    print(f"\n{heading.get()} {title}  {job.source}", flush=True)
 
 
 @contextlib.contextmanager

@@ -3,29 +3,36 @@
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import make
+from pipeline.config import OPERATORS, make, parse_gate
 from pipeline.config.stages import STAGE
 from pipeline.errors import visible
 from pipeline.references import Ref
 from pipeline.report.headline import how_it_ended
 
-OMITTED = ("runtime", "per_second", "num_tokens")  # eval metrics that do not depend on the model
+SHOWN_SAMPLES = 4
 
 
 def print_summary(result: dict[str, Any], drawn: str | None) -> None:
-    """Prints the end of a run: samples, eval metrics before and after, the version, and the folder.
+    """Prints the end of a run: samples, headline metrics before and after, the gate, the version, and the folder.
+
+    result.json and the report have all samples and metrics.
 
     Args:
         drawn: the path of its report, or None.
     """
     if result["samples"]:
-        print("\n" + sample_table(result["samples"]) + "\n")
+        print("\n" + sample_table(result["samples"][:SHOWN_SAMPLES]) + "\n")
     metrics = result["metrics"]
-    for name in sorted(n.removeprefix("eval_") for n in metrics if n.startswith("eval_")):
-        if not name.endswith(OMITTED):
-            before = metrics.get(f"before_{name}")
+    for figure in STAGE[result["stage"]].headline:
+        if figure.after in metrics:
+            before = metrics.get(figure.before)
             was = f"{before:>10.4g} -> " if before is not None else " " * 14
-            print(f"   {name:<28}{was}{metrics[f'eval_{name}']:.4g}")
+            print(f"   {figure.label:<28}{was}{metrics[figure.after]:.4g}")
+    for metric, condition in (result["job"].get("gate") or {}).items():
+        symbol, threshold = parse_gate(condition)
+        holds = metric in metrics and OPERATORS[symbol](metrics[metric], threshold)
+        found = f"{metrics[metric]:.4g}" if metric in metrics else "missing"
+        print(f"   {f'gate: {metric} {condition}':<42}{found}  {'passed' if holds else 'failed'}")
     if ended := how_it_ended(result):
         print(f"   {ended}")
     if poor := not_better(result):
@@ -72,18 +79,13 @@ def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
     return "\n".join(lines)
 
 
-def pairs_table(evaluation: dict[str, Any]) -> str:
-    """Returns the tables of evaluation.pairs.figures as aligned text."""
-    lines = ["   confidence     pairs   said   right"]
-    for one in evaluation["reliability"]:
-        shown = f"{one['low']:.2f} to {one['high']:.2f}"
-        lines.append(f"   {shown:<13}{one['pairs']:>7}{one['confidence']:>7.2f}{one['accuracy']:>8.2f}")
-    if evaluation["subsets"]:
-        width = max(len(name) for name in evaluation["subsets"])
-        lines += ["", f"   {'subset':<{width}}  pairs  accuracy (95 %)"]
-        for name, one in evaluation["subsets"].items():
-            interval = f"{one['low']:.3f} to {one['high']:.3f}"
-            lines.append(f"   {name:<{width}}{one['pairs']:>7}  {one['accuracy']:.3f}  ({interval})")
+def subsets_table(subsets: dict[str, dict[str, float]]) -> str:
+    """Returns the accuracy on each subset of the pairs as aligned text."""
+    width = max(len("subset"), *map(len, subsets))
+    lines = [f"   {'subset':<{width}}  pairs  accuracy (95 %)"]
+    for name, one in subsets.items():
+        interval = f"{one['low']:.3f} to {one['high']:.3f}"
+        lines.append(f"   {name:<{width}}{one['pairs']:>7}  {one['accuracy']:.3f}  ({interval})")
     return "\n".join(lines)
 
 

@@ -32,6 +32,7 @@ from pipeline.system import console, storage
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
 
 
@@ -150,6 +151,7 @@ class Worker(Host):
             tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id or str(self.job.run.name)
         )
         self.started: tuple[float, int] | None = None  # (time, step) of the first line: for the time left
+        self.printed = 0.0  # time of the last line
         self.step = self.total = 0  # of the last line of the log; of the run
         self.report = self._report if work.sweep else None
         self.end: dict[str, Any] = {}  # best.outcome of a stage that trains
@@ -198,7 +200,7 @@ class Worker(Host):
         return parts
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
-        """Prints one line with the time left and sends the metrics to MLflow, on rank 0."""
+        """Sends the metrics to MLflow and prints a line with the time left, at most every PRINT_INTERVAL_S; on rank 0."""
         self.step, self.total = step, total
         if self.metrics is None:
             return
@@ -209,7 +211,10 @@ class Worker(Host):
         left = (now - self.started[0]) / done * (total - step) if done else None
         clock = f"  left {int(left // 60)}:{int(left % 60):02d}" if left is not None else ""
         shown = "  ".join(f"{word} {metrics[k]:<9.4g}" for k, word in SHOWN.items() if k in metrics)
-        print(f"step {step:>{len(str(total))}}/{total}  {shown}{clock}".rstrip(), flush=True)
+        ends = step in (self.started[1], total) or any(key.startswith("eval_") for key in metrics)
+        if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow has every step
+            self.printed = now
+            print(f"step {step:>{len(str(total))}}/{total}  {shown}{clock}".rstrip(), flush=True)
         self.metrics.log(metrics, step)
 
     def _report(self, figure: float, step: int) -> str | None:

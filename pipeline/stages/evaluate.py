@@ -17,7 +17,7 @@ from pipeline.config import Job
 from pipeline.runtime import resume
 from pipeline.runtime.preparation import Run
 from pipeline.runtime.run import Outcome, launch
-from pipeline.runtime.summary import pairs_table
+from pipeline.runtime.summary import subsets_table
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage
 
@@ -26,8 +26,8 @@ def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
     path = storage.join(result["folder"], "evaluation.json")
     evaluation = resume.read_object(path, "pairs", "metrics")
-    if evaluation["pairs"]:
-        print("\n" + pairs_table(evaluation["pairs"]), flush=True)
+    if evaluation["pairs"] and evaluation["pairs"]["subsets"]:
+        print("\n" + subsets_table(evaluation["pairs"]["subsets"]), flush=True)
     return result
 
 

@@ -17,7 +17,7 @@ from pipeline.__main__ import main
 from pipeline.evaluation import pairs
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Sampling
-from pipeline.runtime.summary import pairs_table
+from pipeline.runtime.summary import subsets_table
 
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
 
@@ -108,7 +108,7 @@ def test_figures_of_pairs():
     assert metrics["eval_rm_length_correlation"] > 0.9
     assert metrics["eval_rm_loss"] == pytest.approx(sum(math.log(1 + math.exp(-m)) for m in (1, -1, 3)) / 3)
     assert tables["subsets"]["b"]["pairs"] == 2
-    assert re.search(r"\n   b +2  0\.500  \(0\.095 to 0\.905\)", pairs_table(tables))
+    assert re.search(r"\n   b +2  0\.500  \(0\.095 to 0\.905\)", subsets_table(tables["subsets"]))
 
 
 # -------------------------------------------------------------------------------------------- a reward model alone
@@ -290,8 +290,8 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["policy=null"], r"policy: missing; `evaluate` needs it to answer data\.eval.*type data\.eval=null"),
-        (["policy=null", "data.eval=null", "baseline=base"], r"baseline: there are no prompts to compare it on: .*type baseline=null"),
+        (["policy=null"], r"policy: missing; `evaluate` needs it to answer data\.eval.*set data\.eval=null"),
+        (["policy=null", "data.eval=null", "baseline=base"], r"baseline: there are no prompts to compare it on: .*set .*baseline=null"),
         (["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
         (["data.subset=kind", "data.pairs=null"], r"data\.subset: names a column of data\.pairs, and there are none"),
         (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
