@@ -1,6 +1,7 @@
 """Loading a base, and telling one base from another."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+import toy_models
 import transformers
 from running import ROOT
 from safetensors.torch import load_file, save_file
@@ -42,17 +44,7 @@ FAMILIES = {
 
 
 def settings(folder, **changes) -> SimpleNamespace:
-    values = {
-        "name_or_path": str(folder),
-        "revision": None,
-        "chat_template": None,
-        "dtype": "float32",
-        "load_in_4bit": False,
-        "attn_implementation": None,
-        "trust_remote_code": False,
-        "allow_pickle": False,
-    }
-    return SimpleNamespace(**{**values, **changes})
+    return toy_models.settings(folder, **{"dtype": "float32", "load_in_4bit": False, **changes})
 
 
 def make_model(folder: Path, family: str) -> Path:
@@ -77,6 +69,12 @@ def make_model(folder: Path, family: str) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {family: make_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture
+def copied(folders, tmp_path) -> Path:
+    """A copy of the Mistral that a test may change."""
+    return Path(shutil.copytree(folders["mistral"], tmp_path / "mistral"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,8 +124,8 @@ def test_a_scorers_head_computes_in_fp32_under_autocast(folders, dtype):
 def test_nf4_on_a_cpu(folders, family):
     ids = torch.tensor([[5, 6, 7, 8]])
     model = load_base(settings(folders[family], load_in_4bit=True))
-    quantised = {type(module).__name__ for module in model.modules()}
-    assert "Linear4bit" in quantised
+    quantized = {type(module).__name__ for module in model.modules()}
+    assert "Linear4bit" in quantized
     before = model(ids).logits  # in eval mode without gradients, then as in training: the same weights
     assert torch.isfinite(before).all()
     torch.testing.assert_close(model.train()(ids).logits, before)
@@ -135,28 +133,19 @@ def test_nf4_on_a_cpu(folders, family):
     assert isinstance(score_head(scorer), torch.nn.Linear) and scorer(ids).logits.shape == (1, 1)
 
 
-def test_identity_follows_every_weight_byte(folders, tmp_path):
-    folder = make_model(tmp_path, "mistral")
-    before = base_identity(str(folder))
+@pytest.mark.parametrize("sampled", [False, True])
+def test_identity_follows_the_weights(folders, copied, sampled, monkeypatch):
+    if sampled:  # as files of more than a GiB are
+        monkeypatch.setattr(base_module, "WHOLE_FILE_BYTES", 1000)
+        monkeypatch.setattr(base_module, "SAMPLE_BYTES", 64)
+    before = base_identity(str(copied))
     assert before["digest"] == base_identity(str(folders["mistral"]))["digest"]  # the same weights elsewhere
     assert before["context_length"] == 64 and before["architecture"] == "MistralForCausalLM"
-    file = folder / "model.safetensors"
+    file = copied / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert base_identity(str(folder))["digest"] != before["digest"]
-
-
-def test_identity_of_large_files_samples_them(folders, tmp_path, monkeypatch):
-    folder = make_model(tmp_path, "mistral")
-    monkeypatch.setattr(base_module, "WHOLE_FILE_BYTES", 1000)
-    monkeypatch.setattr(base_module, "SAMPLE_BYTES", 64)
-    before = base_identity(str(folder))["digest"]
-    file = folder / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    assert base_identity(str(folder))["digest"] != before
+    assert base_identity(str(copied))["digest"] != before["digest"]
 
 
 def test_identity_needs_no_torch(folders):
@@ -167,23 +156,21 @@ def test_identity_needs_no_torch(folders):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_pickled_weights_need_a_word(tmp_path):
-    folder = make_model(tmp_path, "mistral")
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+def test_pickled_weights_need_a_word(copied):
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"model\.allow_pickle=true"):
-        load_base(settings(folder))
-    assert load_base(settings(folder, allow_pickle=True)) is not None
-    assert base_identity(str(folder))["digest"].startswith("sha256:")
+        load_base(settings(copied))
+    assert load_base(settings(copied, allow_pickle=True)) is not None
+    assert base_identity(str(copied))["digest"].startswith("sha256:")
 
 
-def test_missing_weights_are_refused_not_made_up(tmp_path):
-    folder = make_model(tmp_path, "mistral")
-    weights = load_file(folder / "model.safetensors")
+def test_missing_weights_are_refused_not_made_up(copied):
+    weights = load_file(copied / "model.safetensors")
     weights.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_base(settings(folder))
+        load_base(settings(copied))
 
 
 def test_what_is_no_base(folders, tmp_path):
