@@ -39,7 +39,7 @@ def test_every_row_once_an_epoch_while_workers_come_and_go(tmp_path):
     from runs import Run, Server, until
 
     with Server(tmp_path) as server:
-        untouched = Run("sft", "untouched", tmp_path, server, SMALL)
+        untouched = Run("sft", "untouched", tmp_path, server, [*SMALL, "scaling.num_workers=1"])
         untouched.env["CHAOS_ROWS"] = str(tmp_path / "rows-untouched")
         elastic = Run("sft", "elastic", tmp_path, server, [*SMALL, "scaling.num_workers=[1, 2]"])
         elastic.env["CHAOS_ROWS"] = str(tmp_path / "rows-elastic")
