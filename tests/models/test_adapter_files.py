@@ -178,26 +178,11 @@ def test_a_dead_link_is_named(file, policy):
 
 # --------------------------------------------------------------------------------------------------------- lineage
 
-LINEAGE = [
-    ("base", [5, [], {}, {"digest": 5, "name_or_path": "x"}, {"digest": "x"}]),
-    ("reward", [5, {}, {"mean": "x", "std": 1}, {"mean": 0, "std": 0}, {"mean": 0, "std": 1, "more": 1},
-                {"mean": float("inf"), "std": 1}, {"mean": 10**400, "std": 1}, {"mean": True, "std": 1}]),
-    ("parents", [5, []]),
-    ("data", ["x"]),
-    ("versions", [[1]]),
-]  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [(k, v) for k, values in LINEAGE for v in values],
-    ids=[f"{k}={str(v)[:30]}" for k, values in LINEAGE for v in values],
-)
-def test_lineage_says_what_a_stage_writes(key, value, policy):
-    (policy / "lineage.json").write_text(json.dumps({"stage": "sft", key: value}))
-    with pytest.raises(
-        InputError, match=rf"^.*/policy/lineage\.json: {key}.*: found .*, expected .*; bring the file back"
-    ):
+@pytest.mark.parametrize("base", [5, [], {"digest": "x"}], ids=str)
+def test_lineage_names_its_base(base, policy):
+    (policy / "lineage.json").write_text(json.dumps({"stage": "sft", "base": base}))
+    with pytest.raises(InputError, match=r"^.*/policy/lineage\.json: base: found .*, expected name_or_path"):
         lineage.read(str(policy), "policy")
 
 
