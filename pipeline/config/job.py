@@ -80,6 +80,7 @@ class Data:
     eval_fraction: Annotated[float, "[0, 1)"] = 0.0  # held out of `train` by prompt, instead of `eval`
     max_length: Annotated[int | None, "[2, 1048576]"] = None  # tokens; None: the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
+    deduplicate: bool = False  # leave out rows that are equal to an earlier row of their set, byte by byte
     # What happens to rows with more tokens than `max_length`.
     too_long: Literal["error", "drop", "truncate"] = "error"
     # To text rows; None: unless the template is only the fallback "plain".

@@ -16,6 +16,7 @@ _NOTHING_TRAINED = {
     "lora": "it trains nothing",
     "data.eval_fraction": "it holds nothing out",
     "data.seed": "it holds nothing out",
+    "data.deduplicate": "it trains nothing",
     "data.batch_size": "it trains nothing; the rows of one forward are trainer.local_rollout_forward_batch_size",
     "run.num_to_keep": "it writes no checkpoints",
     "run.keep": "it trains nothing",

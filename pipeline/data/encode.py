@@ -11,7 +11,7 @@ import json
 import operator
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.data.messages import shared_length
@@ -45,6 +45,7 @@ class Dropped:
     """A row left out without being wrong: `too_long`, `prompt_too_long`, or `equal_after_truncation`."""
 
     reason: str
+    error: RowError | None = field(default=None, compare=False)  # what is named with its line in the report
 
 
 Outcome = Example | Dropped | RowError
@@ -220,7 +221,7 @@ class Encoder:
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
-                return Dropped("prompt_too_long")
+                return self.prompt_too_long()
             sides = [side[: self.max_length - len(prompt)] for side in sides]
             if len(sides) > 1 and sides[0] == sides[1]:
                 return Dropped("equal_after_truncation")
@@ -320,7 +321,7 @@ class Encoder:
             ids, trained = ids[: self.max_length], trained[: self.max_length]
         # The first token is never predicted.
         if self.blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
-            return Dropped("prompt_too_long") if length > self.max_length else no_completion()
+            return self.prompt_too_long() if length > self.max_length else no_completion()
         labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
         completion_tokens = sum(trained)
         ended = not self.ends.isdisjoint(labels)
@@ -370,11 +371,16 @@ class Encoder:
 
     def over_length(self, found: str) -> RowError | Dropped:
         """The outcome of a row that is too long and is not to be truncated."""
-        if self.too_long == "drop":
-            return Dropped("too_long")
-        return RowError(
+        error = RowError(
             "too_long", "", found, f"at most {self.max_length} tokens (data.max_length or the context)"
         )
+        return Dropped("too_long", error) if self.too_long == "drop" else error
+
+    def prompt_too_long(self) -> Dropped:
+        """The outcome of a row whose prompt leaves no token for the completion."""
+        found = f"no token of the completion among the first {self.max_length}"
+        error = RowError("prompt_too_long", "", found, "a shorter prompt, or a larger data.max_length")
+        return Dropped("prompt_too_long", error)
 
 
 # ---- rows of text, or of messages ------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from pipeline.data.mixture import Mixture, mix
 from pipeline.data.preview import preprocessing, resolve_labels
 from pipeline.data.report import Report, add_empty_files, check, report_of
 from pipeline.data.shapes import kind_of
-from pipeline.data.tasks import Options, columns_of, make_part, tokenize
+from pipeline.data.tasks import Options, columns_of, hash_rows, run_chunks, tokenize
 from pipeline.data.template import DATE
 from pipeline.errors import InputError
 from pipeline.system import storage
@@ -84,12 +84,14 @@ def prepare(
             for file in listing
             for chunk in plan([file], name, options.kind_in(name, file.source))
         ]
-        size = sum(file.size for listing in files.values() for file in listing)
-        if ray_for_rows and size <= SMALL:
-            counts = run_here(chunks, tokenizer, options, folder)
-        else:
-            with ray_for_rows() if ray_for_rows else contextlib.nullcontext():
-                counts = run_tasks(chunks, tokenizer, options, folder)
+        _make(folder)
+        on_ray = not ray_for_rows or sum(file.size for some in files.values() for file in some) > SMALL
+        with ray_for_rows() if on_ray and ray_for_rows else contextlib.nullcontext():
+            repeated = repeated_rows(run(hash_rows, chunks, on_ray), chunks) if data.deduplicate else {}
+            work = functools.partial(
+                tokenize, tokenizer=tokenizer, options=options, folder=folder, repeated=repeated
+            )
+            counts = run(work, chunks, on_ray)
         add_empty_files(counts)
         check(counts, options)
         manifest = {"key": key, **manifest_of(counts, tokenizer, options)}
@@ -181,6 +183,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         packing and kind_of(stage).packs,
         data.special_tokens,
         preprocessing(stage, data),
+        data.deduplicate,
     )
 
 
@@ -205,23 +208,34 @@ def content_digest(name: str, counts: list[Counts], options: Options) -> str:
     return hashlib.sha256(f"{whole.count}:{whole.value}:{held}".encode()).hexdigest()
 
 
-def run_tasks(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str) -> list[Counts]:
-    """Tokenizes all chunks in Ray Data tasks. Returns their counts, in their order."""
+def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
+    """Returns {number of a chunk: places of its rows that equal an earlier row of their set}, from 8-byte hashes of all rows."""
+    import numpy as np
+
+    repeated = {}
+    for split in ("train", "eval"):
+        indices = [index for index, chunk in enumerate(chunks) if chunk.split == split]
+        rows = [np.frombuffer(hashes[index], dtype=np.uint64) for index in indices]
+        again = np.ones(sum(map(len, rows)), dtype=bool)
+        again[np.unique(np.concatenate([*rows, np.empty(0, np.uint64)]), return_index=True)[1]] = False
+        ends = np.cumsum([len(some) for some in rows])
+        for index, places in zip(indices, np.split(again, ends[:-1]), strict=True) if indices else ():
+            repeated[index] = np.flatnonzero(places)
+    return repeated
+
+
+def run(work: Callable[[Chunk, int], Any], chunks: list[Chunk], on_ray: bool) -> list[Any]:
+    """Returns work(chunk, number) for all chunks, in their order: from Ray Data tasks, or from this process."""
+    if not on_ray:
+        return [work(chunk, index) for index, chunk in enumerate(chunks)]
     import ray
 
     set_up_ray_data()
-    _make(folder)
-    task = functools.partial(make_part, shared=ray.put((chunks, tokenizer, options, folder)))
+    task = functools.partial(run_chunks, shared=ray.put((chunks, work)))
     numbers = ray.data.range(len(chunks), override_num_blocks=len(chunks))
     rows = numbers.map_batches(task, batch_size=None, batch_format="numpy").take_all()
     rows.sort(key=lambda row: row["index"])
-    return [pickle.loads(row["counts"]) for row in rows]
-
-
-def run_here(chunks: list[Chunk], tokenizer: Any, options: Options, folder: str) -> list[Counts]:
-    """Tokenizes all chunks in this process. Returns their counts, in their order."""
-    _make(folder)
-    return [tokenize(chunk, index, tokenizer, options, folder) for index, chunk in enumerate(chunks)]
+    return [pickle.loads(row["result"]) for row in rows]
 
 
 def _make(folder: str) -> None:

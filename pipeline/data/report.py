@@ -55,6 +55,7 @@ ERROR_NAMES = {
     "template": "refused by the chat template",
     "transform": "failed in data.transform",
     "left_out": "left out by data.transform",
+    "duplicate": "equal to an earlier row",
     "tie": "tie, or without a clear label",
     "unknown_label": "label that data.label does not know",
     "unclear_label": "label whose meaning is not known",
@@ -62,6 +63,7 @@ ERROR_NAMES = {
     "prompt_too_long": "whose prompt alone is too long: nothing of the completion is left",
     "empty_file": "empty file",
 }
+MAX_LABELS = 8  # different values of a label that are shown one by one
 WAYS = {"text": "ordinary text", "control": "control tokens"}  # data.special_tokens
 
 
@@ -75,6 +77,8 @@ class Split:
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     tokens: int = 0
     desirable: int | None = None  # of the rows kept, those labelled as good; None: rows without labels
+    # column of labels -> {"VALUE = MEANING": rows}, such as {"winner": {"a = first": 268, "tie": 51}}
+    label_values: dict[str, dict[str, int]] = field(default_factory=dict)
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # whose prompt is plain text, not messages
@@ -171,7 +175,10 @@ class Report:
             lines.append(line("packed", f"{count(self.packed)} of up to {self.max_length} tokens"))
         if self.duplicates:
             verb = "repeats" if self.duplicates == 1 else "repeat"
-            lines += ["", f"duplicates    {count(self.duplicates)} {verb} an earlier row (not removed)"]
+            lines += [
+                "",
+                f"duplicates    {count(self.duplicates)} {verb} an earlier row (data.deduplicate=true removes them)",
+            ]
         lines += [line("warning", note) for note in self.notes]
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
@@ -217,6 +224,7 @@ class Report:
                 "labels",
                 f"{split.desirable or 0:,} desirable, {undesirable:,} undesirable",
             ),
+            *((True, "label", labels_in_words(*entry)) for entry in split.label_values.items()),
             (split.versions, "versions", versions_in_words(split.versions, split.kept)),
             (split.text_rows, "template", template),
             (split.unread, "not read", columns_in_words(split.unread)),
@@ -321,6 +329,16 @@ def line(title: str, text: str) -> str:
     return f"  {title:<{11 if len(title) < 12 else 17}} {visible(text, lines=False)}"
 
 
+def labels_in_words(column: str, values: dict[str, int]) -> str:
+    """Returns `winner: a = first 268, b = second 281, tie 51`; of many values, such as a scale, only the meanings."""
+    if len(values) > MAX_LABELS:
+        meanings = Counter[str]()
+        for value, rows in values.items():
+            meanings[value.rpartition(" = ")[2]] += rows
+        values = dict(meanings)
+    return f"{column}: {', '.join(f'{value} {rows:,}' for value, rows in values.items())}"
+
+
 def columns_in_words(rows: dict[str, int]) -> str:
     """Names columns, the most frequent first."""
     names = [name[:40] for name, _ in Counter(rows).most_common()]
@@ -373,6 +391,8 @@ def split_of(name: str, counts: Sequence[Counts]) -> Split:
         setattr(split, label, total[label].total())
     for label in ("dropped", "unread", "versions", "special_tokens"):
         setattr(split, label, dict(total[label].most_common()))
+    for (column, meaning), rows in sorted(total["labels"].items()):
+        split.label_values.setdefault(column, {})[meaning] = rows
     for label in ("joined", "special"):
         first = (one.first[name, label] for one in counts if (name, label) in one.first)
         setattr(split, f"{label}_first", next(first, ""))

@@ -433,6 +433,9 @@ def _unclear(values: list[Any], column: str, key: str) -> str:
     )
 
 
+NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
+
+
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
 
@@ -448,11 +451,15 @@ class Preprocess:
         None  # `transform` gets the rows in succession that have the same value in this column
     )
 
-    def rows(self, row: Any, kind: "Kind") -> Iterator[Any]:
-        """The rows that a decoded row stands for: each a row, a RowError, or Dropped."""
+    def rows(self, row: Any, kind: "Kind", note_label: NoteLabel | None = None) -> Iterator[Any]:
+        """The rows that a decoded row stands for: each a row, a RowError, or Dropped.
+
+        Args:
+            note_label: is called with the column of each label, and what its value means.
+        """
         for made in self.transformed(row):
             try:
-                yield self._fields(made, kind) if isinstance(made, dict) else made
+                yield self._fields(made, kind, note_label) if isinstance(made, dict) else made
             except RowError as error:
                 yield error
 
@@ -466,14 +473,23 @@ class Preprocess:
         except RowError as error:
             yield error
 
-    def _fields(self, row: dict[str, Any], kind: "Kind") -> Any:
+    def _fields(self, row: dict[str, Any], kind: "Kind", note_label: NoteLabel | None) -> Any:
         if self.columns:
             row = renamed(row, self.columns, kind.needed)
         if self.rule and self.rule.good and "label" in row:
-            return graded(row, self.rule) or Dropped("tie")
-        if kind.has_pairs and "first" in row and "second" in row:
-            return ordered(row, self.rule) or Dropped("tie")
-        return row
+            made = graded(row, self.rule)
+            meaning = "neither" if made is None else "good" if made["label"] else "bad"
+        elif kind.has_pairs and "first" in row and "second" in row:
+            made = ordered(row, self.rule)
+            meaning = "tie" if made is None else "first" if made["chosen"] is row["first"] else "second"
+        else:
+            return row
+        label = row.get("label")
+        if note_label and isinstance(label, str | int | float) and "first_score" not in row:
+            value = str(label).strip()[:40]
+            column = named(self.columns.get("label", "label"))[0]
+            note_label(column, meaning if value.lower() == meaning else f"{value} = {meaning}")
+        return made or Dropped("tie")
 
 
 NOTHING = Preprocess()

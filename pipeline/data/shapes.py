@@ -27,7 +27,7 @@ from pipeline.data.messages import (
     with_system,
 )
 from pipeline.data.record import Record, Text, Turns, plain
-from pipeline.data.reshape import NOTHING, UNORDERED, Preprocess, shapes_with
+from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
 from pipeline.data.values import RowError, check_values, fields_of, show, some
 from pipeline.errors import visible
 from pipeline.references import Ref
@@ -66,9 +66,9 @@ class Kind:
         """Whether a row's further columns are kept, for Python rewards."""
         return "row" in self.columns
 
-    def rows(self, row: Any) -> Iterator[Any]:
+    def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """The rows that a decoded row of a file stands for: each a row, a RowError or Dropped."""
-        return self.preprocess.rows(row, self)
+        return self.preprocess.rows(row, self, note_label)
 
 
 # ---- demonstrations: a prompt and the completion to learn ------------------------------------------------------------

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import pickle
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class Options:
     special_tokens: str = "text"
     # split -> what becomes of the raw rows of each of its sources; of none: they stay as they are
     preprocess: Mapping[str, Sequence[Preprocess]] = field(default_factory=dict)
+    deduplicate: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -55,34 +56,54 @@ class Options:
         return kind_of(self.stage, sources[source] if sources else NOTHING)
 
 
-def make_part(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """What Ray Data maps over the numbers of chunks; `shared` is a reference to what run_tasks ships once."""
-    chunks, tokenizer, options, folder = _fetched(shared)
-    for index in batch["id"]:
-        counts = tokenize(chunks[int(index)], int(index), tokenizer, options, folder)
-        yield {"index": [int(index)], "counts": [pickle.dumps(counts)]}
+def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
+    """What Ray Data maps over the numbers of chunks; `shared` is a reference to what read.run ships once."""
+    chunks, work = _fetched(shared)
+    for index in map(int, batch["id"]):
+        yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
 
 
 @functools.lru_cache(maxsize=2)
-def _fetched(reference: Any) -> tuple[list[Chunk], Any, Options, str]:
+def _fetched(reference: Any) -> tuple[list[Chunk], Callable[[Chunk, int], Any]]:
     """What the driver shipped, unpickled once in each worker process."""
     import ray
 
     return ray.get(reference)
 
 
-def tokenize(chunk: Chunk, index: int, tokenizer: Any, options: Options, folder: str) -> Counts:
-    """Makes the parts of chunk number `index` in `folder`, one for each split."""
+def hash_rows(chunk: Chunk, index: int) -> bytes:
+    """Returns 8 bytes for each row of a chunk, equal for rows with equal bytes."""
+    return b"".join(row_hash(raw) for _, _, raw in rows(chunk))
+
+
+def row_hash(raw: bytes) -> bytes:
+    return hashlib.blake2b(raw, digest_size=8).digest()
+
+
+def tokenize(
+    chunk: Chunk,
+    index: int,
+    tokenizer: Any,
+    options: Options,
+    folder: str,
+    repeated: Mapping[int, Iterable[int]] | None = None,
+) -> Counts:
+    """Makes the parts of chunk number `index` in `folder`, one for each split, without `repeated` rows of data.deduplicate."""
+    left_out = set(map(int, (repeated or {}).get(index, ())))
     task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
     counts, kind = task.counts, task.encoder.kind
     batch: list[tuple[int, Read]] = []
     size = 0
-    for number, row, raw in rows(chunk):
+    for place, (number, row, raw) in enumerate(rows(chunk)):
+        if place in left_out and not isinstance(row, RowError):
+            counts.add(chunk.split, "read")
+            counts.add(chunk.split, "dropped", "duplicate")
+            continue
         counts.digest.add(raw)
-        counts.add_key("rows", hashlib.blake2b(raw, digest_size=8).digest())
-        for made in kind.rows(row):
-            left_out = isinstance(made, RowError | Dropped)
-            batch.append((number, made if left_out else checked(made, kind, chunk.format)))
+        counts.add_key("rows", row_hash(raw))
+        for made in kind.rows(row, task.note_label):
+            wrong = isinstance(made, RowError | Dropped)
+            batch.append((number, made if wrong else checked(made, kind, chunk.format)))
         size += len(raw)
         if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
@@ -170,8 +191,13 @@ class Task:
     def add_left_out(self, split: str, number: int, why: RowError | Dropped) -> None:
         if isinstance(why, RowError):
             self.counts.add_error(split, number, why)
+        elif why.error:
+            self.counts.add_error(split, number, why.error, bad=False)
         else:
             self.counts.add(split, "dropped", why.reason)
+
+    def note_label(self, column: str, meaning: str) -> None:
+        self.counts.add(self.chunk.split, "labels", (column, meaning))
 
     def add_example(self, name: str, record: Record, example: Example) -> None:
         """Counts a token row of the split `name`, and writes it."""

@@ -4,8 +4,8 @@ import pytest
 from toy_data import encoded, parsed, tokenizer
 
 from pipeline.data.encode import Dropped, Encoder
-from pipeline.data.report import sample
 from pipeline.data.shapes import kind_of
+from pipeline.data.tasks import sample
 from pipeline.data.values import RowError
 
 

@@ -51,6 +51,7 @@ def test_ray_data_makes_the_same_bytes(tmp_path, embedded_ray, monkeypatch):
         ("sft", {"template": CHATML, "on_error": "skip"}, [*ROWS, "{", ROWS[7]]),
         ("rm", {"eval_fraction": 0.3}, [{**pair, "margin": 0.5} for pair in pairs]),
         ("kto", {}, pairs),
+        ("dpo", {"deduplicate": True}, [*pairs, *pairs[3:30], pairs[0]]),
     ]
     for number, (stage, options, rows) in enumerate(cases):
         path = write(tmp_path / f"{number}.jsonl", rows)
@@ -112,6 +113,26 @@ def test_packing_keeps_whole_rows(tmp_path):
     assert sorted(pieces) == alone and made.report.packed == len(packed)
     assert len(packed) == -(-50 // (100 // max(map(len, alone))))  # as few as rows of this length allow
     assert made.report.splits["train"].kept == 50
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo"])
+def test_equal_rows_are_left_out_after_the_first(tmp_path, monkeypatch, stage):
+    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
+    rows = ROWS if stage in ("sft", "ppo") else [{**row, "chosen": "a", "rejected": "b"} for row in ROWS]
+    one = write(tmp_path / "one.jsonl", [*rows[:30], "", rows[3]])
+    two = write(tmp_path / "two.jsonl", [*rows[20:], rows[45], "{", "{"])
+    held = write(tmp_path / "eval.jsonl", [rows[3], rows[4], rows[3]])
+    options = {"train": [one, two], "eval": held, "on_error": "skip"}
+    made = make(tmp_path, stage, deduplicate=True, **options)
+    unique = write(tmp_path / "unique.jsonl", rows)
+    assert rows_of(made.train) == rows_of(make(tmp_path, stage, train=unique).train)
+    split = made.report.splits["train"]
+    assert (split.read, split.dropped) == (64, {"duplicate": 12, "not_json": 2})
+    assert made.report.splits["eval"].dropped == {"duplicate": 1}
+    assert made.report.duplicates == 1, "bad rows are named, although they are equal"
+    assert "dropped     12 equal to an earlier row" in made.report.render()
+    kept = make(tmp_path, stage, **options)
+    assert kept.report.duplicates == 14 and "data.deduplicate=true removes them" in kept.report.render()
 
 
 def test_margins_and_prompt_columns(tmp_path):

@@ -89,7 +89,7 @@ def test_one_of_a_kind_is_not_plural(tmp_path):
     assert "read        1 row\n" in make(tmp_path, train=path).report.render()
     path = write(tmp_path / "rows.jsonl", [ROWS[0], ROWS[0], {**ROWS[1], "completion": "a</s>"}])
     text = make(tmp_path, train=path).report.render()
-    assert "1 row repeats an earlier row (not removed)" in text
+    assert "1 row repeats an earlier row (data.deduplicate=true removes them)" in text
     assert "1 row contains special tokens in its text (</s> in 1); they are encoded as ordinary text" in text
 
 
@@ -125,6 +125,51 @@ def test_the_report_says_so_if_most_rows_are_too_long(tmp_path):
     assert "dropped     3 whose prompt alone is too long" in text
     assert "most rows (3 of 5) are left out as longer than 20 tokens" in text
     assert "\n\nduplicates    1 row repeats" in text, "of all sets, not of the last one"
+
+
+@pytest.mark.parametrize(
+    ("values", "label", "expected"),
+    [
+        (["a", "b", "tie", "a", None], None, "winner: a = first 2, b = second 1, tie 1"),
+        ([1, 2, 2], None, "winner: 1 = first 1, 2 = second 2"),
+        ([0, 1, 0.25, 0], {"first": 0, "second": 1}, "winner: 0 = first 2, 0.25 = first 1, 1 = second 1"),
+        ([1 + i / 20 for i in range(20)], {"first": 1, "second": 2}, "winner: first 10, tie 1, second 9"),
+    ],
+)
+def test_what_a_label_means_is_counted(tmp_path, values, label, expected):
+    rows = [
+        {"prompt": f"q{i}", "x": f"a{i}", "y": f"b{i}", "winner": value} for i, value in enumerate(values)
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    columns = {"first": "x", "second": "y", "label": "winner"}
+    assert (
+        f"  label       {expected}\n"
+        in make(tmp_path, "dpo", train=path, columns=columns, label=label).report.render()
+    )
+
+
+def test_what_a_rating_means_is_counted(tmp_path):
+    rows = [{"prompt": f"q{i}", "completion": "a", "stars": i % 5 + 1} for i in range(10)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    options = {"columns": {"label": "stars"}, "label": {"good": 4, "bad": 2}}
+    text = make(tmp_path, "kto", train=path, **options).report.render()
+    assert "label       stars: 1 = bad 2, 2 = bad 2, 3 = neither 2, 4 = good 2, 5 = good 2\n" in text
+
+
+@pytest.mark.parametrize(
+    ("stage", "too_long", "kind"), [("sft", "drop", "too_long"), ("sft", "truncate", "prompt_too_long"), ("rm", "truncate", "prompt_too_long")]
+)  # fmt: skip
+def test_rows_that_are_too_long_have_lines(tmp_path, stage, too_long, kind):
+    rows = [{"prompt": "q" * (60 if i == 7 else 3), "chosen": f"a{i}", "rejected": "b"} for i in range(9)]
+    rows = (
+        [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows] if stage == "sft" else rows
+    )
+    path = write(tmp_path / "rows.jsonl", rows)
+    report = make(tmp_path, stage, train=path, max_length=20, too_long=too_long).report
+    assert report.splits["train"].dropped == {kind: 1}
+    (line,) = report.skipped
+    found = "no token of the completion among the first 20" if too_long == "truncate" else "6"
+    assert line.startswith(f"{path}:8: found {found}")
 
 
 # ---- sets that are rejected ------------------------------------------------------------------------------------------
