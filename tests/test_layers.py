@@ -55,3 +55,30 @@ def test_models_and_ppo_stand_alone(folder):
 def test_every_folder_has_its_layer():
     there = {p.stem for p in (ROOT / "pipeline").iterdir() if p.suffix == ".py" or any(p.glob("*.py"))}
     assert there - {"__init__"} == set(LAYERS)
+
+
+def modules_of(file):
+    """The modules of pipeline/ that a file names in its imports, those that only type checkers read included."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+    return found & MODULES.keys()
+
+
+def module_name(file):
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(file): file for file in FILES}
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """A file that can be read after the files that it imports."""
+    waiting = {name: modules_of(file) - {name} for name, file in MODULES.items()}
+    while ready := {name for name, needs in waiting.items() if not needs & waiting.keys()}:
+        waiting = {name: needs for name, needs in waiting.items() if name not in ready}
+    assert not waiting, f"these files import each other, or are imported by such files: {sorted(waiting)}"

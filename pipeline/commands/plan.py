@@ -108,7 +108,8 @@ def check(job: Job, folders: dict[str, str]) -> None:
         InputError: naming what is wrong.
     """
     from pipeline.models import adapter_files
-    from pipeline.models.compatibility import check_base, check_lora
+    from pipeline.models.base import check_base
+    from pipeline.models.compatibility import check_lora
     from pipeline.models.hub import local, weight_files
     from pipeline.runtime.inputs import key_of, makes_adapter
 

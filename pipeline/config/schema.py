@@ -3,14 +3,13 @@
 schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, whose import takes seconds.
 Validation, `rlhf help KEY`, shell completion and editors read it. Regenerate it after a change of a key or a pin:
 
-    python -m pipeline.config.schema
+    python -m pipeline.config.schema_of
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import runpy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -206,12 +205,3 @@ def _described(schema: Mapping[str, Any]) -> Iterator[str]:
         yield f"  range    {outside(float('nan'), schema['range'])}"
     if text := schema.get("description"):
         yield f"  {text}"
-
-
-if __name__ == "__main__":
-    from pipeline.config import schema_of
-
-    FILE.write_text(schema_of.text(), encoding="utf-8")
-    print(f"wrote {FILE}: {len(document()['$defs'])} classes")
-    if (page := FILE.parents[2] / "docs/reference.py").exists():  # docs/configuration.md shows the schema
-        runpy.run_path(str(page), run_name="__main__")

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 import sys
 import textwrap
 import tokenize
@@ -20,7 +21,7 @@ from io import StringIO
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pipeline.config import library_keys
-from pipeline.config.schema import LIBRARIES, SECTIONS, TYPES, class_of
+from pipeline.config.schema import FILE, LIBRARIES, SECTIONS, TYPES, class_of, document
 from pipeline.config.stages import STAGE
 
 JOB = class_of("job", "")
@@ -207,3 +208,10 @@ def comments(cls: type) -> dict[str, str]:
             span = range(first, (node.end_lineno or node.lineno) + 1)
             found[node.target.id] = " ".join(noted[line] for line in span if line in noted)
     return found
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")
+    print(f"wrote {FILE}: {len(document()['$defs'])} classes")
+    if (page := FILE.parents[2] / "docs/reference.py").exists():  # docs/configuration.md shows the schema
+        runpy.run_path(str(page), run_name="__main__")

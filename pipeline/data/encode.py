@@ -11,17 +11,15 @@ import json
 import operator
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from pipeline.data.messages import shared_length
 from pipeline.data.record import Record, Text
+from pipeline.data.shapes import Kind
 from pipeline.data.template import ChatTemplate, Span, holds, no_completion, no_prompt
-from pipeline.data.values import RowError, show
+from pipeline.data.values import Dropped, RowError, show
 from pipeline.models.control_tokens import ControlTokens, Escaping
-
-if TYPE_CHECKING:
-    from pipeline.data.shapes import Kind
 
 FEW = 8  # different tokens: a text of more is not white space
 CONTENT = operator.itemgetter("content")
@@ -38,14 +36,6 @@ class Example:
     completion_tokens: int
     truncated: bool = False
     ended: bool = True  # whether an end token is among the trained ones
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A row left out without being wrong: `too_long`, `prompt_too_long`, or `equal_after_truncation`."""
-
-    reason: str
-    error: RowError | None = field(default=None, compare=False)  # what is named with its line in the report
 
 
 Outcome = Example | Dropped | RowError
@@ -65,7 +55,7 @@ class Encoder:
     def __init__(
         self,
         tokenizer: Any,
-        kind: "Kind",
+        kind: Kind,
         max_length: int,
         too_long: str,
         apply_template: bool,

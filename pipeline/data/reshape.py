@@ -33,17 +33,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from pipeline.data.encode import Dropped
 from pipeline.data.messages import decoded
-from pipeline.data.values import RowError, fields_of, nearest, setting, show, some, type_name
+from pipeline.data.values import Dropped, RowError, fields_of, nearest, setting, show, some, type_name
 from pipeline.errors import InputError, in_brief, visible
 from pipeline.system.functions import imported
-
-if TYPE_CHECKING:
-    from pipeline.data.shapes import Kind
-
 
 # ---- data.transform --------------------------------------------------------------------------------------------------
 
@@ -110,7 +105,24 @@ Columns = Mapping[str, str | list[str]]
 UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 
-def known_fields(kind: "Kind") -> list[str]:
+class RowFormat(Protocol):
+    """What this file reads of a `shapes.Kind`."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[str, ...]]: ...
+    @property
+    def needed(self) -> frozenset[str]: ...
+    @property
+    def further(self) -> frozenset[str]: ...
+    @property
+    def has_pairs(self) -> bool: ...
+    @property
+    def keeps_columns(self) -> bool: ...
+    @property
+    def stage(self) -> str: ...
+
+
+def known_fields(kind: RowFormat) -> list[str]:
     """The fields that the rows of a kind may have, those of its shapes first."""
     needs = [name for shape in kind.shapes.values() for name in shape]
     unordered = UNORDERED if kind.has_pairs else ()
@@ -118,7 +130,7 @@ def known_fields(kind: "Kind") -> list[str]:
     return [*dict.fromkeys([*needs, *unordered, *sorted(kind.further), *input_of, "system", "tools"])]
 
 
-def check_columns(columns: Columns, kind: "Kind", key: str = "data.columns") -> None:
+def check_columns(columns: Columns, kind: RowFormat, key: str = "data.columns") -> None:
     """Raises InputError for fields that the stage does not read, and for a column that is given to two of them."""
     known, taken = known_fields(kind), dict[str, str]()
     for field, column in columns.items():
@@ -451,7 +463,7 @@ class Preprocess:
         None  # `transform` gets the rows in succession that have the same value in this column
     )
 
-    def rows(self, row: Any, kind: "Kind", note_label: NoteLabel | None = None) -> Iterator[Any]:
+    def rows(self, row: Any, kind: RowFormat, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """The rows that a decoded row stands for: each a row, a RowError, or Dropped.
 
         Args:
@@ -473,7 +485,7 @@ class Preprocess:
         except RowError as error:
             yield error
 
-    def _fields(self, row: dict[str, Any], kind: "Kind", note_label: NoteLabel | None) -> Any:
+    def _fields(self, row: dict[str, Any], kind: RowFormat, note_label: NoteLabel | None) -> Any:
         if self.columns:
             row = renamed(row, self.columns, kind.needed)
         if self.rule and self.rule.good and "label" in row:

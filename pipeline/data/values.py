@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline.errors import visible
@@ -63,6 +63,14 @@ class RowError(Exception):
             self.rest,
         )
         return RowError, values
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row left out without being wrong: `too_long`, `prompt_too_long`, or `equal_after_truncation`."""
+
+    reason: str
+    error: RowError | None = field(default=None, compare=False)  # what is named with its line in the report
 
 
 def check_values(value: Any, name: str = "", depth: int = 0) -> None:

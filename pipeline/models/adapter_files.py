@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError
-from pipeline.models.files import json_object
+from pipeline.models.files import HEAD_NAMES, SETTINGS, TENSORS, json_object
 from pipeline.models.weights import FLOATING, Stored, not_finite, numbers_in, stored_in
 
 if TYPE_CHECKING:
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
     from pipeline.models.compatibility import Base
 
-SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's, before every name in an adapter file
-HEAD_NAMES = ("score", "classifier", "classification_head")
 HEAD = f"{PREFIX}score.weight"  # name of the scalar head in files written here
 FIX = "save the adapter again, or name another one"
 CHANGES_BASE = ("layer_replication", "trainable_token_indices", "alora_invocation_tokens")

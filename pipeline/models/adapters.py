@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.errors import InputError, in_brief
 from pipeline.models import adapter_files
-from pipeline.models.adapter_files import HEAD, HEAD_NAMES, is_head
+from pipeline.models.adapter_files import HEAD, is_head
+from pipeline.models.files import HEAD_NAMES, SETTINGS, TENSORS
 from pipeline.models.logprobs import per_action
 from pipeline.models.lora import FusedLinear, MixedBatch, fuse
 from pipeline.models.packing import Batch, alone, packed
@@ -366,7 +367,7 @@ class SharedBase(nn.Module):
     def load(self, role: str, folder: str | Path) -> None:
         """Fills an existing role from an adapter folder. Raises InputError unless names and shapes match exactly."""
         adapter_files.tensors(folder)
-        path, head = Path(folder) / adapter_files.TENSORS, self._head_of(role)
+        path, head = Path(folder) / TENSORS, self._head_of(role)
         tensors = load_file(path)
         heads = [key for key in tensors if is_head(key)]
         if heads:
@@ -618,7 +619,7 @@ def _read_config(folder: Path) -> LoraConfig:
         TypeError,
         ValueError,
     ) as error:  # of wrong types, or of another peft
-        path = folder / adapter_files.SETTINGS
+        path = folder / SETTINGS
         raise InputError(f"{path}: peft rejects it ({in_brief(error)}); {adapter_files.FIX}") from error
     assert isinstance(config, LoraConfig)
     return config

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError, in_brief
-from pipeline.models.adapter_files import HEAD_NAMES
-from pipeline.models.hub import base_config, base_file, local, source, weight_files
+from pipeline.models.compatibility import Base, check_weights
+from pipeline.models.files import HEAD_NAMES
+from pipeline.models.hub import KEY, base_config, base_file, local, source, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from pipeline.config import Model
+    from pipeline.config.job import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger ones, the header and 64 pieces of 64 KiB
@@ -158,10 +159,56 @@ def load_base(
     return loaded
 
 
+def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: bool = True) -> Base:
+    """Checks the files of a base.
+
+    Args:
+        scorer: whether it is a reward model, with a scalar head.
+        gpu: whether the run uses GPUs, which this process may lack.
+        weights: whether to check its weights, or config.json alone.
+
+    Raises:
+        InputError: with the file, tensor or key that is wrong.
+    """
+    config = base_config(model.name_or_path, model.revision)
+    if model.attn_implementation not in (None, "eager", "sdpa"):
+        _check_attention(model, scorer, gpu)
+    tensors = check_weights(model) if weights else {}
+    heads = [tensor for name, tensor in tensors.items() if name.startswith(HEAD_NAMES)]
+    if scorer and tensors and not any(head.shape[:1] == (1,) for head in heads):
+        raise InputError(  # transformers would make one of random numbers
+            f"the weight files of {model.name_or_path!r} have no head of one score, such as score.weight of shape (1, hidden size); "
+            "use the folder of a trained reward model",
+            KEY,
+        )
+    return Base(model, config, tensors)
+
+
+def _check_attention(model: Model, scorer: bool, gpu: bool) -> None:
+    """Raises InputError if `model.attn_implementation` is unknown, not for this architecture, or its package is missing."""
+    import importlib.util
+
+    import torch
+
+    attention = model.attn_implementation
+    config, auto = architecture(model, scorer)
+    try:
+        with torch.device("meta"):
+            auto.from_config(config, attn_implementation=attention)
+        if attention == "flex_attention" and not gpu:
+            raise ValueError("it has no backward on a CPU")
+    except Exception as error:  # the hub, kernels and each package raise different types
+        if importlib.util.find_spec("flash_attn") and gpu and not torch.cuda.is_available():
+            return  # installed, but it needs a GPU, which the workers have and this process lacks
+        raise InputError(
+            f"{attention!r} cannot be used with {config.model_type} here ({in_brief(error)}); remove the key, or set "
+            "model.attn_implementation=sdpa (or eager)",
+            key="model.attn_implementation",
+        ) from error
+
+
 def configured(model: Model, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[Any, Any]:
     """Returns configuration and Auto class to load a base with: every dropout 0, a scorer's pad token. Checks its files."""
-    from pipeline.models.compatibility import check_weights
-
     config, auto = architecture(model, scorer_tokenizer is not None)
     check_weights(model)
     # Attention reads its dropout from the configuration and not from a module.

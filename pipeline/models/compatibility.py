@@ -1,6 +1,6 @@
 """Checks a base's weights, its config.json, `lora` settings and adapters against each other, before a run starts.
 
-    base = check_base(job.model)   # its files are complete and of the sizes that its config.json states
+    base = base.check_base(job.model)   # its files are complete and of the sizes that its config.json states
     check_lora(base, job.lora)     # the settings of a new adapter match modules of the base
 
 Everything is read from the headers of the safetensors files, in milliseconds and for any architecture. Deeper contradictions
@@ -14,13 +14,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, about, in_brief
-from pipeline.models.adapter_files import HEAD_NAMES
+from pipeline.errors import InputError, about
+from pipeline.models.files import HEAD_NAMES
 from pipeline.models.hub import KEY, base_config, base_file, base_json, local, weight_files
 from pipeline.models.weights import INDEX, SINGLE, Stored, stored_by_index, stored_in
 
 if TYPE_CHECKING:
-    from pipeline.config import Model
+    from pipeline.config.job import Model
 
 LAYER = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")  # of a language model
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight", "gpt_neox.embed_in.weight")
@@ -48,31 +48,6 @@ class Base:
         names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
         stored = next((self.tensors[name] for name in names if name in self.tensors), None)
         return stored.shape if stored and self.plain_names else None
-
-
-def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: bool = True) -> Base:
-    """Checks the files of a base.
-
-    Args:
-        scorer: whether it is a reward model, with a scalar head.
-        gpu: whether the run uses GPUs, which this process may lack.
-        weights: whether to check its weights, or config.json alone.
-
-    Raises:
-        InputError: with the file, tensor or key that is wrong.
-    """
-    config = base_config(model.name_or_path, model.revision)
-    if model.attn_implementation not in (None, "eager", "sdpa"):
-        _check_attention(model, scorer, gpu)
-    tensors = check_weights(model) if weights else {}
-    heads = [tensor for name, tensor in tensors.items() if name.startswith(HEAD_NAMES)]
-    if scorer and tensors and not any(head.shape[:1] == (1,) for head in heads):
-        raise InputError(  # transformers would make one of random numbers
-            f"the weight files of {model.name_or_path!r} have no head of one score, such as score.weight of shape (1, hidden size); "
-            "use the folder of a trained reward model",
-            KEY,
-        )
-    return Base(model, config, tensors)
 
 
 def check_weights(model: Model) -> dict[str, Stored]:
@@ -145,31 +120,6 @@ def _check_sizes(base: Base, names: list[str]) -> None:
                 "fetch or save the model again",
                 KEY,
             )
-
-
-def _check_attention(model: Model, scorer: bool, gpu: bool) -> None:
-    """Raises InputError if `model.attn_implementation` is unknown, not for this architecture, or its package is missing."""
-    import importlib.util
-
-    import torch
-
-    from pipeline.models.base import architecture
-
-    attention = model.attn_implementation
-    config, auto = architecture(model, scorer)
-    try:
-        with torch.device("meta"):
-            auto.from_config(config, attn_implementation=attention)
-        if attention == "flex_attention" and not gpu:
-            raise ValueError("it has no backward on a CPU")
-    except Exception as error:  # the hub, kernels and each package raise different types
-        if importlib.util.find_spec("flash_attn") and gpu and not torch.cuda.is_available():
-            return  # installed, but it needs a GPU, which the workers have and this process lacks
-        raise InputError(
-            f"{attention!r} cannot be used with {config.model_type} here ({in_brief(error)}); remove the key, or set "
-            "model.attn_implementation=sdpa (or eager)",
-            key="model.attn_implementation",
-        ) from error
 
 
 def check_lora(base: Base, lora: dict[str, Any]) -> None:

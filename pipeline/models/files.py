@@ -1,4 +1,4 @@
-"""Reading JSON files from outside (no torch import)."""
+"""Names of model files, and a reader for JSON files from outside (no torch import)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
+
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's names of an adapter's files
+HEAD_NAMES = ("score", "classifier", "classification_head")  # transformers' names of a scalar head
 
 
 def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, about
-from pipeline.models.adapter_files import SETTINGS, TENSORS
-from pipeline.models.files import json_object
+from pipeline.models.files import SETTINGS, TENSORS, json_object
 
 SCHEME = "hf://"
 REFERENCE = re.compile(rf"(?:{SCHEME})?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-if TYPE_CHECKING:
-    from pipeline.models.adapters import SharedBase
-
 LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits computed at a time: 16 and 256 MiB of fp32
 
 
+class WithLmHead(Protocol):
+    """The part of `SharedBase` that this file reads."""
+
+    base: Any
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def checkpoint_contexts(self) -> Any: ...
+
+
 def per_action(
-    shared: SharedBase,
+    shared: WithLmHead,
     hidden: Tensor,
     targets: Tensor,
     early: Tensor,
@@ -85,7 +95,7 @@ class _RowWise(torch.autograd.Function):
 
 
 def _from_logits(
-    shared: SharedBase,
+    shared: WithLmHead,
     targets: Tensor,
     early: Tensor,
     temperature: float,

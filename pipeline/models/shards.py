@@ -22,15 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.errors import InputError
 from pipeline.models import fsdp_sync
-from pipeline.models.adapter_files import HEAD_NAMES
 from pipeline.models.base import configured, fp32_head, freeze, score_head, unreadable
+from pipeline.models.files import HEAD_NAMES
 from pipeline.models.hub import base_file, base_json, source
 from pipeline.models.weights import INDEX, SINGLE, stored_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from pipeline.config import Model
+    from pipeline.config.job import Model
 
 
 def load_shards(

@@ -317,7 +317,7 @@ def makes_adapter(job: Job, adapters: dict[str, str]) -> bool:
 
 def check_reward_model(job: Job, where: str) -> None:
     """Raises InputError if a reward is neither an adapter nor a model with one score: its head would be random."""
-    from pipeline.models.compatibility import check_base
+    from pipeline.models.base import check_base
     from pipeline.models.hub import base_config
     from pipeline.models.tokenizer import load_tokenizer
 

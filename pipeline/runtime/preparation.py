@@ -163,8 +163,8 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
     Args:
         sampler: also checks that the engine of rollouts is installed.
     """
-    from pipeline.models.base import base_identity
-    from pipeline.models.compatibility import check_base, check_lora
+    from pipeline.models.base import base_identity, check_base
+    from pipeline.models.compatibility import check_lora
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 

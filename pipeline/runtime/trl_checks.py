@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeline.findings import Finding, same_tensors
-from pipeline.models import adapter_files
 from pipeline.models.adapter_files import is_head
+from pipeline.models.files import TENSORS
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.worker import Worker
@@ -160,7 +160,7 @@ def starts_as_its_file(model: Any, folder: str, role: str = "policy", adapter: s
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 
-    stored = {key: t.float() for key, t in load_file(f"{folder}/{adapter_files.TENSORS}").items()}
+    stored = {key: t.float() for key, t in load_file(f"{folder}/{TENSORS}").items()}
     tensors = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     loaded = {key: tensor.cpu() for key, tensor in tensors.items()}
     return same_tensors(f"the {role} is the adapter of its file", loaded, stored, folder)

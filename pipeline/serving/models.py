@@ -38,7 +38,7 @@ class Models:
     """
 
     def __init__(self, host: Host, shared: SharedBase | None, batcher: Batcher) -> None:
-        from pipeline.models.compatibility import check_base
+        from pipeline.models.base import check_base
 
         self.host, self.shared, self.batcher = host, shared, batcher
         self.files = check_base(host.job.model, gpu=bool(host.job.scaling.get("use_gpu")))

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from pipeline.data.encode import Dropped, Encoder
+from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of, parse
-from pipeline.data.values import RowError
+from pipeline.data.values import Dropped, RowError
 from pipeline.references import Ref
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import unfilled

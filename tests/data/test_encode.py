@@ -3,10 +3,10 @@
 import pytest
 from toy_data import encoded, parsed, tokenizer
 
-from pipeline.data.encode import Dropped, Encoder
+from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import sample
-from pipeline.data.values import RowError
+from pipeline.data.values import Dropped, RowError
 
 
 def test_too_long():

@@ -2,10 +2,9 @@
 
 import pytest
 
-from pipeline.data.encode import Dropped
 from pipeline.data.reshape import Preprocess, Rule, derived, ordered, vote
 from pipeline.data.shapes import kind_of
-from pipeline.data.values import RowError
+from pipeline.data.values import Dropped, RowError
 from pipeline.errors import InputError
 
 ROW = {"prompt": "q", "first": "A", "second": "B"}

@@ -3,7 +3,7 @@
 import pytest
 from toy_data import BOT, NO, PREFERENCES, USER, encoded, make, parsed, rows_of, write
 
-from pipeline.data.encode import Dropped
+from pipeline.data.values import Dropped
 
 SINGLE = [  # one row of each shape, all of the same completion
     {"prompt": [USER], "completion": "yo"},

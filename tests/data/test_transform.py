@@ -7,12 +7,11 @@ import pytest
 from toy_data import make, rows_of, tokenizer, write
 
 from pipeline.config import Data
-from pipeline.data.encode import Dropped
 from pipeline.data.files import find
 from pipeline.data.read import cache_key, options_of
 from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import kind_of
-from pipeline.data.values import RowError
+from pipeline.data.values import Dropped, RowError
 from pipeline.errors import InputError
 from pipeline.runtime.inputs import check_transform
 

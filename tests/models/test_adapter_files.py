@@ -16,8 +16,8 @@ from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
 from pipeline.models import adapter_files
-from pipeline.models.adapter_files import SETTINGS, TENSORS
-from pipeline.models.compatibility import check_base
+from pipeline.models.base import check_base
+from pipeline.models.files import SETTINGS, TENSORS
 from pipeline.registry import lineage
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -46,7 +46,7 @@ def rejected(folder: Path, says: str) -> None:
 def test_what_fits_costs_no_torch(made):
     code = (
         "import sys\nfrom types import SimpleNamespace\nfrom pipeline.models import adapter_files\n"
-        "from pipeline.models.compatibility import check_base\n"
+        "from pipeline.models.base import check_base\n"
         f"base = check_base(SimpleNamespace(**{vars(settings(DEMO))!r}))\n"
         f"adapter_files.check(base, {str(made['policy'])!r}, False)\nadapter_files.check(base, {str(made['reward'])!r}, True)\n"
         "assert 'torch' not in sys.modules"

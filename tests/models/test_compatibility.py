@@ -13,8 +13,8 @@ from running import ROOT
 from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
-from pipeline.models.base import load_base
-from pipeline.models.compatibility import Base, check_base, check_lora, check_weights
+from pipeline.models.base import check_base, load_base
+from pipeline.models.compatibility import Base, check_lora, check_weights
 from pipeline.models.weights import INDEX, SINGLE, stored_in
 
 UP = "model.layers.2.mlp.up_proj.weight"
@@ -143,7 +143,7 @@ def test_attention_that_is_not_available(wanted, base):
 
 def test_a_good_base_costs_no_torch():
     code = (
-        "import sys\nfrom types import SimpleNamespace\nfrom pipeline.models.compatibility import check_base, check_lora\n"
+        "import sys\nfrom types import SimpleNamespace\nfrom pipeline.models.base import check_base\nfrom pipeline.models.compatibility import check_lora\n"
         f"base = check_base(SimpleNamespace(**{vars(settings(DEMO))!r}))\n"
         "check_lora(base, {'r': 4, 'target_modules': 'all-linear'})\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
