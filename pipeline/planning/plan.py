@@ -301,7 +301,7 @@ def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus:
 
     rows, width = asked.rollout_rows, asked.width
     tokens = rows * asked.prompt
-    if asked.completion and not shape.slides:
+    if asked.completion and not shape.keeps_other_state:
         tokens = min(tokens, max(asked.prompt, PREFILL_TOKENS[device]))
     forward = Item("activations of the prompts' forward", tokens * shape.forward(asked.bf16), "rollout")
     if not asked.completion:

@@ -94,11 +94,10 @@ class Shape:
         return kv_bytes(self.config.get_text_config(), self._width(bf16))
 
     @property
-    def slides(self) -> bool:
-        """Whether a layer of the cache has a sliding window, or is of another kind than attention to all tokens."""
-        text = self.config.get_text_config()
-        kinds = getattr(text, "layer_types", None)
-        return set(kinds) != {"full_attention"} if kinds else bool(getattr(text, "sliding_window", None))
+    def keeps_other_state(self) -> bool:
+        """Whether a layer keeps another state than keys and values, so that all prompts are read in one forward."""
+        kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
+        return any(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
 
     def _width(self, bf16: bool) -> int:
         return 2 if bf16 else self.dtype_bytes
