@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """A `RolloutWorkers` (ppo/rollouts.py): one in each of the trainers' workers."""
+    """A `RolloutWorkers` (ppo/rollouts.py). Each training worker has one."""
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank
-        # Not before: what the trainer's workers need is theirs. Their models load meanwhile.
+        # Only now, because the trainers' resources come first. The rollout workers load while the trainers do.
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
@@ -32,24 +32,24 @@ class Client:
         self.seen: list[Span] = []  # before it
 
     def begin(self, trainer: PPOTrainer) -> None:
-        """Tells the workers what this group of trainers has settled. Every rank calls it, before the first update."""
+        """Sends the workers the trainers' numeric settings. Every rank calls it, before the first update."""
         import ray
         import torch
 
-        from pipeline.rollout.worker import Terms
+        from pipeline.rollout.worker import NumericSettings
 
         if self.rank == 0:
             longest = max(map(len, self.worker.rows("train")["input_ids"])) + trainer.args.response_length
-            terms = Terms(trainer.shared.can_pack, torch.get_num_threads(), longest)
-            ray.get(self.pool.begin.remote(self.session, terms))
-        self.worker.gather(None)  # no rank asks before the session has begun
+            settings = NumericSettings(trainer.shared.can_pack, torch.get_num_threads(), longest)
+            ray.get(self.pool.begin.remote(self.session, settings))
+        self.worker.gather(None)  # no rank requests before the session has begun
 
     def publish(self, version: int, tensors: Tensors) -> None:
         import ray
 
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         with self._span("publish"):
-            # In a list: a reference by itself would be fetched by the pool, which only hands it on.
+            # In a list, because the pool would fetch a bare reference, and only passes it on.
             ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))], size))
 
     def request(self, chunks: Sequence[Chunk]) -> None:
@@ -59,7 +59,7 @@ class Client:
         ray.get(self.pool.request.remote(self.session, asked))
 
     def collect(self, chunk: Chunk) -> Sampled | None:
-        """Raises what a rollout worker raised, as it raised it."""
+        """Waits for a chunk. Returns None if this trainer must sample it. Raises the original error of a rollout worker."""
         import ray
 
         from pipeline.rollout.pool import FINAL
@@ -88,12 +88,12 @@ class Client:
         waited = sum(span.end - span.begin for span in self.seen if span.what == "waiting")
         if self.rank != 0:
             return {}
-        figures, turns, there = ray.get(self.pool.metrics.remote())
-        here = time.perf_counter()  # that of the pool may be another machine's
-        for turn in turns:
-            what = "lost" if turn.lost else f"update {turn.update + 1}"
-            begin, end = (at - there + here for at in (turn.begin, turn.end or there))
-            self.seen.append(Span(f"worker {turn.slot}", what, begin, end))
+        figures, assignments, there = ray.get(self.pool.metrics.remote())
+        here = time.perf_counter()  # the pool's clock may be another machine's
+        for one in assignments:
+            what = "lost" if one.lost else f"update {one.update + 1}"
+            begin, end = (at - there + here for at in (one.begin, one.end or there))
+            self.seen.append(Span(f"worker {one.slot}", what, begin, end))
         return figures | {"rollout/waited": waited}
 
     def spans(self) -> list[Span]:

@@ -1,10 +1,10 @@
-"""Who samples which chunk: an actor that starts rollout workers, hands out chunks, and replaces workers that are lost.
+"""Who samples which chunk: an actor that starts rollout workers, hands out chunks, and replaces lost workers.
 
-A chunk is done by whoever is free, earliest update first. A worker that dies, stops answering, takes too long or whose node is
-to be taken away gives its chunk back, and a new one is started in its place, wherever Ray finds room. As a chunk has the same
-bits from every worker, nothing of this shows in what is learned.
+The next free worker takes the chunk of the earliest update. If a worker dies, misses its heartbeat or takes too long, its chunk
+goes back to the queue, and a new worker starts in its place on any node with room. A chunk has the same bits from every worker,
+so training does not depend on any of this.
 
-Trainers go first: while they wait for their places, no rollout worker is started, and those that hold such a place leave it.
+Trainers take precedence. While they wait for resources, no rollout worker starts, and those that block a trainer leave.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,32 +22,32 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, in_brief
 from pipeline.on_ray import placement
-from pipeline.rollout.worker import SIGNS, RolloutWorker, Terms
+from pipeline.rollout.worker import HEARTBEAT_GROUP, NumericSettings, RolloutWorker
 from pipeline.runtime.host import Work
 
-SIGN_EVERY = 2.0  # seconds between two signs of life of a worker that is at work
-MOST_ATTEMPTS = 5  # a chunk that loses so many workers will lose the next one, too
-MOST_FAILURES = 3  # of one slot's workers to load, one after the other
-LONGEST_LOAD = 3600.0  # seconds to load the models, or rollout.chunk_timeout_s where that is more
-LONGEST_PAUSE = 60.0  # seconds before a worker that could not load is started again
-GRACE = 10.0  # seconds for which trainers wait before a rollout worker makes room, and then before the next one does
-LONGEST_SILENCE = 1800.0  # seconds between two lines about what is waited for
-MAKES_ROOM = "makes room for a trainer"
-OTHER_TERMS = "was set up for earlier trainers, on other machines"
-# They speak for themselves, and would come again from every worker.
+HEARTBEAT_INTERVAL_S = 2.0  # time between two heartbeats of a busy worker
+MAX_ATTEMPTS = 5  # workers that a chunk may lose before it counts as the cause
+MAX_LOAD_FAILURES = 3  # consecutive failures of one slot's workers to load
+LOAD_TIMEOUT_S = 3600.0  # time to load the models, or rollout.chunk_timeout_s if that is longer
+MAX_PAUSE_S = 60.0  # longest pause before a worker that could not load is started again
+TRAINER_WAIT_S = 10.0  # time that trainers wait for resources before rollout workers leave
+MAX_REPORT_INTERVAL_S = 1800.0  # longest time between two lines about missing resources
+YIELDS_TO_TRAINER = "makes room for a trainer"
+OTHER_SETTINGS = "was set up for earlier trainers, on other machines"
+# Their messages are complete, and every worker would raise them again.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
 # Of a chunk: update, rank, number (ppo/chunks.py, which imports torch: this process needs none).
 Key = tuple[int, int, int]
 
 
-class Lost(Exception):
-    """A worker that does no more work, and why."""
+class WorkerLost(Exception):
+    """A worker stopped working. The message says why."""
 
 
 @dataclass(eq=False)
 class Task:
-    """A chunk that a trainer asked for."""
+    """A chunk that a trainer requested."""
 
     session: str
     key: Key
@@ -59,40 +59,34 @@ class Task:
 
 @dataclass
 class Slot:
-    """A place for one worker, which a new one takes when it is lost."""
+    """Holds one worker at a time. A new worker replaces a lost one."""
 
     number: int
-    node: str | None = None  # of its worker; None: it has none
+    node: str | None = None  # of its worker; None: the worker has no place yet
     ready: bool = False  # its worker has loaded
-    failures: int = 0  # of its workers to load, one after the other
-    present: bool = False  # ready, or loading for the first time: patience begins when no slot is
+    failures: int = 0  # consecutive failures of its workers to load
+    present: bool = (
+        False  # ready, or loading for the first time; patience runs out only while no slot is present
+    )
     worker: Any = None  # the actor
-    leaving: str | None = None  # why its worker gets no further chunk
-    waits_since: float | None = None  # its worker, for a place
+    leaving: str | None = None  # why its worker gets no more chunks
+    waits_since: float | None = None  # when its worker began to wait for resources
     has: set[tuple[str, int]] = field(default_factory=set)  # versions that its worker has fetched
 
 
 @dataclass
-class Turn:
-    """A worker's turn at a chunk, in seconds of this process's time.monotonic()."""
+class Assignment:
+    """A chunk that a worker samples, with times of this process's time.monotonic()."""
 
     slot: int
     update: int  # of the chunk, from 0
     begin: float
-    end: float | None = None  # None: it is not over
-    lost: bool = False  # the worker was
-
-
-@dataclass(frozen=True)
-class Silence:
-    """Between two lines about what is waited for: it gets longer, as with [min, max] places may be missing for good."""
-
-    since: float
-    lasts: float = placement.REPORT_INTERVAL_S
+    end: float | None = None  # None: not finished
+    lost: bool = False  # the worker was lost
 
 
 class Pool:
-    """The actor. Calls of the trainers name the session that they belong to: one attempt of the group of trainers.
+    """The actor. A trainer's call names its session: one attempt of the group of trainers.
 
     Args:
         work: of the run.
@@ -106,14 +100,14 @@ class Pool:
         self.versions: dict[int, tuple[list[Any], int]] = {}  # version -> ([reference], bytes)
         self.slots = [Slot(number) for number in range(self.config.workers[1])]
         self.alone_since: float | None = time.monotonic()  # when the last worker was lost
-        self.displaced_since: float | None = None  # the trainers wait for their places
-        self.silence = Silence(time.monotonic())
+        self.displaced_since: float | None = None  # when the trainers began to wait for resources
+        self.reported, self.report_interval = time.monotonic(), placement.REPORT_INTERVAL_S
         self.broken: BaseException | None = None
         self.measured, self.bytes, self.lost = time.monotonic(), 0, 0
-        self.turns: list[Turn] = []  # those that did not end before `measured`
+        self.assignments: list[Assignment] = []  # those that did not end before `measured`
         self.running: list[asyncio.Future] = []
         self.keeping: dict[int, asyncio.Future] = {}  # of each slot
-        self.said: set[str] = set()  # tracebacks
+        self.printed: set[str] = set()  # errors whose traceback was printed
 
     async def start(self) -> None:
         """Starts the workers, once."""
@@ -122,39 +116,35 @@ class Pool:
             self.alone_since = time.monotonic()
             print(f"starting {len(self.slots)} rollout worker{'s' * (len(self.slots) > 1)}", flush=True)
             self.changed = asyncio.Condition()
-            self.terms: asyncio.Future[Terms] = asyncio.get_running_loop().create_future()
+            self.terms: asyncio.Future[NumericSettings] = asyncio.get_running_loop().create_future()
             self._keep_all()
-            looks = {
-                self._look_at_nodes: "which nodes go away",
-                self._look_at_places: "which places there are",
-            }
-            self.running = [asyncio.ensure_future(self._repeat(look, what)) for look, what in looks.items()]
+            self.running = [asyncio.ensure_future(self._watch_resources())]
 
     async def trainers_wait(self) -> None:
-        """The trainers have no places, or not yet: they are started, or started again."""
+        """Notes that the trainers wait for resources, because they start."""
         if self.displaced_since is None:
             self.displaced_since = time.monotonic()
             if self.running:
                 await self._notify()
 
     async def trainers_placed(self) -> None:
-        """The trainers have their places."""
+        """Notes that the trainers have their resources."""
         self.displaced_since = None
-        if self.alone_since is not None:  # none could be started meanwhile
+        if self.alone_since is not None:  # no worker could start meanwhile
             self.alone_since = time.monotonic()
         if self.running:
             await self._notify()
 
     # ------------------------------------------------------------------------------------------ trainers
 
-    async def begin(self, session: str, terms: Terms) -> None:
-        """A new group of trainers: what an earlier one asked for is of no use any more."""
-        await self.start()  # this actor may be a new one, too
-        for task in self.tasks.values():  # whoever still waits for it is gone
+    async def begin(self, session: str, terms: NumericSettings) -> None:
+        """Begins the session of a new group of trainers. Drops the requests of earlier ones."""
+        await self.start()  # this actor may be new, too
+        for task in self.tasks.values():  # the trainer that waits for it is gone
             task.result.cancel()
         again, self.session, self.tasks, self.versions = bool(self.session), session, {}, {}
         self.waiting.clear()
-        if self.alone_since is not None:  # trainers that were away waited for nobody
+        if self.alone_since is not None:  # the trainers did not wait meanwhile
             self.alone_since = time.monotonic()
         if self.broken and again:  # this attempt may find other nodes
             self.broken = None
@@ -167,11 +157,11 @@ class Pool:
             self.terms = asyncio.get_running_loop().create_future()
             self.terms.set_result(terms)
             for slot in self.slots:
-                slot.leaving = slot.leaving or (OTHER_TERMS if slot.ready else None)
+                slot.leaving = slot.leaving or (OTHER_SETTINGS if slot.ready else None)
             await self._notify()
 
     async def publish(self, session: str, version: int, tensors: list[Any], size: int) -> None:
-        """A version of the policy, as a reference in a list, and its bytes."""
+        """Takes a version of the policy, as a reference in a list, and its bytes."""
         if session == self.session:
             self.versions[version] = (tensors, size)
             for old in [v for v in self.versions if v < version - self.config.staleness]:
@@ -179,7 +169,7 @@ class Pool:
             await self._notify()
 
     async def request(self, session: str, chunks: list[tuple[Key, int, bytes]]) -> None:
-        """Chunks to be done: key, version and the chunk, pickled."""
+        """Queues chunks: key, version and the pickled chunk of each."""
         if session == self.session:
             for key, version, chunk in chunks:
                 result = asyncio.get_running_loop().create_future()
@@ -188,14 +178,14 @@ class Pool:
             await self._notify()
 
     async def collect(self, session: str, key: Key) -> bytes | None:
-        """A chunk, sampled and scored, as soon as it is; None: there has been no worker for `patience_s`, and it is withdrawn.
+        """Waits until a chunk is sampled and scored. Returns None, and withdraws it, if no worker was there for `patience_s`.
 
         Raises:
-            Failure: when a worker raised it, or lost workers are the chunk's own doing.
+            Failure: if a worker raised it, or the chunk lost MAX_ATTEMPTS workers.
         """
         if session != self.session or key not in self.tasks:
             raise Failure(
-                f"nobody asked for chunk {key} (update, rank, number): what hands out rollouts was restarted"
+                f"chunk {key} (update, rank, number) was not requested: the actor that hands out rollouts was restarted"
             )
         task, patience = self.tasks[key], self.config.patience_s
         while not task.result.done():
@@ -211,19 +201,18 @@ class Pool:
                 del self.tasks[key]
                 return None
             await asyncio.wait({task.result}, timeout=0.2)
-        made = task.result.result()  # cancelled where a new session has begun, whose task now has this key
+        made = task.result.result()  # cancelled if a new session has begun, whose task now has this key
         del self.tasks[key]
         self.bytes += len(task.chunk) + len(made)
         return made
 
-    async def metrics(self) -> tuple[dict[str, float], list[Turn], float]:
-        """Since the last call: workers at work, the share of their time that was idle, chunks waiting, bytes, lost workers.
+    async def metrics(self) -> tuple[dict[str, float], list[Assignment], float]:
+        """Returns metrics since the last call, the assignments that had not ended before it, and this process's clock.
 
-        Returns:
-            Them, the turns that were not over before the last call, and what this process's clock shows.
+        The metrics: ready workers, the idle share of their time, waiting chunks, bytes, lost workers.
         """
         now, ready = time.monotonic(), [slot for slot in self.slots if slot.ready]
-        busy = sum((turn.end or now) - max(turn.begin, self.measured) for turn in self.turns)
+        busy = sum((one.end or now) - max(one.begin, self.measured) for one in self.assignments)
         there = max((now - self.measured) * max(1, len(ready)), 1e-9)
         figures = {
             "rollout/workers": float(len(ready)),
@@ -232,9 +221,10 @@ class Pool:
             "rollout/bytes": float(self.bytes),
             "rollout/lost_workers": float(self.lost),
         }
-        turns, self.turns = self.turns, [turn for turn in self.turns if turn.end is None]
+        assignments = self.assignments
+        self.assignments = [one for one in assignments if one.end is None]
         self.measured, self.bytes = now, 0
-        return figures, turns, now
+        return figures, assignments, now
 
     # ------------------------------------------------------------------------------------------- workers
 
@@ -244,8 +234,8 @@ class Pool:
                 self.keeping[slot.number] = asyncio.ensure_future(self._keep(slot))
 
     async def _keep(self, slot: Slot) -> None:
-        """Keeps a worker in the slot until the pool ends."""
-        pause, longest = 1.0, max(LONGEST_LOAD, self.config.chunk_timeout_s)
+        """Keeps a worker in the slot until the run ends."""
+        pause, longest = 1.0, max(LOAD_TIMEOUT_S, self.config.chunk_timeout_s)
         while not self.broken:
             there = False
             async with self.changed:
@@ -253,29 +243,29 @@ class Pool:
             try:
                 slot.worker = worker = self._start()
                 slot.node = await self._placed(slot, worker)
-                # Patience does not run out while a first load takes long, but while one fails again and again.
+                # Patience does not run out during a first load, but does if loads keep failing.
                 slot.present = not slot.failures
                 self._count()
                 await self._answer(worker, worker.load.remote(), longest, "been loading for")
                 terms = await asyncio.shield(self.terms)
-                await self._answer(worker, worker.settle.remote(terms), longest, "been loading for")
+                await self._answer(worker, worker.apply_settings.remote(terms), longest, "been loading for")
                 if self.terms.result() != terms:
-                    slot.leaving = OTHER_TERMS
-                    raise Lost(OTHER_TERMS)
+                    slot.leaving = OTHER_SETTINGS
+                    raise WorkerLost(OTHER_SETTINGS)
                 there, slot.ready, slot.present, pause, slot.failures = True, True, True, 1.0, 0
                 self._count()
                 while True:
                     await self._do(slot, worker, await self._next(slot))
-            except Lost as error:
+            except WorkerLost as error:
                 self.lost += there
                 slot.failures += not there and not slot.leaving
                 raised = isinstance(error.__cause__, RayTaskError)
                 if (
-                    raised and str(error) not in self.said
-                ):  # once: a traceback names another process each time
-                    self.said.add(str(error))
+                    raised and str(error) not in self.printed
+                ):  # the traceback alone differs each time: it names the process
+                    self.printed.add(str(error))
                     print(error.__cause__, flush=True)
-                if raised and slot.failures >= MOST_FAILURES and self._nothing_loads():
+                if raised and slot.failures >= MAX_LOAD_FAILURES and self._nothing_loads():
                     self.broken = Failure(f"rollout workers cannot load their models: one {error}")
                 else:
                     why = slot.leaving or error
@@ -289,7 +279,7 @@ class Pool:
                         f"rollout worker {slot.number} cannot load its models, and tries again: {error}",
                         flush=True,
                     )
-            except Exception as error:  # a mistake here, which would come again
+            except Exception as error:  # a bug here, which would come again
                 self.broken = error
             finally:
                 if slot.worker:
@@ -300,36 +290,36 @@ class Pool:
                 self._count()
             if not there:
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, MAX_PAUSE_S)
 
     def _nothing_loads(self) -> bool:
-        """Whether no slot's worker has loaded since one of its own failed to; one that has no place yet may be well."""
+        """Returns whether every slot's last worker failed to load. A worker without a place may still load."""
         return all(slot.failures for slot in self.slots)
 
     def _start(self) -> Any:
         options = placement.rollout_bundle(self.work.job).options()
-        actor = ray.remote(concurrency_groups={SIGNS: 2})(RolloutWorker)
+        actor = ray.remote(concurrency_groups={HEARTBEAT_GROUP: 2})(RolloutWorker)
         return actor.options(max_restarts=0, **options).remote(self.work)
 
     async def _placed(self, slot: Slot, worker: Any) -> str:
-        """The node that Ray has found for a worker. Raises Lost when it is to wait behind the trainers."""
+        """Returns the node on which Ray placed a worker. Raises WorkerLost if the trainers wait, too."""
         slot.waits_since = time.monotonic()
         placed = asyncio.wrap_future(worker.node.remote().future())
-        with _ended(placed):
+        with _abandoned(placed):
             while not placed.done():
-                if self.displaced_since is not None:  # else it takes the place that a trainer has just left
-                    slot.leaving = MAKES_ROOM
-                    raise Lost(slot.leaving)
+                if self.displaced_since is not None:  # else it takes resources that a trainer has just left
+                    slot.leaving = YIELDS_TO_TRAINER
+                    raise WorkerLost(slot.leaving)
                 await asyncio.wait({placed}, timeout=0.2)
             slot.waits_since = None
-            return await _of(placed)
+            return await _result_of(placed)
 
     async def _next(self, slot: Slot) -> Task:
-        """The next chunk whose version is published. Raises Lost when the slot's worker is to leave."""
+        """Waits for the next chunk whose version is published. Raises WorkerLost if the slot's worker must leave."""
         async with self.changed:
             while True:
                 if slot.leaving:
-                    raise Lost(slot.leaving)
+                    raise WorkerLost(slot.leaving)
                 ready = [task for task in self.waiting if task.version in self.versions]
                 if ready:
                     task = min(ready, key=lambda task: task.key)
@@ -338,49 +328,49 @@ class Pool:
                 await self.changed.wait()
 
     async def _do(self, slot: Slot, worker: Any, task: Task) -> None:
-        """Has a worker do a chunk. Raises Lost when it does not; the chunk is then for the next one."""
+        """Has a worker sample a chunk. If the worker is lost, requeues the chunk and raises WorkerLost."""
         tensors, size = self.versions[task.version]
         if (task.session, task.version) not in slot.has:
             slot.has.add((task.session, task.version))
             self.bytes += size
         try:
-            await self._sign(worker)
-        except Lost:  # before it has begun: that is not the chunk's doing
-            await self._wait_again(task)
+            await self._check_heartbeat(worker)
+        except WorkerLost:  # before it began, so not because of the chunk
+            await self._requeue(task)
             raise
         task.attempts += 1
-        turn = Turn(slot.number, task.key[0], time.monotonic())
-        self.turns.append(turn)
+        assignment = Assignment(slot.number, task.key[0], time.monotonic())
+        self.assignments.append(assignment)
         try:
             answer = worker.sample.remote(task.session, task.chunk, tensors)
             made = await self._answer(worker, answer, self.config.chunk_timeout_s)
-        except FINAL as error:  # the worker is well: a reward raised it, or there is too little memory
+        except FINAL as error:  # the worker continues: a reward raised it, or memory ran out
             if not task.result.done():
                 task.result.set_exception(error)
             return
-        except Lost as error:
-            turn.lost = True
+        except WorkerLost as error:
+            assignment.lost = True
             if slot.leaving or getattr(error.__cause__, "preempted", False):
-                task.attempts -= 1  # its node's doing, not the chunk's
+                task.attempts -= 1  # because of its node, not of the chunk
             await self._give_back(task, error)
             raise
         finally:
-            turn.end = time.monotonic()
-        if made is None:  # its version is gone with a trainer, and so will be this session
+            assignment.end = time.monotonic()
+        if made is None:  # its version is gone with a trainer, and this session will end, too
             task.attempts -= 1
-            await asyncio.sleep(SIGN_EVERY)
-            await self._wait_again(task)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            await self._requeue(task)
         elif not task.result.done():
             task.result.set_result(made)
 
-    async def _wait_again(self, task: Task) -> None:
+    async def _requeue(self, task: Task) -> None:
         if task.session == self.session:
             self.waiting.append(task)
             await self._notify()
 
-    async def _give_back(self, task: Task, error: Lost) -> None:
-        if task.session != self.session or task.attempts < MOST_ATTEMPTS:
-            await self._wait_again(task)
+    async def _give_back(self, task: Task, error: WorkerLost) -> None:
+        if task.session != self.session or task.attempts < MAX_ATTEMPTS:
+            await self._requeue(task)
             return
         task.result.set_exception(
             Failure(
@@ -390,63 +380,64 @@ class Pool:
         )
 
     async def _answer(self, worker: Any, answer: Any, limit: float, doing: str = "worked for") -> Any:
-        """What a call returns. Raises Lost when its worker is gone, gives no sign of life, or takes more than `limit` seconds."""
+        """Returns the result of a call. Raises WorkerLost if the worker dies, misses its heartbeat, or takes over `limit` s."""
         waited = asyncio.wrap_future(answer.future())
         begun = time.monotonic()
-        with _ended(waited):
+        with _abandoned(waited):
             while not waited.done():
-                await asyncio.wait({waited}, timeout=SIGN_EVERY)
+                await asyncio.wait({waited}, timeout=HEARTBEAT_INTERVAL_S)
                 if not waited.done():
                     if time.monotonic() - begun > limit:
-                        raise Lost(f"has {doing} more than {limit:g} s (rollout.chunk_timeout_s)")
-                    await self._sign(worker)
-            return await _of(waited)
+                        raise WorkerLost(f"has {doing} more than {limit:g} s (rollout.chunk_timeout_s)")
+                    await self._check_heartbeat(worker)
+            return await _result_of(waited)
 
-    async def _sign(self, worker: Any) -> None:
-        sign, limit = asyncio.wrap_future(worker.alive.remote().future()), self.config.heartbeat_timeout_s
-        with _ended(sign):
-            await asyncio.wait({sign}, timeout=limit)
-            if not sign.done():
-                raise Lost(
-                    f"has given no sign of life for {limit:g} s (rollout.heartbeat_timeout_s): its process is stopped, or code in "
-                    "it, a Python reward for one, does not let go of the interpreter"
+    async def _check_heartbeat(self, worker: Any) -> None:
+        answer, limit = asyncio.wrap_future(worker.alive.remote().future()), self.config.heartbeat_timeout_s
+        with _abandoned(answer):
+            await asyncio.wait({answer}, timeout=limit)
+            if not answer.done():
+                raise WorkerLost(
+                    f"missed its heartbeat for {limit:g} s (rollout.heartbeat_timeout_s): the process is stopped, or Python code "
+                    "such as a reward function holds the GIL"
                 )
-            await _of(sign)
+            await _result_of(answer)
 
-    async def _repeat(self, look: Callable[[], Awaitable[None]], what: str) -> None:
+    async def _watch_resources(self) -> None:
         while True:
-            await asyncio.sleep(SIGN_EVERY)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             try:
-                await look()
-            except Exception as error:  # the head is busy: it is asked again
-                print(f"{what} is not known ({in_brief(error, 200)})", flush=True)
+                await self._yield_to_trainers()
+                await self._report_waiting()
+            except Exception as error:  # the head is busy: the next turn asks again
+                print(f"cannot read the cluster's resources ({in_brief(error, 200)})", flush=True)
 
-    async def _look_at_nodes(self) -> None:
-        """Workers on a node that is to be taken away get no further chunk."""
-        # As Ray Train asks (2.60, private). Remove when there is a public way.
-        from ray._private.state import state
-
-        going = await asyncio.to_thread(state.get_draining_nodes)
+    async def _yield_to_trainers(self) -> None:
+        """If trainers find no resources, ends the workers on nodes that could hold a trainer."""
+        if self.displaced_since is None or time.monotonic() - self.displaced_since < TRAINER_WAIT_S:
+            return
+        trainers = placement.bundles(self.work.job)
+        could_hold = {
+            node["NodeID"]
+            for node in await asyncio.to_thread(ray.nodes)
+            if any(one.fits(node["Resources"], node["Labels"]) for one in trainers)
+        }
+        if self.displaced_since is None:
+            return
         for slot in self.slots:
-            if slot.node in going:
-                slot.leaving = slot.leaving or "leaves a node that is being reclaimed"
+            if slot.worker and slot.node in could_hold and not slot.leaving:
+                slot.leaving = YIELDS_TO_TRAINER
+                ray.kill(slot.worker)
         await self._notify()
 
-    async def _look_at_places(self) -> None:
-        """Workers make room for trainers that find no place, one after another; what workers wait for is printed."""
+    async def _report_waiting(self) -> None:
+        """Prints what workers wait for. The intervals grow, because with [min, max] workers some may never find resources."""
         now = time.monotonic()
-        if self.displaced_since is not None and now - self.displaced_since >= GRACE:
-            self.displaced_since = now
-            slot = await self._in_the_way()
-            if slot and self.displaced_since is not None:
-                slot.leaving = MAKES_ROOM
-                ray.kill(slot.worker)
-                await self._notify()
         waits = [now - slot.waits_since for slot in self.slots if slot.waits_since is not None]
         if not waits:
-            self.silence = Silence(now)
-        elif now - self.silence.since >= self.silence.lasts:
-            self.silence = Silence(now, min(2 * self.silence.lasts, LONGEST_SILENCE))
+            self.reported, self.report_interval = now, placement.REPORT_INTERVAL_S
+        elif now - self.reported >= self.report_interval:
+            self.reported, self.report_interval = now, min(2 * self.report_interval, MAX_REPORT_INTERVAL_S)
             need = placement.rollout_bundle(self.work.job)
             there = await asyncio.to_thread(placement.describe_cluster)
             print(
@@ -455,52 +446,36 @@ class Pool:
                 flush=True,
             )
 
-    async def _in_the_way(self) -> Slot | None:
-        """A slot whose worker is on a node that could hold a trainer; those of one node one after another."""
-        nodes = {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes)}
-        trainers = placement.bundles(self.work.job)
-
-        def holds_a_trainer(name: str) -> bool:
-            node = nodes.get(name)
-            return bool(node and any(one.fits(node["Resources"], node["Labels"]) for one in trainers))
-
-        held = [slot for slot in self.slots if slot.worker and slot.node and not slot.leaving]
-        return min(
-            (slot for slot in held if holds_a_trainer(str(slot.node))),
-            key=lambda slot: (str(slot.node), slot.number),
-            default=None,
-        )
-
     async def _notify(self) -> None:
         async with self.changed:
             self.changed.notify_all()
 
     def _count(self) -> None:
-        """Notes since when there is no worker."""
+        """Notes since when no worker is present."""
         if any(slot.present for slot in self.slots):
             self.alone_since = None
         elif self.alone_since is None:
             self.alone_since = time.monotonic()
 
 
-async def _of(waited: Awaitable[Any]) -> Any:
-    """The result of a call; errors that speak for themselves as they are, all others as Lost."""
+async def _result_of(waited: Awaitable[Any]) -> Any:
+    """Returns the result of a call. Raises FINAL errors unchanged, and all others as WorkerLost."""
     try:
         return await waited
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, FINAL):
             raise cause from None
-        raise Lost(f"failed: {in_brief(cause, 300)}") from error
+        raise WorkerLost(f"failed: {in_brief(cause, 300)}") from error
     except RayActorError as error:
-        raise Lost("is gone: its process or its node died") from error
+        raise WorkerLost("is gone: its process or its node died") from error
     except RayError as error:
-        raise Lost(f"did not answer ({in_brief(error, 200)})") from error
+        raise WorkerLost(f"did not answer ({in_brief(error, 200)})") from error
 
 
 @contextlib.contextmanager
-def _ended(waited: asyncio.Future) -> Iterator[None]:
-    """After the block nobody waits for it any more, and what it raises later is of no interest."""
+def _abandoned(waited: asyncio.Future) -> Iterator[None]:
+    """After the block, ignores what the call raises."""
     try:
         yield
     finally:
@@ -508,13 +483,13 @@ def _ended(waited: asyncio.Future) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(work: Work) -> Iterator[Any]:
-    """The pool of a run for the block; None where the job has no rollout workers."""
+def rollout_pool(work: Work) -> Iterator[Any]:
+    """Starts the pool of a run for the block. Yields None if the job has no rollout workers."""
     high = work.job.rollout_config.workers[1]
     if not high:
         yield None
         return
-    # It stays with the driver, whatever becomes of other nodes.
+    # On the driver's node, so that losing other nodes does not end it.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000, scheduling_strategy=here)(Pool)
     pool = actor.remote(work)

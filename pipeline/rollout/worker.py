@@ -15,15 +15,15 @@ from pipeline.runtime.host import Host, Work
 if TYPE_CHECKING:
     from pipeline.ppo.sampler import Sampler
 
-SIGNS = "signs"  # the concurrency group that answers while the other one computes
+HEARTBEAT_GROUP = "heartbeat"  # the concurrency group that answers while the other one computes
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What the trainer has settled for all that compute in its run."""
+class NumericSettings:
+    """Settings that decide how sums round. Trainers and rollout workers share them."""
 
     can_pack: bool  # SharedBase.can_pack
-    threads: int  # torch.get_num_threads: sums of other numbers of threads have other bits
+    threads: int  # torch.get_num_threads
     longest: int  # tokens of the longest prompt and its completion
 
 
@@ -31,7 +31,7 @@ class RolloutWorker:
     """Holds the frozen base, the frozen roles and one version of the policy.
 
     Args:
-        work: of the run; this worker has the device that `rollout.use_gpu` says.
+        work: of the run. `rollout.use_gpu` chooses this worker's device.
     """
 
     def __init__(self, work: Work) -> None:
@@ -43,18 +43,18 @@ class RolloutWorker:
         self.holds: tuple[str, int] | None = None  # (session, version) of the policy
         self.digest = ""
 
-    @ray.method(concurrency_group=SIGNS)
+    @ray.method(concurrency_group=HEARTBEAT_GROUP)
     def node(self) -> str:
-        """The id of the node that it was placed on: it answers as soon as it was."""
+        """Returns the id of this worker's node, as soon as the worker has one."""
         return ray.get_runtime_context().get_node_id()
 
-    @ray.method(concurrency_group=SIGNS)
+    @ray.method(concurrency_group=HEARTBEAT_GROUP)
     def alive(self) -> bool:
-        """It answers unless the process is stopped or gone."""
+        """Answers a heartbeat."""
         return True
 
     def load(self) -> None:
-        """Loads base and roles, as the trainer's workers do meanwhile."""
+        """Loads base and roles, at the same time as the trainers."""
         from transformers import set_seed
 
         from pipeline.ppo.sampler import Sampler
@@ -73,31 +73,31 @@ class RolloutWorker:
             rewards = roles.add_rewards(host, shared)
             self.sampler = Sampler(shared, self.work.tokenizer, job.args, rewards, reference)
 
-    def settle(self, terms: Terms) -> None:
-        """Computes from here on as the trainer's workers do. Starts vLLM if the job samples with it."""
+    def apply_settings(self, settings: NumericSettings) -> None:
+        """Makes this worker compute as the trainers do. Starts vLLM if the job samples with it."""
         import torch
 
         from pipeline.runtime import memory, roles
 
         assert self.sampler
-        torch.set_num_threads(terms.threads)
-        self.sampler.shared.can_pack = terms.can_pack
+        torch.set_num_threads(settings.threads)
+        self.sampler.shared.can_pack = settings.can_pack
         job = self.work.job
         rows = job.args.decoded(job.workers[0])
         if job.rollout_config.engine == "transformers":
-            self.sampler.fit_to_memory(rows, terms.longest)
+            self.sampler.fit_to_memory(rows, settings.longest)
         else:
             with memory.explained(job):
-                vllm = roles.vllm(Host(self.work), self.sampler.shared, ["policy"], terms.longest, rows)
+                vllm = roles.vllm(Host(self.work), self.sampler.shared, ["policy"], settings.longest, rows)
                 self.sampler.decoder = self.stack.enter_context(vllm)
 
     def sample(self, session: str, chunk: bytes, tensors: list[Any]) -> bytes | None:
-        """A chunk sampled and scored, pickled; None where its version is gone with the trainer that had published it.
+        """Samples and scores a chunk. Returns it pickled, or None if the trainer that published its policy version is gone.
 
         Args:
             session: within it, a version's number stands for one adapter.
-            chunk: a ppo.sampler.Chunk, pickled.
-            tensors: a reference to the adapter of its version; fetched where this worker does not hold it.
+            chunk: a pickled ppo.sampler.Chunk.
+            tensors: a reference to the adapter of its version; fetched unless this worker holds it.
         """
         from pipeline.ppo.rollouts import digest
         from pipeline.runtime import memory

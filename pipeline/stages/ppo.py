@@ -20,9 +20,9 @@ from pipeline.runtime.worker import Worker
 def run(job: Job) -> dict[str, Any]:
     if not job.rollout_config.workers[1]:
         return launch(job, train)
-    from pipeline.rollout.pool import opened
+    from pipeline.rollout.pool import rollout_pool
 
-    return launch(job, train, companion=opened)
+    return launch(job, train, companion=rollout_pool)
 
 
 def train(worker: Worker) -> dict[str, Any]:

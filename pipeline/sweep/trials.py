@@ -91,7 +91,7 @@ def _run_one(job: Job, handle: SweepHandle) -> None:
     """Runs a trial in its process, as an ordinary run. Its errors end this trial alone."""
     import ray
 
-    from pipeline.rollout.pool import opened
+    from pipeline.rollout.pool import rollout_pool
 
     name, failure = str(job.run.name), None
     libraries.accept(job)
@@ -99,7 +99,10 @@ def _run_one(job: Job, handle: SweepHandle) -> None:
     ray.get(handle.rungs.begin.remote(name))
     try:
         launch(
-            job, importlib.import_module(f"pipeline.stages.{job.stage}").train, sweep=handle, companion=opened
+            job,
+            importlib.import_module(f"pipeline.stages.{job.stage}").train,
+            sweep=handle,
+            companion=rollout_pool,
         )
     except Exception as error:
         failure = without_credentials(reason(error))

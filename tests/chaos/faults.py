@@ -111,7 +111,7 @@ def hang(run: Run, rng: random.Random) -> str:
     run.start()
     step = moment(run, rng, last=STEPS - 3)
     os.kill(sampling(run)[0], signal.SIGSTOP)
-    run.wait_for("has given no sign of life")
+    run.wait_for("missed its heartbeat")
     ended(run)
     return f"stopped the rollout worker after step {step}"
 

@@ -11,7 +11,7 @@ import ray
 from pipeline.errors import Failure, OutOfMemory
 from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.rollout import pool as pools
-from pipeline.rollout.pool import MOST_ATTEMPTS, Lost, Pool
+from pipeline.rollout.pool import MAX_ATTEMPTS, Pool, WorkerLost
 from pipeline.rollout.worker import RolloutWorker
 
 KEY = (3, 0, 1)  # update, rank, number
@@ -52,11 +52,11 @@ def test_whoever_waited_for_a_chunk_of_an_earlier_session_leaves_that_of_the_new
     run(test)
 
 
-def test_a_chunk_that_nobody_asked_for_is_named():
+def test_a_chunk_that_was_not_requested_is_named():
     async def test():
         one = pool()
         await one.begin("a", "terms")
-        with pytest.raises(Failure, match=r"nobody asked for chunk \(3, 0, 1\)"):
+        with pytest.raises(Failure, match=r"chunk \(3, 0, 1\) .* was not requested"):
             await one.collect("a", KEY)
         with pytest.raises(Failure, match="restarted"):
             await one.collect("earlier", KEY)
@@ -86,11 +86,11 @@ def test_a_chunk_that_loses_worker_after_worker_ends_the_run():
     async def test():
         one = pool()
         task, waiting = await asked(one, "a")
-        for task.attempts in range(1, MOST_ATTEMPTS + 1):
+        for task.attempts in range(1, MAX_ATTEMPTS + 1):
             one.waiting.clear()
-            await one._give_back(task, Lost("is gone"))
-            assert (task in one.waiting) == (task.attempts < MOST_ATTEMPTS)
-        with pytest.raises(Failure, match=f"lost {MOST_ATTEMPTS} rollout workers"):
+            await one._give_back(task, WorkerLost("is gone"))
+            assert (task in one.waiting) == (task.attempts < MAX_ATTEMPTS)
+        with pytest.raises(Failure, match=f"lost {MAX_ATTEMPTS} rollout workers"):
             await waiting
 
     run(test)
@@ -135,9 +135,9 @@ def answers(result=None):
     return SimpleNamespace(remote=remote)
 
 
-def worker(load=True, settle=True, alive=True):
+def worker(load=True, apply_settings=True, alive=True):
     return SimpleNamespace(
-        node=answers("node"), load=answers(load), settle=answers(settle), alive=answers(alive)
+        node=answers("node"), load=answers(load), apply_settings=answers(apply_settings), alive=answers(alive)
     )
 
 
@@ -145,8 +145,8 @@ def worker(load=True, settle=True, alive=True):
 def quick(monkeypatch):
     """Nothing is waited for long."""
     monkeypatch.setattr(ray, "kill", lambda actor: None)
-    monkeypatch.setattr(pools, "SIGN_EVERY", 0.05)
-    monkeypatch.setattr(pools, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(pools, "HEARTBEAT_INTERVAL_S", 0.05)
+    monkeypatch.setattr(pools, "MAX_PAUSE_S", 0.01)
     real = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: real(min(seconds, 0.01)))
 
@@ -202,7 +202,7 @@ def test_what_breaks_before_the_first_trainers_come_is_said_to_them(quick):
 
 
 def test_a_worker_that_loads_for_too_long_is_lost(quick, capsys, monkeypatch):
-    monkeypatch.setattr(pools, "LONGEST_LOAD", 0.1)
+    monkeypatch.setattr(pools, "LOAD_TIMEOUT_S", 0.1)
 
     async def test():
         one = pool(chunk_timeout_s=1.0)
@@ -223,7 +223,9 @@ def test_workers_that_settled_otherwise_leave_when_a_new_group_of_trainers_begin
         one._start = lambda: SimpleNamespace(
             **{
                 **vars(worker()),
-                "settle": SimpleNamespace(remote=lambda t: settled.append(t) or answers(True).remote()),
+                "apply_settings": SimpleNamespace(
+                    remote=lambda t: settled.append(t) or answers(True).remote()
+                ),
             }
         )
         keeping = asyncio.ensure_future(one._keep(one.slots[0]))
@@ -253,7 +255,7 @@ def test_trainers_that_were_away_begin_to_wait_anew():
 
 
 @pytest.mark.parametrize("preempted", [False, True])
-@pytest.mark.parametrize("leaving", [None, "leaves a node that is being reclaimed"])
+@pytest.mark.parametrize("leaving", [None, pools.YIELDS_TO_TRAINER])
 def test_a_chunk_is_not_to_blame_for_a_node_that_goes(leaving, preempted, quick):
     async def test():
         one = pool()
@@ -264,7 +266,7 @@ def test_a_chunk_is_not_to_blame_for_a_node_that_goes(leaving, preempted, quick)
         gone = SimpleNamespace(
             **vars(worker()), sample=answers(ray.exceptions.RayActorError(preempted=preempted))
         )
-        with pytest.raises(Lost, match="is gone"):
+        with pytest.raises(WorkerLost, match="is gone"):
             await one._do(one.slots[0], gone, task)
         assert task.attempts == (0 if leaving or preempted else 1) and one.waiting == [task]
         waiting.cancel()
@@ -288,3 +290,25 @@ def test_only_a_version_whose_trainer_died_is_waited_for(error, monkeypatch):
     else:
         with pytest.raises(error):
             made.sample("a", chunk, [None])
+
+
+def test_workers_leave_nodes_that_could_hold_a_trainer_once_trainers_have_waited(monkeypatch):
+    async def test():
+        one, killed = pool(num_workers=4), []
+        for slot, node in zip(one.slots, ("large", "small", "large", None), strict=True):
+            slot.worker, slot.node = f"worker {slot.number}", node
+        nodes = [{"NodeID": name, "Resources": name, "Labels": {}} for name in ("large", "small")]
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(ray, "kill", killed.append)
+        bundle = SimpleNamespace(fits=lambda resources, labels: resources == "large")
+        monkeypatch.setattr(pools.placement, "bundles", lambda job: [bundle])
+        await one._yield_to_trainers()
+        await one.trainers_wait()
+        await one._yield_to_trainers()
+        assert killed == []
+        one.displaced_since -= pools.TRAINER_WAIT_S
+        for _ in range(2):
+            await one._yield_to_trainers()
+            assert killed == ["worker 0", "worker 2"]
+
+    run(test)

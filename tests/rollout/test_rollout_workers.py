@@ -100,7 +100,7 @@ def test_one_update_ahead_two_workers_and_a_hang_change_no_bit(ahead, alone, sto
     last = ahead["metrics"]["episode"] // 8  # behind it there is no update to sample for
     sampled = ("worker 0", f"update {update + 1}") in spans  # while the trainer learned from another
     assert sampled == (update < last)
-    assert "has given no sign of life for 3 s" in capfd.readouterr().out
+    assert "missed its heartbeat for 3 s" in capfd.readouterr().out
     assert result["metrics"]["rollout/sampler_kl"] != 0
     one, other = (Path(r["adapter"], "adapter_model.safetensors").read_bytes() for r in (ahead, alone))
     assert one != other
