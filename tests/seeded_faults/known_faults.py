@@ -322,7 +322,14 @@ def _(patch):
 
 @fault("the sampler attends to padding", "ppo", "sampler and trainer agree")
 def _(patch):
-    wrapped(patch, decoder.SlotDecoder, "_bias", lambda original, *args: torch.zeros_like(original(*args)))
+    def look(original, self):
+        original(self)
+        if not self.rows[
+            0
+        ].tokens:  # they join: all prompts end where the longest one does, behind their padding
+            self.cache.lengths[: len(self.rows)] = self.longest
+
+    wrapped(patch, decoder.SlotDecoder, "_look_at_rows", look)
 
 
 @fault(
