@@ -37,7 +37,7 @@ OTHER_SETTINGS = "was set up for earlier trainers, on other machines"
 # Their messages are complete, and every worker would raise them again.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
-# Of a chunk: update, rank, number (ppo/chunks.py, which imports torch: this process needs none).
+# Of a chunk: update, rank, number (ppo/sampler.py, which imports torch; this process needs none).
 Key = tuple[int, int, int]
 
 
