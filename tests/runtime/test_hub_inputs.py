@@ -199,7 +199,7 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
     assert (made.job.model.name_or_path, made.job.model.revision) == ("org/base", old)
     assert made.work.base["digest"] == f"commit:{old}"
     with pytest.raises(
-        InputError, match=r"model\.revision: found 'v2', but model\.name_or_path says 'v1'; keep one"
+        InputError, match=r"model\.revision: found 'v2', but model\.name_or_path names 'v1'; keep one"
     ):
         job(storage, "model.name_or_path=org/base@v1", "model.revision=v2")
 
