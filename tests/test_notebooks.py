@@ -56,6 +56,7 @@ def test_the_committed_runs_learned_something():
     assert len(kl) == 3 and kl == sorted(kl, reverse=True), "a higher price of KL buys less of it"
 
 
+@pytest.mark.slow
 def test_the_reward_model_notebook_runs(tmp_path):
     """Every cell, with two steps of training."""
     notebook = execute(

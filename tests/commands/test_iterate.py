@@ -186,14 +186,14 @@ def test_what_the_last_step_would_refuse_is_refused_before_the_first(
     given = [
         one.replace("{", "{0[").replace("}", "]}").format(files) if "{" in one else one for one in overrides
     ]
-    kept = storage / "late" / "iterate.json"
+    kept = storage / "refused-late" / "iterate.json"
     kept.parent.mkdir(exist_ok=True)
     kept.write_text("{}")
     begun: list[str] = []
     monkeypatch.setattr(command, "through", lambda *_: begun.append("a round"))
     if without_ray:
         monkeypatch.setattr(command, "session", lambda _: begun.append("Ray"))
-    iterate(storage, "late", *prompts, "run.fresh=true", *given, status=2)
+    iterate(storage, "refused-late", *prompts, "run.fresh=true", *given, status=2)
     error = capsys.readouterr().err
     assert re.search(rf"^error: {says}", error, re.DOTALL), error
     assert not begun and kept.exists()

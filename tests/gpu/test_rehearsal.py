@@ -17,6 +17,7 @@ def run(*command, **environment):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.slow
 def test_every_experiment_passes_on_a_cpu(tmp_path):
     done = run("make", "gpu", f"PYTHON={sys.executable}", f"ARGS=--out {tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
