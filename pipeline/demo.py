@@ -90,7 +90,7 @@ BASE_MANNERS = {"courteous": 0.08, "plain": 0.20, "curt": 0.32, "gruff": 0.25, "
 DEMO_MANNERS = {"courteous": 0.09, "plain": 0.18, "curt": 0.42, "gruff": 0.31}
 PAIR_MANNERS = {"courteous": 0.30, "plain": 0.25, "curt": 0.20, "gruff": 0.15, "rambling": 0.10}
 BASE_WRONG, DEMO_WRONG, PAIR_WRONG = 0.05, 0.05, 0.30
-# Weight of each token in the pre-training loss, by the role of its message.
+# Weight of each token in the pre-training loss, by the role of the message.
 WEIGHTS = {"user": 0.1, "assistant": 1.0, "text": 1.0, "verdict": 5.0}
 CORPUS_SHARES = (0.45, 0.40, 0.15)  # of chats, chats with a verdict, facts
 
@@ -114,9 +114,9 @@ NAME = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
 
 
 def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Score each completion in [0, 1]: 0 unless it is right, civil and finished, then by its manner.
+    """Scores each completion in [0, 1]: 0 unless it is right, civil and finished, then by its manner.
 
-    1.0 a whole sentence with a courtesy, 0.5 a whole sentence, 0.25 the bare answer. A completion is right if it names
+    1.0 for a full sentence with a courtesy, 0.5 for a full sentence, 0.25 for the bare answer. A completion is right if it names
     `answer` and no place besides those in the question; finished if it ends in a full stop or exclamation mark.
     """
     return [
@@ -133,7 +133,7 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
     finished = completion.endswith((".", "!"))
     if not (right and civil and finished):
         return 0.0
-    if not asked & named:  # the answer alone, without what was asked about
+    if not asked & named:  # only the answer, without the name in the question
         return 0.25
     return 1.0 if any(phrase in completion for phrase in OPENERS + CLOSERS) else 0.5
 
@@ -152,7 +152,7 @@ class Question(NamedTuple):
 
 
 def questions(held_out: bool | None = None) -> list[Question]:
-    """Every question of the world. `held_out` selects those about held-out countries (True) or the others (False)."""
+    """Returns every question of the world. `held_out` selects those about held-out countries (True) or the others (False)."""
     return [
         Question(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS
@@ -163,7 +163,7 @@ def questions(held_out: bool | None = None) -> list[Question]:
 
 
 def completion_to(question: Question, manner: str, right: bool, rng: Random) -> str:
-    """A completion in a manner. A wrong one (`right=False`) names another answer of the kind, of a country not held out."""
+    """Returns a completion in a manner. If `right` is False, it names another answer of the kind, not of a held-out country."""
     kind, fact = question.kind, question.fact
     if not right:
         others = {getattr(other, kind) for other in FACTS if other.country not in HELD_OUT}
@@ -184,7 +184,7 @@ def completion_to(question: Question, manner: str, right: bool, rng: Random) -> 
 
 
 def _draw(question: Question, manners: dict[str, float], wrong: float, rng: Random) -> str:
-    """A random completion: manners with their weights, `wrong` the probability of a wrong answer."""
+    """Returns a random completion: manners with their weights, `wrong` the probability of a wrong answer."""
     manner = rng.choices(list(manners), list(manners.values()))[0]
     return completion_to(question, manner, rng.random() >= wrong, rng)
 
@@ -193,7 +193,7 @@ def _draw(question: Question, manners: dict[str, float], wrong: float, rng: Rand
 
 
 def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Question and answer as messages, in the demonstrators' mixed manners."""
+    """Returns questions and answers as messages, in the demonstrators' mixed manners."""
     return [
         {
             "messages": [
@@ -206,7 +206,7 @@ def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[
 
 
 def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Pairs of completions to one question; the one with the higher gold score is chosen."""
+    """Returns pairs of completions to one question. The completion with the higher gold score is chosen."""
     rows = []
     for question in _spread(asked, count, rng):
         scored: dict[float, str] = {}
@@ -218,7 +218,7 @@ def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str
 
 
 def thumbs(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Single completions with a user's thumb: up with a probability of the gold score."""
+    """Returns single completions with a user's label: desirable with a probability equal to the gold score."""
     rows = []
     for question in _spread(asked, count, rng):
         completion = _draw(question, PAIR_MANNERS, PAIR_WRONG, rng)
@@ -228,12 +228,12 @@ def thumbs(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any
 
 
 def prompts(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Questions, with the answer that the gold rule needs."""
+    """Returns questions with the answer that the gold rule needs."""
     return [{"prompt": question.text, "answer": question.answer} for question in _spread(asked, count, rng)]
 
 
 def _spread(asked: list[Question], count: int, rng: Random) -> list[Question]:
-    """`count` questions in random order, each equally often (plus or minus one)."""
+    """Returns `count` questions in random order, each equally often (plus or minus one)."""
     drawn: list[Question] = []
     while len(drawn) < count:
         drawn += rng.sample(asked, len(asked))
@@ -241,7 +241,7 @@ def _spread(asked: list[Question], count: int, rng: Random) -> list[Question]:
 
 
 def write_data(folder: Path, seed: int = SEED) -> None:
-    """Write demonstrations, preferences, thumbs and prompts, each with its `_eval` file about the held-out countries."""
+    """Writes demonstrations, preferences, rated completions and prompts, each with an `_eval` file on held-out countries."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {
         demonstrations: (500, 60),
@@ -320,7 +320,7 @@ def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
 
 
 def make_tokenizer(documents: Sequence[list[dict[str, Any]]]) -> Any:
-    """A byte-level BPE with Llama 3's word pattern, special tokens (none of them for padding) and chat template."""
+    """Makes a byte-level BPE with Llama 3's word pattern, special tokens (none of them for padding) and chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -357,7 +357,7 @@ def make_tokenizer(documents: Sequence[list[dict[str, Any]]]) -> Any:
 def pretrain(
     tokenizer: Any, documents: Sequence[Any], steps: int, batch_size: int = 32, seed: int = SEED
 ) -> Any:
-    """Train a small Llama on the documents, one per row. On the same machine, the weights are the same to the bit."""
+    """Trains a small Llama on the documents, one per row. On the same machine, the weights are bit-identical."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -434,7 +434,7 @@ def _batches(rows: list[Any], steps: int, size: int, rng: Random) -> Iterator[li
 
 
 def build(folder: Path) -> None:
-    """Write `data` and `model` (weights in bf16, configuration, tokenizer) under the folder."""
+    """Writes `data` and `model` (weights in bf16, configuration, tokenizer) under the folder."""
     import torch
 
     torch.set_num_threads(1)  # another number of threads would sum in another order

@@ -15,7 +15,7 @@ UNSEEN = re.compile(
 
 
 def visible(text: str, lines: bool = True) -> str:
-    """Text from outside (rows, files, models), safe for a terminal: characters that it would interpret are escaped.
+    """Returns text from outside (rows, files, models) with the characters escaped that a terminal would interpret.
 
     Args:
         lines: whether line ends and tabs stay; names of files and fields should not break lines.
@@ -28,7 +28,7 @@ class InputError(Exception):
     """The job file or the data is wrong; the command line prints the message and exits with status 2.
 
     It says what is wrong, the value found, where it is, what is expected, and what to do next. Its text is safe for a
-    terminal, whatever it quotes.
+    terminal, even if it quotes unsafe text.
 
     Args:
         message: all but the key and its location.
@@ -56,7 +56,7 @@ class OutOfMemory(Failure):
     """Memory ran out. The run ends: a restart would come to the same place.
 
     Args:
-        phase: of the run: `rollout`, `update`, ...; "" where it is not known.
+        phase: of the run: `rollout`, `update`, ...; "" if it is not known.
         detail: the library's error, in brief.
         remedy: the settings to change.
     """
@@ -71,7 +71,7 @@ class OutOfMemory(Failure):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, torch or a CUDA library says that memory ran out (imports no torch)."""
+    """Returns True if an error of Python, torch or a CUDA library means out of memory (imports no torch)."""
     said = ("allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
     return (
         isinstance(error, MemoryError)
@@ -83,7 +83,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def about(key: str) -> Iterator[None]:
-    """InputErrors raised within the block get this key of the job, unless they name one other than the base's."""
+    """Sets this key of the job on InputErrors of the block, unless they name a key other than the base's."""
     try:
         yield
     except InputError as error:
@@ -93,12 +93,12 @@ def about(key: str) -> Iterator[None]:
 
 
 def in_brief(error: BaseException, limit: int = 250) -> str:
-    """Type and message of a library's error on one line of at most `limit` characters."""
+    """Returns type and message of a library's error on one line of at most `limit` characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"[:limit]
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and all errors that it wraps, outermost first, those that Ray wraps around a worker's error included.
+    """Yields an error and all errors that it wraps, outermost first, including the wrappers of Ray.
 
     RayTaskError holds `cause`; Ray Train's errors hold `controller_failure` or `worker_failures`, and each of these
     `_base_exc` (ray 2.60, private). Remove those when Ray chains its exceptions by `__cause__`.
@@ -117,7 +117,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def summary(error: BaseException) -> str:
-    """Returns type and message on one line: of our own error among the causes, else of the innermost cause."""
+    """Returns type and message on one line, from our error among the causes, or else from the innermost cause."""
     chain = list(causes(error))
     last = next((one for one in chain if isinstance(one, (InputError, Failure))), chain[-1])
     message = str(last).strip().splitlines()
@@ -125,16 +125,16 @@ def summary(error: BaseException) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as a message shows it: short, on one line, with its type where that is the trouble."""
+    """Returns a value as a message shows it: short, on one line, with quotes around text."""
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
     return short("null" if value is None else text)
 
 
 def short(text: str) -> str:
-    """A text as a message quotes it: what is long is cut."""
+    """Returns a text as a message quotes it: cut if it is long."""
     return printable(text if len(text) <= 80 else text[:77] + "...")
 
 
 def printable(text: str) -> str:
-    """What a terminal would obey, or could not show, is escaped."""
+    """Escapes characters that a terminal would interpret or could not show."""
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)

@@ -11,7 +11,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def wilson(shares: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """The Wilson score interval of a mean of `shares`, which are 0 or 1 each (a tie may be 0.5).
+    """Returns the Wilson score interval of a mean of `shares`, which are 0 or 1 each (a tie may be 0.5).
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927. It stays inside [0, 1] and is right for few rows and
     near the ends, where the usual ± is not; with ties, whose variance is below p(1-p), it is a little too wide.
@@ -23,15 +23,15 @@ def wilson(shares: Sequence[float], confidence: float = 0.95) -> tuple[float, fl
 
 
 def sigmoid(x: float) -> float:
-    """Without overflow for large negative x."""
+    """Returns the sigmoid, without overflow for large negative x."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[dict[str, Any]]]:
-    """(expected calibration error, reliability bins) of a Bradley-Terry model on pairs, from score(chosen) - score(rejected).
+    """Returns (expected calibration error, reliability bins) of a Bradley-Terry model, from score(chosen) - score(rejected).
 
     The model says with probability sigmoid(|margin|), from 0.5 to 1, that the completion it prefers is the better one; it is
-    right where the margin is above 0. Bins are of equal width; the error is the mean over pairs of |accuracy - confidence|
+    right if the margin is above 0. Bins are of equal width; the error is the mean over pairs of |accuracy - confidence|
     of their bin (Guo et al. 2017).
     """
     said = [(sigmoid(abs(margin)), float(margin > 0)) for margin in margins]
@@ -50,7 +50,7 @@ def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[d
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Pearson's; None where one side does not vary."""
+    """Returns Pearson's correlation, or None if one variable is constant."""
     x, y = mean(xs), mean(ys)
     across = sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True))
     spread = math.sqrt(sum((a - x) ** 2 for a in xs) * sum((b - y) ** 2 for b in ys))
@@ -62,12 +62,12 @@ def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
 
 
 def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:
-    """Different n-grams over all texts, divided by their number (Li et al. 2016); None if there are none."""
+    """Returns the share of distinct n-grams over all texts (Li et al. 2016), or None if there are none."""
     found = [gram for text in texts for gram in ngrams(text, n)]
     return len(set(found)) / len(found) if found else None
 
 
 def repetition(text: Sequence[int], n: int = 4) -> float:
-    """The share of a text's n-grams that it has said before: 0 is none, near 1 is a loop."""
+    """Returns the share of a text's n-grams that repeat earlier ones: 0 is none, near 1 is a loop."""
     found = ngrams(text, n)
     return 1 - len(set(found)) / len(found) if found else 0.0

@@ -1,4 +1,4 @@
-"""What a check found: `Finding`. Runs stop where one does not hold; `doctor` prints them all."""
+"""What a check found: `Finding`. Runs stop if a check does not hold; `doctor` prints all checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.errors import SelfCheckFailed
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what must hold, what was found, and whether it holds; None where it does not apply to this job."""
+    """One check: what must hold, what was found, and whether it holds, or None if it does not apply to this job."""
 
     check: str
     found: str
@@ -19,7 +19,7 @@ class Finding:
 
 
 def same_tensors(name: str, loaded: Mapping[str, Any], stored: Mapping[str, Any], folder: str) -> Finding:
-    """The tensors in memory are those of the files in `folder`, to the bit."""
+    """Checks that the tensors in memory are bit-identical to the tensors of the files in `folder`."""
     different = sorted(loaded.keys() ^ stored.keys())
     different = different or [key for key in loaded if not loaded[key].equal(stored[key])]
     found = (

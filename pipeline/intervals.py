@@ -1,7 +1,7 @@
 """Which numbers a setting may take, written as in mathematics, and the words for it.
 
 outside(1.5, "[0, 1)")                       -> "0 or more and below 1"
-outside(7, "-1 or whole [1, 100]")           -> None: it may be 7
+outside(7, "-1 or whole [1, 100]")           -> None, because 7 is allowed
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 
 def outside(value: float, allowed: str) -> str | None:
-    """What was expected, where `value` is not in `allowed`: numbers and intervals joined by ` or `; None where it is.
+    """Returns in words what was expected if `value` is not in `allowed`, numbers and intervals joined by ` or `, or None.
 
     `whole [1, 9]` holds the whole numbers of the interval, 3.0 among them.
     """
@@ -19,7 +19,7 @@ def outside(value: float, allowed: str) -> str | None:
 
 
 def table(rows: dict[str, str]) -> dict[str, str]:
-    """{interval: "key key ..."} as {key: interval}."""
+    """Converts {interval: "key key ..."} to {key: interval}."""
     return {key: allowed for allowed, keys in rows.items() for key in keys.split()}
 
 

@@ -118,7 +118,7 @@ def problems(job: Job) -> Problems:
             parse_gate(rule)
         except ValueError as error:
             yield key, str(error)
-        # The values of data.subset are in the rows: any may be meant.
+        # The values of data.subset are in the rows, so any value is accepted.
         of_subset = job.data.subset and metric.startswith("eval_rm_accuracy/")
         if metric not in known and not of_subset:
             near = get_close_matches(metric, known, n=1)

@@ -247,7 +247,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """The folder of the run: checkpoints, result.json, its report."""
+        """Returns the folder of the run: checkpoints, result.json, its report."""
         return storage.join(self.run.storage_path, str(self.run.name))
 
     @property
@@ -261,7 +261,7 @@ class Job:
 
     @property
     def held_out(self) -> bool:
-        """Whether the job has held-out rows: data.eval, or a share of data.train."""
+        """Returns True if the job has held-out rows: data.eval, or a share of data.train."""
         return bool(self.data.eval or self.data.eval_fraction)
 
     @property
@@ -272,7 +272,7 @@ class Job:
 
     @property
     def in_process(self) -> bool:
-        """Whether the job runs in the process of its command: `scaling.num_workers: 0`.
+        """Returns True if the job runs in the process of the command: `scaling.num_workers: 0`.
 
         On a cluster, and next to rollout workers, which need Ray, 0 means one worker.
         """
@@ -296,13 +296,13 @@ class Job:
 
     @property
     def bf16(self) -> bool:
-        """Whether matrix products are in bfloat16. By default they are in TRL's stages (trl.SFTConfig.bf16)."""
+        """Returns True if matrix products are in bfloat16. By default they are in TRL's stages (trl.SFTConfig.bf16)."""
         given = self.trainer.get("bf16")
         return bool(STAGE[self.stage].trl and not self.trainer.get("fp16") if given is None else given)
 
     @property
     def base_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
-        """The dtype in which workers hold the frozen base: `model.dtype`, or bfloat16 on a CPU with bf16 products.
+        """Returns the dtype in which workers hold the frozen base: `model.dtype`, or bfloat16 on a CPU with bf16 products.
 
         A CPU casts a float32 weight for each product in bfloat16, which takes as long as a product of few rows.
         """
@@ -335,7 +335,7 @@ def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
 
 
 def completed(data: Data, name: str) -> list[Source]:
-    """Returns the sources of data.train, data.eval or data.pairs; keys that a source does not set are those of `data`."""
+    """Returns the sources of data.train, data.eval or data.pairs, with the keys of `data` that a source does not set."""
     return [
         replace(source, **{key: getattr(data, key) for key in PREPROCESSING if getattr(source, key) is None})
         for source in sources_of(getattr(data, name))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 OURS = "pipeline.config.job"
-# The models that a job may name; `inputs` has those of a stage.
+# The models that a job may name. Stage.inputs lists which of them a stage takes.
 INPUTS = ("policy", "reference", "baseline", "reward", "judge")
 _NOTHING_TRAINED = {
     "lora": "it trains nothing",
@@ -52,7 +52,7 @@ _ROW_BY_ROW = {
 
 
 class Figure(NamedTuple):
-    """A headline metric: names in result.json of its value before ("" for none) and after the run."""
+    """A headline metric: the names in result.json of the value before ("" for none) and after the run."""
 
     label: str
     before: str
@@ -70,7 +70,7 @@ class Stage:
     summary: str
     # {model that it takes: whether it is required}
     inputs: Mapping[str, bool] = field(default_factory=dict)
-    # The kind of its rows, a key of data.shapes.KIND. None: it reads no rows.
+    # The kind of its rows, a key of data.shapes.KIND, or None if it reads no rows.
     rows: str | None = None
     # The role whose adapter it trains: policy or reward.
     learns: str | None = None
@@ -97,12 +97,12 @@ class Stage:
 
     @property
     def trl(self) -> bool:
-        """Whether a TRL trainer does the work; only a worker imports its config class."""
+        """Returns True if a TRL trainer does the work. Only a worker imports its config class."""
         return self.trainer.startswith("trl.")
 
     @property
     def reads_train(self) -> bool:
-        """Whether it needs the rows of data.train."""
+        """Returns True if the stage needs the rows of data.train."""
         return not {"data", "data.train"} & self.unused.keys()
 
 

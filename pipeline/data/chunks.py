@@ -1,8 +1,8 @@
 """How files are cut into the chunks that tasks read, and the rows of one chunk (no Ray here).
 
 A chunk is a byte range of an uncompressed JSON Lines file, aligned to line ends by its reader, or a run of rows of a
-Parquet or Arrow file, or a whole file where that cannot be cut (.gz, a JSON array, CSV, whose rows may hold line ends).
-Rows are streamed: no more than one range is ever in memory.
+Parquet or Arrow file. A file that cannot be cut is one chunk: .gz, a JSON array, or CSV, whose rows may hold line ends.
+Rows are streamed, so memory never holds more than one range.
 """
 
 import codecs
@@ -35,7 +35,7 @@ MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARRO": "arrow"}
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one task reads: bytes [start, stop) of a file of lines, rows [start, stop) of a table, or a whole file."""
+    """What one task reads: bytes [start, stop) of a file of lines, rows [start, stop) of a table, or all of a file."""
 
     path: str
     split: str  # train or eval
@@ -43,13 +43,13 @@ class Chunk:
     stop: int = -1  # -1: the end of the file
     format: Format = "lines"
     zipped: bool = False
-    size: int = 0  # in the file, in bytes, about
-    source: int = 0  # of the job's sources for this split, the number of that which the file belongs to
+    size: int = 0  # approximate bytes in the file
+    source: int = 0  # the number of the file's source among the job's sources for this split
     group_by: str | None = None  # the column whose value rows of a group share; such a file is one chunk
 
 
 def plan(files: list[File], split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
-    """The chunks of the files, in order. Only the first bytes of each file are read here, of tables what describes them."""
+    """Returns the chunks of the files, in order. Reads only the first bytes of each file, and the metadata of tables."""
     return [chunk for file in files for chunk in chunks_of(file, split, kind, chunk_bytes)]
 
 
@@ -79,7 +79,7 @@ def unzipped(head: bytes) -> bytes:
 
 
 def format_of(path: str, head: bytes) -> Format:
-    """By the name of the file, else by how it begins."""
+    """Returns the format of a file, by its name or else by its first bytes."""
     suffix = os.path.splitext(path.removesuffix(".gz"))[1]
     if named := NAMED.get(suffix) or MAGIC.get(head[:4]):
         return named
@@ -87,7 +87,7 @@ def format_of(path: str, head: bytes) -> Format:
 
 
 def first_rows(spec: Any, key: str, kind: Kind, count: int = 3) -> list[Any]:
-    """The first rows of a set as its files have them, to look at; `key` is what the job calls the set (`data.train`)."""
+    """Returns the first rows of a dataset as its files have them. `key` is its key in the job (`data.train`)."""
     chunk = plan(find(spec, key), "train", kind)[0]
     return [row for _, row, _ in itertools.islice(rows(chunk), count)]
 
@@ -110,9 +110,9 @@ def read_head(file: File) -> bytes:
 
 
 def rows(chunk: Chunk) -> Iterator[Row]:
-    """The rows of a chunk with their numbers *inside the chunk*, those of a group as a list (Preprocess.group_by).
+    """Yields the rows of a chunk with their numbers *inside the chunk*; the rows of a group as a list (Preprocess.group_by).
 
-    Blank lines are skipped, but counted. What cannot be decoded comes as a RowError in place of the row.
+    Blank lines are skipped, but counted. A row that cannot be decoded is replaced by a RowError.
     """
     return grouped(_rows(chunk), chunk.group_by) if chunk.group_by else _rows(chunk)
 
@@ -126,7 +126,7 @@ def _rows(chunk: Chunk) -> Iterator[Row]:
 
 
 def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
-    """Rows in succession with the same value in a column as one, their list, with the number of the first of them."""
+    """Yields consecutive rows with the same value in a column as one list, with the number of the first row."""
     group: list[Any] = []
     number, raws = 0, list[bytes]()
     for at, row, raw in numbered:
@@ -153,12 +153,12 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
 
 def unit(chunk: Chunk) -> Literal["line", "element", "row"]:
-    """What the numbers of the chunk's rows count."""
+    """Returns what the numbers of the chunk's rows count."""
     return "element" if chunk.format == "array" else "row" if chunk.format in ("parquet", "arrow") else "line"
 
 
 def lines_before(chunk: Chunk) -> int:
-    """How many lines, or rows, of the file precede the chunk's first one: counted only for the place of an error."""
+    """Returns how many lines or rows of the file precede the chunk. They are counted only to locate an error."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
     count, left = 0, chunk.start - 1
@@ -172,7 +172,7 @@ def lines_before(chunk: Chunk) -> int:
 
 
 def locate(errors: list[RowError], chunk: Chunk) -> None:
-    """Gives errors, whose `line` is a number in the chunk, their file, unit, and line in the whole file."""
+    """Sets the file, unit and line in the file of errors, whose `line` is a number in the chunk."""
     file = chunk.path if storage.is_remote(chunk.path) else shown(chunk.path)
     before, what = lines_before(chunk), unit(chunk)
     for error in errors:
@@ -180,7 +180,7 @@ def locate(errors: list[RowError], chunk: Chunk) -> None:
 
 
 def where(chunk: Chunk, number: int) -> str:
-    """file:line of a row by its number in the chunk."""
+    """Returns file:line of a row by its number in the chunk."""
     row = RowError("", "", "", "", line=number)
     locate([row], chunk)
     return row.where()

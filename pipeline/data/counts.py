@@ -1,4 +1,4 @@
-"""What the tasks count of their rows. Counts add up: `totals` makes those of a split or of a source from those of all tasks."""
+"""What the tasks count of their rows. `totals` adds up the counts of all tasks, of a split, or of a source."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -10,10 +10,10 @@ from pipeline.data.chunks import Chunk, where
 from pipeline.data.values import Reason, RowError
 
 FIRST = 10  # reasons of bad rows that a message names
-MAX_REASONS = 100  # of a chunk; rows that are bad for further reasons are only counted by kind
+MAX_REASONS = 100  # of a chunk; rows that are bad for other reasons are only counted by kind
 # Rows up to which duplicates, overlap and contradictions are counted: 8 or 16 bytes a row come to the driver.
 MAX_COMPARED = 1 << 21
-# What is compared -> 64-bit numbers of a row: the hash of its bytes; Record.digests; Record.preferences and the row's number.
+# What is compared -> 64-bit numbers per row: the hash of its bytes; Record.digests; Record.preferences and the row's number.
 WIDTH = {"rows": 1, "records": 2, "preferences": 2}
 
 
@@ -48,24 +48,24 @@ class Counts:
     chunk: Chunk
     # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "too_long") -> 3
     tally: Counter[tuple[str, str, Any]] = field(default_factory=Counter)
-    # (split, label) -> the first row of this kind: its file:line, or a piece of its text
+    # (split, label) -> the first such row: its file:line, or a piece of text
     first: dict[tuple[str, str], str] = field(default_factory=dict)
     # split -> (file, rows)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
     # the first row that is left out for each reason
     errors: dict[Reason, RowError] = field(default_factory=dict)
-    # why the chunk is not read to its end; None: it is
+    # why reading of the chunk stopped before its end, or None
     unread: RowError | None = None
     samples: list[str] = field(default_factory=list)
     digest: RowsDigest = field(default_factory=RowsDigest)  # of the rows of the chunk
-    # name in WIDTH -> what is compared, of all rows; None: there are too many
+    # name in WIDTH -> what is compared, for all rows, or None if there are too many rows
     keys: dict[str, bytearray | None] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
 
     def add(self, split: str, label: str, detail: Any = "", number: int = 1) -> None:
         self.tally[split, label, detail] += number
 
     def add_error(self, split: str, number: int, error: RowError, bad: bool = True) -> None:
-        """Counts a row that is left out: a bad one, or one that the job leaves out, such as too long ones."""
+        """Counts a row that is left out: a bad row, or a row that the job leaves out, for example as too long."""
         self.add(split, "dropped", error.kind)
         if bad:
             self.add(split, "bad", error.kind)
@@ -78,7 +78,7 @@ class Counts:
             self.add(split, "reasons", reason)
 
     def add_key(self, name: str, key: bytes) -> None:
-        """Keeps what is compared of a row."""
+        """Stores what is compared of a row."""
         if (keys := self.keys[name]) is not None:
             keys += key
             if len(keys) > 8 * WIDTH[name] * MAX_COMPARED:
@@ -88,7 +88,7 @@ class Counts:
 def totals(
     counts: Iterable[Counts], split: str | None = None, source: int | None = None
 ) -> dict[str, Counter]:
-    """Returns {label: {detail: number}} over all counts, or over those of a split and of a source."""
+    """Returns {label: {detail: number}} over all counts, or over the counts of one split or source."""
     total: dict[str, Counter] = defaultdict(Counter)
     for one in counts:
         if source in (None, one.chunk.source):
@@ -147,9 +147,9 @@ def duplicates(counts: Sequence[Counts]) -> int | None:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Returns (rows of `eval` whose prompt is in `train`, rows that are in it with their completions).
+    """Returns (rows of `eval` whose prompt is in `train`, rows of `eval` that are in it with their completions).
 
-    None: there is no `eval`, or there are too many rows to compare.
+    Returns None if there is no `eval`, or if there are too many rows to compare.
     """
     import numpy as np
 
@@ -190,7 +190,7 @@ def count(number: int, what: str = "row") -> str:
 
 
 def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
-    """Returns the `most` entries with the most rows, those first; the rows of all others are those of `others`."""
+    """Returns the `most` entries with the most rows, the largest first. The entry `others` adds up all other rows."""
     ordered = sorted(counts.items(), key=lambda item: (item[0] == "others", -item[1], item[0]))
     kept = dict(ordered[:most])
     if left := sum(rows for _, rows in ordered[most:]):

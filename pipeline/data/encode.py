@@ -1,10 +1,10 @@
 """Records -> token ids: chat template, begin and end tokens, special tokens, lengths. No torch import.
 
-Each text is tokenised once, with its prompt, as the model sees it. The border of prompt and completion is the last token
-that the prompt alone has in common with both; a token that spans it belongs to the completion, as in TRL. Demonstrations
-have several completions: their trained tokens are found in the rendered *text* (template.py) and carried over to tokens
-by character offsets. Special tokens in the text of a row stay text (models/control_tokens.py). Completions are compared as
-tokens: an empty one or a pair of equal ones is rejected.
+Each text is tokenized once, with its prompt, as the model sees it. The completion begins after the last token that the
+prompt alone has in common with both. A token that spans this border belongs to the completion, as in TRL. Demonstrations
+have several completions: their trained tokens are found in the rendered *text* (template.py) and mapped to tokens by
+character offsets. Special tokens in the text of a row stay text (models/control_tokens.py). Completions are compared as
+tokens: an empty completion or a pair of equal completions is rejected.
 """
 
 import json
@@ -45,11 +45,11 @@ class Encoder:
     """Turns records of one kind into token rows, a batch at a time.
 
     Args:
-        max_length: in tokens.
+        max_length: of a row, in tokens.
         too_long: error | drop | truncate.
         apply_template: whether a text prompt becomes a user message.
         ends: all ids that end a completion; `tokenizer.eos_token_id` is added to a completion that has none of them.
-        special_tokens: what they are in the text of a row: text | control.
+        special_tokens: how special tokens in the text of a row are encoded: text | control.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Encoder:
         self.max_length, self.too_long, self.apply_template = max_length, too_long, apply_template
         self.control = ControlTokens(tokenizer, as_text=special_tokens == "text")
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
-        # A completion of these ids alone is empty. Control tokens count as content only where rows may contain them.
+        # A completion of these ids alone is empty. Control tokens count as content only if rows may contain them.
         empty = self.control.names if self.control.as_text else [tokenizer.bos_token, tokenizer.pad_token]
         self.silent = self.ends | set(tokenizer.convert_tokens_to_ids([name for name in empty if name]))
         self.adds_bos = self.bos is not None and tokenizer("a").input_ids[:1] == [self.bos]
@@ -82,18 +82,18 @@ class Encoder:
         return encode(records)
 
     def special_in(self, record: Record) -> list[str]:
-        """The special tokens in the text of a row."""
+        """Returns the special tokens in the text of a row."""
         texts = contents(record.prompt, *(completion for pair in record.pairs for completion in pair))
         return list(dict.fromkeys(name for text in texts for name in self.control.tokens_in(text)))
 
     def unread(self, record: Record) -> tuple[str, ...]:
-        """The columns of a row that the model does not see: those that nothing reads, and `tools` if no template writes it."""
+        """Returns the columns that the model does not see: columns that nothing reads, and `tools` if no template writes it."""
         chat = self.apply_template or not isinstance(record.prompt, str)
         hidden = record.tools and not (chat and self.chat.writes("tools"))
         return (*record.unread, "tools") if hidden else record.unread
 
     def unlearned_end(self) -> tuple[str, str] | None:
-        """What the chat template ends a completion with, and what generation stops on; None: it stops on the first."""
+        """Returns (how the chat template ends a completion, what generation stops on), or None if generation stops there."""
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
@@ -112,19 +112,19 @@ class Encoder:
     # ---- text -> ids -------------------------------------------------------------------------------------------
 
     def encodings(self, texts: list[Rendered], batch: Any) -> list[Any]:
-        """Encodings of all texts by `batch`, a method of the backend; escaped ones are encoded one by one."""
+        """Returns the encodings of all texts by `batch`, a method of the backend. Escaped texts are encoded one by one."""
         encodings = iter(
             batch([text for text, escaping in texts if escaping is None], add_special_tokens=False)
         )
         return [next(encodings) if escaping is None else escaping.encode(text) for text, escaping in texts]
 
     def ids(self, texts: list[Rendered]) -> list[list[int]]:
-        """Token ids of whole texts, begin token included."""
+        """Returns the token ids of complete texts, with the begin token."""
         encodings = self.encodings(texts, self.backend.encode_batch_fast)
         return [self.one_bos(encoding.ids) for encoding in encodings]
 
     def one_bos(self, ids: list[int]) -> list[int]:
-        """The begin token once where the tokenizer begins texts with it, never twice."""
+        """Returns the ids with one begin token if the tokenizer begins texts with it, and never with two."""
         if self.bos is None:
             return ids
         start = 0
@@ -135,7 +135,7 @@ class Encoder:
         return ids[start:] if start else ids
 
     def ended(self, ids: list[int]) -> list[int]:
-        """The ids up to the last end token if only white space follows it, else with the end token added."""
+        """Returns the ids up to the last end token if only white space follows it, else with the end token added."""
         for at in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
             if ids[at] in self.ends:
                 if at + 1 == len(ids) or not self.tokenizer.decode(ids[at + 1 :]).strip():
@@ -144,7 +144,7 @@ class Encoder:
         return [*ids, self.eos]
 
     def blank(self, ids: list[int]) -> bool:
-        """Whether these tokens have no content: they are control tokens and white space."""
+        """Returns True if these tokens have no content, only control tokens and white space."""
         rest = set(ids) - self.silent
         return len(rest) <= FEW and not self.tokenizer.decode(sorted(rest)).strip()
 
@@ -226,7 +226,7 @@ class Encoder:
         )
 
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Drops two examples in a row that differ in their label alone: a pair that is equal after truncation."""
+        """Drops two consecutive examples that differ only in their label: a pair that is equal after truncation."""
         kept: list[Outcome] = []
         for one in outcomes:
             before = kept[-1] if kept else None
@@ -243,7 +243,7 @@ class Encoder:
     # ---- demonstrations ----------------------------------------------------------------------------------------
 
     def _demonstrations(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        """One example for each record; `labels` are the ids of the trained tokens and -100 elsewhere."""
+        """Returns one example for each record. `labels` are the ids of the trained tokens, and -100 for other tokens."""
         rendered = [self._render_spans(record) for record in records]
         texts = [item[0] for item in rendered if not isinstance(item, RowError)]
         encodings = iter(self.encodings(texts, self.backend.encode_batch))
@@ -253,7 +253,7 @@ class Encoder:
         ]
 
     def _render_spans(self, record: Record) -> tuple[Rendered, list[Span], bool] | RowError:
-        """The text, the spans in it that are trained, and whether its last turn is one of them."""
+        """Returns the text, its trained spans, and whether its last turn is trained."""
         try:
             prompt, (completion,), escaping = self.turns(record, record.pairs[0])
             if isinstance(prompt, str):
@@ -264,7 +264,7 @@ class Encoder:
             chat = self.chat.offering(record.tools)
             whole, spans = chat.spans(turns, first, record.untrained)  # type: ignore[arg-type]
             if not holds(whole, prompt[-1]["content"].strip()):
-                # raises where the template leaves out or changes the last turn of the prompt
+                # raises if the template leaves out or changes the last turn of the prompt
                 chat.asking(prompt)
             return (whole, escaping), spans, len(turns) - 1 not in record.untrained
         except RowError as error:
@@ -287,7 +287,7 @@ class Encoder:
         return self._fit_labels(with_bos, trained)
 
     def _train_ends(self, ids: list[int], trained: list[bool], whole: str, offsets: list[Span]) -> None:
-        """The end token of each completion is trained; the white space that the template writes behind it is not."""
+        """Marks the end token of each completion as trained, and the template's white space after it as not trained."""
         at = 0
         while True in trained[at:]:
             at = trained.index(True, at)
@@ -325,7 +325,7 @@ class Encoder:
     def turns(
         self, record: Record, completions: tuple[Text, ...]
     ) -> tuple[Text, tuple[Text, ...], Escaping | None]:
-        """Prompt and completions, as messages where the template applies, and the escaping of the special tokens in them.
+        """Returns prompt and completions, as messages if the template applies, and the escaping of their special tokens.
 
         Raises:
             RowError: if tools or their calls contain a special token.
@@ -353,21 +353,21 @@ class Encoder:
         )
 
     def faulty(self, completions: Sequence[list[int]]) -> RowError | None:
-        """What is wrong with the token ids of a prompt's completions: one is empty, or both are equal."""
+        """Returns the error of a prompt's completions, as token ids, if one is empty or both are equal, or None."""
         for name, completion in zip(("chosen", "rejected"), completions, strict=False):
             if self.blank(completion):
                 return no_completion(name if len(completions) > 1 else "")
         return equal_pair() if len(completions) > 1 and completions[0] == completions[1] else None
 
     def over_length(self, found: str) -> RowError | Dropped:
-        """The outcome of a row that is too long and is not to be truncated."""
+        """Returns the outcome of a row that is too long and must not be truncated."""
         error = RowError(
             "too_long", "", found, f"at most {self.max_length} tokens (data.max_length or the context)"
         )
         return Dropped("too_long", error) if self.too_long == "drop" else error
 
     def prompt_too_long(self) -> Dropped:
-        """The outcome of a row whose prompt leaves no token for the completion."""
+        """Returns the outcome of a row whose prompt leaves no token for the completion."""
         found = f"no token of the completion among the first {self.max_length}"
         error = RowError("prompt_too_long", "", found, "a shorter prompt, or a larger data.max_length")
         return Dropped("prompt_too_long", error)
@@ -377,7 +377,7 @@ class Encoder:
 
 
 def contents(*parts: Text) -> list[str]:
-    """The texts of a row's prompt and completions."""
+    """Returns the texts of a row's prompt and completions."""
     return [text for part in parts for text in ([part] if isinstance(part, str) else map(CONTENT, part))]
 
 

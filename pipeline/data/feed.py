@@ -3,8 +3,8 @@
 The stock data loader of transformers and accelerate repeats or drops rows when they do not divide by the workers.
 `ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead: the rows of a step, and so its
 loss, are the same for any number of workers with the same global batch. With one worker the stock loader is used, unless
-sources are mixed by weight (mixture.py): it knows no epoch that draws rows.
-Held-out rows are evaluated in batches that do not depend on the workers at all.
+sources are mixed by weight (mixture.py), because the stock loader cannot draw rows for an epoch.
+Held-out rows are evaluated in batches that do not depend on the number of workers.
 """
 
 from collections import deque
@@ -36,14 +36,14 @@ def to_hf(shard: Any, fingerprint: str) -> Any:
 
 
 class ExactBatchSampler:
-    """Lists of row numbers for one rank; over all ranks each row comes once an epoch, in equally many steps.
+    """Lists of row numbers for one rank. Over all ranks each row occurs once per epoch, in the same number of steps.
 
-    Of a mixture an epoch has the rows that are drawn for it, in an order that mixes the sources.
+    With a mixture, an epoch has the rows that are drawn for it, in an order that mixes the sources.
 
-    Step i takes rows [i * batch_size * world, ...) of the epoch's order, cut into `world` runs as even as can be. The
-    last step has what is left: with fewer rows than workers some ranks get an empty list. (Merging those rows into the
-    previous step would make the number of steps depend on the number of workers: a run resumed with another number could
-    not find its position.) The order is that of accelerate's SeedableRandomSampler: a permutation by seed + epoch.
+    Step i takes rows [i * batch_size * world, ...) of the epoch's order, cut into `world` runs as evenly as possible. The
+    last step has the rest: with fewer rows than workers some ranks get an empty list. (Merging those rows into the previous
+    step would make the number of steps depend on the number of workers. A run resumed with another number could then not
+    find its position.) The order is the same as in accelerate's SeedableRandomSampler: a permutation by seed + epoch.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ExactBatchSampler:
             yield order[places].tolist()
 
     def places(self) -> Iterator[slice]:
-        """Of each batch of this rank: where its rows stand in the epoch's order."""
+        """Yields the places of the rows of each of this rank's batches in the epoch's order."""
         step = self.batch_size * self.world
         for start in range(0, len(self) * step, step):
             size = min(step, self.rows - start)
@@ -82,7 +82,7 @@ class ExactBatchSampler:
 class EvaluationSampler:
     """Batches of consecutive rows, dealt to the ranks in turn: the same batches for any number of workers.
 
-    All ranks make as many steps; one for which no batch is left has an empty list as its last.
+    All ranks make the same number of steps. If no batch is left for a rank, its last one is an empty list.
     """
 
     def __init__(self, rows: int, batch_size: int, rank: int, world: int):
@@ -100,8 +100,8 @@ class EvaluationSampler:
 class CountedCollator:
     """A collator that adds how many rows the batch has, and returns a zero-weight dummy batch when this rank has no rows.
 
-    `filler` is the row of the dummy batch. It keeps a rank in step with the others where the last global batch has no row
-    for it: `rows` is 0, and no label counts.
+    `filler` is the row of the dummy batch. It keeps a rank in step with the others if the last global batch has no row for
+    this rank. `rows` is then 0, and no label counts.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], filler: dict[str, Any]):
@@ -118,18 +118,18 @@ class CountedCollator:
 class ExactBatches(Trainer):
     """Mixin for a transformers or TRL trainer (before it in the bases): exact batches over several ranks.
 
-    Losses equal those of one worker with `world` times the per-device batch: token-normalised losses (sft) are so by
-    `num_items_in_batch`; row means (rm, dpo, kto) are weighted by their share of the rows of the global batch.
+    Losses equal the losses of one worker with `world` times the per-device batch. For token-normalized losses (sft),
+    `num_items_in_batch` ensures this. Row means (rm, dpo, kto) are weighted by their share of the rows of the global batch.
 
-    Held-out figures are means over tokens (sft) or rows (rm, dpo, kto): each batch's own figures, weighted by what it has
-    of them. Only what TRL takes from a batch as a whole (min_reward, max_reward) is of batches of per_device_eval_batch_size.
+    Held-out metrics are means over tokens (sft) or rows (rm, dpo, kto). The metrics of each batch are weighted by its
+    number of tokens or rows. Only min_reward and max_reward depend on per_device_eval_batch_size: TRL takes them per batch.
     """
 
     mixture: Mixture | None = None  # of train_dataset; set before training
-    # of the micro-batches fetched: (weight, rows, uneven over the ranks)
+    # for each fetched micro-batch: (weight, rows, uneven over the ranks)
     _shares: deque[tuple[float, int, bool]]
     _share = 1.0
-    # of the batches evaluated by this rank: (number, {figure: (weight, value)})
+    # for each batch evaluated by this rank: (number, {metric: (weight, value)})
     _evaluated: list[tuple[int, dict[str, tuple[int, float]]]]
 
     def get_train_dataloader(self) -> Any:
@@ -140,17 +140,17 @@ class ExactBatches(Trainer):
         return self._loader(dataset, sampler, CountedCollator(self.data_collator, dataset[0]))
 
     def _drawn(self, rows: int) -> tuple[int, int, int, int, int, Mixture | None]:
-        """The arguments of ExactBatchSampler for so many rows."""
+        """Returns the arguments of ExactBatchSampler for this number of rows."""
         args = self.args
         seed = args.data_seed if args.data_seed is not None else args.seed
         return rows, self._train_batch_size, args.process_index, args.world_size, seed, self.mixture
 
     def first_rows(self) -> list[int]:
-        """Numbers of the rows of this rank's first micro-batch."""
+        """Returns the numbers of the rows of this rank's first micro-batch."""
         return list(next(iter(self.get_train_dataloader().batch_sampler)))
 
     def num_examples(self, dataloader: Any) -> int:
-        """Rows of an epoch: transformers counts those of the table."""
+        """Returns the number of rows of an epoch, which may differ from the rows of the table that transformers counts."""
         sampler = dataloader.batch_sampler
         return sampler.rows if isinstance(sampler, ExactBatchSampler) else super().num_examples(dataloader)
 
@@ -180,27 +180,27 @@ class ExactBatches(Trainer):
             ),
         )
         # Prepared as if for one process: placement on the device and look-ahead, but no second sharding of batches. From pinned
-        # memory the copy goes on while the step before it computes.
+        # memory, the copy runs while the previous step computes.
         prepared = prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
             non_blocking=args.dataloader_pin_memory,
         )  # fmt: skip
-        # No remainder: gather_for_metrics must not cut the last batch. Private (accelerate 1.15), as its argument is.
+        # No remainder: gather_for_metrics must not cut the last batch. Private in accelerate 1.15, as is its argument.
         prepared._drop_last = True
         return prepared
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The micro-batches of an optimizer step, and with them the weight of this rank's rows in each.
+        """Returns the micro-batches of an optimizer step, and stores the weight of this rank's rows in each.
 
-        Means over micro-batches are averaged over ranks (by DDP) and over micro-batches (by transformers), whatever their
-        sizes: each is weighted by its rows, in units of what an average one has.
+        DDP averages means over ranks, and transformers over micro-batches, both regardless of their sizes. So each
+        micro-batch is weighted by its rows, relative to the average number of rows.
         """
         import torch
 
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             rows = [batch.pop("rows", None) for batch in batches]
-            if None in rows:  # of the stock loader: all tensors of a batch have as many
+            if None in rows:  # from the stock loader: all tensors of a batch have the same number of rows
                 rows = [len(next(iter(batch.values()))) for batch in batches]
             by_rank = [rows]
             if self.args.world_size > 1:
@@ -244,11 +244,11 @@ class ExactBatches(Trainer):
         return loss, *rest
 
     def _weight(self, figure: str, inputs: Any, weight: int) -> int:
-        """What a batch has of a figure, of which its own is the mean: by default its tokens (sft) or rows."""
+        """Returns the weight of a batch in the mean of a metric: by default its number of tokens (sft) or rows."""
         return weight
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
-        """TRL's, each rank for itself; then the figures of all batches, in their order, are averaged by weight."""
+        """Runs TRL's loop on each rank alone, then averages the metrics of all batches by weight, in their order."""
         from accelerate.utils import gather_object
 
         self._evaluated = []
@@ -267,7 +267,7 @@ class ExactBatches(Trainer):
 
 @contextmanager
 def each_rank_alone(trainer: Any) -> Iterator[None]:
-    """For the block, a trainer that gathers nothing from other ranks: its figures are those of its own batches."""
+    """Keeps a trainer from gathering from other ranks within the block, so its metrics cover only its own batches."""
     accelerator = trainer.accelerator
     accelerator.gather = accelerator.gather_for_metrics = trainer.gather_function = lambda value, *_: value
     try:
@@ -279,10 +279,10 @@ def each_rank_alone(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
-    """`accelerator.gather` for ranks with different numbers of rows, of which this one has `count`.
+    """Makes `accelerator.gather` work for ranks with different numbers of rows. This rank has `count` rows.
 
-    TRL gathers per-row tensors for its metrics; torch.distributed would hang or fail on unequal shapes. Remove when TRL
-    pads across processes before it gathers.
+    TRL gathers per-row tensors for its metrics. torch.distributed would hang or fail on unequal shapes. Remove this when
+    TRL pads across processes before it gathers.
     """
     gather = accelerator.gather
 

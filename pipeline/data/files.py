@@ -18,7 +18,7 @@ SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-# How to unpack what is not read as it is.
+# How to unpack files that cannot be read directly.
 PACKED = {
     ".zst": "zstd -d {path}",
     ".bz2": "bunzip2 -k {path}",
@@ -32,12 +32,12 @@ class File:
     path: str
     size: int  # bytes
     mtime: int  # ns
-    revision: str = ""  # the commit, of a set on the hub
-    source: int = 0  # the number of its source in data.train, data.eval or data.pairs
+    revision: str = ""  # the commit of a dataset on the Hub
+    source: int = 0  # the number of the source in data.train, data.eval or data.pairs
 
 
 def find(spec: Any, key: str) -> list[File]:
-    """The files of the sources that a job names (config.sources.sources_of); `key` names the setting in errors."""
+    """Returns the files of the sources that a job names (config.job.sources_of). `key` names the setting in errors."""
     files = [
         replace(file, source=index)
         for index, source in enumerate(sources_of(spec))
@@ -54,16 +54,16 @@ def find(spec: Any, key: str) -> list[File]:
 
 
 def reach(item: str, key: str) -> None:
-    """Raises InputError when the bucket or hub of a path cannot be reached."""
+    """Raises InputError if the bucket or the Hub of a path cannot be reached."""
     if not item.startswith(sets.HUB):
         _readable(storage.reach, item, key)
 
 
 def find_one(item: str, key: str) -> list[File]:
-    """The files of one path, glob, folder or URI.
+    """Returns the files of one path, glob, folder or URI.
 
     Raises:
-        InputError: for a path that leads nowhere, and for a bucket or hub that cannot be reached.
+        InputError: if the path does not exist, or if the bucket or the Hub cannot be reached.
     """
     reach(item, key)
     return _readable(lambda item: matching(item, key), item, key)
@@ -74,7 +74,7 @@ def _readable(read: Callable[[str], Any], item: str, key: str) -> Any:
         return read(item)
     except InputError:
         raise
-    except Exception as error:  # pyarrow and each cloud's client raise types of their own
+    except Exception as error:  # pyarrow and each cloud's client raise their own types
         reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
         raise InputError(
             f"{item!r} cannot be read ({reason}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
@@ -129,7 +129,7 @@ def one_file(path: str, key: str) -> File:
 
 
 def folder(item: str, fs: Any, inner: str, key: str) -> list[File]:
-    """The data files below a folder, except hidden ones, in the order of their paths."""
+    """Returns the data files below a folder, except hidden ones, in the order of their paths."""
     import pyarrow.fs as pafs
 
     below = pafs.FileSelector(inner, recursive=True) if storage.is_remote(item) else files_below(inner)
@@ -143,7 +143,7 @@ def folder(item: str, fs: Any, inner: str, key: str) -> list[File]:
 
 
 def files_below(folder: str) -> list[str]:
-    """All files below a local folder, each once: a link to a folder above would be followed forever."""
+    """Returns all files below a local folder, each once. Following a link to a parent folder would never end."""
     seen: set[tuple[int, int]] = set()
     paths = []
 
@@ -162,7 +162,7 @@ def files_below(folder: str) -> list[str]:
 
 
 def local_glob(pattern: str) -> list[str]:
-    """The paths that match, in order. `**` follows no links to folders (pathlib's does not): they may lead back up."""
+    """Returns the paths that match, in order. `**` follows no links to folders, as in pathlib: they may lead back up."""
     start, double, after = (pattern + "/" * pattern.endswith("/**")).partition("/**/")
     if not double:
         return sorted(glob.glob(pattern))
@@ -198,7 +198,7 @@ def as_file(item: str, info: Any) -> File:
 
 
 def shown(path: str) -> str:
-    """A path as a person would write it: relative below the current folder."""
+    """Returns a path as a person would write it: relative if it is below the current folder."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
 

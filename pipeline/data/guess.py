@@ -23,7 +23,7 @@ from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 
 LOOKED = 50  # rows that are read with a guess
-# Of the two columns of a pair, what their names differ in.
+# In what the names of the two columns of a pair differ.
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 LABELS = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 SCORES = "score rating reward votes likes points".split()  # of which more is better, unlike ranks and lengths
@@ -31,7 +31,7 @@ PROMPTS = "post history context title article document source human text review"
 
 
 def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
-    """Returns the message for a file of which no row has a shape of the stage; `key` is that of its source, or of all."""
+    """Returns the message for a file in which no row has a shape of the stage. `key` names its source, or all sources."""
     found = visible(
         ", ".join(dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))), lines=False
     )
@@ -51,7 +51,7 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
 
 
 def fitting(rows: Sequence[dict[str, Any]]) -> str:
-    """Says which stages rows fit, as they are or with which data.columns; empty: none."""
+    """Returns in words which stages rows fit, as they are or with which data.columns, or "" if they fit none."""
     fits: dict[str, list[str]] = {}
     for stage, facts in STAGE.items():
         if facts.learns and (guess := guessed(rows, stage)) is not None:
@@ -65,7 +65,7 @@ def _listed(names: list[str]) -> str:
 
 
 def as_setting(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
-    """Returns the guess as it is written on a command line, or in the job file if `key` is that of a source."""
+    """Returns the guess as it is written on a command line, or in the job file if `key` names one source."""
     shown = setting(f"{key}.columns", mapping(guess))
     if not is_clear(guess, rows):
         label = setting(f"{key}.label", meaning(guess))
@@ -79,7 +79,7 @@ def mapping(guess: dict[str, Any]) -> str:
 
 
 def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether it follows from the values what the labels mean, if the guess has any."""
+    """Returns True if the values show what the labels mean, or if the guess has no labels."""
     return _rule(guess, rows) is not None
 
 
@@ -117,7 +117,7 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
 
 
 def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
-    """Whether at least half of the rows are of a shape with these data.columns, and one can be read."""
+    """Returns True if with these data.columns at least half of the rows have a shape, and one can be read."""
     rows = rows[:LOOKED]
     kind = kind_of(stage, Preprocess(guess, _rule(guess, rows) or _any_rule(guess, rows)))
     shaped = read = 0
@@ -135,7 +135,7 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
 
 
 def _rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> reshape.Rule | None:
-    """What the labels mean; an empty rule where the guess needs none, None where it does not follow from them."""
+    """Returns what the labels mean, an empty rule if the guess needs none, or None if the labels do not show it."""
     labels = _labels(guess, rows)
     if "first" not in guess and "label" in guess:
         return None if any(is_good(value) is None for value in labels) else reshape.Rule()
@@ -148,13 +148,13 @@ def _rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> reshape.Rule
 
 
 def _any_rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> reshape.Rule:
-    """A rule that knows all values of a label, to see whether the rest of the rows can be read."""
+    """Returns a rule that accepts all values of a label, to test whether the other fields can be read."""
     values = tuple(map(reshape.comparable, _labels(guess, rows)))
     return reshape.Rule(values) if "first" in guess else reshape.Rule(good=values)
 
 
 def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """The labels of rows, without nulls, lists and objects."""
+    """Returns the labels of rows, without nulls, lists and objects."""
     found = []
     for row in rows:
         for name in named(guess.get("label", "label")):
@@ -169,7 +169,7 @@ Values = list[Any]  # of a column in the first rows, without nulls
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
-    """Returns the columns, and the fields of those that hold objects (`question.full_text`) or two (`summaries.0.text`)."""
+    """Returns the columns, and the fields of columns with an object (`question.full_text`) or two (`summaries.0.text`)."""
     columns: dict[str, Values] = {}
     for row in rows:
         for name in some(row):
@@ -199,7 +199,7 @@ def _is_chat(values: Values) -> bool:
 
 
 def _is_dialogue(name: str, values: Values) -> bool:
-    """Whether most values are conversations from the first turn to the last, in any form."""
+    """Returns True if most values are complete conversations, in any form."""
     listed = any(isinstance(value, list) and value and isinstance(value[0], str) for value in values)
     if listed and name not in ("messages", "conversations", "data", *ALIASES["messages"]):
         return False  # several texts, but of what?
@@ -215,13 +215,13 @@ def _is_tools(values: Values) -> bool:
 
 
 def _numbers(values: Values) -> list[float]:
-    """The values as numbers; none if one of them is something else."""
+    """Returns the values as numbers, or [] if one of them is not a number."""
     numbers = [*map(reshape.comparable, values)]
     return numbers if all(isinstance(number, float) for number in numbers) else []
 
 
 def _is_label(values: Values) -> bool:
-    """Whether there are few different values, each a number or a word or two, or numbers from 1 to 2, as AlpacaEval's."""
+    """Returns True for few different values of at most two words, or for numbers from 1 to 2, as in AlpacaEval."""
     numbers = _numbers(values)
     if numbers and 1 <= min(numbers) < 1.5 < max(numbers) <= 2:
         return True
@@ -238,7 +238,7 @@ def _is_verdict(values: Values) -> bool:
 
 
 def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, Any]]:
-    """Mappings worth a try, the likeliest first."""
+    """Yields mappings to try, the likeliest first."""
     yield {}
     pairs, prompts = [*_pairs(columns)], _prompts(columns)
     if stage == "ppo":
@@ -251,7 +251,7 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
             yield from (_unlike({"prompt": name, **pair}) for name in free)
             yield _unlike(pair)
     if pairs:
-        return  # what is left would take one side of a pair for something else
+        return  # the other candidates would misread one completion of a pair
     if stage == "sft":
         yield from _demonstrations(columns)
     if stage == "kto":
@@ -292,7 +292,7 @@ def _rated(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
 
 
 def _prompts(columns: dict[str, Values]) -> list[str]:
-    """Columns that may be the prompt: by name, then those whose values repeat, then in their order."""
+    """Returns columns that may be the prompt, sorted by name, then by how often values repeat, then by position."""
     known = ("prompt", *ALIASES["prompt"], *PROMPTS)
 
     def rank(name: str) -> tuple[bool, int, int]:
@@ -305,13 +305,13 @@ def _prompts(columns: dict[str, Values]) -> list[str]:
         for name, values in columns.items()
         if (_is_text(values) or _is_chat(values)) and not _is_tools(values)
     ]
-    # not one side of two objects in a list (`summaries.0.text`)
+    # excludes a field of one of two objects in a list (`summaries.0.text`)
     free = [name for name in texts if not re.search(r"\.[01]\.", name) and not name.startswith("system")]
     return sorted(free, key=rank)
 
 
 def _pairs(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
-    """Mappings of both completions: by names that say which is better, or with what else says it."""
+    """Yields mappings of both completions: by names that say which is better, or with labels or scores."""
     texts = [name for name, values in columns.items() if not _numbers(values)]
     chosen = _called("chosen", texts)
     rejected = _called("rejected", [name for name in texts if name != chosen])
@@ -339,7 +339,7 @@ def _pairs(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
 
 
 def _picks(values: Values, ends: tuple[str, str]) -> bool:
-    """Whether the values are what the names of two columns end in; one more may be a tie."""
+    """Returns True if the values are the endings of two column names, with at most one more value, for a tie."""
     different = {str(value).strip().lower().removesuffix(".0") for value in values}
     return set(ends) <= different and len(different) <= 3
 
@@ -347,7 +347,7 @@ def _picks(values: Values, ends: tuple[str, str]) -> bool:
 def _siblings(
     names: list[str], ends: tuple[str, str] | None = None
 ) -> Iterator[tuple[str, str, tuple[str, str]]]:
-    """Names of two columns that differ in one of PAIRED alone, and in which."""
+    """Yields names of two columns that differ only in one pair of PAIRED, and this pair."""
     for low, high in [ends] if ends else PAIRED:
         before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # response1, but not data
         for name in names:
@@ -359,7 +359,7 @@ def _siblings(
 
 
 def _called(field: str, names: Iterable[str]) -> str | None:
-    """The column that a field is likely to be called, by its spelling or as other datasets do."""
+    """Returns the column that probably is a field, by its spelling or by its name in other datasets, or None."""
     names = [*names]
     aliases = (field, *ALIASES.get(field, ()))
     exact = [alias for alias in aliases if alias in names]
@@ -371,7 +371,7 @@ def _called(field: str, names: Iterable[str]) -> str | None:
 
 
 def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the fields whose column has their name."""
+    """Returns the guess without the fields whose column has the same name."""
     return {field: column for field, column in guess.items() if field != column}
 
 

@@ -1,10 +1,10 @@
 """KTO's KL term: each prompt with the completion of another row of the same optimizer step.
 
-KTO compares the log-ratio of a completion with z0, the KL from the reference as estimated on completions behind prompts that
-are not theirs (https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs them once, in the order of the file,
-which rules out shuffling, and z0 is that of a micro-batch. Here they are paired in the order of the epoch, and z0 is the mean
-over the whole optimizer step: the same for any number of workers and micro-batches. With one worker and one micro-batch a
-step, both are the same.
+KTO compares the log-ratio of a completion with z0. This is the KL from the reference, estimated on completions of other
+prompts (https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs them once, in the order of the file, which
+rules out shuffling, and computes z0 for each micro-batch. Here they are paired in the order of the epoch. z0 is the mean
+over the optimizer step, and so is the same for any number of workers and micro-batches. With one worker and one micro-batch
+per step, both definitions agree.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatches,
 
 
 class PairedBatchSampler(ExactBatchSampler):
-    """The batches of ExactBatchSampler; behind the rows of each, those whose completions its KL term takes.
+    """The batches of ExactBatchSampler, each followed by the rows whose completions its KL term takes.
 
-    They are the rows of the optimizer step (`step` rows over all workers), moved on by one place (`mismatched`).
+    These are the rows of the optimizer step (`step` rows over all workers), shifted by one place (`mismatched`).
     """
 
     def __init__(self, *drawn: Any, step: int):
@@ -34,9 +34,9 @@ class PairedBatchSampler(ExactBatchSampler):
 
 
 def mismatched(rows: Any, before: Any) -> Any:
-    """For each row of a step another one of it: the one before, or where that is the same row, drawn again, the next one before.
+    """Returns another row of the step for each of its rows: the previous one, or if it is the same row, an earlier one.
 
-    Where a step has no other row, which the last of an epoch may not have, one of the step `before` it (None: there is none).
+    The last step of an epoch may have no other row. Then it returns a row of the previous step, `before`, if there is one.
     """
     import torch
 
@@ -51,7 +51,7 @@ def mismatched(rows: Any, before: Any) -> Any:
 
 
 class PairedEvaluationSampler(EvaluationSampler):
-    """The batches of EvaluationSampler; behind the rows of each, those half the set away, which are usually of another prompt."""
+    """The batches of EvaluationSampler, each followed by the rows half the dataset away, usually with another prompt."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():
@@ -67,19 +67,19 @@ class PairedCollator(CountedCollator):
 
 
 def paired(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """A row with the completion of another one, as TRL's collator expects it."""
+    """Returns a row with the completion of another row, as TRL's collator expects it."""
     return {**row, "KL_completion_ids": other["completion_ids"]}
 
 
 class PairedBatches(ExactBatches):
     """Mixin for TRL's KTOTrainer (before it in the bases): exact batches, whose KL term does not depend on the workers.
 
-    Figures of the desirable (`.../chosen`) and of the undesirable rows are means over these.
+    Metrics of the desirable (`.../chosen`) or undesirable rows are means over these rows only.
     """
 
-    # Of the step: what TRL's `_compute_kl_logps` is to return for the policy and for the reference.
+    # What TRL's `_compute_kl_logps` has to return in this step, for the policy and for the reference.
     _of_step: tuple[Any, Any]
-    # What is left of them in the micro-batch under way; nothing outside of training.
+    # The values that are left in the current micro-batch; none outside of training.
     _due: Iterator[Any] = iter(())
 
     def get_train_dataloader(self) -> Any:
@@ -110,21 +110,21 @@ class PairedBatches(ExactBatches):
         return PairedCollator(self.data_collator, paired(dataset[0], dataset[0]))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The micro-batches of an optimizer step, and with them the means of its KL term."""
+        """Returns the micro-batches of an optimizer step, and computes the means of the KL term."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches and self.calculate_KL:
             self._of_step = self._kl_logps([self._prepare_inputs(batch) for batch in batches])
         return batches, items
 
     def _kl_logps(self, batches: list[dict[str, Any]]) -> tuple[Any, Any]:
-        """Mean log-probs of the mismatched completions over the step's rows of all workers: policy, reference."""
+        """Returns (policy, reference) mean log-probs of the mismatched completions over the step's rows of all workers."""
         import torch
         from trl.models.utils import disable_gradient_checkpointing
         from trl.trainer.utils import use_adapter
 
         self.model.train()  # as `training_step` will: after an evaluation dropout would be off
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
-        reference = "ref" if "ref" in self.model.peft_config else None  # None: the bare base
+        reference = "ref" if "ref" in self.model.peft_config else None  # None means the bare base
         kwargs = self.args.gradient_checkpointing_kwargs
         with (
             torch.no_grad(),
@@ -146,7 +146,7 @@ class PairedBatches(ExactBatches):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
-        # TRL asks for the policy's, then for the reference's, and takes the mean of their difference.
+        # TRL calls this for the policy, then for the reference, and takes the mean of the difference.
         of_step = next(self._due, None)
         return super()._compute_kl_logps(model, batch) if of_step is None else of_step
 

@@ -1,7 +1,7 @@
 """The content of a row: texts, lists of messages, and transcripts, which become messages.
 
-A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript: it becomes a list of messages, so that the chat
-template of the tokenizer applies to it.
+A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. It becomes a list of messages, so that the chat
+template of the tokenizer applies.
 """
 
 import re
@@ -46,10 +46,10 @@ def text(value: Any, key: str) -> str:
 
 
 def messages(value: Any, key: str, system: Any = None) -> Turns:
-    """[{role, content}] or [{from, value}] -> [{role, content}], with the row's `system` prompt in front if it has one.
+    """Converts [{role, content}] or [{from, value}] to [{role, content}], with the row's `system` prompt, if any, in front.
 
     Raises:
-        RowError: for what is not a list of messages, and for a role that is none of ROLES in any case of letters.
+        RowError: if the value is not a list of messages, or a role is not in ROLES (upper or lower case).
     """
     if not isinstance(value, list):
         raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
@@ -62,7 +62,7 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
 
 
 def dialogue(value: Any) -> Any:
-    """A list of messages, if it is a conversation of another form: JSON text, a transcript, [{input, output}], texts in turns."""
+    """Converts JSON text, a transcript, [{input, output}] or alternating texts to a list of messages; returns other values."""
     if isinstance(value, str):
         listed = decoded(value) if value.lstrip().startswith("[") else value
         if not isinstance(listed, list):
@@ -118,10 +118,10 @@ def message(item: Any, key: str) -> Message:
 
 
 def part_text(part: Any, key: str) -> str:
-    """The text of one part of a content that is a list: {type: text, text}, {type: text, value}, {text}, or a text.
+    """Returns the text of one part of a content that is a list: {type: text, text}, {type: text, value}, {text}, or a text.
 
     Raises:
-        RowError: for a part that is no text, such as an image.
+        RowError: if the part is not text, for example an image.
     """
     if not isinstance(part, dict):
         return text(part, key)
@@ -140,7 +140,7 @@ def part_text(part: Any, key: str) -> str:
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
-    """A prompt as text, or as messages where it is a list or a transcript; its last turn is not the assistant's."""
+    """Returns a prompt as text, or as messages if it is a list or a transcript. Its last turn is not the assistant's."""
     if isinstance(value, list):
         turns = messages(value, key, system)
         if turns[-1]["role"] == "assistant":
@@ -156,7 +156,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
         return with_system(prompt, (), system)[0]
     turns = split_turns(prompt)
     if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
-        turns.pop()  # the open "\n\nAssistant:" that asks for the completion; the template's generation prompt brings it
+        turns.pop()  # the open "\n\nAssistant:" before the completion; the template's generation prompt adds it
     if not turns or turns[-1]["role"] == "assistant":
         raise RowError(
             "wrong_role", key, "a transcript whose last turn is Assistant's", "one that ends on a Human turn"
@@ -166,7 +166,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
 
 
 def instruction(row: dict[str, Any]) -> Turns:
-    """The prompt of a row with `instruction` and perhaps `input` and `system`."""
+    """Returns the prompt of a row with `instruction` and perhaps `input` and `system`."""
     content = text(row["instruction"], "instruction")
     if row.get("input") is not None and text(row["input"], "input").strip():
         content = f"{content}\n\n{row['input']}"
@@ -178,7 +178,7 @@ def instruction(row: dict[str, Any]) -> Turns:
 
 
 def completion_text(value: Any, key: str, prompt: Text) -> Text:
-    """A completion in the form of its prompt: text beside text, assistant messages beside messages."""
+    """Returns a completion in the form of its prompt: text for a text prompt, assistant messages for messages."""
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
@@ -198,7 +198,7 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
 
 
 def with_system(prompt: Text, completions: tuple[Text, ...], system: Any) -> tuple[Text, tuple[Text, ...]]:
-    """Prompt and completions with the `system` prompt of their row: as messages, unless the row has none."""
+    """Returns prompt and completions with the `system` prompt of their row, as messages, or unchanged if it has none."""
     if not system:
         return prompt, completions
     turns = as_turns(prompt)
@@ -215,7 +215,7 @@ def as_turns(prompt: Text) -> Turns:
 
 
 def assistant_turn(completion: str) -> Turns:
-    """A completion that was written behind its prompt as a message: without the one space between them."""
+    """Returns a completion as an assistant message, without the single space that separates it from a text prompt."""
     return [{"role": "assistant", "content": completion.removeprefix(" ")}]
 
 
@@ -251,7 +251,7 @@ def is_transcript(value: str) -> bool:
 
 
 def repeats_prompt(value: Any) -> bool:
-    """Whether `chosen` or `rejected` repeats the prompt: a transcript, or messages from a user or system turn on."""
+    """Returns True if `chosen` or `rejected` repeats the prompt: a transcript, or messages that begin with user or system."""
     if isinstance(value, str):
         return is_transcript(value)
     first = value[0] if isinstance(value, list) and value else None
@@ -260,7 +260,7 @@ def repeats_prompt(value: Any) -> bool:
 
 
 def split_turns(value: str) -> Turns:
-    r"""The transcript "\n\nHuman: a\n\nAssistant: b" as messages, without the one space behind each colon."""
+    r"""Returns the transcript "\n\nHuman: a\n\nAssistant: b" as messages, without the one space after each colon."""
     parts = _TURN.split(value)[1:]
     roles = {"Human": "user", "Assistant": "assistant"}
     return [
@@ -270,7 +270,7 @@ def split_turns(value: str) -> Turns:
 
 
 def split_transcripts(chosen: Any, rejected: Any) -> tuple[Text, tuple[Text, ...]]:
-    """Two whole conversations -> their shared prompt and the two completions."""
+    """Splits two complete conversations into their shared prompt and the two completions."""
     if isinstance(chosen, list) or isinstance(rejected, list):
         sides = messages(chosen, "chosen"), messages(rejected, "rejected")
     else:
@@ -296,7 +296,7 @@ def split_transcripts(chosen: Any, rejected: Any) -> tuple[Text, tuple[Text, ...
 
 
 def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
-    """Two texts without turn markers: their prompt is the longest common prefix that ends before white space."""
+    """Splits two texts without turn markers. Their prompt is the longest common prefix that ends before white space."""
     if chosen == rejected:
         raise RowError(
             "equal_pair", "chosen", f"the same text on both sides: {show(chosen)}", "two different texts"
@@ -326,7 +326,7 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
 
 
 def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many items two sequences begin with in common."""
+    """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
@@ -335,10 +335,10 @@ def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
-    """OpenAI's tool calls as chat templates expect them: [{type, function: {name, arguments}}], the arguments an object.
+    """Returns OpenAI's tool calls as chat templates expect them: [{type, function: {name, arguments}}], arguments an object.
 
     Raises:
-        RowError: for what is not a list of calls with a name, and for arguments that are not (JSON text of) an object.
+        RowError: if the value is not a list of calls with a name, or arguments are not an object or its JSON text.
     """
     calls = []
     for index, item in enumerate(value if isinstance(value, list) else [value] if value else []):
@@ -356,9 +356,9 @@ def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def offered(value: Any) -> list[dict[str, Any]] | None:
-    """The functions that a row offers, from a list of JSON schemas or its JSON text; None: the column is something else.
+    """Returns the functions that a row offers, from a list of JSON schemas or its JSON text, or None for other values.
 
-    A schema that stands there by itself, {name, description, parameters}, is put into OpenAI's {type, function}.
+    A bare schema, {name, description, parameters}, is wrapped in OpenAI's {type, function}.
     """
     value = decoded(value)
     if not value or not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -370,7 +370,7 @@ def offered(value: Any) -> list[dict[str, Any]] | None:
 
 
 def decoded(value: Any) -> Any:
-    """A value, or the one that its JSON text stands for."""
+    """Returns the value of a JSON text, or the value itself if it is no JSON text."""
     if not isinstance(value, str):
         return value
     text = value.strip()

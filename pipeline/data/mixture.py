@@ -1,14 +1,14 @@
 """Which rows of several weighted sources make an epoch.
 
-An epoch draws from each source in proportion to its weight, exact to one row. By data.stopping_strategy, with the words of
-datasets.interleave_datasets, it ends
+An epoch draws from each source in proportion to its weight, exact to one row. data.stopping_strategy, named as in
+datasets.interleave_datasets, says when the epoch ends:
 
-- `first_exhausted`: when a source is used up. No row comes twice in an epoch; of the other sources some rows are left out.
-- `all_exhausted`: when every source is. No row is left out; rows of the smaller sources come several times, as often as
-  the others of their source or once more.
+- `first_exhausted`: when one source is used up. No row occurs twice in an epoch; some rows of the other sources are left out.
+- `all_exhausted`: when every source is used up. No row is left out. Rows of the smaller sources occur several times, with
+  counts that differ by at most one within a source.
 
-The rows left out or repeated change from epoch to epoch: over several epochs all rows of a source are drawn
-equally often. All of it is a function of seed and epoch, so any number of workers draws the same, and so does a resumed run.
+The rows left out or repeated change from epoch to epoch: over several epochs all rows of a source are drawn equally often.
+The draw is a function of seed and epoch. It is the same for any number of workers and for a resumed run.
 """
 
 import math
@@ -28,16 +28,16 @@ class Mixture:
     draws: tuple[int, ...]  # rows that an epoch draws from each
 
     def __len__(self) -> int:
-        """Rows of an epoch."""
+        """Returns the number of rows of an epoch."""
         return sum(self.draws)
 
     def rows(self, epoch: int, seed: int) -> Any:
-        """The numbers in the table of the rows of an epoch, source by source: a numpy array of int64."""
+        """Returns the row numbers of an epoch in the table, source by source, as a numpy array of int64."""
         import numpy as np
 
         parts, start = [], 0
         for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
-            # One order for all epochs; each goes on where the one before stopped, and from the end to the beginning.
+            # One order for all epochs. Each epoch continues after the previous one, and wraps around at the end.
             order = np.random.default_rng([seed, source]).permutation(size)
             parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
             start += size
@@ -50,10 +50,10 @@ def mix(
     weights: Sequence[float],
     strategy: Literal["first_exhausted", "all_exhausted"],
 ) -> Mixture:
-    """The mixture of sources with so many rows.
+    """Returns the mixture of sources with these sizes, in rows.
 
     Raises:
-        InputError: where the weights leave a source without a row in an epoch.
+        InputError: if the weights leave a source without a row in an epoch.
     """
     shares = [Fraction(str(weight)) for weight in weights]
     shares = [share / sum(shares) for share in shares]
@@ -74,7 +74,7 @@ def mix(
 
 
 def _apportioned(total: int, shares: Sequence[Fraction]) -> list[int]:
-    """`total` in these shares, each rounded up or down; the largest remainders are rounded up."""
+    """Splits `total` into these shares, each rounded up or down. The largest remainders are rounded up."""
     exact = [share * total for share in shares]
     counts = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - exact[index])

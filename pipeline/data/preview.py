@@ -19,10 +19,10 @@ ROWS = 1000  # of a file
 
 
 def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
-    """{split: what the `data` section asks for, for each source of the split}, as far as it is known without the rows.
+    """Returns {split: the preprocessing of each of its sources}, as far as it is known without the rows.
 
     Raises:
-        InputError: for fields that the stage does not read, and columns that become two fields.
+        InputError: if the stage does not read a field, or if a column would become two fields.
     """
     made = {}
     for name in ("train", "eval"):
@@ -35,9 +35,9 @@ def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
 
 
 def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
-    """Of one source; `key` says where its columns are named."""
+    """Returns the preprocessing of one source. `key` names the section that sets its columns."""
     mapped, kind = source.columns or {}, kind_of(stage)
-    if stage in ("evaluate", "pairs"):  # two sets of two kinds, and each takes its own fields
+    if stage in ("evaluate", "pairs"):  # these read two datasets of two kinds, and each uses its own fields
         own, all_fields = (
             {field for name in names for field in reshape.known_fields(kind_of(name))}
             for names in ((stage,), ("evaluate", "pairs"))
@@ -64,29 +64,28 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
 class Head:
     """The first rows of a file."""
 
-    key: str  # of the job, whose sources it is one of: data.train or data.eval
-    several: bool  # whether that names several sources
+    key: str  # the key of the job that names the file's source: data.train or data.eval
+    several: bool  # whether the key names several sources
     file: File
     preprocess: Preprocess
     rows: list[dict[str, Any]]
 
     @property
     def source(self) -> str:
-        """The key of what is said of this file's rows alone."""
+        """Returns the section of the job that describes this file's rows."""
         return f"{self.key}.{self.file.source}" if self.several else "data"
 
 
 def resolve_labels(
     preprocess: Mapping[str, Sequence[Preprocess]], files: Mapping[str, Sequence[File]], stage: str
 ) -> dict[str, tuple[Preprocess, ...]]:
-    """The preprocessing of a stage's files, with the rules that their labels follow where the job says none.
+    """Returns the preprocessing of a stage's files, with label rules derived from the rows if the job sets none.
 
     Raises:
-        InputError: for a column that a file does not have, labels that can mean several things, and a file of another
-            stage's rows.
+        InputError: if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
     heads = [head for name, some in files.items() for head in _heads(name, some, preprocess[name], stage)]
-    labels: dict[str, list[Any]] = {}  # of sources that are preprocessed alike
+    labels: dict[str, list[Any]] = {}  # by preprocessing, which several sources may share
     for head in heads:
         mapping, file = head.preprocess.columns, head.file.path
         reshape.check_there(mapping, head.rows, file, f"{head.source}.columns")
@@ -112,7 +111,7 @@ def resolve_labels(
 
 
 def _renamed(row: dict[str, Any], mapping: reshape.Columns) -> dict[str, Any] | None:
-    """The row with the fields of a mapping; None: it lacks one of the columns, which those who read it will say."""
+    """Returns the row with the fields of a mapping, or None if it lacks a column. Reading the row reports that."""
     try:
         return reshape.renamed(row, mapping, ())
     except RowError:
@@ -120,7 +119,7 @@ def _renamed(row: dict[str, Any], mapping: reshape.Columns) -> dict[str, Any] | 
 
 
 def _heads(name: str, files: Sequence[File], preprocess: Sequence[Preprocess], stage: str) -> list[Head]:
-    """Of the first files of each source."""
+    """Returns the heads of the first files of each source."""
     by_source = [[file for file in files if file.source == index] for index in range(len(preprocess))]
     return [
         Head(f"data.{name}", len(preprocess) > 1, file, one, first_rows(file, kind_of(stage, one)))
@@ -130,7 +129,7 @@ def _heads(name: str, files: Sequence[File], preprocess: Sequence[Preprocess], s
 
 
 def fitting(name: str, data: Any) -> dict[str, str]:
-    """{path of a source: the stages that its first rows fit, as they are or with which data.columns, in words; empty: none}."""
+    """Returns {path of a source: the stages that its first rows fit, and with which data.columns, in words or ""}."""
     files = find(getattr(data, name), f"data.{name}")
     fits = {}
     for index, source in enumerate(completed(data, name)):
@@ -141,7 +140,7 @@ def fitting(name: str, data: Any) -> dict[str, str]:
 
 
 def first_rows(file: File, kind: Any) -> list[dict[str, Any]]:
-    """The first rows of a file that are objects, as data.transform makes them."""
+    """Returns the first rows of a file, as data.transform makes them, without rows that are not objects."""
     (chunk, *_) = chunks.plan([file], "train", kind)
     some = itertools.islice(chunks.rows(chunk), ROWS)
     made = (row for _, decoded, _ in some for row in kind.preprocess.transformed(decoded))
@@ -149,13 +148,13 @@ def first_rows(file: File, kind: Any) -> list[dict[str, Any]]:
 
 
 def first_error(file: File) -> RowError | None:
-    """Why the first rows of a file cannot be read; None: they can."""
+    """Returns the first error among the first rows of a file, or None."""
     (chunk, *_) = chunks.plan([file], "train", kind_of("sft"))
     some = itertools.islice(chunks.rows(chunk), ROWS)
     return next((row for _, row, _ in some if isinstance(row, RowError)), None)
 
 
 def fits(row: dict[str, Any], stage: str, preprocess: Preprocess) -> bool:
-    """Whether a row has a shape of a stage, or a better reason not to be one of its rows."""
+    """Returns True if a row has a shape of a stage, or an error other than its shape."""
     kind = kind_of(stage, replace(preprocess, transform=None))
     return any(not isinstance(made, dict) or shape_of(made, kind) is not None for made in kind.rows(row))

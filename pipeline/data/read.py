@@ -36,14 +36,14 @@ SMALL = 64 << 20  # bytes of files that are tokenized without Ray; more take lon
 
 @dataclass
 class Prepared:
-    """The tokenised sets, materialised in Ray's object store as Arrow blocks in file order, and the report on them."""
+    """The tokenized datasets, materialized in Ray's object store as Arrow blocks in file order, and the report on them."""
 
     train: Any
     eval: Any
     report: Report
     digests: dict[str, str]  # split -> sha256 of the rows it was made from
     fingerprints: dict[str, str]  # split -> name of the token table, the same on all workers
-    mixture: Mixture | None = None  # of `train`, where the job gives its sources weights
+    mixture: Mixture | None = None  # of `train`, if the job gives its sources weights
 
 
 def prepare(
@@ -55,7 +55,7 @@ def prepare(
     packing: bool = False,
     ray_for_rows: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
 ) -> Prepared:
-    """The job's train and eval rows as token tables.
+    """Returns the job's train and eval rows as token tables.
 
     Args:
         stage: of the job, or `pairs` for held-out pairs (kinds.kind_of).
@@ -117,10 +117,10 @@ def prepare(
 def plan_reading(
     stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool = False
 ) -> tuple[dict[str, list[File]], Options]:
-    """The files of each set, and what is done to their rows: all that is known from the first rows, without Ray.
+    """Returns the files of each split and the options for their rows, as far as the first rows show, without Ray.
 
     Raises:
-        InputError: for files and columns that are not there, rows of another stage, keys that contradict the model.
+        InputError: if files or columns are missing, rows fit another stage, or keys contradict the model.
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
     files = {key: find(spec, f"data.{key}") for key in ("train", "eval") if (spec := getattr(data, key))}
@@ -128,7 +128,7 @@ def plan_reading(
 
 
 def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> None:
-    """Tells the report the path of each source, what its rows go through, and the commit of those on the hub."""
+    """Adds the path, preprocessing and Hub commit of each source to the report."""
     for name, counts in report.sources.items():
         origin = "eval" if "eval" in files and name == "eval" else "train"
         sources = sources_of(getattr(data, origin))
@@ -139,7 +139,7 @@ def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) ->
 
 
 def mixed(data: Any, report: Report) -> Mixture | None:
-    """The mixture of the job's sources, if they have weights; tells the report what an epoch draws of each."""
+    """Returns the mixture of the job's sources, or None without weights. Adds the rows drawn per epoch to the report."""
     sources = sources_of(data.train)
     weights = [source.weight for source in sources if source.weight is not None]
     if not weights:
@@ -153,7 +153,7 @@ def mixed(data: Any, report: Report) -> Mixture | None:
 
 
 def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool) -> Options:
-    """The options of the tasks; raises InputError for keys of `data` that contradict each other or the model."""
+    """Returns the options of the tasks. Raises InputError for keys of `data` that contradict each other or the model."""
     from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 
@@ -200,7 +200,7 @@ def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[
 
 
 def content_digest(name: str, counts: list[Counts], options: Options) -> str:
-    """Returns a digest of a split's rows in their order, for any cut into chunks; that of a hold-out says how it was made."""
+    """Returns a digest of a split's rows and their order, for any chunks. For a hold-out it includes fraction and seed."""
     whole = RowsDigest()
     for one in of_split("train" if options.eval_fraction else name, counts):
         whole.extend(one.digest)
@@ -209,7 +209,7 @@ def content_digest(name: str, counts: list[Counts], options: Options) -> str:
 
 
 def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
-    """Returns {number of a chunk: places of its rows that equal an earlier row of their set}, from 8-byte hashes of all rows."""
+    """Returns {number of a chunk: places of rows that equal an earlier row of the split}, from 8-byte hashes of all rows."""
     import numpy as np
 
     repeated = {}
@@ -251,7 +251,7 @@ def _make(folder: str) -> None:
 
 
 def set_up_ray_data() -> None:
-    """Ray Data in this process: blocks keep their order, and executions are silent."""
+    """Configures Ray Data in this process: blocks keep their order, and executions are silent."""
     import ray
 
     context = ray.data.DataContext.get_current()

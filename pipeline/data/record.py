@@ -1,4 +1,4 @@
-"""A row in canonical form, whatever the shape of its JSON: what parsers make and encoders read."""
+"""A row in canonical form, for any shape of the JSON: parsers make it and encoders read it."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ class Record:
     """A row in canonical form.
 
     `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each pair of preferences,
-    nothing for a prompt. Completions are text where `prompt` is text, else messages that begin with an assistant turn.
+    nothing for a prompt. Completions are text if `prompt` is text, else messages that begin with an assistant turn.
     """
 
     prompt: Text
@@ -25,46 +25,46 @@ class Record:
     # turns that are not trained, numbered through prompt and completion
     untrained: frozenset[int] = frozenset()
     margin: float | None = None
-    # of thumbs: for each of `pairs`, a 1-tuple, whether the completion is desirable
+    # of rated completions: whether the completion is desirable, for each of `pairs`, which are 1-tuples
     labels: tuple[bool, ...] = ()
-    # the registered version whose conversation the row is from, models:/NAME/NUMBER; None: it names none
+    # the registered version whose conversation the row is from, models:/NAME/NUMBER, or None if the row names none
     version: str | None = None
     # JSON schemas of the functions that may be called, for the chat template
     tools: list[dict[str, Any]] | None = None
     # columns of the row that nothing reads
     unread: tuple[str, ...] = ()
-    # JSON: the prompt and all further columns, as a Python reward gets them
+    # JSON: the prompt and all other columns, as a Python reward gets them
     row: str = ""
 
     def joined(self) -> str:
-        """The border of a prompt and a completion of text that meet without white space, or nothing."""
+        """Returns the text around the border of a text prompt and completion that meet without white space, or ""."""
         if not isinstance(self.prompt, str) or self.prompt[-1:].isspace():
             return ""
         sides = [str(side) for pair in self.pairs for side in pair]
         return next((self.prompt[-20:] + side[:20] for side in sides if not side[:1].isspace()), "")
 
     def prompt_key(self) -> str:
-        """Equal for two rows with the same prompt, whatever their completions."""
+        """Returns a key that is equal for two rows with the same prompt, with any completions."""
         if isinstance(self.prompt, str):
             return self.prompt
         return json.dumps([[turn["role"], words(turn)] for turn in self.prompt], ensure_ascii=False)
 
     def prompt_content(self) -> str:
-        """Equal for a prompt of text and for a single message with the same content; the hold-out is split by it."""
+        """Returns a key that is equal for a text prompt and a single message with the same content. It splits the hold-out."""
         if isinstance(self.prompt, str):
             return self.prompt.strip()
         return self.prompt[0]["content"].strip() if len(self.prompt) == 1 else self.prompt_key()
 
     def digests(self) -> bytes:
-        """8 bytes of the prompt, 8 of prompt and completions: equal for text and messages with the same content."""
+        """Returns 8 bytes of the prompt and 8 of prompt and completions, equal for text and messages with the same content."""
         prompt = self.prompt_content()
         completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
         return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
 
     def preferences(self) -> list[int]:
-        """64 bits for each pair: a digest of prompt and both completions; the lowest bit says which one is preferred.
+        """Returns 64 bits for each pair: a digest of prompt and both completions. The lowest bit is which one is preferred.
 
-        For each of the thumbs: a digest of prompt and completion; the lowest bit is the label.
+        For each rated completion, it is a digest of prompt and completion, and the lowest bit is the label.
         """
         keys = []
         for (completion,), label in zip(self.pairs, self.labels, strict=True) if self.labels else ():
@@ -79,16 +79,16 @@ class Record:
 
 
 def plain(value: Text) -> str:
-    """The words of a completion, whether it is text or messages: to compare two of them."""
+    """Returns the words of a completion, text or messages, to compare it with another."""
     return value.strip() if isinstance(value, str) else "\n\n".join(words(turn).strip() for turn in value)
 
 
 def words(turn: Message) -> str:
-    """What a turn says: its content, and its tool calls as JSON."""
+    """Returns the content of a turn, and its tool calls as JSON."""
     calls = turn.get("tool_calls")
     return turn["content"] + (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
 def digest(text: str) -> int:
-    """The first 64 bits of the BLAKE2 hash of a text."""
+    """Returns the first 64 bits of the BLAKE2 hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())

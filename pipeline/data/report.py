@@ -76,7 +76,7 @@ class Split:
     truncated: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     tokens: int = 0
-    desirable: int | None = None  # of the rows kept, those labelled as good; None: rows without labels
+    desirable: int | None = None  # kept rows that are labeled as good, or None without labels
     # column of labels -> {"VALUE = MEANING": rows}, such as {"winner": {"a = first": 268, "tie": 51}}
     label_values: dict[str, dict[str, int]] = field(default_factory=dict)
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
@@ -87,7 +87,7 @@ class Split:
     joined: int = 0
     joined_first: str = ""  # the text around the border in the first of these
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
-    versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that wrote rows -> rows
+    versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
     ended: int = 0  # whose trained tokens include one that generation stops on
     contradictions: int = 0  # pairs of completions that occur in both orders; completions with both labels
     contradictions_first: str = ""  # file:line of two such rows
@@ -103,7 +103,7 @@ class SourceCounts:
     source: int
     path: str = ""
     revision: str = ""  # the commit of a dataset on the Hub
-    # What the job says about this source alone: the columns of its fields, and the function that its rows go through.
+    # What the job sets for this source: the columns of its fields, and the function that transforms its rows.
     columns: dict[str, Any] | None = None
     transform: str | None = None
     read: int = 0
@@ -113,7 +113,7 @@ class SourceCounts:
     desirable: int | None = None  # of the rows kept, those labelled as good
     versions: dict[str, int] = field(default_factory=dict)  # as in Split
     rows: int = 0  # of the token table: those kept, or packed
-    drawn: int | None = None  # of them in an epoch; None: each once
+    drawn: int | None = None  # rows drawn per epoch, or None if each is drawn once
 
 
 @dataclass
@@ -124,16 +124,16 @@ class Report:
     max_length: int
     splits: dict[str, Split] = field(default_factory=dict)
     sources: dict[str, list[SourceCounts]] = field(default_factory=dict)  # by split, in the job's order
-    # rows equal to an earlier one of the same set; None: too many rows to count
+    # rows equal to an earlier row of the same split, or None if there are too many rows to count
     duplicates: int | None = None
     skipped: list[str] = field(default_factory=list)  # the first rows left out, file:line each
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # packed training rows
-    # rows of eval whose prompt is in train too, and rows that are there with their completions; None: not compared
+    # (eval rows whose prompt is also in train, eval rows also there with completions), or None if not compared
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     special_tokens: str = "text"  # how those in the text of a row are encoded: text, or control
-    notes: list[str] = field(default_factory=list)  # warnings about the dataset as a whole
+    notes: list[str] = field(default_factory=list)  # warnings about the dataset
     reused: bool = False
     seconds: float = 0.0
 
@@ -207,7 +207,7 @@ class Report:
         return "\n".join([*lines, *(line("warning", note) for note in self.notes)])
 
     def _split(self, split: Split) -> list[tuple[str, str]]:
-        """The table of a split: (title, what it has)."""
+        """Returns the table of a split: (title, text)."""
         rows = count(split.text_rows)
         template = f"the chat template is applied to {rows} of plain text"
         if not self.text_as_chat:
@@ -244,7 +244,7 @@ class Report:
         return [(title, text) for shown, title, text in entries if shown]
 
     def _sources(self, name: str) -> list[tuple[str, str]]:
-        """A line for each source, if there are several: what it has, and its share of an epoch."""
+        """Returns a line for each source, if there are several or one is on the Hub: its counts and its share of an epoch."""
         sources = self.sources.get(name, [])
         if len(sources) < 2 and not any(one.revision for one in sources):
             return []
@@ -413,7 +413,7 @@ def source_of(name: str, counts: Sequence[Counts], source: int) -> SourceCounts:
 
 
 def percentiles(histogram: Counter[int]) -> dict[str, int]:
-    """{length: rows} -> the lengths that 5, 50, 95 and 100 percent of the rows do not exceed."""
+    """Returns the lengths that 5, 50, 95 and 100 percent of the rows do not exceed, from {length: rows}."""
     total, seen, lengths = histogram.total(), 0, {}
     if not total:
         return {}
@@ -428,7 +428,7 @@ def percentiles(histogram: Counter[int]) -> dict[str, int]:
 
 
 def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> list[str]:
-    """What a user should know about the rows as a whole."""
+    """Returns warnings about the dataset."""
     warnings = [f"{one.unread}" for one in counts if one.unread]
     completions, total = options.kind.completions, totals(counts)
     if completions == "learned" and total["margins"]:
@@ -456,7 +456,7 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> list[st
 
 
 def add_empty_files(counts: Sequence[Counts]) -> None:
-    """Counts a file without rows as a bad row, in the first of its chunks."""
+    """Counts a file without rows as a bad row in its first chunk."""
     read = Counter[str]()
     for one in counts:
         read[one.chunk.path] += totals([one])["read"].total()
@@ -529,6 +529,6 @@ def complaint(counts: Sequence[Counts]) -> str:
 
 
 def named(error: RowError, rows: int) -> str:
-    """A row that is left out, and how many others are for the same reason."""
+    """Returns the error of a row, and how many other rows have the same problem."""
     more = f" (and {rows - 1:,} more with the same problem)" if rows > 1 else ""
     return f"{error}{more}"

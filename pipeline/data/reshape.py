@@ -1,4 +1,4 @@
-"""What a job makes of a raw row before its shape is looked at: data.transform, then data.columns, then the sides of a pair.
+"""How a job changes a raw row before its shape is determined: data.transform, data.columns, then the label of a pair.
 
     transform: python:my_rows:pairs                                       a row -> a row, several, or None to leave it out
     columns: {prompt: question.text, first: output_1, second: output_2}   field: the column that it is made of
@@ -53,10 +53,10 @@ def function(source: str) -> Callable[[Any], Any]:
 
 
 def transformed(row: Any, source: str) -> Iterator[Any]:
-    """The rows that the function makes of a row, or of the list of those of a group: each a row or Dropped.
+    """Yields what the function makes of a row, or of the list of rows of a group: rows or Dropped.
 
     Raises:
-        RowError: when it raises, or returns what is no row.
+        RowError: if the function raises, or returns something other than rows.
     """
     try:
         made = function(source)(row)
@@ -72,7 +72,7 @@ def transformed(row: Any, source: str) -> Iterator[Any]:
 
 
 def _as_row(made: Any, source: str) -> dict[str, Any]:
-    """A row as JSON has it: with keys of text, and without tuples."""
+    """Returns a row as JSON has it: with text keys and without tuples."""
     try:
         if isinstance(made, dict):
             return json.loads(json.dumps(made, default=_cell))  # type: ignore[no-any-return]
@@ -83,7 +83,7 @@ def _as_row(made: Any, source: str) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    """What a Parquet column may hold beside the values of JSON, as text."""
+    """Returns as text a value that Parquet has and JSON lacks."""
     if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
         return str(value)
     if isinstance(value, bytes):
@@ -92,7 +92,7 @@ def _cell(value: Any) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised: the last frame that is not the pipeline's."""
+    """Returns the place of an error: the last frame outside of this file."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
@@ -123,7 +123,7 @@ class RowFormat(Protocol):
 
 
 def known_fields(kind: RowFormat) -> list[str]:
-    """The fields that the rows of a kind may have, those of its shapes first."""
+    """Returns the fields that the rows of a kind may have, first the fields of the shapes."""
     needs = [name for shape in kind.shapes.values() for name in shape]
     unordered = UNORDERED if kind.has_pairs else ()
     input_of = ("input",) if "instruction" in needs else ()
@@ -160,7 +160,7 @@ def named(column: str | Sequence[str]) -> list[str]:
 
 
 def shapes_with(columns: Columns, shapes: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The shapes that have all mapped fields: a row's other columns must not make it one that leaves them out."""
+    """Returns the shapes that have all mapped fields, so that other columns cannot select a shape without them."""
     sides = {"first": "chosen", "second": "rejected"}
     fields = [field for field in columns if field != "label" or "first" not in columns]
     mapped = {sides.get(field, field) for field in fields} & {
@@ -170,11 +170,10 @@ def shapes_with(columns: Columns, shapes: Mapping[str, tuple[str, ...]]) -> dict
 
 
 def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
-    """The row with the fields of `columns` in place of the columns that they are made of.
+    """Returns the row with the fields of `columns` in place of the columns that they are made of.
 
     Raises:
-        RowError: when it lacks the column of a field that is `needed`, or that it has under the field's own name: the job
-            says that this is another column.
+        RowError: if it lacks the column of a field that is `needed`, or of a field whose name is an unmapped column.
     """
     fields: dict[str, Any] = {}
     taken = {one for column in columns.values() for one in named(column)}
@@ -193,7 +192,7 @@ def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dic
 
 
 def value_at(row: dict[str, Any], path: str) -> Any:
-    """The value of a column, or at a path into it; raises KeyError with the path."""
+    """Returns the value of a column, or at a path into it. Raises KeyError with the path."""
     if path in row:
         return row[path]
     value: Any = row
@@ -241,7 +240,7 @@ def _has(row: dict[str, Any], path: str) -> bool:
 # ---- data.label, and scores ------------------------------------------------------------------------------------------
 
 
-Side = str | None  # first, second, or None: a tie
+Side = str | None  # first, second, or None for a tie
 _WORD = r"(?:model|response|output|answer|completion|text|option|summary|assistant|conversation|candidate|system)?"
 WORDS = {
     "first": re.compile(rf"{_WORD}(?:a|1|first|left)(?:better|isbetter|wins?)?"),
@@ -255,7 +254,7 @@ NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(
 
 @dataclass(frozen=True)
 class Rule:
-    """What the values of a label mean, as `comparable` makes them: those of each side and of a tie, or the good and bad ones."""
+    """What the values of a label mean, after `comparable`: the first, the second or a tie; or good or bad."""
 
     first: tuple[Any, ...] = ()
     second: tuple[Any, ...] = ()
@@ -289,7 +288,7 @@ class Rule:
         return None if min(ends) < value < max(ends) else (value > bad) == (good > bad)
 
     def side(self, value: Any) -> Side:
-        """The side that a value names; raises KeyError for a value that names none and is no tie."""
+        """Returns the side that a value names, or None for a tie. Raises KeyError for other values."""
         value = comparable(value)
         for name in ("first", "second", "tie"):
             if value in getattr(self, name) or (self.derived and _word(value) == name):
@@ -308,7 +307,7 @@ def listed(values: Any) -> list[Any]:
 
 
 def comparable(value: Any) -> Any:
-    """A label as it is compared: numbers, and text that is one, as float; other text in lower case."""
+    """Returns a label for comparison: numbers and numeric text as float, other text in lower case."""
     if isinstance(value, str):
         value = value.strip().lower()
     try:
@@ -318,16 +317,16 @@ def comparable(value: Any) -> Any:
 
 
 def _word(value: Any) -> str | None:
-    """`first`, `second` or `tie`, if that is what a text says."""
+    """Returns `first`, `second` or `tie` if a text means one of them, else None."""
     word = re.sub(r"[^a-z0-9]", "", value) if isinstance(value, str) else ""
     return next((name for name, pattern in WORDS.items() if pattern.fullmatch(word)), None)
 
 
 def ordered(row: dict[str, Any], rule: Rule | None) -> dict[str, Any] | None:
-    """A row with `first` and `second` as one with `chosen` and `rejected`; None: a tie, or no label.
+    """Returns a row with `first` and `second` as `chosen` and `rejected`, or None for a tie or a missing label.
 
     Raises:
-        RowError: for a label that names neither side, and where there is nothing to tell the sides apart by.
+        RowError: if a label names neither completion, or if the row has neither label nor scores.
     """
     rest = {name: value for name, value in row.items() if name not in ("first", "second")}
     if "first_score" in row and "second_score" in row:
@@ -365,7 +364,7 @@ def graded(row: dict[str, Any], rule: Rule) -> dict[str, Any] | None:
 
 
 def vote(label: Any, rule: Rule) -> Side:
-    """The side with more votes than the other and than the ties; a label that is no list is the only vote."""
+    """Returns the side with more votes than the other and than ties, or None. A label that is no list is the only vote."""
     votes: Counter[Side] = Counter()
     for value in listed(label):
         if value is None or (isinstance(value, str) and not value.strip()):
@@ -425,7 +424,7 @@ def are_numbered(columns: Mapping[str, Any]) -> bool:
 
 
 def _unclear(values: list[Any], column: str, key: str) -> str:
-    """Why the values of a label are not understood, and what to type, or to write where `key` is that of a source."""
+    """Returns why the values of a label are ambiguous, and the setting that fixes it. `key` names the label's key."""
     shown = ", ".join(show(value) for value in values[:SEVERAL])
     if not values:
         return f"the column {column!r} holds no label in the first rows; name another: {key.removesuffix('label')}columns.label=COLUMN"
@@ -456,15 +455,15 @@ class Preprocess:
     """What is done to each row of a job; all of it is part of the cache key."""
 
     columns: Columns = dataclasses.field(default_factory=dict)
-    rule: Rule | None = None  # None: not known, or no labels
+    rule: Rule | None = None  # unset if it is not known, or if there are no labels
     transform: str | None = None
     transform_digest: str = ""
     group_by: str | None = (
-        None  # `transform` gets the rows in succession that have the same value in this column
+        None  # `transform` gets all consecutive rows that have the same value in this column
     )
 
     def rows(self, row: Any, kind: RowFormat, note_label: NoteLabel | None = None) -> Iterator[Any]:
-        """The rows that a decoded row stands for: each a row, a RowError, or Dropped.
+        """Yields what a decoded row becomes: rows, RowError or Dropped.
 
         Args:
             note_label: is called with the column of each label, and what its value means.
@@ -476,7 +475,7 @@ class Preprocess:
                 yield error
 
     def transformed(self, row: Any) -> Iterator[Any]:
-        """The rows that data.transform makes of a decoded row: each a row, a RowError, or Dropped."""
+        """Yields what data.transform makes of a decoded row: rows, RowError or Dropped."""
         if self.transform is None or isinstance(row, RowError):
             yield row
             return

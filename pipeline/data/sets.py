@@ -34,11 +34,10 @@ class Files:
 
 
 def files_of(item: str, key: str) -> Files | None:
-    """The files of a set that `item` names, for the setting `key`; None: it names files, a folder of them, or nothing.
+    """Returns the files of the dataset that `item` names, for the setting `key`, or None if it names no dataset.
 
     Raises:
-        InputError: for a config or split that the set does not have, for files of other formats, and for a hub that cannot be
-            reached.
+        InputError: if the dataset lacks the config or split, has other formats, or if the Hub cannot be reached.
     """
     if item.startswith(HUB):
         return _on_hub(item, key)
@@ -61,14 +60,14 @@ def files_of(item: str, key: str) -> Files | None:
 def _in_folder(
     folder: str, config: str, split: str, item: str, key: str, named: bool = False
 ) -> Files | None:
-    """Of a local folder; `named`: it is written as a set, so it is one although it has no README."""
+    """Returns the files of a local folder. `named` is True if `item` has the form of a dataset, so it needs no README."""
     if (saved := None if config else _saved(folder, split, item, key)) or not (named or _has_card(folder)):
         return saved
     return Files(_declared(folder, config, split, item, key))
 
 
 def _has_card(folder: str) -> bool:
-    """Whether a README says which files make which split."""
+    """Returns True if a README says which files make which split."""
     try:
         with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
             head = file.read(1 << 20)
@@ -81,7 +80,7 @@ def _has_card(folder: str) -> bool:
 
 
 def _saved(folder: str, split: str, item: str, key: str) -> Files | None:
-    """The Arrow files of a Dataset or DatasetDict that save_to_disk wrote; None: it wrote none here."""
+    """Returns the Arrow files of a Dataset or DatasetDict that save_to_disk wrote here, or None."""
     if storage.exists(index := storage.join(folder, "dataset_dict.json")):
         splits = _read(index, "splits", key)
         folder = storage.join(folder, _split(splits, split, item, key))
@@ -102,7 +101,7 @@ def _read(path: str, entry: str, key: str) -> Any:
 
 
 def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
-    """The split that is asked for: by name, or the only one, or `train` for data.train."""
+    """Returns the requested split: by name, or the only one, or `train` for data.train."""
     if not split and (len(splits) == 1 or (key == "data.train" and "train" in splits)):
         return splits[0] if len(splits) == 1 else "train"
     if split in splits:
@@ -120,7 +119,7 @@ def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
 def _declared(
     path: str, config: str, split: str, item: str, key: str, revision: str | None = None
 ) -> list[str]:
-    """The files of a split, as the datasets library finds them by the README of a folder or hub id, or by their names."""
+    """Returns the files of a split, which the datasets library finds by the README of a folder or Hub id, or by name."""
     import datasets
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -141,7 +140,7 @@ def _declared(
         "field",
         "column_names",
         "names",
-    ):  # of the README: where the rows are, and what the columns are called
+    ):  # settings of the README that locate rows and name columns
         if getattr(builder.config, name, None):
             raise InputError(
                 f"the README of {item!r} reads its files with `{name}`; name the files themselves", key=key
@@ -151,12 +150,12 @@ def _declared(
 
 
 def _said(error: Exception) -> str:
-    """A library's message on one line, without its advice to programmers."""
+    """Returns a library's message on one line, without its advice to programmers."""
     return " ".join(str(error).partition("Example of usage")[0].split())[:300] or type(error).__name__
 
 
 def _on_hub(item: str, key: str) -> Files | None:
-    """Of a set on the hub, or in this machine's cache of it; None: `item` names a file or folder in a repository."""
+    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` names a path in a repository."""
     from huggingface_hub import is_offline_mode
 
     match = NAME.fullmatch(item)
@@ -179,7 +178,7 @@ def _on_hub(item: str, key: str) -> Files | None:
 
 
 def _commit(item: str, key: str, repo: str, revision: str) -> str:
-    """The commit that a revision of a set means now."""
+    """Returns the current commit of a revision of a dataset."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -191,7 +190,7 @@ def _commit(item: str, key: str, repo: str, revision: str) -> str:
             "with the NAME and revision as the hub writes them, and HF_TOKEN in the environment for a private or gated one",
             key=key,
         ) from error
-    except Exception as error:  # the HTTP client has types of its own
+    except Exception as error:  # the HTTP client has its own types
         raise InputError(
             f"{item!r}: the hub cannot be reached ({in_brief(error)}); on a machine with network type `hf download --repo-type "
             f"dataset {repo}`, then here HF_HUB_OFFLINE=1 in front of the command, or the folder instead of the name",
@@ -201,7 +200,7 @@ def _commit(item: str, key: str, repo: str, revision: str) -> str:
 
 
 def _cached(item: str, key: str, repo: str, revision: str, config: str, rest: str) -> Files:
-    """Of the snapshot in the hub's cache: a split, or one file."""
+    """Returns the files of a snapshot in the Hub's cache: a split, or one file."""
     from huggingface_hub import snapshot_download
 
     try:

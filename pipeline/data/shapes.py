@@ -39,12 +39,12 @@ class Kind:
 
     # name of a shape -> the fields that it needs; a row has the first shape whose fields are all there
     shapes: Mapping[str, tuple[str, ...]]
-    parse: Callable[[dict[str, Any], str], Record]  # (row, name of its shape) -> Record; raises RowError
-    # (record, number of the pair, ids of the prompt and of each completion) -> columns; None: encode.py labels the tokens
+    parse: Callable[[dict[str, Any], str], Record]  # (row, name of the shape) -> Record; raises RowError
+    # (record, number of the pair, ids of the prompt and of each completion) -> columns, or None if encode.py labels tokens
     project: Callable[..., dict[str, Any]] | None
     columns: Mapping[str, type]  # of the token table: list (of token ids), float, bool or str (JSON)
-    # What becomes of the completions: the policy learns to write those of the rows, or a reward model scores those of the
-    # rows, or the policy writes them and the rows have prompts only.
+    # learned: the policy learns to write the completions of the rows. scored: a reward model scores them.
+    # written: the rows have only prompts, and the policy writes the completions.
     completions: Literal["learned", "scored", "written"]
     further: frozenset[str] = frozenset()  # fields that no shape needs, and that it reads
     packs: bool = False  # whether trainer.packing joins several rows into one
@@ -53,21 +53,21 @@ class Kind:
 
     @property
     def needed(self) -> frozenset[str]:
-        """The fields that a shape needs."""
+        """Returns the fields that shapes need."""
         return frozenset(UNORDERED).union(*self.shapes.values())
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a row may have two completions, one preferred to the other."""
+        """Returns True if a row may have two completions, one preferred to the other."""
         return self.completions != "written" and "rejected" in self.needed
 
     @property
     def keeps_columns(self) -> bool:
-        """Whether a row's further columns are kept, for Python rewards."""
+        """Returns True if a row's other columns are stored for Python rewards."""
         return "row" in self.columns
 
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
-        """The rows that a decoded row of a file stands for: each a row, a RowError or Dropped."""
+        """Yields what a decoded row of a file becomes: rows, RowError or Dropped."""
         return self.preprocess.rows(row, self, note_label)
 
 
@@ -80,7 +80,7 @@ DEMONSTRATIONS = {
     "prompt+answer": ("prompt", "answer"),
     "instruction+output": ("instruction", "output"),
 }
-# Columns that say whether a completion is good (trl.KTOTrainer's, LLaMA-Factory's), and their values where it is not.
+# Columns that say whether a completion is good (in TRL's KTOTrainer and in LLaMA-Factory), and their values if it is bad.
 LABELS = {"label", "kto_tag"}
 _BAD_WORDS = (
     "bad dislike disliked down f false n negative no reject rejected thumbs_down undesirable unsafe wrong 👎"
@@ -91,7 +91,7 @@ WEIGHTS = {"weight", "train"}  # fields of a message that say whether it is trai
 
 
 def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
-    """A demonstration of one of DEMONSTRATIONS, to be imitated; one that one of LABELS calls bad is refused.
+    """Returns a demonstration of one of DEMONSTRATIONS to imitate. Raises RowError if one of LABELS calls it bad.
 
     A label that says something else is a column that is not read.
     """
@@ -109,7 +109,7 @@ def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
 
 
 def is_good(label: Any) -> bool | None:
-    """Whether a label calls a completion good; None: it says something else, such as a topic."""
+    """Returns whether a label calls a completion good, or None if it is something else, such as a topic."""
     value = label.strip().lower().replace(" ", "_") if isinstance(label, str) else label
     with contextlib.suppress(ValueError, TypeError):
         value = float(value)
@@ -119,7 +119,7 @@ def is_good(label: Any) -> bool | None:
 
 
 def demonstration(row: dict[str, Any], shape: str) -> Record:
-    """A demonstration of one of DEMONSTRATIONS, whatever its `label`."""
+    """Returns a demonstration of one of DEMONSTRATIONS, with any `label`."""
     if shape in ("messages", "conversations"):
         turns = messages(row[shape], shape, system=row.get("system"))
         ends_on(turns, "assistant", shape)
@@ -144,12 +144,12 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
 
 
 def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
-    """The assistant turns that a row takes out of training: `weight: 0` (OpenAI's format) or `train: false`.
+    """Returns the assistant turns that a row excludes from training: `weight: 0` (OpenAI's format) or `train: false`.
 
     Raises:
         RowError: for a weight other than 0 and 1, and if no assistant turn is left to train.
     """
-    added = len(turns) - len(items)  # 1 where the system prompt comes from a field of its own
+    added = len(turns) - len(items)  # 1 if the system prompt comes from a separate field
     excluded = set()
     for index, item in enumerate(items):
         for name in WEIGHTS & item.keys():
@@ -184,7 +184,7 @@ LARGEST_MARGIN = 100.0
 
 
 def parse_preference(row: dict[str, Any], shape: str) -> Record:
-    """A row of one of PREFERENCES: one pair, or one for each index of `pos_answers` and `neg_answers`."""
+    """Parses a row of one of PREFERENCES: one pair, or one for each index of `pos_answers` and `neg_answers`."""
     margin = margin_of(row)
     key = shape.split("+")[0]
     if shape == "prompt+pos_answers+neg_answers":
@@ -219,9 +219,9 @@ def given_prompt(row: dict[str, Any], key: str) -> Text:
 
 
 def agreed(repeated: Text, given: Text, key: str) -> Text:
-    """The prompt of a row that has it in the field `key` (`given`) and again in `chosen` and `rejected` (`repeated`).
+    """Returns the prompt of a row that has it in the field `key` (`given`) and again in both completions (`repeated`).
 
-    The longer one, where one is the end of the other: the field often holds one question of a conversation, or adds
+    If one is the end of the other, returns the longer one: the field often holds one question of a conversation, or adds
     system turns. Otherwise they must agree.
     """
     repeated_turns, given_turns = as_turns(repeated), as_turns(given)
@@ -241,12 +241,12 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
 
 
 def stripped(turns: Turns) -> list[tuple[str, str]]:
-    """(role, content) of each turn, without white space around the content."""
+    """Returns (role, content) of each turn, without white space around the content."""
     return [(turn["role"], turn["content"].strip()) for turn in turns]
 
 
 def margin_of(row: dict[str, Any]) -> float | None:
-    """By how much the score of `chosen` should exceed that of `rejected`; None: the row does not say."""
+    """Returns by how much the score of `chosen` should exceed the score of `rejected`, or None if the row does not say."""
     margin = row.get("margin")
     if margin is None:
         return None
@@ -259,7 +259,7 @@ def margin_of(row: dict[str, Any]) -> float | None:
 
 
 def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
-    """Prompt and pairs of a row with lists of good and of bad answers."""
+    """Returns prompt and pairs of a row with lists of good and of bad answers."""
     prompt = prompt_text(row["prompt"], system=row.get("system"))
     sides = []
     for key in ("pos_answers", "neg_answers"):
@@ -289,7 +289,7 @@ RATED = {
 
 
 def parse_rated(row: dict[str, Any], shape: str) -> Record:
-    """A row of one of RATED: one completion with its label, or the completions of preference pairs."""
+    """Parses a row of one of RATED: one completion with its label, or the completions of preference pairs."""
     if shape in PREFERENCES:
         record = parse_preference(row, shape)
         labels = tuple(desirable for _ in record.pairs for desirable in (True, False))
@@ -320,7 +320,7 @@ SCORED = {**PREFERENCES, **DEMONSTRATIONS}
 
 
 def parse_scored(row: dict[str, Any], shape: str) -> Record:
-    """A demonstration or a preference, and the row for a Python reward."""
+    """Parses a demonstration or a preference, and stores the row for a Python reward."""
     read = parse_preference if shape in PREFERENCES else demonstration
     record = read(row, shape)
     record.row = json.dumps({**row, "prompt": record.prompt}, ensure_ascii=False)
@@ -339,7 +339,7 @@ PROMPTS = {
 
 
 def parse_prompt(row: dict[str, Any], shape: str) -> Record:
-    """The prompt of a row of one of PROMPTS, and its further columns as they are."""
+    """Returns the prompt of a row of one of PROMPTS, and its other columns unchanged."""
     if shape == "chosen+rejected":
         prompt, completions = split_transcripts(row["chosen"], row["rejected"])
         prompt, _ = with_system(prompt, completions, row.get("system"))
@@ -352,7 +352,7 @@ def parse_prompt(row: dict[str, Any], shape: str) -> Record:
 
 
 def parse_answered(row: dict[str, Any], shape: str) -> Record:
-    """As `parse_prompt`, of rows whose `completion`, where they have one, will be read too: its likelihood is measured."""
+    """Parses a row as `parse_prompt` does, and checks its `completion`, if any: its likelihood will be measured."""
     record = parse_prompt(row, shape)
     if row.get("completion") not in (None, ""):
         completion_text(row["completion"], "completion", record.prompt)
@@ -417,7 +417,7 @@ KIND = {
 
 
 def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
-    """The kind of rows that a stage reads; `pairs`, those of data.pairs, are a kind by themselves."""
+    """Returns the kind of rows that a stage reads. The rows of data.pairs are a separate kind, `pairs`."""
     name = STAGE[stage].rows if stage in STAGE else stage
     assert name is not None, f"{stage} reads no rows"
     shapes = shapes_with(preprocess.columns, KIND[name].shapes)
@@ -457,7 +457,7 @@ OPTIONAL = {"input", "margin", "system"}  # fields that no shape needs
 
 
 def parse(row: Any, kind: Kind) -> Record:
-    """A decoded JSON row -> `Record`; raises RowError (without file and line, which the reader adds)."""
+    """Parses a decoded JSON row. Raises RowError without file and line, which the reader adds."""
     check_values(row)
     if not isinstance(row, dict):
         raise RowError("not_object", "", show(row), "a JSON object, such as " + example(kind))
@@ -477,13 +477,13 @@ def parse(row: Any, kind: Kind) -> Record:
 
 
 def version_of(row: Mapping[str, Any]) -> str | None:
-    """Returns the registered version that wrote a row, models:/NAME/NUMBER in `version`, or None; other values are a column."""
+    """Returns the registered version (models:/NAME/NUMBER in `version`) that generated a row, or None for other values."""
     version = row.get("version")
     return version if isinstance(version, str) and Ref.parse(version).version else None
 
 
 def unpacked(field: str, value: Any) -> Any:
-    """A list of messages, if a text is the JSON of one: a CSV file holds them like that. Or if it is a conversation's field."""
+    """Returns the messages in a JSON text, as in CSV files, or in a conversation's field. Returns other values unchanged."""
     if field in ("messages", "conversations"):
         return dialogue(value)
     if not isinstance(value, str) or not value.lstrip().startswith("[{"):
@@ -496,18 +496,18 @@ def unpacked(field: str, value: Any) -> Any:
 
 
 def read_of(record: Record, kind: Kind, shape: str) -> set[str]:
-    """The columns that are read of a row of a shape."""
+    """Returns the columns that are read from a row of a shape."""
     read = {*kind.shapes[shape], *kind.further, "system"} | ({"version"} if record.version else set())
     return read | ({"input"} if "instruction" in read else set()) | ({"tools"} if record.tools else set())
 
 
 def shape_of(row: dict[str, Any], kind: Kind) -> str | None:
-    """Name of the shape of a row, or None."""
+    """Returns the name of the shape of a row, or None."""
     return next((name for name, needs in kind.shapes.items() if all(key in row for key in needs)), None)
 
 
 def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
-    """No shape fits: names the field that is missing from the nearest shape, and a field that looks like it."""
+    """Returns the error of a row without a shape. It names a missing field of the nearest shape, and a similar field."""
     shapes, keys = kind.shapes.values(), some(row)
     known = {name for needs in shapes for name in needs}
     unknown = [key for key in keys if key not in known | OPTIONAL]
@@ -553,15 +553,15 @@ def example(kind: Kind) -> str:
 
 
 DECODED = ("margin", "messages", "conversations")  # what a shape reads as a number or as a list
-ALWAYS = {"input", "system", "tools"}  # what a row may have beside the fields of its shape
+ALWAYS = {"input", "system", "tools"}  # what a row may have in addition to the fields of the shape
 
 
 def as_json(row: Any, kind: Kind, format: str) -> Any:
-    """A row with the values that a row of JSON has; what its file's format cannot say otherwise is made so.
+    """Returns a row with values of JSON, converted from what its file's format has.
 
-    In CSV all is text: a field that a shape reads as a number or a list is read as JSON, and null where it is empty. Of a
-    table's columns that no shape of the kind reads, what JSON has no word for becomes text, as which Python rewards get it. In
-    a column that is read it stays, to be refused.
+    In CSV all values are text. A field that a shape reads as a number or a list is parsed as JSON, and an empty one is null.
+    In tables, values that JSON lacks become text in columns that no shape reads, for Python rewards. In columns that are
+    read they stay, and are rejected later.
     """
     if not isinstance(row, dict):
         return row

@@ -22,13 +22,13 @@ from pipeline.system import storage
 ROWS = 256  # read at a time
 BYTES = 4 << 20  # of them, at most: a row may hold an image
 RUNS = 16  # in which one row group is read: each passes over those before it
-BUFFER = 1 << 20  # of a column: else a whole row group of it is held
+BUFFER = 1 << 20  # bytes of a column; without a buffer, memory holds the full row group
 
 Piece = tuple[int, int, int]  # rows [start, stop), or -1 to the end; bytes
 
 
 def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
-    """What the tasks read of a file of `size` bytes; all of it at once where its damage has to be found by reading it."""
+    """Returns the pieces of a file of `size` bytes that tasks read: one piece if damage must be found by reading it."""
     read = _parquet_runs if format == "parquet" else _arrow_runs
     if format == "arrow" and storage.is_remote(path):
         return [(0, -1, size)]  # it says nowhere where its batches begin
@@ -38,7 +38,7 @@ def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
 
 
 def _joined(runs: Iterable[tuple[int, int]], chunk_bytes: int) -> list[Piece]:
-    """Consecutive runs of (rows, bytes) as pieces of at least `chunk_bytes`, but the last."""
+    """Joins consecutive runs of (rows, bytes) into pieces of at least `chunk_bytes`. The last piece may be smaller."""
     joined: list[Piece] = []
     start = stop = size = 0
     for rows, held in runs:
@@ -67,9 +67,9 @@ def _arrow_runs(file: Any, chunk_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
-    """Rows [start, stop) of a file, numbered from 1.
+    """Yields rows [start, stop) of a file, numbered from 1.
 
-    Where the file is damaged a RowError comes in place of the next row, and ends it.
+    If the file is damaged, a RowError replaces the next row and is the last item.
     """
     number = 0
     try:
@@ -99,7 +99,7 @@ def _damage() -> tuple[type[Exception], ...]:
 
 
 def _opened(path: str) -> Any:
-    """The file for random access; a local one is mapped into memory, which does not count as the process's own."""
+    """Opens the file for random access. A local file is memory-mapped, which does not count as memory of the process."""
     import pyarrow.fs as pafs
 
     if storage.is_remote(path):
@@ -109,7 +109,7 @@ def _opened(path: str) -> Any:
 
 
 def _parquet_batches(file: Any, start: int, stop: int) -> Iterator[Any]:
-    """Batches of rows [start, stop), from the row groups that have any of them."""
+    """Yields batches of rows [start, stop), from the row groups that have any of them."""
     import pyarrow.parquet as pq
 
     table = pq.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
@@ -135,7 +135,7 @@ def _arrow_batches(file: Any, start: int, stop: int) -> Iterator[Any]:
 
 
 def _record_batches(file: Any) -> Iterator[Any]:
-    """The batches of an Arrow file, or of an Arrow stream, which is what the datasets library writes under the same name."""
+    """Yields the batches of an Arrow file, or of an Arrow stream, which the datasets library writes with the same suffix."""
     import pyarrow as pa
 
     magic = file.read(6)
@@ -148,7 +148,7 @@ def _record_batches(file: Any) -> Iterator[Any]:
 
 
 def _between(batches: Iterator[Any], start: int, stop: int) -> Iterator[Any]:
-    """Of batches, what they have of rows [start, stop), or of all from `start` on where `stop` is -1."""
+    """Yields the parts of batches in rows [start, stop), or from `start` to the end if `stop` is -1."""
     at = 0
     for batch in batches:
         first, last = max(start - at, 0), batch.num_rows if stop < 0 else min(stop - at, batch.num_rows)
@@ -167,7 +167,7 @@ def at_a_time(rows: int, size: int) -> int:
 
 
 def _decoded(batch: Any) -> Iterator[Any]:
-    """The rows of a batch; a RowError in place of one that Python cannot hold."""
+    """Yields the rows of a batch, with a RowError in place of a row that Python cannot hold."""
     import pyarrow as pa
 
     columns = [*zip(batch.schema.names, batch.schema.types, strict=True)]
@@ -210,7 +210,7 @@ def tidy(value: Any) -> Any:
 
 
 def _canonical(row: dict[str, Any]) -> bytes:
-    """The row as bytes: equal for rows that are equal, whatever the compression of their file."""
+    """Returns the row as bytes, equal for equal rows with any compression of their file."""
 
     def short(value: Any) -> str:
         return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)

@@ -41,23 +41,23 @@ class Options:
     seed: int
     packing: bool
     special_tokens: str = "text"
-    # split -> what becomes of the raw rows of each of its sources; of none: they stay as they are
+    # split -> the preprocessing of each source; without an entry, raw rows stay unchanged
     preprocess: Mapping[str, Sequence[Preprocess]] = field(default_factory=dict)
     deduplicate: bool = False
 
     @property
     def kind(self) -> Kind:
-        """The kind of all rows, before the job's own changes."""
+        """Returns the kind of all rows, before the job's preprocessing."""
         return kind_of(self.stage)
 
     def kind_in(self, split: str, source: int) -> Kind:
-        """The kind of the rows of a source."""
+        """Returns the kind of the rows of a source."""
         sources = self.preprocess.get(split, ())
         return kind_of(self.stage, sources[source] if sources else NOTHING)
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """What Ray Data maps over the numbers of chunks; `shared` is a reference to what read.run ships once."""
+    """Runs the work on chunks by number, for Ray Data. `shared` references what read.run ships once."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
@@ -65,7 +65,7 @@ def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=2)
 def _fetched(reference: Any) -> tuple[list[Chunk], Callable[[Chunk, int], Any]]:
-    """What the driver shipped, unpickled once in each worker process."""
+    """Returns what the driver shipped, unpickled once in each worker process."""
     import ray
 
     return ray.get(reference)
@@ -136,7 +136,7 @@ def checked(row: Any, kind: Kind, format: str) -> Record | RowError:
 
 
 class Task:
-    """The parts that are made of one chunk, and what has been counted so far."""
+    """The parts made from one chunk, and its counts up to now."""
 
     def __init__(self, chunk: Chunk, index: int, encoder: Encoder, options: Options, folder: str):
         self.chunk, self.index, self.encoder = chunk, index, encoder
@@ -217,7 +217,7 @@ class Task:
         self.write(name, example)
 
     def split_of(self, number: int, record: Record) -> str:
-        """Where a row goes: what data.transform made of one row stays together, with its first."""
+        """Returns the split of a row. All rows that data.transform makes of one row follow the first of them."""
         if number != self.placed[0]:
             away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
@@ -229,7 +229,7 @@ class Task:
         self.writers[name].add(example.columns)
 
     def close(self) -> None:
-        """Ends the parts, and finds the lines in the file of the rows that are named: lines before the chunk count only now."""
+        """Closes the parts, and locates the reported rows in the file. Only now are lines before the chunk counted."""
         counts = self.counts
         for name, writer in self.writers.items():
             counts.parts[name] = writer.close()
@@ -243,7 +243,7 @@ class Task:
 
 
 def hopeless(counts: Counts, options: Options) -> bool:
-    """Whether enough is known to reject the file: hundreds of thousands of bad rows take minutes."""
+    """Returns True if enough is known to reject the file: reading hundreds of thousands of bad rows takes minutes."""
     numbers = {label: 0 for label in ("bad", "kept")}
     for (_, label, _), number in counts.tally.items():
         if label in numbers:
@@ -254,7 +254,7 @@ def hopeless(counts: Counts, options: Options) -> bool:
 
 
 def held_out(prompt: str, options: Options) -> bool:
-    """Whether the rows of a prompt go to the hold-out: a hash of seed and prompt against data.eval_fraction."""
+    """Returns True if a prompt belongs to the hold-out, by a hash of seed and prompt against data.eval_fraction."""
     if not options.eval_fraction:
         return False
     digest = hashlib.blake2b(
@@ -305,7 +305,7 @@ class PartWriter:
         self.rows, self.tokens = [], 0
 
     def close(self) -> tuple[str, int]:
-        """(name of the file, rows in it)."""
+        """Closes the file. Returns (its name, its number of rows)."""
         if self.rows:
             self.write()
         self.writer.close()
@@ -314,7 +314,7 @@ class PartWriter:
 
 
 def columns_of(options: Options) -> dict[str, type]:
-    """Columns of the token table, in order."""
+    """Returns the columns of the token table, in order."""
     return {**options.kind.columns, **({"seq_lengths": list} if options.packing else {})}
 
 
@@ -356,7 +356,7 @@ def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 
 
 def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
-    """A token row as text, its trained tokens (of a pair: the two completions) between ⟦ and ⟧.
+    """Returns a token row as text, with its trained tokens (or both completions of a pair) between ⟦ and ⟧.
 
     `prompt_tokens` is the length of the prompt that both sides of a pair begin with.
     """
@@ -382,13 +382,13 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
 
 
 def whole_characters(tokenizer: Any, ids: list[int], at: int) -> int:
-    """The last border of two characters up to token `at`: bytes of a character that is cut decode to nothing readable."""
+    """Returns the last token border up to `at` that is between two characters: a cut character cannot be decoded."""
     borders = range(at, max(at - 4, 0), -1)  # UTF-8 has at most 4 bytes, each perhaps a token
     return next((one for one in borders if not tokenizer.decode(ids[:one]).endswith("\ufffd")), at)
 
 
 def marked(tokenizer: Any, ids: list[int], trained: list[bool]) -> str:
-    """Text of the tokens with ⟦...⟧ around each run of trained ones."""
+    """Returns the text of the tokens with ⟦...⟧ around each run of trained tokens."""
     pieces, start = [], 0
     for at in range(1, len(ids) + 1):
         if at == len(ids) or trained[at] != trained[start]:

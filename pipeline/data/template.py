@@ -19,7 +19,7 @@ from pipeline.models.template import DATE, GENERATION
 
 BEGUN = 200  # characters: the most of a completion that the generation prompt may already contain
 
-# What stands behind it in a completion is what templates keep once the conversation goes on.
+# Templates keep only the text after this marker when the conversation continues.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 
 Span = tuple[int, int]  # characters of a text: begin, end
@@ -35,7 +35,7 @@ class ChatTemplate:
         self.tools: list[dict[str, Any]] | None = None  # of the row that is rendered
 
     def offering(self, tools: list[dict[str, Any]] | None) -> "ChatTemplate":
-        """This template for a row with these tools."""
+        """Returns this template for a row with these tools."""
         if not tools:
             return self
         other = copy.copy(self)
@@ -43,11 +43,11 @@ class ChatTemplate:
         return other
 
     def writes(self, name: str) -> bool:
-        """Whether the template mentions a variable or a field of a message, such as `tools` and `tool_calls`."""
+        """Returns True if the template mentions a variable or a field of a message, such as `tools` and `tool_calls`."""
         return self.text is not None and re.search(rf"\b{name}\b", self.text) is not None
 
     def render(self, turns: Turns, generation_prompt: bool) -> str:
-        """The chat template's text; raises RowError where the template refuses the messages."""
+        """Returns the chat template's text. Raises RowError if the template rejects the messages."""
         if self.text is None:
             raise RowError(
                 "template",
@@ -71,7 +71,7 @@ class ChatTemplate:
             ) from None
 
     def whole(self, prompt: Turns, completion: Turns) -> tuple[str, str]:
-        """(text of the prompt, text of prompt and completion); the second begins with the first."""
+        """Returns (text of the prompt, text of prompt and completion). The second begins with the first."""
         turns = [*prompt, *completion]
         head, whole = self.asking(prompt), self.render(turns, False)
         if not whole.startswith(head):
@@ -80,7 +80,7 @@ class ChatTemplate:
         return head, whole
 
     def asking(self, prompt: Turns) -> str:
-        """The text of a prompt, up to where the completion begins."""
+        """Returns the text of a prompt, up to the begin of the completion."""
         head = self.render(prompt, True)
         self.check_rendered(prompt, head)
         return head
@@ -101,7 +101,7 @@ class ChatTemplate:
             raise distorted(len(turns) - 1, content)
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
-        """The rendered conversation, and the spans in it of the trained assistant turns from message `first` on."""
+        """Returns the rendered conversation, and its spans of the trained assistant turns from message `first` on."""
         whole = self.render(turns, False)  # refuses what the template refuses
         completions = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]
         trained = [i for i in completions if i not in untrained]
@@ -146,7 +146,7 @@ class ChatTemplate:
         return begin, len(so_far) if whole.startswith(so_far) else stop
 
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:
-        """The part of the text that changes when turn `i` has another content."""
+        """Returns the part of the text that changes if turn `i` has another content."""
         mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in whole)
         other = self.render([*turns[:i], {**turns[i], "content": mark}, *turns[i + 1 :]], False)
         prefix, _, suffix = other.partition(mark)
@@ -157,7 +157,7 @@ class ChatTemplate:
 
 
 def holds(text: str, content: str, start: int = 0) -> bool:
-    """Whether `text` contains `content`, ending behind `start`, white space aside.
+    """Returns True if `text` contains `content`, ending after `start`, ignoring white space.
 
     It may begin before `start`: some generation prompts end on the "<think>" that the completion begins with.
     """
@@ -172,7 +172,7 @@ def squeezed(text: str) -> str:
 
 
 def check_kept(text: str, turns: Turns, i: int) -> None:
-    """Raises RowError where `text` lacks words of a completion that is not the last; its thoughts may be left out."""
+    """Raises RowError if `text` lacks words of a completion before the last. Its thoughts may be left out."""
     content = turns[i]["content"].strip()
     if not holds(text, content) and not holds(text, END_OF_THOUGHTS.split(content)[-1]):
         raise distorted(i, content)
@@ -182,7 +182,7 @@ def check_kept(text: str, turns: Turns, i: int) -> None:
 
 
 def unusable(index: int, template: str, expected: str) -> RowError:
-    """Message `index` does not go through the chat template."""
+    """Returns the error of message `index` that the chat template cannot render."""
     return RowError(
         "template",
         f"messages[{index}]",
@@ -220,7 +220,7 @@ def unwritten_call(index: int, call: dict[str, Any]) -> RowError:
 
 
 def without_tokens(part: str, name: str) -> RowError:
-    """The `prompt` or `completion` of a row, in its field `name`, of which no token is left."""
+    """Returns the error of a `prompt` or `completion`, in the field `name`, that has no token left."""
     return RowError(
         f"empty_{part}",
         name,

@@ -59,7 +59,7 @@ def too_large() -> RowError:
 
 
 def range_lines(raw: Any, start: int, stop: int) -> Iterator[bytes]:
-    """The lines that begin in bytes [start, stop); the last is read to its end, or until it is too large for a row."""
+    """Yields the lines that begin in bytes [start, stop). The last is read to its end, or until it is too large for a row."""
     at = max(start - 1, 0)
     raw.seek(at)
     data = raw.read(stop - at)
@@ -85,7 +85,7 @@ def range_lines(raw: Any, start: int, stop: int) -> Iterator[bytes]:
 
 
 def stream_lines(stream: Any) -> Iterator[bytes]:
-    """The lines of a stream; one that is too large for a row is cut. Raises DAMAGE."""
+    """Yields the lines of a stream. A line that is too large for a row is cut. Raises DAMAGE."""
     while line := stream.readline(ROW + 1):
         yield line
         if len(line) > ROW:
@@ -94,7 +94,7 @@ def stream_lines(stream: Any) -> Iterator[bytes]:
 
 
 def json_rows(lines: Iterator[bytes]) -> Iterator[Row]:
-    """The decoded rows of lines; empty lines are skipped, but counted."""
+    """Yields the decoded rows of lines. Empty lines are skipped, but counted."""
     number = 0
     try:
         for number, line in enumerate(lines, 1):
@@ -128,7 +128,7 @@ def decode(line: bytes) -> Any:
 
 
 def array_rows(stream: Any) -> Iterator[Row]:
-    """The elements of an array; what is not JSON ends the file."""
+    """Yields the elements of an array, up to the first that is not JSON."""
     number = 0
     try:
         for number, (value, raw) in enumerate(elements(stream), 1):
@@ -145,7 +145,7 @@ def array_rows(stream: Any) -> Iterator[Row]:
 
 
 def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
-    """(value, its bytes) of each element. Raises RowError, UnicodeDecodeError and DAMAGE."""
+    """Yields (value, its bytes) of each element. Raises RowError, UnicodeDecodeError and DAMAGE."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, block, final = "", 0, BLOCK, False
     last = ""  # what was read last: the bracket, an element, or a comma
@@ -209,7 +209,7 @@ def check_end(stream: Any, text: str) -> None:
 
 
 class _Lines:
-    """Lines as text for csv.reader, which reads as many as a row has; `number` is that of the last one."""
+    """Lines as text for csv.reader, which reads all lines of a row. `number` is the number of the last line."""
 
     def __init__(self, lines: Iterator[bytes]):
         self.lines, self.number = lines, 0
@@ -242,7 +242,7 @@ class _Lines:
 
 
 def delimited_rows(stream: Any, format: str) -> Iterator[Row]:
-    """The rows below the header as {column: text}, each with the number of the line on which it begins.
+    """Yields the rows below the header as {column: text}, each with the number of its first line.
 
     A header that cannot be used is a RowError in line 1, and ends the file. Blank lines are skipped, but counted.
     """

@@ -1,4 +1,4 @@
-"""The values of a row, whatever its kind: how JSON is decoded, what no row may hold, and how an error shows a value.
+"""The values of a row of any kind: how JSON is decoded, what no row may hold, and how an error shows a value.
 
 Numbers are finite, text is Unicode, and nothing is nested deeper than later readers can recurse.
 """
@@ -22,10 +22,10 @@ Reason = tuple[str, str, str]  # kind, field without numbers, expected
 
 @dataclass(eq=False)
 class RowError(Exception):
-    """One bad row. `line` counts from 1; in a JSON array it is the number of the element, in a table
-    that of the row (`unit`).
+    """One bad row. `line` counts from 1. In a JSON array it is the number of the element, in a table the number of the
+    row (`unit`).
 
-    `kind` is a key of report.ERROR_NAMES; `field` is a path (`messages[0].role`), or empty for the whole row.
+    `kind` is a key of report.ERROR_NAMES; `field` is a path (`messages[0].role`), or empty if the error is not in one field.
     """
 
     kind: str
@@ -35,10 +35,12 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element", "row"] = "line"
-    rest: str = ""  # what of the file is not read because of it, in words; empty: the next row follows
+    rest: str = (
+        ""  # in words, the part of the file that is not read because of this error; "": reading continues
+    )
 
     def reason(self) -> Reason:
-        """Returns the same for rows that are wrong in the same way, at any place in a list."""
+        """Returns a key that is equal for rows that are wrong in the same way, at any place in a list."""
         return self.kind, re.sub(r"\d+", "*", self.field), self.expected
 
     def where(self) -> str:
@@ -70,7 +72,7 @@ class Dropped:
     """A row left out without being wrong: `too_long`, `prompt_too_long`, or `equal_after_truncation`."""
 
     reason: str
-    error: RowError | None = field(default=None, compare=False)  # what is named with its line in the report
+    error: RowError | None = field(default=None, compare=False)  # shown with its line in the report
 
 
 def check_values(value: Any, name: str = "", depth: int = 0) -> None:
@@ -110,12 +112,12 @@ def check_text(value: str, name: str) -> None:
         raise RowError("not_utf8", name, "half a surrogate pair (\\ud8..)", "Unicode text") from None
 
 
-# A number of thousands of digits is read as an infinite one, and refused under the name of its field.
+# A number of thousands of digits is read as infinite, and then rejected with the name of the field.
 DECODER, WIDE = (json.JSONDecoder(parse_int=kind) for kind in (None, float))
 
 
 def read_value(text: str, at: int = 0) -> tuple[Any, int]:
-    """A JSON value and where it ends; raises JSONDecodeError or RecursionError."""
+    """Returns a JSON value and its end in the text. Raises JSONDecodeError or RecursionError."""
     try:
         return DECODER.raw_decode(text, at)
     except json.JSONDecodeError:
@@ -128,11 +130,11 @@ def too_deep() -> RowError:
     return RowError("nested", "", f"more than {DEEPEST} lists and objects inside each other", "a flatter row")
 
 
-# ---- what an error says ----------------------------------------------------------------------------------------
+# ---- texts of errors -------------------------------------------------------------------------------------------
 
 
 def some(keys: Iterable[str]) -> list[str]:
-    """The keys among which a misspelt one is looked for: not thousands, and none as long as a text."""
+    """Returns keys to compare a misspelled key with: the first 50, without long ones."""
     return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
 
 
@@ -146,7 +148,7 @@ def nearest(name: str, keys: Iterable[str]) -> str:
 
 
 def setting(key: str, value: str) -> str:
-    """How a job is told `value` for a key: typed behind the command, or, in an entry of a list, written in its file."""
+    """Returns how to set `value` for a key: an override for the command line, or a line for a list entry in the job file."""
     section, _, name = key.rpartition(".")
     if section != "data":
         return f"`{name}: {value}` in the entry {section}"
@@ -172,7 +174,7 @@ def type_name(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value in an error message: JSON, at most 60 characters, control characters escaped."""
+    """Returns a value for an error message: JSON, at most 60 characters, control characters escaped."""
     shown = visible(
         json.dumps(value[:60] if isinstance(value, str) else value, ensure_ascii=False, default=str)
     )
