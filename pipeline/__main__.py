@@ -1,4 +1,4 @@
-"""Command-line interface: one subcommand per stage, and those of pipeline/commands.
+"""Command-line interface: one subcommand per stage, and the subcommands in pipeline/commands.
 
     python -m pipeline VERB JOB.yaml [section.key=value ...]        installed, also: rlhf VERB ...
     python -m pipeline rlhf jobs/demo [section.key=value ...]
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plain(arguments: list[str]) -> list[str]:
-    """Returns the arguments with `--section.key value` written as `section.key=value`, behind all others.
+    """Returns the arguments with `--section.key value` written as `section.key=value`, after all others.
 
     Raises:
         InputError: if the subcommand is unknown, or a value is missing.

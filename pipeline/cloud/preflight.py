@@ -230,7 +230,7 @@ def _shown(node: NodeType) -> str:
 
 
 def check_memory(job: Job, cluster: Cluster) -> None:
-    """Raises InputError if Ray may place a job on GPUs with less memory than `plan` counts for one of its workers.
+    """Raises InputError if Ray may place a job on GPUs with less memory than `plan` counts for one worker.
 
     GPUs that plan does not know pass, and so does a base whose config.json cannot be read from here.
     """

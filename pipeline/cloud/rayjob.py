@@ -39,7 +39,7 @@ IMAGE = f"REGISTRY/rlhf:{version('ray')}-py311"
 SECRET = "rlhf"
 CLAIM = "rlhf-runs"
 MODELS = "rlhf-models"  # a claim, mounted at /models: the hub's cache
-# The operator lets the head's account start and end pods of its cluster; the workers' account may not.
+# The operator lets the head's account start and end the cluster's pods. The workers' account may not.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker"}
 # Variables with the Kubernetes nodes of a group's pods, by the section of the job that the group belongs to.
 NODE_SELECTORS = {"scaling": "NODE_SELECTOR", "rollout": "ROLLOUT_NODE_SELECTOR"}
@@ -88,8 +88,8 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
         "enableInTreeAutoscaling": True,
         "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": 600},  # v1 knows no label selectors
         "headGroupSpec": {
-            # Two of its CPUs tokenize rows; the others run Ray's control and the driver. The operator, in another pod, asks
-            # the dashboard about the job, with the token.
+            # Two of the head's CPUs tokenize rows. The others run Ray's control processes and the driver. The operator, in
+            # another pod, queries the dashboard about the job, with the token.
             "rayStartParams": {"num-cpus": "2", "dashboard-host": "0.0.0.0"},
             "template": {"spec": pod(job, "ray-head", {"cpu": "4", "memory": "16Gi"})},
         },

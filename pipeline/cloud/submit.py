@@ -218,7 +218,7 @@ class Api:
 
     @contextlib.contextmanager
     def first_contact(self) -> Iterator[None]:
-        """A block whose requests raise InputError for a wrong address or token.
+        """Makes requests in the block raise InputError for a wrong address or token.
 
         It must end before anything is submitted: any other error in it counts as a wrong address, too.
         """

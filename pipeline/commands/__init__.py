@@ -11,7 +11,7 @@ class Command(NamedTuple):
     summary: str  # one line for --help
     # What follows it: the job file of some stage, a file that it reads itself, or other words (__main__.parser).
     takes: Literal["job", "file", "folder", "rows", "runs", "key", "nothing"] = "file"
-    stage: str | None = None  # of a job: the only stage that it takes; None: any stage
+    stage: str | None = None  # the only stage whose jobs it takes, or None for any stage
 
 
 COMMANDS = {

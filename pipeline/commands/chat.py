@@ -2,8 +2,8 @@
 
     make chat    or    python -m pipeline chat jobs/demo/generate.yaml [policy=models:/NAME/3] [trainer.temperature=0]
 
-The job is that of `generate`; its data is not read. What one types goes through the chat template that the policy was
-trained with. /reset starts anew, /system TEXT sets the instructions, /quit ends; lines may also come from a pipe.
+It reads a job of `generate`, but not its data. Typed text goes through the chat template that the policy was
+trained with. /reset starts again, /system TEXT sets the instructions, /quit ends; lines may also come from a pipe.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(job: Job) -> None:
 
 
 class Chat:
-    """A conversation: the messages so far, and the models that answer and judge them."""
+    """A conversation: its messages, and the models that answer and judge them."""
 
     def __init__(self, host: Host):
         from pipeline.data.encode import Encoder
@@ -74,7 +74,7 @@ class Chat:
         self.completions = 0  # each has its own stream of random numbers
 
     def talk(self, lines: Any) -> None:
-        """Reads a line, answers it, until /quit or the end of the lines."""
+        """Reads and answers lines until /quit or the end of the lines."""
         for line in _typed(lines):
             command, _, text = line.strip().partition(" ")
             if command == "/quit":
@@ -90,7 +90,7 @@ class Chat:
                 self.answer(line.strip())
 
     def answer(self, text: str) -> None:
-        """Prints the completion to `text` as it is written, and its reward; both turns are remembered."""
+        """Prints the completion to `text` as it is sampled, and its reward. Remembers both turns."""
         from pipeline.inference.rows import Row
 
         self.turns.append({"role": "user", "content": text})
@@ -124,7 +124,7 @@ class Chat:
         self.turns.append({"role": "assistant", "content": completion})
 
     def _prompt(self) -> list[int] | None:
-        """Ids of the conversation; its oldest turns are forgotten where it no longer fits. None: it cannot be asked."""
+        """Returns the token ids, or None if the text cannot be encoded. Forgets the oldest turns if they no longer fit."""
         from pipeline.data.encode import Example
         from pipeline.data.record import Record
         from pipeline.data.values import RowError
@@ -162,7 +162,7 @@ class Chat:
 
 
 class Writer:
-    """Prints the text of a growing list of tokens; a character whose bytes are not all there waits for the rest."""
+    """Prints the text of a growing list of tokens. Holds back a character until all its bytes are there."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], Any] | None = None):
         self.decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
@@ -176,14 +176,14 @@ class Writer:
             self.shown = text
 
     def close(self, tokens: list[int]) -> str:
-        """The whole text; what waited is printed, whole or not."""
+        """Prints the text that was held back, complete or not. Returns the full text."""
         text = self.decode(tokens)
         self.put(text[len(self.shown) :])
         return text
 
 
 def _typed(lines: Any) -> Iterator[str]:
-    """Lines from a terminal, with a prompt and line editing, or from a pipe; Ctrl-C and Ctrl-D end them."""
+    """Yields lines from a pipe, or from a terminal with a prompt and line editing until Ctrl-C or Ctrl-D."""
     if not lines.isatty():
         yield from lines
         return

@@ -53,7 +53,7 @@ def load(host: Host) -> Answer:
 
 
 def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the policy that writes and the rewards that score, as a run has pinned them."""
+    """Returns the policy that samples and the rewards that score, as a run has pinned them."""
     rewards = [source for name, source in sorted(inputs.items()) if name.startswith("reward.")]
     scored_by = rewards[0] if len(rewards) == 1 else rewards
     return {"version": inputs.get("policy", "base"), "reward_version": scored_by}
@@ -181,7 +181,7 @@ def count(args: Collect, record: Record) -> dict[str, int]:
 
 
 def measure(args: Collect, record: Record) -> dict[str, float]:
-    """Returns metrics of a prompt: the mean, best and worst score of its samples, shares among them, the margin of its pairs."""
+    """Returns the metrics of a prompt: mean, best and worst score, completion length, shares of samples, margin of pairs."""
     scores = [_score(one) for one in record["samples"]]
     counts, number = count(args, record), len(scores)
     figures = {

@@ -76,7 +76,7 @@ def card(host: Host, name: str, compared: dict[str, float] | None = None) -> str
     """Returns the README.md for the input `name` (`policy` or `reward.0`) of an export job.
 
     Args:
-        compared: differences of the merged model, loaded back, from the adapter; None: the folder holds the adapter.
+        compared: differences of the merged model, loaded back, from the adapter, or None if the folder holds the adapter.
     """
     kind, base = name.removesuffix(".0"), host.work.base
     uri, reference = registry.tracking_uri(host.job), host.work.inputs[name]
@@ -199,7 +199,7 @@ class Ancestor(NamedTuple):
     reference: str
     facts: dict[str, Any]  # its lineage.json
     depth: int = 0
-    role: str = ""  # of its child: policy, reward, ...
+    role: str = ""  # in its child: policy, reward, ...
 
 
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
@@ -214,7 +214,7 @@ def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Itera
 
 
 def _shown(one: Ancestor) -> list[str]:
-    """Returns the lines of a card about an ancestor: data digests, versions that wrote rows, libraries."""
+    """Returns a card's lines about an ancestor: data digests, sources of rows, libraries."""
     indent = "    " * one.depth
     lines = [f"{indent[2:]}- as its {one.role}:"] if one.depth else []
     if Ref.parse(one.reference).is_function:
@@ -236,7 +236,7 @@ def check(job: Job) -> str | None:
     """Checks the token and the repository before anything is merged. A job that does not push contacts no hub.
 
     Returns:
-        the commit that a push will replace: None if repository or branch have to be made.
+        the commit that a push will replace, or None if repository or branch have to be made.
 
     Raises:
         InputError: if the push cannot work.

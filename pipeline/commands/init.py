@@ -77,7 +77,7 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """What the rows are, a key of READER, or nothing if no stage reads them."""
+        """Returns what the rows are, a key of READER, or an empty text if no stage reads them."""
         return next((kind for kind, stage in READER.items() if stage in self.stages), "")
 
 

@@ -203,7 +203,7 @@ def over_network(planned: Plan, name: str) -> Iterator[str]:
 
 
 def of_rollout_workers(job: Job, planned: Plan) -> str:
-    """Returns the memory of one rollout worker in words; on GPUs, also where it fits and what the workers cost.
+    """Describes the memory of one rollout worker. On GPUs, adds which ones it fits and what the workers cost.
 
     Raises:
         Failure: if no GPU that rollout.label_selector allows has the memory.

@@ -46,11 +46,11 @@ def run(job: Job) -> None:
 
 @contextlib.contextmanager
 def serving(job: Job) -> Iterator[Work]:
-    """The application of a job, which answers for the block.
+    """Runs the application of a job for the block.
 
     Raises:
-        InputError: when the job, or a model that it names, is wrong.
-        Failure: when there is no place for a replica, or it does not start.
+        InputError: if the job, or a model that it names, is wrong.
+        Failure: if a replica cannot be placed or does not start.
     """
     from ray import serve
 
@@ -60,12 +60,12 @@ def serving(job: Job) -> Iterator[Work]:
     work = load_host(with_port(job)).work
     job = work.job
     room_for_prompts(job, work.base["context_length"])
-    if not os.environ.get("RAY_ADDRESS"):  # there the recorder finds out, on the head
+    if not os.environ.get("RAY_ADDRESS"):  # on a cluster the recorder checks it, on the head
         feedback.check_folder(feedback.folder_of(job))
     with session(job):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(job)
-        # A request's own limit comes first, and says so; this one is for clients that do not send what they announce.
+        # A request's own limit ends first, with a message. This limit is for clients that send less than they announce.
         limits = {"request_timeout_s": job.serve.timeout_s + 5, "keep_alive_timeout_s": 30}
         listen = {"host": job.serve.host, "port": job.serve.port, **limits}
         serve.start(http_options=listen, logging_config={"log_level": "WARNING", "enable_access_log": False})
@@ -79,7 +79,7 @@ def serving(job: Job) -> Iterator[Work]:
 
 
 def started(work: Work, digests: list[str], name: str) -> Any:
-    """The running application's handle. Raises Failure with what a replica said."""
+    """Starts the application and returns its handle. Raises Failure with the message of a replica."""
     from ray import serve
 
     from pipeline.serving.app import application
@@ -94,7 +94,7 @@ def started(work: Work, digests: list[str], name: str) -> Any:
 
 
 def announcement(work: Work) -> str:
-    """Where it listens, what it serves, and a request to begin with."""
+    """Returns the address, the served versions and an example request, as text."""
     from pipeline.serving.app import versions
 
     serve = work.job.serve
@@ -113,7 +113,7 @@ def announcement(work: Work) -> str:
 
 
 def token_digests(job: Job) -> list[str]:
-    """sha256 of each token in RLHF_SERVE_TOKENS, which commas or white space part: the tokens themselves go nowhere.
+    """Returns the SHA-256 of each token in RLHF_SERVE_TOKENS, split at commas and white space, to be passed on instead.
 
     Raises:
         InputError: without tokens for a server that other machines can reach, or for a short one.
@@ -134,9 +134,9 @@ def token_digests(job: Job) -> list[str]:
 
 
 def with_port(job: Job) -> Job:
-    """The job with a port that is free, and absolute paths. Raises InputError when its own is taken."""
+    """Returns the job with a free port and absolute paths. Raises InputError if its port is taken."""
     job = absolute(job)
-    if os.environ.get("RAY_ADDRESS"):  # it is another machine's
+    if os.environ.get("RAY_ADDRESS"):  # the port is another machine's
         return job
     family = socket.AF_INET6 if ":" in job.serve.host else socket.AF_INET
     with socket.socket(family) as one:
@@ -152,7 +152,7 @@ def with_port(job: Job) -> Job:
 
 
 def absolute(job: Job) -> Job:
-    """The job with the folders that it writes into as absolute paths: a replica may work in another directory."""
+    """Returns the job with absolute paths of output folders, because a replica may run in another directory."""
     run = replace(job.run, storage_path=storage.absolute(job.run.storage_path))
     folder = job.serve.feedback_path
     serve = replace(job.serve, feedback_path=None if folder is None else storage.absolute(folder))
@@ -160,7 +160,7 @@ def absolute(job: Job) -> Job:
 
 
 def build(args: dict[str, Any]) -> Any:
-    """The application for `serve deploy` and KubeRay's RayService: import_path pipeline.commands.serve:build.
+    """Builds the application for `serve deploy` and KubeRay's RayService: import_path pipeline.commands.serve:build.
 
     Args:
         args: `job`, a job file, and `overrides`, a list of section.key=value.
@@ -169,7 +169,7 @@ def build(args: dict[str, Any]) -> Any:
 
     from pipeline.serving.app import application
 
-    # Ray Serve calls this in a task, often on a head without GPUs and labels: the replicas' place is the cluster.
+    # Ray Serve calls this in a task, often on a head without GPUs and labels. The replicas run on the cluster.
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     job = absolute(load_job(args["job"], args.get("overrides") or [], "serve"))

@@ -64,7 +64,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def _here(sweep: Sweep) -> Sweep:
-    """Returns the sweep with trials that use the registry of its job and run here."""
+    """Returns the sweep with trials that run here and use the sweep job's registry."""
     uri = registry.tracking_uri(sweep.job)
     return _each(
         sweep,
@@ -134,7 +134,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         storage.write_json(path, summary)
         return summary
 
-    # It logs the datasets of its trials: two trials that log a new one at the same time fail (mlflow 3.17).
+    # The sweep logs its trials' datasets, because two trials that log a new dataset at the same time fail (mlflow 3.17).
     with registry.mlflow_run(sweep.job, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))

@@ -18,7 +18,7 @@ from pipeline.runtime.preparation import check_models, tokenize
 
 
 def models(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
-    """Returns {step: its base, tokenizer and inputs}, after a check of its first rows; without Ray.
+    """Returns {step: base, tokenizer and inputs} after checking the first rows of each step, without Ray.
 
     Args:
         inputs: of each step, pinned.
@@ -41,7 +41,7 @@ def models(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
 def rows(
     plan: Plan, works: dict[str, Work], choose: Callable[[int], Sequence[int]]
 ) -> dict[str, dict[str, str]]:
-    """Returns {step: digests of its existing rows, transforms and Python rewards}.
+    """Returns {step: digests of existing rows, transforms and Python rewards}.
 
     Args:
         choose: from the number of prompts to the prompts that are used; raises InputError if there are too few.
@@ -73,7 +73,7 @@ def _packs(job: Job) -> bool:
 
 
 def _held_out(plan: Plan, work: Work) -> dict[str, str]:
-    """Returns digests of the eval rows of training, and of its Python rewards."""
+    """Returns digests of the training step's eval rows and Python rewards."""
     from pipeline.data.read import prepare
 
     job = _there(plan, work.job)

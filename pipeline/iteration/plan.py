@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def folder(self) -> str:
-        """The folder of the results and of the runs of all rounds."""
+        """Returns the folder of the results and of the runs of all rounds."""
         return storage.join(self.storage_path, self.name)
 
     def essence(self) -> dict[str, Any]:
@@ -328,5 +328,5 @@ def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str |
 
 
 def _seed(job: Job) -> int:
-    """Of the first round."""
+    """Returns the seed of the first round."""
     return int(job.trainer.get("seed", schema.keys(STAGE[job.stage].trainer)["seed"]["default"]))

@@ -27,7 +27,7 @@ HEADER = (
 def row(
     number: int, collected: dict[str, Any], trained: dict[str, Any], evaluated: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the row of a round, from the result.json of its three runs."""
+    """Returns the row of a round from three result.json files."""
     metrics, gates = evaluated["metrics"], (trained["gate"], evaluated["gate"])
     failed = [gate for gate in gates if str(gate).startswith("failed")]
     return {
@@ -67,12 +67,12 @@ def read(path: str) -> dict[str, Any]:
 
 
 def drawn(rounds: list[dict[str, Any]]) -> list[str]:
-    """Folders of the runs that have a report: of training and evaluate."""
+    """Returns the folders of the runs that have a report: training and evaluate."""
     return [folder for one in rounds for folder in one["folders"][1:]]
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Lines of the table; the first one is the policy that the first round began with."""
+    """Returns the lines of the table. The first line is the policy that the first round began with."""
     lines = []
     if rows:
         first = rows[0]

@@ -38,7 +38,7 @@ def fit(
 
     Args:
         rows: {name: dataset} that each worker gets.
-        companion: an actor that is told when the workers wait for their places. None: there is none.
+        companion: an actor that is notified when the workers wait for resources, or None.
 
     Raises:
         ray.train.WorkerGroupError: with each worker's exception; the command line looks into it for an InputError.

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, causes
 
-GPU_LABEL = "ray.io/accelerator-type"  # label of a node: the name of its GPUs
+GPU_LABEL = "ray.io/accelerator-type"  # node label with the name of the GPUs
 ACCELERATOR_TYPE = "accelerator_type:"  # prefix of the resource that Ray makes of scaling.accelerator_type
 CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that choose among nodes
 REPORT_INTERVAL_S = 30.0  # between two lines about what is waited for
@@ -203,7 +203,7 @@ def side_by_side(job: Job) -> int:
 
 
 def _reserve(bundle: Bundle, count: int, nodes: list[tuple[dict[str, float], dict[str, str]]]) -> bool:
-    """Reserves `count` bundles on the nodes. Returns whether all of them fit."""
+    """Reserves `count` bundles on the nodes. Returns True if all of them fit."""
     for _ in range(count):
         node = next((free for free, labels in nodes if bundle.fits(free, labels)), None)
         if node is None:
@@ -233,7 +233,7 @@ class Wait:
         self.since = None
 
     def check(self) -> None:
-        """Called repeatedly while the workers cannot be placed.
+        """Checks the time limit. Called repeatedly while the workers cannot be placed.
 
         Raises:
             Failure: once the wait has been too long.
@@ -281,14 +281,14 @@ def callback(job: Job, companion: Any = None) -> Any:
     has a deadline, and errors that are not retried.
 
     Args:
-        companion: an actor that is told when the workers wait for their places (`trainers_wait`) and when they have them
-            (`trainers_placed`). None: there is none.
+        companion: an actor that is notified when the workers wait for resources (`trainers_wait`) and when they have them
+            (`trainers_placed`), or None.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
     def is_news(record: logging.LogRecord) -> bool:
-        """Ray logs each try with its traceback; Wait prints a line instead."""
+        """Returns False for Ray's traceback of each try, because Wait prints a line instead."""
         error = record.exc_info[1] if record.exc_info else None
         return not isinstance(error, (Failure, WorkerGroupStartupTimeoutError))
 
@@ -321,7 +321,7 @@ def callback(job: Job, companion: Any = None) -> Any:
 
 
 def wait_for_one(job: Job) -> None:
-    """Returns when there is a place for one worker; Ray Data starts its pool of actors with the first that it gets.
+    """Waits until one worker can be placed. Ray Data starts its pool of actors with the first one.
 
     Raises:
         Failure: if there is none within run.placement_timeout_s.

@@ -34,14 +34,14 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it in vain
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
-    # Rows are tokenised on the CPUs that are there. Ray Data asks for twice as many, and where only nodes with GPUs can be
+    # Rows are tokenized on the existing CPUs. Ray Data requests twice as many. If only nodes with GPUs can be
     # started (cluster.yaml) the autoscaler repeats into the job's log that no node type fits.
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
     # A GPU's memory grows in place: sequences of ever new lengths leave holes between blocks of fixed sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # oneDNN keeps 1024 compiled products, one for each shape: in PPO, where lengths vary, 0.4 GiB of them.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; where git is not installed, a page of advice is printed
+    "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; without git it would print a page of advice
     **console.QUIET,
 }
 # The same for an embedded Ray alone.
@@ -52,7 +52,7 @@ EMBEDDED = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less: no cloud reclaims this machine
 }
 RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
-MAX_ROOT_CHARACTERS = 40  # Ray adds 66 for the names of its sockets, and the system allows 107
+MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66, and the system allows 107
 
 
 def set_environment() -> None:
@@ -246,7 +246,7 @@ def embedded(**options: Any) -> Iterator[None]:
 
 
 def _start(root: Path, options: dict[str, Any]) -> str:
-    """Starts Ray and returns the folder of its session."""
+    """Starts Ray and returns the session's folder."""
     import ray
 
     began = time.monotonic()
@@ -286,7 +286,7 @@ def _session_root() -> Path:
 
 
 def _delete_old_sessions(root: Path) -> None:
-    """Deletes the folders of sessions whose driver is gone, except the newest: its logs may be wanted."""
+    """Deletes the folders of sessions whose driver has ended, except the newest, because its logs may be needed."""
     import psutil
 
     sessions = sorted(path for path in root.glob("session_*_*") if path.is_dir() and not path.is_symlink())

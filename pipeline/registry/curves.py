@@ -244,7 +244,7 @@ class MetricLog:
                 elif closing:
                     self.tracker.close(self.final)
                     return
-            except Exception as error:  # a run of hours must not end because of its logging
+            except Exception as error:  # a logging error must not end a long run
                 if not self.failures:
                     print(
                         f"warning: {self.tracker.name} does not answer ({summary(error)}); training continues, its metrics are "
@@ -275,7 +275,7 @@ class MetricLog:
 
 
 class Curves:
-    """The metrics of one run on their way to all of its trackers, each with its own thread."""
+    """Sends the metrics of one run to all trackers, each from a separate thread."""
 
     def __init__(self, job: Job, run_id: str):
         trackers: list[Tracker] = [MLflowRun(tracking_uri(job), run_id)]
@@ -286,12 +286,12 @@ class Curves:
         self.logs = [MetricLog(tracker) for tracker in trackers]
 
     def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
-        """See MetricLog."""
+        """Queues metrics for every tracker; see MetricLog."""
         for log in self.logs:
             log.log(metrics, step, final)
 
     def close(self, timeout: float | None = None) -> None:
-        """See MetricLog."""
+        """Sends the rest to every tracker; see MetricLog."""
         for log in self.logs:
             log.close(timeout)
 

@@ -1,4 +1,4 @@
-"""Where an adapter comes from: `lineage.json` in its folder, and the checks that read it.
+"""Lineage of an adapter: `lineage.json` in its folder, and the checks that read it.
 
 An adapter is useless without its base. Its folder therefore names the base by digest, the tokenizer and chat template of its
 training, its parents and its data. A stage that takes an adapter as input rejects one with another base.
@@ -54,7 +54,7 @@ def write(folder: str, lineage: dict[str, Any]) -> None:
 
 
 def read(folder: str, reference: str) -> dict[str, Any]:
-    """Returns the lineage of an adapter folder; {} for a plain peft adapter, whose base is checked by shape.
+    """Returns the lineage of an adapter folder. Returns {} for a plain peft adapter, whose base is checked by shape.
 
     Raises:
         InputError: if the folder is missing or is no adapter, or its lineage.json is damaged.

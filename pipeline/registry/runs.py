@@ -34,7 +34,7 @@ _parent: ContextVar[str | None] = ContextVar("parent", default=None)
 
 @contextmanager
 def nested_under(run_id: str) -> Iterator[None]:
-    """A block whose runs MLflow shows under that run."""
+    """Makes MLflow show the runs of the block under that run."""
     token = _parent.set(run_id)
     try:
         yield
@@ -114,7 +114,7 @@ def _experiment(mlflow: Any, job: Job) -> str:
         path = storage.join(storage.absolute(job.run.storage_path), "artifacts")
         location = (
             path if storage.is_remote(path) else Path(path).as_uri()
-        )  # a path with # or %20 means another one
+        )  # MLflow reads a plain path with # or %20 as a different path
     if experiment := mlflow.get_experiment_by_name(name):
         return experiment.experiment_id
     try:
@@ -195,7 +195,7 @@ def tag_run(uri: str, run_id: str, key: str, value: str) -> None:
 
 
 def recorded(uri: str, run_id: str) -> dict[str, Any]:
-    """Returns what MLflow has of a run: name, stage, status, folder, and local copies of its job and result (or None).
+    """Returns what MLflow has of a run: name, stage, status, folder, and local copies of job and result (or None).
 
     Raises:
         InputError: if the server does not know the run.

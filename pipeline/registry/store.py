@@ -151,7 +151,7 @@ def _require_uri(uri: str) -> None:
 
 @contextlib.contextmanager
 def _created(path: str) -> Iterator[None]:
-    """A block in which no other process creates this SQLite file or MLflow's default experiment in it."""
+    """Creates the SQLite file if missing. In the block no other process creates it or MLflow's default experiment."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):

@@ -280,7 +280,7 @@ def aliases(name: str, uri: str) -> dict[str, str]:
 
 
 def parameters(reference: str, uri: str) -> dict[str, str]:
-    """Returns {section.key: value} of the job that registered a pinned version; {} for a folder, and if MLflow lost the run."""
+    """Returns {section.key: value} of the job behind a pinned version, or {} for a folder or if MLflow lost the run."""
     from mlflow.exceptions import MlflowException
 
     ref = Ref.parse(reference)

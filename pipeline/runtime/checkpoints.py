@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders in the run's folder, each complete once it has a list of its files' SHA-256 digests.
+"""Checkpoints: folders in a run's folder. A checkpoint is complete once it lists the SHA-256 digests of all files.
 
     files = store(source, run_folder, name)    # one worker of each node copies what its node has written
     seal(run_folder, name, files)              # rank 0 writes the digests, the last file of a checkpoint

@@ -37,7 +37,7 @@ class Work:
     rows_from: dict[str, int] = field(default_factory=dict)
     row_format: str | None = None  # of the rows: chat, text, both
     mixture: Mixture | None = None  # of the training rows, if their sources have weights
-    sweep: SweepHandle | None = None  # None if the run is no trial
+    sweep: SweepHandle | None = None  # set if the run is a trial
 
 
 class Host:
@@ -54,7 +54,7 @@ class Host:
         return "cuda" if self.job.scaling.get("use_gpu") else "cpu"
 
     def load_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
-        """Loads the job's frozen base and sets the precision of fp32 products; rank 0 prints which one."""
+        """Loads the job's frozen base and sets the precision of fp32 products. Rank 0 prints the precision."""
         import torch
 
         from pipeline.models import matmul
@@ -77,7 +77,7 @@ class Host:
 
     @property
     def model(self) -> Model:
-        """Returns the job's `model` section with the dtype of its base."""
+        """Returns the job's `model` section with the base's dtype."""
         return replace(self.job.model, dtype=self.job.base_dtype)
 
     def input(self, name: str) -> str:

@@ -108,13 +108,13 @@ def check_paths(job: Job) -> None:
 
 
 def functions(job: Job) -> dict[str, str]:
-    """Returns {key of the job: python:module:function} of its rewards and its judge."""
+    """Returns {key of the job: python:module:function} for its rewards and judge."""
     named = references(job).items()
     return {key_of(job, name): source for name, source in named if Ref.parse(source).is_function}
 
 
 def digests_of_functions(job: Job) -> dict[str, str]:
-    """Returns {reward or judge: digest of the modules of its Python functions}, which decide the numbers of a run.
+    """Returns {reward, judge or estimator: digest of the Python modules whose code decides the results of a run}.
 
     The judge of a stage that learns is left out: the stage does not learn from it.
     """
@@ -347,7 +347,7 @@ def check_reward_model(job: Job, where: str) -> None:
 
 
 def room_for_prompts(job: Job, context: int | None) -> int | None:
-    """Returns the most tokens that a row may have: the context, less the completion that is still to be written into it.
+    """Returns the most tokens that a row may have: the context length minus the completion length.
 
     Raises:
         InputError: if data.max_length or trainer.response_length is more than the context has.

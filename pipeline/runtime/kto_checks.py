@@ -96,7 +96,7 @@ def loss_by_the_formula(trainer: Any, model: Any, rows: list[Row]) -> Finding:
         terms.append(weights[row["label"]] / (1 + math.exp(trainer.beta * gain)))
     expected = sum(terms) / len(terms)
     found = f"{loss:.6g} by the trainer, {expected:.6g} from {len(rows)} rows one by one; z0 {z0:.3g}"
-    # A swapped label, or another z0, changes it by the order of beta times the ratios; rounding by that of the log-probs.
+    # A swapped label or a wrong z0 changes the loss by about beta times the log-ratios. Rounding errors grow with the log-probs.
     doubt = tolerance(trainer, model) * (max(map(abs, [*ratios, z0])) + 0.02 * max(sizes))
     limit = 1e-5 * max(1.0, expected) + doubt * trainer.beta * max(weights.values())
     return Finding(name, found, abs(loss - expected) <= limit)

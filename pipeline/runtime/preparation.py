@@ -49,7 +49,7 @@ class Run:
 
     @property
     def job(self) -> Job:
-        """The job with a name and with pinned versions."""
+        """Returns the job with a name and with pinned versions."""
         return self.work.job
 
     @property
@@ -104,7 +104,7 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = F
 
 
 def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
-    """Returns the work with the digests of its rows, the tokenized rows by name, and the report on them.
+    """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows.
 
     Raises:
         InputError: if rows are wrong, or do not fit the job.

@@ -316,7 +316,7 @@ def _other_comparison(left: dict[str, Any], job: Job) -> dict[str, tuple[Any, An
 
 
 def print_differences(left: dict[str, Any], job: Job, most: int = 5) -> None:
-    """Prints, for a finished run, the settings of this command that it did not run with."""
+    """Prints the settings of this command that a finished run did not use."""
     changed = differences(left, job, ("run", "source", *_resolved(job)))
     if changed:
         print("it ran with other settings; this command's were not used:")
@@ -327,7 +327,7 @@ def print_differences(left: dict[str, Any], job: Job, most: int = 5) -> None:
 
 
 def _resolved(job: Job) -> tuple[str, ...]:
-    """Returns the keys of which a run records what they stood for: the base of a registered version, the commit on the hub.
+    """Returns the keys whose resolved value a run records: the base of a registered version, the commit on the hub.
 
     The base's content is compared later.
     """
@@ -348,7 +348,7 @@ def _free(job: Job) -> tuple[str, ...]:
 
 
 def _has_progress(job: Job) -> bool:
-    """Returns True if the run has left something to resume: a checkpoint, even a damaged one, or parts of its output."""
+    """Returns True if the run left something to resume: a checkpoint, even a damaged one, or output parts."""
     folders = storage.folders(job.folder)
     return PARTS in folders or checkpoints.DAMAGED in folders or bool(checkpoints.complete(job.folder))
 

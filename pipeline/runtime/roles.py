@@ -185,7 +185,7 @@ def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Dec
 
 
 def longest_row(host: Host) -> int:
-    """Returns the tokens of the longest prompt that a job takes, and of its completion."""
+    """Returns the most tokens that a prompt and its completion may have together."""
     context = host.work.base["context_length"] or 1 << 20
     return min(context, (host.job.data.max_length or context) + host.job.args.response_length)
 

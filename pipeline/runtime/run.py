@@ -38,7 +38,7 @@ class Outcome:
     adapter: str | None  # its folder in the checkpoint, or None if nothing was trained
     checkpoint: str  # the last one
     seconds: float
-    peak_memory: int  # bytes, the largest worker: of its GPU if it has one, else resident
+    peak_memory: int  # bytes in the largest worker: GPU memory if it has a GPU, else resident memory
     # Which step was kept and why training ended (best.outcome), and of ppo a typical update; empty if nothing was trained.
     end: dict[str, Any]
 
@@ -59,9 +59,9 @@ def launch(
     """Runs one stage from its job to its result.json; `train(worker)` is what every worker executes.
 
     Args:
-        register: makes or promotes the run's version before it counts as finished. None: registers the adapter.
-        sweep: the sweep that the run is a trial of. None: it is no trial.
-        companion: what runs while the workers train. None: nothing.
+        register: makes or promotes the run's version before it counts as finished. None registers the adapter.
+        sweep: the sweep that the run is a trial of, or None.
+        companion: what runs while the workers train, or None.
 
     Raises:
         InputError: if the job, the data or an input is wrong; nothing has been registered then.
@@ -204,7 +204,7 @@ def train_in_workers(
 
 
 def _print_what_is_left(job: Job) -> None:
-    """Prints, after a failure, from which checkpoint the same command will resume."""
+    """Prints from which checkpoint the same command will resume after a failure."""
     try:
         complete = checkpoints.complete(job.folder)
     except Exception as error:  # the disk itself may have failed
@@ -232,7 +232,7 @@ def publish_adapter(
 
     Args:
         metrics: of the run; they decide the gate.
-        start: the policy that training began with, pinned. None: there was none.
+        start: the policy that training began with, pinned, or None.
     """
     from pipeline.models import adapter_files
 

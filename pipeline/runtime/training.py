@@ -48,7 +48,7 @@ def arguments(worker: Worker, config: Any, recompute: bool, **fixed: Any) -> Any
 
 
 class Speed(TrainerCallback):
-    """Measures a trainer's speed over the seconds of its optimizer steps, without evaluations, checkpoints and waits for rows."""
+    """Measures a trainer's speed during optimizer steps, without evaluations, checkpoints and waits for rows."""
 
     def __init__(self, worker: Worker, trainer: Any) -> None:
         self.worker, self.trainer = worker, trainer
@@ -329,7 +329,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
 def finish(
     worker: Worker, trainer: Any, metrics: dict[str, float], probe: Any, **more: Any
 ) -> dict[str, Any]:
-    """Ends a stage with the trained adapter; `probe` are token ids of rows on which it must reload as it was saved."""
+    """Ends a stage with the trained adapter. `probe` are token ids of rows that check the reloaded adapter."""
     return worker.finish(
         metrics,
         save=lambda folder: save(trainer, folder),

@@ -271,7 +271,7 @@ def preferences(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> li
 
 
 def starts_as_the_reference(trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
-    """Checks that policy and reference agree before the first step, and log-probs are those of single completions."""
+    """Checks that policy and reference agree before the first step, and that batched log-probs equal single ones."""
     few = affordable(model, rows, lambda row: len(row["prompt_ids"]) + max(len(row[side]) for side in SIDES))
     mode = trainer._metrics["eval"]
     mode.clear()

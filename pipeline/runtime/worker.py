@@ -37,7 +37,7 @@ OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
 
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
-    """Ray Train calls it in every worker: prepares the process, resumes or finds the run finished, trains."""
+    """Prepares the process of a worker, then trains, resumes, or finds the run finished. Ray Train calls it."""
     import ray.train
 
     work: Work = config["work"]
@@ -241,7 +241,7 @@ class Worker(Host):
         """Copies the files of every node into the run's folder, then seals the checkpoint and removes the oldest ones.
 
         Args:
-            source: the local folder that all ranks of this node have written to. None: this node has no files.
+            source: the local folder that all ranks of this node have written to, or None if this node has no files.
         """
         import ray.train.collective
 
@@ -280,7 +280,7 @@ class Worker(Host):
             samples: prompts with completions before and after, for result.json.
             tables: rows for the report, saved as NAME.json next to the adapter.
         """
-        # PPO resets the system's peak at each of its phases and keeps the highest (GiB).
+        # PPO resets the system's peak at each phase and keeps the highest (GiB).
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
         outcome = {"metrics": metrics, "samples": samples or [], "peak_memory": peak, **self.end}
         final = os.path.join(self.scratch, "final")
@@ -365,7 +365,7 @@ SHOWN = {
 
 
 def peak_memory() -> int:
-    """Returns the peak memory of this worker in bytes, of its GPU if it has one, else resident."""
+    """Returns this worker's peak memory in bytes: GPU memory if it has a GPU, else resident memory."""
     import torch
 
     from pipeline.ppo import clock

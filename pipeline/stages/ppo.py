@@ -69,7 +69,7 @@ def train(worker: Worker) -> dict[str, Any]:
         return bool(tracked and tracked.exhausted)
 
     def logged() -> dict[int, dict[str, float]]:
-        """{update: its metrics} of all that were logged: the last update, and each that was evaluated, among them."""
+        """Returns {update: its metrics} of all logged updates, including the last one and each evaluated one."""
         return {int(metrics["episode"]) // args.batch_size: metrics for metrics in trainer.history}
 
     with roles.trainers_decoder(worker, shared, args) as decoder:

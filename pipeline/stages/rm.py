@@ -3,7 +3,7 @@
     make rm    or    python -m pipeline rm jobs/demo/rm.yaml [section.key=value ...]
 
 TRL's RewardTrainer (Bradley-Terry loss, optional margin and centering). The version carries the mean and standard
-deviation of its scores on the held-out completions: PPO normalises its reward with them.
+deviation of its scores on the held-out completions: PPO normalizes its reward with them.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
 from pipeline.system.progress import Counter
 
-TABLE = 4096  # pairs that are kept for the report
+TABLE = 4096  # maximum number of pairs in the report
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def train(worker: Worker) -> dict[str, Any]:
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
     if held_out is not None:
-        # Counted pair by pair: TRL's own figure is a mean over batches, in which a short last one weighs too much.
+        # Counted pair by pair: TRL's metric is a mean over batches, in which a short last batch weighs too much.
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
         metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
         metrics["eval_margin"] = sum(margins) / len(margins)
@@ -73,7 +73,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
 
 def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float]]:
-    """The scores of all pairs, in their order, shared out over the workers.
+    """Returns the scores of all pairs, in their order. The workers share the pairs.
 
     Returns:
         {"chosen", "rejected"}: the scores; {"chosen_tokens", "rejected_tokens"}: lengths, of prompt and completion.
@@ -105,7 +105,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
 def doubtful(
     worker: Worker, rows: Any, pairs: list[dict[str, float]], count: int = 8
 ) -> list[dict[str, Any]]:
-    """The pairs with the lowest margins as text: what the model gets wrong, or what is wrong in the data."""
+    """Returns the pairs with the lowest margins as text: errors of the model or of the data."""
     worst = []
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[:count]:
         prompt, *completions = as_text(
@@ -119,7 +119,7 @@ def doubtful(
 
 
 def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:
-    """Prompt and both completions of a token pair; a completion begins behind the template's last call for one."""
+    """Returns prompt and both completions of a token pair. A completion begins after the last generation prompt."""
     from pipeline.data.messages import shared_length
 
     question = [{"role": "user", "content": "?"}]

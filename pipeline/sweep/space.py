@@ -92,12 +92,12 @@ class Sweep:
 
     @property
     def keys(self) -> list[str]:
-        """The keys that vary."""
+        """Returns the keys that vary."""
         return list(self.trials[0].values)
 
     @property
     def folder(self) -> str:
-        """The folder of the results and of the trials' folders."""
+        """Returns the folder of the results and of the trials' folders."""
         return self.job.folder
 
 

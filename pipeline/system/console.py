@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.system.credentials import without_credentials
 
 NOISE = (
-    # https://github.com/ray-project/ray/issues/53727: about restarts of one of Ray's own actors.
+    # https://github.com/ray-project/ray/issues/53727: about restarts of an actor that Ray starts.
     "has constructor arguments in the object store and max_restarts > 0",
     # Ray Train repeats the metrics of each checkpoint, which the stage has printed.
     "Reporting training result ",
@@ -37,12 +37,12 @@ QUIET = {
     "TQDM_DISABLE": "1",  # bars of loading weights; a stage shows its own progress
     "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::PendingDeprecationWarning,ignore::FutureWarning",
 }
-# Libraries whose advice to developers is hidden. Warnings of a user's own code are shown.
+# Libraries whose advice to developers is hidden. Warnings of user code are shown.
 LIBRARIES = (
     "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm",
 )  # fmt: skip
 BLAMED = (*LIBRARIES, "mlflow", "ray", "pipeline")  # in warnings; `pipeline` if a library names its caller
-# Control characters but tab, line feed and return: a row's text must not steer the terminal.
+# Control characters except tab, line feed and return: a row's text must not steer the terminal.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
 
 
@@ -73,7 +73,7 @@ class Output:
         self._try(self.stream.flush)
 
     def _try(self, call: Callable[..., Any], *given: str) -> None:
-        """Keeps a run of hours alive if `| head -1` has ended, or the disk of its log is full."""
+        """Keeps a long run alive if `| head -1` has ended, or the log's disk is full."""
         try:
             call(*given)
         except OSError as error:
@@ -139,7 +139,7 @@ def attach(own: Collection[str] = (), sink: Any = None) -> None:
 
 def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
     """Prints one batch of log lines. `data` is Ray's: lines, is_err, pid, actor_name, task_name."""
-    if data.get("pid") == "autoscaler":  # its whole log arrives here, in which events for people are marked
+    if data.get("pid") == "autoscaler":  # its full log arrives here, with events for people marked
         from ray._private.worker import filter_autoscaler_events
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}

@@ -35,7 +35,7 @@ _MIN_LENGTH = 8  # characters of a secret: a shorter value may be an ordinary wo
 
 
 def without_credentials(text: str) -> str:
-    """Returns a text without users, passwords and tokens of its URIs, and without the secrets of the environment."""
+    """Returns a text without users, passwords and tokens in URIs, and without the environment's secrets."""
     for secret, shown in _secrets(tuple(os.environ.items())):
         text = text.replace(secret, shown)
     return _PARAMETER.sub(r"\1***", _USERINFO.sub("", text))
@@ -47,7 +47,7 @@ def has_credentials(text: str) -> bool:
 
 
 def user_and_password(uri: str) -> tuple[str, str]:
-    """Returns user and password of `scheme://user:password@host`, decoded; empty texts if the URI has none."""
+    """Returns user and password of `scheme://user:password@host`, decoded, or empty texts if the URI has none."""
     match = _USERINFO.search(uri)
     user, _, password = match[0][:-1].partition(":") if match else ("", "", "")
     return unquote(user), unquote(password)

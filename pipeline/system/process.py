@@ -28,7 +28,7 @@ _since: float | None = None  # time.monotonic() of the signal that is being hand
 
 
 def run(main: Callable[[], int]) -> int:
-    """Returns the exit status of `main`, the whole work of this process."""
+    """Runs `main` as the work of this process, and returns its exit status."""
     global _is_command
     _is_command = True
     console.wrap_streams()
@@ -103,7 +103,7 @@ def _deliver_again(swallowed: Any) -> None:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """A block that cleans up within seconds and that a second Ctrl-C does not interrupt."""
+    """Ignores signals in the block, which cleans up within seconds."""
     numbers = (signal.SIGINT, *ENDING) if _is_main_thread() else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:

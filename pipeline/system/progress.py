@@ -2,7 +2,7 @@
 
 report = Counter("evaluating", batches)      # report(done) after each batch
 with loading_shown():                        # of transformers' loop over a model's weights
-    model = auto.from_pretrained(name, tqdm_class=Bar)     # and of its downloads
+    model = auto.from_pretrained(name, tqdm_class=Bar)     # and of the downloads
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
 
 @contextlib.contextmanager
 def loading_shown() -> Iterator[None]:
-    """A block in which transformers shows its loops over weights as a Bar."""
+    """Makes transformers show its loops over weights as a Bar in the block."""
     from transformers.utils import logging
 
     logging.set_tqdm_hook(lambda _, args, options: Bar(*args, **options))

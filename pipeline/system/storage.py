@@ -182,7 +182,7 @@ def move(path: str, target: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
-    """A block that only one process of this machine executes at a time; `what` tells the others what they wait for.
+    """Lets only one process of this machine execute the block at a time. `what` describes the wait to the others.
 
     Raises:
         TimeoutError: if another process holds the lock for `seconds`.
