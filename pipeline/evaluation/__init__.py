@@ -88,7 +88,7 @@ class Comparison:
         return _metrics(results), [_sample(result) for result in results[:8]]
 
     def _answer(self, role: str | None) -> list[dict[str, Any]]:
-        """One completion of a role to each of this rank's prompts: its tokens, scores and figures."""
+        """Returns one completion of a role to each of this rank's prompts: its tokens, scores and figures."""
         if not self.rows:
             return []
         ids = [row["input_ids"] for row in self.rows]
@@ -175,7 +175,7 @@ def logprobs(
 def _reference_nll(
     worker: Worker, shared: SharedBase, role: str | None, rows: list[dict[str, Any]], size: int
 ) -> list[tuple[int, float, int]]:
-    """(index into `rows`, -log-probability in nats, tokens) of the rows' reference completions."""
+    """Returns (index into `rows`, -log-probability in nats, tokens) of the rows' reference completions."""
     from pipeline.data.encode import Encoder, Example
     from pipeline.data.shapes import kind_of, parse
     from pipeline.models.template import text_as_chat

@@ -27,7 +27,7 @@ SIDES = ("chosen_ids", "rejected_ids")
 def measure(
     worker: Worker, rewards: list[Any], judge: Any, rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """(metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
+    """Returns (metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
 
     eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_length_correlation: of the score with
     the length of the completion in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same
@@ -94,14 +94,14 @@ def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, An
 
 
 def metric_name(subset: str) -> str:
-    """The value of a column as MLflow takes it for a part of a metric's name; it refuses all metrics for one wrong name."""
+    """Returns a column's value as part of a metric's name. MLflow rejects all metrics if one name is wrong."""
     return re.sub(r"[^\w.: -]", "_", subset).strip(" .") or "_"
 
 
 def _scores(
     worker: Worker, rewards: list[Any], rows: list[Any], given: list[Any], ends: Collection[int]
 ) -> list[tuple[float, float]]:
-    """The weighted score of both completions of each row, raw units."""
+    """Returns the weighted score of both completions of each row, raw units."""
     from pipeline.ppo.rewards import weighted
 
     if not rows:

@@ -304,14 +304,14 @@ class SlotDecoder(Decoder):
         self._look_at_rows()
 
     def _look_at_rows(self) -> None:
-        """Notes how many tokens the cache holds of the rows: of all but the newest one of each."""
+        """Notes how many tokens the cache holds of each row: all except its newest."""
         lengths = [len(row.prompt) + max(0, len(row.tokens) - 1) for row in self.rows]
         self.longest, self.equal = max(lengths), len(set(lengths)) == 1
 
     # --------------------------------------------------------------------------------------------- check
 
     def check(self) -> None:
-        """Decodes three short prompts that come and go, and compares the log-probs with those of a forward without a cache.
+        """Decodes three short prompts that come and go, and compares the log-probs with a forward without a cache.
 
         Raises:
             InputError: if they differ, so that the base's rows cannot be batched in this way.

@@ -42,7 +42,7 @@ class Steps:
         return self.record.works
 
     def forget(self) -> None:
-        """Drops the graph: the tensors that it uses are gone."""
+        """Drops the graph: the tensors that it uses no longer exist."""
         self.key = self.replay = self.record.graph = None
 
     def __call__(self, key: Hashable, rows: int, seen: int, ahead: int) -> Tensor:

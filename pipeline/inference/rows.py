@@ -71,7 +71,7 @@ class Row:
     prompt: Sequence[int]
     number: int  # with the seed, the key of its random numbers
     sampling: Sampling
-    role: str | None = None  # None: the bare base
+    role: str | None = None  # None means the bare base
     # Alternatives to report with each token; `logprobs` are then the model's at temperature 1. None: `logprobs` are of the
     # distribution that is sampled, with its temperature and masked EOS.
     top: int | None = None
@@ -89,7 +89,7 @@ class Row:
 
     @property
     def positions(self) -> int:
-        """The most tokens that the row can have, its prompt included."""
+        """Returns the most tokens that the row can have, its prompt included."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
     @property

@@ -56,7 +56,7 @@ class SharedBase(nn.Module):
         self.trainable: dict[str, bool] = {}
         self.autocast = autocast
         self.gradient_checkpointing = False
-        self._stored: dict[str, str] = {}  # role -> name of its adapter (two frozen roles may share one)
+        self._stored: dict[str, str] = {}  # role -> adapter name (two frozen roles may share one)
         self._folders: dict[str, str] = {}  # folder -> the frozen adapter loaded from it
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._layers: list[BaseTunerLayer] = []
@@ -87,7 +87,7 @@ class SharedBase(nn.Module):
 
     @property
     def role(self) -> str | None:
-        """The role in use, or None for the bare base."""
+        """Returns the role in use, or None for the bare base."""
         return self._role
 
     def same_adapter(self, one: str, other: str) -> bool:
@@ -247,7 +247,7 @@ class SharedBase(nn.Module):
 
     @contextmanager
     def use(self, role: str | None) -> Iterator[SharedBase]:
-        """Within the block, forwards of the base use this role's adapter, or none for the role None."""
+        """Makes forwards of the base use this role's adapter, or none for the role None, within the block."""
         previous = self._role
         if role == previous:
             yield self
@@ -452,7 +452,7 @@ class SharedBase(nn.Module):
 
     @cached_property
     def can_pack(self) -> bool:
-        """Whether completions packed behind their prompt (packing.py) have the hidden states that they have alone.
+        """Returns True if completions packed behind their prompt (packing.py) have the hidden states that they have alone.
 
         They have not with sliding windows, which count positions within a row. For other architectures, two short ones are tried.
         """

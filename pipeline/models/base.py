@@ -264,7 +264,7 @@ def unreadable(model: Model) -> Iterator[None]:
 
 
 def freeze(model: torch.nn.Module) -> None:
-    """Eval mode, no gradients, every dropout module at 0 (so that train() does not turn it on again)."""
+    """Sets eval mode, no gradients, and every dropout module to 0 (so that train() does not turn it on again)."""
     import torch
 
     model.eval()

@@ -36,7 +36,7 @@ class Base:
 
     @property
     def plain_names(self) -> bool:
-        """False if transformers may rename or repack the tensors as it loads them."""
+        """Returns False if transformers may rename or repack the tensors as it loads them."""
         special = self.config.get("quantization_config") or self.config.get("text_config")
         return not (
             special or self.model.trust_remote_code or any(".experts." in name for name in self.tensors)

@@ -39,12 +39,12 @@ ERRORS = {
 
 
 def local(name_or_path: str) -> Path:
-    """A base's name as a path, `~` expanded. Test it with os.path.isdir: Path.is_dir can raise on arbitrary names."""
+    """Returns a base's name as a path, `~` expanded. Test it with os.path.isdir: Path.is_dir can raise on arbitrary names."""
     return Path(os.path.expanduser(name_or_path))
 
 
 def source(name_or_path: str) -> str:
-    """A base's name as libraries expect it: an existing folder, or a hub id."""
+    """Returns a base's name as libraries expect it: an existing folder, or a hub id."""
     folder = local(name_or_path)
     return str(folder) if os.path.isdir(folder) else name_or_path
 
@@ -155,7 +155,7 @@ def announcement(name_or_path: str, revision: str | None = None) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder: safetensors, or pickles if there are none."""
+    """Returns the weight files of a model folder: safetensors, or pickles if there are none."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     return [file for file in files if file.is_file()]  # reading a pipe would not end
 

@@ -26,12 +26,12 @@ class Batch:
     allowed: Tensor | None = None
 
     def ends(self) -> Batch:
-        """The same, for the states after the last actions alone."""
+        """Returns the same batch, for the states after the last actions alone."""
         return replace(self, at=self.at[:, -1:])
 
 
 def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Batch:
-    """Each completion in a row of its own.
+    """Puts each completion in a separate row.
 
     Args:
         input_ids: (B, T) prompt and completion.
@@ -47,7 +47,7 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
 def packed(
     input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int, packs: Sequence[Sequence[int]]
 ) -> Batch:
-    """The completions of each pack in one row.
+    """Puts the completions of each pack in one row.
 
     Args:
         input_ids, starts, counts, actions: as of `alone`.

@@ -16,7 +16,7 @@ from pipeline.errors import InputError, in_brief
 from pipeline.models.hub import KEY, base_config, base_file, base_json, source
 from pipeline.models.template import set_template
 
-# Tokens that end a turn in common chat templates, even if tokenizer.eos_token is another one.
+# Tokens that end a turn in common chat templates, even if tokenizer.eos_token is a different token.
 END_OF_TURN = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>", "<|return|>",
 )  # fmt: skip

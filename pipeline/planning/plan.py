@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """Peak bytes of one worker."""
+        """Returns the peak bytes of one worker."""
         phases = dict.fromkeys(("always", "rollout", "score", "update"), 0.0)
         for item in self.items:
             phases[item.phase] += item.size
@@ -152,7 +152,7 @@ def settings(job: Job, context: int) -> Settings:
             min(rows, args.batch_size),
             width,
             job.bf16,
-            args.gradient_checkpointing is not False,  # None: if it must
+            args.gradient_checkpointing is not False,  # None means if it must
             1,
             min(args.decoded(job.workers[0]), MOST_ROWS)
             if job.rollout_config.engine == "vllm"

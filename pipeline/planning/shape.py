@@ -95,7 +95,7 @@ class Shape:
 
     @property
     def keeps_other_state(self) -> bool:
-        """Whether a layer keeps another state than keys and values, so that all prompts are read in one forward."""
+        """Returns True if a layer keeps another state than keys and values, so that all prompts are read in one forward."""
         kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
         return any(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
 

@@ -123,7 +123,7 @@ class Phases:
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 
     def metrics(self) -> dict[str, float]:
-        """time/<phase> in seconds and memory/<phase> in GiB since the last call; memory/peak in GiB since the start."""
+        """Returns time/<phase> in seconds and memory/<phase> in GiB since the last call; memory/peak in GiB since the start."""
         metrics = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics |= {f"memory/{name}": peak / 2**30 for name, peak in self.peak_bytes.items()}
         self.highest = max(self.highest, *self.peak_bytes.values(), 0)

@@ -357,7 +357,7 @@ class PPOConfig(Settings):
         )
 
     def total_updates(self, n_prompts: int) -> int:
-        """Updates of the whole run on `n_prompts` training prompts; the last one is a full batch, too."""
+        """Returns the number of updates of the run on `n_prompts` training prompts; the last one is a full batch, too."""
         episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
         return max(1, math.ceil(episodes / self.batch_size))
 
@@ -372,9 +372,9 @@ class PPOConfig(Settings):
         return min(rows, PLANNED_ROWS) if self.local_rollout_forward_batch_size is None else rows
 
     def evaluates(self, update: int, total: int) -> bool:
-        """Whether the policy is evaluated after this update, counted from 1. After the last one the stage does it."""
+        """Returns True if the policy is evaluated after this update, counted from 1. After the last one the stage does it."""
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:
-        """Whether the metrics of this update, counted from 1, are logged; those with an evaluation always are."""
+        """Returns True if the metrics of this update, counted from 1, are logged; those with an evaluation always are."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def world() -> tuple[int, int]:
-    """(rank, number of workers); (0, 1) where torch.distributed is not in use."""
+    """Returns (rank, number of workers), or (0, 1) if torch.distributed is not in use."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Sum `x` (or take what else `op` says) over the workers, in place; returns it."""
+    """Sums `x` over the workers (or reduces it by `op`), in place, and returns it."""
     if world()[1] > 1:
         catch_up()
         dist.all_reduce(x, op=op)
@@ -99,7 +99,7 @@ def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
 
 
 class Totals(NamedTuple):
-    """Counts over the whole optimizer step and all workers. Losses are sums divided by them, so micro-batches add up."""
+    """Counts over the full optimizer step and all workers. Losses are sums divided by them, so micro-batches add up."""
 
     actions: float
     completions: float  # with at least one such action

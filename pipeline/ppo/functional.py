@@ -35,7 +35,7 @@ LossAggregation = Literal["token", "sequence", "constant"]
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `x` where `mask` is on, over all elements or along `dim`; 0 where nothing is on."""
+    """Returns the mean of `x` at positions in `mask`, over all elements or along `dim`, or 0 if the mask is empty."""
     mask = mask.bool()
     total = x.where(mask, 0.0)
     if dim is None:
@@ -288,7 +288,7 @@ class AdaptiveKLController:
         self.coef, self.target, self.horizon = float(init), float(target), float(horizon)
 
     def update(self, current: float, n_steps: int) -> float:
-        """The new coefficient after `n_steps` completions, over all workers, with a mean KL of `current`."""
+        """Returns the new coefficient after `n_steps` completions, over all workers, with a mean KL of `current`."""
         error = min(max(float(current) / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * n_steps / self.horizon
         return self.coef

@@ -161,7 +161,7 @@ def value_objective(
 
 
 class RunningMoments:
-    """Running mean and standard deviation of all returns so far (`normalize_values`), the same on all workers."""
+    """Running mean and standard deviation of all returns until now (`normalize_values`), the same on all workers."""
 
     def __init__(self) -> None:
         self.mean, self.std, self.count = 0.0, 1.0, 0.0

@@ -382,7 +382,7 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 
 
 def _frames(error: BaseException, limit: int = 10) -> str:
-    """Returns the last `limit` frames inside a reward function as text, if possible without those of libraries."""
+    """Returns the last `limit` frames inside a reward function as text, without frames of libraries if possible."""
     frames = traceback.extract_tb(error.__traceback__)
     called = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
     inside = frames[called + 1 :]

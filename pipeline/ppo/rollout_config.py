@@ -103,12 +103,12 @@ class RolloutConfig(Settings):
 
     @property
     def workers(self) -> tuple[int, int]:
-        """(fewest, most) rollout workers."""
+        """Returns (fewest, most) rollout workers."""
         return self._bounds()
 
     @property
     def corrects(self) -> Literal["token", "sequence"] | None:
-        """`correction`, with the default where it is None; None for none."""
+        """Returns `correction` (its default if it is None), or None for "none"."""
         if self.correction is None:
             return "token" if self.engine == "vllm" else None
         return None if self.correction == "none" else self.correction

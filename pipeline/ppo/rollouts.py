@@ -156,7 +156,7 @@ class Rollouts:
         return chunks, [self._sampled(chunk, update) for chunk in chunks]
 
     def _request(self, workers: RolloutWorkers, update: int) -> None:
-        """Requests this update's chunks, and those of later updates that the versions allow already."""
+        """Requests this update's chunks, and later updates' chunks that the versions allow already."""
         assert self.versions
         for version in sorted(self.versions.held.keys() - self.published):
             if self.publishes:

@@ -115,7 +115,7 @@ class Sampler:
         self.sampling = Sampling.from_args(args, tokenizer, shared, eos)
         self.pad = tokenizer.pad_token_id or 0
         self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
-        self.rows = args.local_rollout_forward_batch_size  # decoded at once. None: the full chunk
+        self.rows = args.local_rollout_forward_batch_size  # decoded at once, or None for the full chunk
 
     def fit_to_memory(self, chunk: int, longest: int) -> None:
         """Sets how many completions of a chunk are decoded at once by the memory that is free now, unless the job does.

@@ -40,12 +40,12 @@ class Settings:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union type, or the type itself."""
+    """Returns the alternatives of a union type, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the annotated type; an int that a float holds counts as a float, a bool as no number."""
+    """Returns True if a value is of the annotated type; an int that a float holds counts as a float, a bool as no number."""
     for option in _options(hint):
         if get_origin(option) is Literal:
             if value in get_args(option) and isinstance(value, str):
@@ -61,7 +61,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _spell(hint: Any) -> str:
-    """An annotated type in the words of an error message."""
+    """Returns an annotated type in the words of an error message."""
     names = {
         bool: "true or false",
         int: "a whole number",

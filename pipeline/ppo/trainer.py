@@ -409,7 +409,7 @@ class PPOTrainer:
         return losses.fill_advantages(self.args, self.rollout_config, episodes, self.kl_coef, greedy_scores)
 
     def off_policy_metrics(self, episodes: Episodes) -> dict[str, float]:
-        """Returns metrics of the ratios after `learn`, which may fill old log-probs; {} without staleness and correction."""
+        """Returns metrics of the ratios after `learn`, which may fill old log-probs, or {} without staleness and correction."""
         config = self.rollout_config
         if not (config.corrects or config.staleness):
             return {}
@@ -585,7 +585,7 @@ class PPOTrainer:
         return [*self.roles, "reference"] if self.args.sync_ref_model else self.roles
 
     def save(self, folder: str | Path) -> None:
-        """Writes everything that `restore` needs, so that the run continues bit for bit on a CPU. Every rank calls it.
+        """Writes everything that `restore` needs to continue bit-identically on a CPU. Every rank calls it.
 
         Rank 0 writes adapters, optimizer and state; every rank its random state. Not atomic: the caller commits the folder.
         No pickle is ever loaded: tensors are safetensors, or torch.save read with weights_only; everything else is JSON.

@@ -23,7 +23,7 @@ class Run:
     stage: str
     state: str  # "finished", "failed" or "unfinished"
     job: dict[str, Any]
-    folder: str | None  # None: known from MLflow alone
+    folder: str | None  # None if known from MLflow alone
     result: dict[str, Any] = field(default_factory=dict)
     history: History = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # the final ones, or else the newest
@@ -43,7 +43,7 @@ class Run:
 
     @property
     def kept(self) -> int | None:
-        """The step whose adapter was kept as the best. None: the last one was kept, or nothing was trained."""
+        """Returns the step whose adapter was kept as the best. None: the last one was kept, or nothing was trained."""
         kept = self.result.get("kept") or {}
         return kept.get("step") if kept.get("by") else None
 
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def rows_from(self) -> dict[str, int]:
-        """{models:/name/3: number of training rows from its conversations}."""
+        """Returns {models:/name/3: number of training rows from its conversations}."""
         report = (self.result.get("data") or {}).get("report") or {}
         return report.get("splits", {}).get("train", {}).get("versions", {})
 
@@ -93,7 +93,7 @@ def _has_job(folder: str) -> bool:
     try:
         storage.reach(path)
         return storage.exists(path)
-    except Exception as error:  # pyarrow and each cloud's client raise types of their own
+    except Exception as error:  # pyarrow and each cloud's client raise different types
         raise InputError(
             f"{folder}: cannot be read ({summary(error)}); expected a run's folder, its name, or its MLflow id"
         ) from error

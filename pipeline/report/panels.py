@@ -25,7 +25,7 @@ class Panel:
 
     @property
     def held_out(self) -> set[str]:
-        """The names of the lines about held-out rows."""
+        """Returns the names of the lines about held-out rows."""
         return {label for metric, label in self.lines.items() if metric.startswith("eval_")}
 
     def select(self, history: History) -> History:

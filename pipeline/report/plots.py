@@ -205,7 +205,7 @@ def _running_mean(values: list[float], width: int) -> list[float]:
 
 
 def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
-    """Writes each line's name to the right of its last point, moved apart where they would overlap."""
+    """Writes each line's name to the right of its last point, moved apart if names would overlap."""
     low, high = axes.get_ylim()
     apart = 0.1
     placed = sorted(

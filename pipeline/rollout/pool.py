@@ -81,7 +81,7 @@ class Assignment:
     slot: int
     update: int  # of the chunk, from 0
     begin: float
-    end: float | None = None  # None: not finished
+    end: float | None = None  # None if not finished
     lost: bool = False  # the worker was lost
 
 
@@ -140,7 +140,7 @@ class Pool:
     async def begin(self, session: str, terms: NumericSettings) -> None:
         """Begins the session of a new group of trainers. Drops the requests of earlier ones."""
         await self.start()  # this actor may be new, too
-        for task in self.tasks.values():  # the trainer that waits for it is gone
+        for task in self.tasks.values():  # the trainer that waits for it has ended
             task.result.cancel()
         again, self.session, self.tasks, self.versions = bool(self.session), session, {}, {}
         self.waiting.clear()

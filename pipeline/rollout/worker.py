@@ -1,4 +1,4 @@
-"""The actor that samples and scores: the same code as in the trainer (ppo/sampler.py), on models of its own."""
+"""The actor that samples and scores: the same code as in the trainer (ppo/sampler.py), on separate models."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ async def limit(seconds: float) -> AsyncIterator[None]:
 
 
 class Mailbox:
-    """Carries tokens from the batcher's thread to the event loop, those of a step with one wake-up."""
+    """Carries tokens from the batcher's thread to the event loop, with one wake-up per step."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ class Answer:
         return lambda token: mailbox.put(arrived, (choice, token))
 
     def submit(self) -> None:
-        """Raises Refused, 429, where the queue is full."""
+        """Raises Refused, 429, if the queue is full."""
         try:
             self.server.batcher.submit(self.rows)
         except QueueFull as error:
@@ -97,7 +97,7 @@ class Answer:
             ) from error
 
     def cancel(self) -> None:
-        """The rows leave the batch. Those that have ended are out of it."""
+        """Removes the rows from the batch. Those that have ended are out of it."""
         for row in self.rows:
             row.cancelled = True
 
@@ -156,7 +156,7 @@ class Answer:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Returns the answer in one piece."""
         try:
             async for _ in self.written():
                 pass
@@ -176,7 +176,7 @@ class Answer:
         return protocol.chat_answer(False, self.head, choices, protocol.usage(len(self.prompt), self.counted))
 
     async def streamed(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """Yields the answer as server-sent events."""
         wants_usage = bool(self.asked.stream_options and self.asked.stream_options.include_usage)
 
         def chunk(

@@ -54,7 +54,7 @@ app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
 def application(work: Work, digests: list[str]) -> Any:
-    """The application of a checked job.
+    """Returns the application of a checked job.
 
     Args:
         digests: sha256 of the tokens that clients may show; none: only this machine is answered.
@@ -96,7 +96,7 @@ def application(work: Work, digests: list[str]) -> Any:
 
 
 def longest_prompt(work: Work) -> int:
-    """In tokens."""
+    """Returns the length in tokens."""
     context = work.base["context_length"] or 1 << 20
     room = room_for_prompts(work.job, context) or context
     return min(room, work.job.data.max_length or room)
@@ -130,7 +130,7 @@ class Recorder:
             self.store.remember(answers)
 
     def give(self, feedback: dict[str, Any]) -> tuple[dict[str, Any] | None, tuple[Any, ...] | None]:
-        """(what was written, None), or (None, why it was refused)."""
+        """Returns (what was written, None), or (None, why it was refused)."""
         try:
             with self.lock:
                 return self.store.give(feedback), None
@@ -142,7 +142,7 @@ class Recorder:
 
 
 def answered(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-    """A handler whose refusals become answers, once the sender has shown that it may ask."""
+    """Returns a handler whose refusals become answers, once the sender has shown that it may ask."""
 
     @functools.wraps(handler)  # FastAPI reads its signature
     async def wrapped(self: Any, request: Request, **given: Any) -> Response:
@@ -155,7 +155,7 @@ def answered(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
             response = JSONResponse(error.body(), error.status, headers)
         except RowError as error:
             response = JSONResponse(Refused(400, str(error), error.field or None, error.kind).body(), 400)
-        except (ClientDisconnect, TaskCancelledError):  # whoever asked is gone
+        except (ClientDisconnect, TaskCancelledError):  # the client has disconnected
             response = Response(status_code=499)
         except Exception as error:
             print(f"a request failed: {in_brief(error)}", flush=True)
@@ -253,7 +253,7 @@ class Server:
         return self.metrics.snapshot()
 
     def check_health(self) -> None:
-        """Called by Ray Serve, which starts a replica again where this raises."""
+        """Called by Ray Serve, which starts a replica again if this raises."""
         if not self.batcher.alive:
             raise RuntimeError("the thread that has the model has ended")
 
@@ -285,7 +285,7 @@ class Server:
                     )
 
     async def _body(self, request: Request) -> Any:
-        """The JSON value that was sent. Raises Refused."""
+        """Returns the JSON value that was sent. Raises Refused."""
         most, body = self.serve.max_body_bytes, bytearray()
         given = request.headers.get("content-length", "0")
         if not given.isdigit() or int(given) > most:
@@ -439,7 +439,7 @@ Ingress = serve.ingress(app)(Server)
 
 
 def versions(work: Work) -> dict[str, str]:
-    """{model id: version} as the driver pinned them."""
+    """Returns {model id: version} as the driver pinned them."""
     serve_section = work.job.serve
     return {name: work.inputs.get(f"policies.{name}", BASE) for name in serve_section.policies} | {
         name: work.inputs[f"rewards.{name}"] for name in serve_section.rewards

@@ -99,7 +99,7 @@ class Reader:
 
 
 class FeedbackStore:
-    """The folder: rows, and in conversations.db the answers that feedback may be about, with what was said of them.
+    """The folder: rows, and in conversations.db the answers that feedback may be about, with that feedback.
 
     Args:
         max_bytes: half of it for the rows, the other half for the conversations. A row beyond its half is refused. Beyond
@@ -171,7 +171,7 @@ class FeedbackStore:
         self.conversation_bytes = held  # once it is on the disk
 
     def _forget(self, which: str, value: float) -> int:
-        """Deletes answers with what was said of them. Returns their bytes."""
+        """Deletes answers with their feedback. Returns their bytes."""
         gone = self.known.execute(
             f"DELETE FROM answers WHERE {which} RETURNING LENGTH(CAST(answer AS BLOB))", (value,)
         )
@@ -180,7 +180,7 @@ class FeedbackStore:
     # ------------------------------------------------------------------------------------------- feedback
 
     def give(self, feedback: dict[str, Any]) -> dict[str, Any]:
-        """Writes one thumb, comparison or edit. The same feedback again changes nothing.
+        """Writes one label, comparison or edit. The same feedback again changes nothing.
 
         Raises:
             Refused: 404 for an unknown answer, 400 for a choice that it does not have and for what would be no row to learn

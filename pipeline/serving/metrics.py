@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-SILENT_S = 30.0  # a replica that has sent nothing for so long is gone
+SILENT_S = 30.0  # a replica counts as lost after this long without a report
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -45,7 +45,7 @@ class Metrics:
         )
 
     def snapshot(self) -> list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]:
-        """(name, type, help, [(sample, labels, value)]) of each metric."""
+        """Returns (name, type, help, [(sample, labels, value)]) of each metric."""
         return [
             (m.name, m.type, m.documentation, [(s.name, dict(s.labels), s.value) for s in m.samples])
             for m in self.registry.collect()

@@ -124,7 +124,7 @@ class Feedback(BaseModel):
 
 
 def decoded(body: bytes) -> Any:
-    """The JSON value of a body. Raises Refused."""
+    """Returns the JSON value of a body. Raises Refused."""
     try:
         value = json.loads(body, parse_constant=_constant)
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
@@ -139,7 +139,7 @@ def _constant(name: str) -> None:
 
 
 def read(kind: type[Request], value: Any) -> Request:
-    """The value as a request of a kind. Raises Refused, naming the first field that is wrong."""
+    """Returns the value as a request of a kind. Raises Refused, naming the first field that is wrong."""
     if not isinstance(value, dict):
         raise Refused(400, f"found a {type(value).__name__}, expected an object", code="invalid_json")
     try:
@@ -162,7 +162,7 @@ def read(kind: type[Request], value: Any) -> Request:
 def chat_answer(
     chunk: bool, head: dict[str, Any], choices: list[dict[str, Any]], usage: Any = None
 ) -> dict[str, Any]:
-    """A chat completion, or a chunk of a streamed one.
+    """Returns a chat completion, or a chunk of a streamed one.
 
     Args:
         head: id, created, model, system_fingerprint: the version that answered.
@@ -176,7 +176,7 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
 
 
 def logprobs(tokens: list[Token], tokenizer: Any) -> dict[str, Any]:
-    """OpenAI's list of tokens with their log-probs, and of each the most likely ones."""
+    """Returns OpenAI's list of tokens with their log-probs, and of each the most likely ones."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token])
@@ -192,12 +192,12 @@ def logprobs(tokens: list[Token], tokenizer: Any) -> dict[str, Any]:
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return f"data: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
 
 def listed(name: str, version: str, kind: str) -> dict[str, Any]:
-    """An entry of /v1/models."""
+    """Returns an entry of /v1/models."""
     return {
         "id": name,
         "object": "model",

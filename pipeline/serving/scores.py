@@ -123,7 +123,7 @@ class Scores:
 
 
 def results(scores: list[float], counts: list[int]) -> list[dict[str, float]]:
-    """`score` of each row; of a pair `score_chosen`, `score_rejected` and `score_margin`."""
+    """Returns `score` of each row; of a pair `score_chosen`, `score_rejected` and `score_margin`."""
     remaining, found = iter(scores), []
     for count in counts:
         first = next(remaining)

@@ -20,18 +20,18 @@ class Text:
         self.tokenizer, self.stops = tokenizer, stops
         self.stream = DecodeStream(skip_special_tokens=True)
         self.ids: list[int] = []
-        self.written = ""  # decoded so far
+        self.written = ""  # the decoded text
         self.shown = 0  # characters of it
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """What can be shown because of one more token."""
+        """Returns what can be shown because of one more token."""
         self.ids.append(token)
         self.written += self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
         return self._show(held_back(self.written, self.stops))
 
     def close(self) -> str:
-        """What is still to be shown when the last token has come."""
+        """Returns what is still to be shown when the last token has come."""
         if self.stopped:
             return ""
         whole = self.tokenizer.decode(self.ids, skip_special_tokens=True)
@@ -46,7 +46,7 @@ class Text:
         return self.written[: self.shown]
 
     def _show(self, waiting: int) -> str:
-        """Up to the first stop text, else all but the last `waiting` characters."""
+        """Returns the text up to the first stop text, else all but the last `waiting` characters."""
         found = [
             at for stop in self.stops if (at := self.written.find(stop, max(0, self.shown - len(stop)))) >= 0
         ]
@@ -57,7 +57,7 @@ class Text:
 
 
 def held_back(text: str, stops: list[str]) -> int:
-    """Length of the longest end of `text` with which a stop text begins."""
+    """Returns the length of the longest end of `text` with which a stop text begins."""
     longest = max(map(len, stops), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):

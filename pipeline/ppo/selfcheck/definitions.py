@@ -47,7 +47,7 @@ class Row:
 def advantages_by_definition(
     trainer: Learner, episodes: Episodes, rewards: Tensor, greedy_scores: Tensor | None
 ) -> Finding:
-    """Checks that token rewards and advantages equal those of the definitions. Every rank calls it.
+    """Checks that token rewards and advantages equal what the definitions compute. Every rank calls it.
 
     Args:
         rewards: (B, R) per token, as the trainer computed them.

@@ -27,7 +27,7 @@ ROUNDING = 1e-3  # relative to a gradient's norm: what another order of summatio
 
 
 def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Finding], dict[str, float]]:
-    """All findings, and the cost of the phases (time/* in seconds, memory/* in GiB). No parameter changes.
+    """Returns all findings, and the cost of the phases (time/* in seconds, memory/* in GiB). No parameter changes.
 
     Args:
         trainer: at its first update; the checks use `batch_size` completions.
@@ -79,7 +79,7 @@ def one_minibatch(trainer: PPOTrainer, episodes: Episodes) -> list[Finding]:
 
 
 def same_as_file(trainer: PPOTrainer, role: str, folder: str) -> Finding:
-    """The role's adapter in memory, with its head if it has one, equals the file to the bit."""
+    """Checks that the role's adapter in memory, with its head if it has one, is bit-identical to the file."""
     tensors = load_file(f"{folder}/adapter_model.safetensors")
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
     return same_tensors(f"{role} is the adapter of its file", trainer.shared.tensors_of(role), stored, folder)
@@ -87,7 +87,7 @@ def same_as_file(trainer: PPOTrainer, role: str, folder: str) -> Finding:
 
 @torch.no_grad()
 def behaves_as_trained(trainer: PPOTrainer, role: str, folder: str) -> Finding:
-    """The role's outputs on its probes are those of the end of its training.
+    """Checks that the role's outputs on its probes equal its outputs at the end of its training.
 
     Differences are in standard deviations of a reward's scores, or in nats per token of a policy's log-probs.
     """
@@ -114,7 +114,7 @@ def behaves_as_trained(trainer: PPOTrainer, role: str, folder: str) -> Finding:
 
 @torch.no_grad()
 def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> Finding:
-    """After the policy has changed, the decoder samples from the policy as it is now. The policy is put back."""
+    """Checks that after the policy has changed, the decoder samples from the policy as it is now. The policy is put back."""
     name, shared = "the sampler follows the policy", trainer.shared
     parameters = shared.parameters_of("policy")
     before = [parameter.detach().clone() for parameter in parameters]
@@ -170,7 +170,7 @@ def checkpointing_agrees(trainer: PPOTrainer, episodes: Episodes) -> Finding:
 
 
 def render(findings: list[Finding], phases: Mapping[str, float], completions: int, args: PPOConfig) -> str:
-    """The findings as a table, with an estimate of the seconds that an update of the job would take.
+    """Renders the findings as a table, with an estimate of the seconds that an update of the job would take.
 
     Args:
         phases: time/* in seconds and memory/* in GiB, as `examine` returns them.
@@ -193,7 +193,7 @@ def render(findings: list[Finding], phases: Mapping[str, float], completions: in
 
 
 def _flat(trainer: PPOTrainer, role: str) -> Tensor:
-    """All gradients of a role as one vector."""
+    """Returns all gradients of a role as one vector."""
     parameters = trainer.shared.parameters_of(role)
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
 

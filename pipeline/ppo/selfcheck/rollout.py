@@ -131,7 +131,7 @@ def chunks_match_requests(versions: Versions, chunks: Sequence[Chunk], sampled: 
 def sampled_by_its_version(
     trainer: Learner, versions: Versions, update: int, chunks: Sequence[Chunk], sampled: Sequence[Sampled]
 ) -> Finding:
-    """Checks some completions of a random chunk: their log-probs are those of the chunk's version, by our own forward.
+    """Checks some completions of a random chunk: their log-probs equal the chunk's version's, by our own forward.
 
     An engine may hold the right parameters, and still sample from cached states of other parameters.
     """
@@ -427,7 +427,7 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> Finding:
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
     head = shared.parameters_of("critic")[-1]
     with _not_zero(head) as is_new:
-        if is_new:  # all its values are 0, wherever they are read: compute those of another head
+        if is_new:  # all its values are 0, wherever they are read: compute values of a different head
             episodes = episodes.take([row])
             trainer.logprobs_and_values(episodes)
             row = 0
