@@ -128,11 +128,11 @@ class PPOConfig(Settings):
     """Updates between two such mixtures, at least 1."""
 
     # ---- advantages
-    advantage_estimator: Literal["gae", "rloo", "grpo", "remax", "reinforce_plus_plus"] | str = "gae"
-    """gae uses a critic. The others compare a completion's reward with a baseline: rloo with the mean reward of the prompt's
-    other completions, grpo with the mean of all of them (divided by their standard deviation), remax with the score of the
-    greedy completion. reinforce_plus_plus has no baseline; it whitens the reward to go over the batch.
-    python:MODULE:FUNCTION is your own; ppo/estimators.py lists its parameters."""
+    advantage_estimator: str = "gae"
+    """gae, rloo, grpo, remax, reinforce_plus_plus, or your own as python:MODULE:FUNCTION (see ppo/estimators.py). gae uses a
+    critic. The others compare a completion's reward with a baseline: rloo with the mean reward of the prompt's other
+    completions, grpo with the mean of all of them (divided by their standard deviation), remax with the score of the greedy
+    completion. reinforce_plus_plus has no baseline; it whitens the reward to go over the batch."""
     critic: Literal["adapter", "head"] = "adapter"
     """What predicts the values, for gae. adapter: a role of its own, a copy of the first reward adapter and its head where
     there is one. head: a linear head, from 0, on the hidden states of the policy, which learns from both losses: no forward

@@ -7,7 +7,8 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.errors import Failure
+from pipeline.config import load_job
+from pipeline.errors import Failure, InputError
 from pipeline.findings import Finding
 from pipeline.ppo import estimators
 from pipeline.ppo.config import PPOConfig
@@ -91,6 +92,13 @@ def test_the_self_check_compares_with_the_definition_if_there_is_one(mine, monke
     without, wrong = [one for one in found if one.check == "rewards and advantages are as defined"]
     assert without.holds and "no definition" in without.found
     assert wrong.holds is False and "advantages of" in wrong.found
+
+
+def test_a_job_file_may_name_it(mine, in_root):
+    job = load_job("jobs/demo/ppo.yaml", [f"trainer.advantage_estimator={mine}with_critic"])
+    assert job.args.uses_critic
+    with pytest.raises(InputError, match="expected gae, rloo, grpo, remax, reinforce_plus_plus or python:"):
+        load_job("jobs/demo/ppo.yaml", ["trainer.advantage_estimator=gea"])
 
 
 @pytest.mark.parametrize(
