@@ -253,11 +253,15 @@ CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23), ("kto", 21), ("kto",
 
 def losses_of_all(folder: str) -> None:
     """What each of the two processes runs: 2 rows each, 2 micro-batches a step."""
+    import torch
+
     figures = [evaluated(stage, rows, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
     by_case = [losses(stage, rows, 2, 2, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
     if os.environ["RANK"] == "0":
         (Path(folder) / "losses.json").write_text(json.dumps(by_case))
         (Path(folder) / "figures.json").write_text(json.dumps(figures))
+    torch.distributed.barrier()  # a rank that ends with the group open may abort, if the other has gone
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
