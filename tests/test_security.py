@@ -267,12 +267,13 @@ def test_a_state_of_a_transformers_trainer_that_would_run_code_is_refused(file, 
 
 def test_no_source_file_unpickles_or_evaluates():
     """What could run code from a file stands nowhere but where it is named here."""
+    # What the job's own Ray tasks and actors return, never a file
     own_tasks = {
         "pipeline/data/read.py",
         "pipeline/runtime/inference.py",
         "pipeline/rollout/client.py",
         "pipeline/rollout/worker.py",
-    }  # what the job's own Ray tasks and actors return, never a file
+    }
     wanted = re.compile(
         r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|\beval\(|\bexec\(|weights_only=False|shell=True"
     )

@@ -60,9 +60,8 @@ CHATTY = (
     "ray.dashboard.modules.job.sdk",
 )
 CONNECT_SECONDS, VERSION_SECONDS, ANSWER_SECONDS = 3, 7, 20  # time limits of a request
-GONE_SECONDS = (
-    600  # time without an answer after which this process stops following a job, which may continue
-)
+# Time without an answer after which this process stops following a job, which may continue
+GONE_SECONDS = 600
 
 
 def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:

@@ -106,9 +106,8 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     settings = sweep.settings
-    here = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )  # it outlives spot nodes
+    # It outlives spot nodes
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(Rungs).remote(
         sweep.greater,
         settings.grace_period,

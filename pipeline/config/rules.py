@@ -486,9 +486,8 @@ def _scaling(job: Job) -> Problems:
             yield f"{section}.label_selector", f"found {len(selectors)}, {expected}"
         for selector in selectors if isinstance(selectors, list) else [selectors]:
             for name, value in selector.items():
-                if " " in str(
-                    value
-                ):  # Ray (2.60) takes the blank as part of the name, and then waits without an end
+                # Ray (2.60) takes the blank as part of the name, and then waits without an end
+                if " " in str(value):
                     fixed = str(value).replace(" ", "")
                     yield f"{section}.label_selector.{name}", f"found {show(value)}, expected {fixed}"
 

@@ -88,9 +88,8 @@ def of_class(dotted: str, section: str) -> dict[str, Any]:
         if get_origin(hint) is Annotated:
             hint, allowed = get_args(hint)
         schema = of_type(hint) or {}
-        if (
-            section == "trainer" and field.name == "gradient_checkpointing"
-        ):  # null: planning/recompute.py decides
+        # null: planning/recompute.py decides
+        if section == "trainer" and field.name == "gradient_checkpointing":
             schema = {"anyOf": [schema, {"type": "null"}]}
         if words := library_keys.words(section, field.name, name):
             schema = _with_words(schema, words)

@@ -203,9 +203,8 @@ class Encoder:
             if self.too_long != "truncate":
                 return self.over_length(f"{length} tokens")
             if not sides:
-                begin = (
-                    prompt[:1] if prompt[0] == self.bos else []
-                )  # a prompt keeps its end: the question stands there
+                # A prompt keeps its end: the question stands there
+                begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
             elif self.kind.keeps_columns and len(prompt) >= self.max_length:  # scores every row
                 kept = self.max_length - 1

@@ -91,9 +91,8 @@ def meaning(guess: dict[str, Any]) -> str:
 def _yaml(column: str | list[str]) -> str:
     if isinstance(column, list):
         return f"[{', '.join(map(_yaml, column))}]"
-    plain = (
-        re.fullmatch(r"[A-Za-z_][\w.-]*", column) and yaml.safe_load(column) == column
-    )  # not null, yes, on
+    # Not null, yes, on
+    plain = re.fullmatch(r"[A-Za-z_][\w.-]*", column) and yaml.safe_load(column) == column
     return column if plain else json.dumps(column, ensure_ascii=False)
 
 

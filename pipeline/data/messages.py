@@ -100,9 +100,8 @@ def message(item: Any, key: str) -> Message:
         raise RowError("wrong_role", f"{key}.{names[0]}", show(role), "one of " + ", ".join(ROLES))
     content = item.get(names[1])
     called = next((name for name in ("tool_calls", "function_call") if item.get(name)), "tool_calls")
-    calls = tool_calls(
-        item.get(called), f"{key}.{called}"
-    )  # function_call: OpenAI's first format, of one call
+    # function_call: OpenAI's first format, of one call
+    calls = tool_calls(item.get(called), f"{key}.{called}")
     if role.lower() in ("function_call", "tool_call"):  # LLaMA-Factory's: the content is the call
         calls, content = tool_calls(decoded(content), f"{key}.{names[1]}"), ""
     elif calls and content is None:
@@ -133,9 +132,8 @@ def part_text(part: Any, key: str) -> str:
     if name is None:
         raise RowError("missing_field", f"{key}.text", fields_of(some(part)), "{type: text, text}")
     value = part[name]
-    inner = (
-        value.get("value") if isinstance(value, dict) else value
-    )  # of OpenAI's threads: {text: {value, annotations}}
+    # Of OpenAI's threads: {text: {value, annotations}}
+    inner = value.get("value") if isinstance(value, dict) else value
     return text(inner, f"{key}.{name}")
 
 

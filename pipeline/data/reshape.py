@@ -458,9 +458,8 @@ class Preprocess:
     rule: Rule | None = None  # unset if it is not known, or if there are no labels
     transform: str | None = None
     transform_digest: str = ""
-    group_by: str | None = (
-        None  # `transform` gets all consecutive rows that have the same value in this column
-    )
+    # `transform` gets all consecutive rows that have the same value in this column
+    group_by: str | None = None
 
     def rows(self, row: Any, kind: RowFormat, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """Yields what a decoded row becomes: rows, RowError or Dropped.

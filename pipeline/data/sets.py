@@ -136,11 +136,8 @@ def _declared(
         raise InputError(
             f"{item!r} holds files of the kind {format!r}; expected {', '.join(FORMATS)}", key=key
         )
-    for name in (
-        "field",
-        "column_names",
-        "names",
-    ):  # settings of the README that locate rows and name columns
+    # Settings of the README that locate rows and name columns
+    for name in ("field", "column_names", "names"):
         if getattr(builder.config, name, None):
             raise InputError(
                 f"the README of {item!r} reads its files with `{name}`; name the files themselves", key=key

@@ -25,9 +25,8 @@ BLANKS = " \t\r\n"  # JSON's white space
 BLANK = re.compile(f"[{BLANKS}]*")
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # of a gzip stream
 DELIMITERS = {"csv": ",;\t", "tsv": "\t"}  # of a file of this format, the likeliest first
-SEPARATOR = re.compile(
-    rb"sep=(.)\r?\n?$"
-)  # the first line that Excel takes the delimiter from; it is no header
+# The first line that Excel takes the delimiter from; it is no header
+SEPARATOR = re.compile(rb"sep=(.)\r?\n?$")
 
 Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
 

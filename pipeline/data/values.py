@@ -35,9 +35,8 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element", "row"] = "line"
-    rest: str = (
-        ""  # in words, the part of the file that is not read because of this error; "": reading continues
-    )
+    # In words, the part of the file that is not read because of this error; "": reading continues
+    rest: str = ""
 
     def reason(self) -> Reason:
         """Returns a key that is equal for rows that are wrong in the same way, at any place in a list."""

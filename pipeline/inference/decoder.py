@@ -66,10 +66,8 @@ class SlotDecoder(Decoder):
         self.rows: list[Row] = []
         self.cache: Any = None  # a SlotCache while there are rows
         self.settings: Settings | None = None
-        self.longest, self.equal = (
-            0,
-            True,
-        )  # tokens of the longest row in the cache; whether all rows have as many
+        self.longest = 0  # tokens of the longest row in the cache
+        self.equal = True  # all rows have as many
 
     # ---------------------------------------------------------------------------------------------- roles
 

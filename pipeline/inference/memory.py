@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SHARE = 0.5  # of the free memory, for decoding; the rest is for the prompts' forward and for other phases
-SAMPLING_BYTES = (
-    20  # of a row, for each token of the vocabulary: logits, probabilities, and their sums in float64
-)
+# Bytes of a row for each token of the vocabulary: logits, probabilities, and their sums in float64.
+SAMPLING_BYTES = 20
 # vLLM: activations of its largest forward, CUDA graphs, and a CUDA context in another process. An assumption.
 WORKSPACE = 3 * GIB
 LARGEST = 0.95  # share of a GPU that vLLM can be given

@@ -32,9 +32,8 @@ class Sampling:
     eos: tuple[int, ...]  # every token id that ends a completion; the same for all rows of a batch
     min_new_tokens: int = 0  # EOS is masked for this many tokens
     temperature: float = 1.0  # 0: greedy
-    top_p: float = (
-        1.0  # keeps the most likely tokens of this total probability (https://arxiv.org/abs/1904.09751)
-    )
+    # Keeps the most likely tokens of this total probability (https://arxiv.org/abs/1904.09751).
+    top_p: float = 1.0
     seed: int = 0
 
     @classmethod

@@ -19,6 +19,7 @@ from pipeline.config import Job, MLflow, Run, job_of, rules, schema
 from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree, read_tree, section_tree
 from pipeline.errors import InputError, show
+from pipeline.registry.store import flatten
 from pipeline.runtime import resume
 from pipeline.system import storage
 
@@ -89,7 +90,7 @@ class Plan:
 
 def changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns the keys in which two essences differ."""
-    was, is_ = (resume.flat({**tree, **tree["jobs"], "jobs": None}) for tree in (then, now))
+    was, is_ = (flatten({**tree, **tree["jobs"], "jobs": None}) for tree in (then, now))
     return sorted(key for key in was.keys() | is_.keys() if was.get(key) != is_.get(key))
 
 

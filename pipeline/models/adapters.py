@@ -181,9 +181,8 @@ class SharedBase(nn.Module):
             raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error
         fuse(self.base)
         self._layers = self._tuner_layers()
-        self._mixing = [handle.remove() for handle in self._mixing][
-            :0
-        ]  # `use_each` puts them on all layers again
+        # `use_each` puts them on all layers again
+        self._mixing = [handle.remove() for handle in self._mixing][:0]
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
         for name in self.configs:  # injecting changes requires_grad of the other adapters

@@ -129,9 +129,8 @@ def _weight_files(model: Model) -> list[Path]:
 def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     """Reads this rank's rows of each parameter. safetensors maps the files, so the other rows are not copied."""
     parameters = dict(base.named_parameters())
-    place = {
-        name: file for file in files for name in stored_in(file)
-    }  # the last one counts, as in transformers
+    # The last one counts, as in transformers
+    place = {name: file for file in files for name in stored_in(file)}
     source = {name: name for name in parameters if name in place}
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     if head is not None and base.config.get_text_config().tie_word_embeddings:

@@ -52,9 +52,8 @@ def fit(
     try:
         return trainer.fit().return_value
     except (KeyboardInterrupt, SystemExit):
-        with (
-            process.signals_ignored()
-        ):  # the workers end first, so that none writes into the run's folder any more
+        # Until the workers have ended: none writes into the run's folder later
+        with process.signals_ignored():
             for controller in controllers:
                 # Its process ends with the call, which is an error to Ray.
                 with contextlib.suppress(ray.exceptions.RayError):

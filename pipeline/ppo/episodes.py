@@ -125,9 +125,8 @@ class Episodes:
     ended: Tensor  # (B,) bool; False: truncated at the length limit
     mask: Tensor  # (B, R) bool, on at actions; made from lengths, never from token ids
     sampler_logprobs: Tensor  # (B, R) as the engine reported them
-    scores: (
-        Tensor  # (B,) float64: weighted sum of the rewards' scores, clipped, less the penalty for truncation
-    )
+    # (B,) float64: weighted sum of the rewards' scores, clipped, less the penalty for truncation
+    scores: Tensor
     old_logprobs: Tensor  # (B, R) of the policy before this update, by the trainer
     ref_logprobs: Tensor  # (B, R) of the reference
     values: Tensor  # (B, R) of the critic, before each action

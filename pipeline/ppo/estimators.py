@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
 Rows = list[list[float]]  # numbers of each action, for each completion of one prompt
 
-TENSORS = frozenset(
-    ("rewards", "mask", "values", "bootstrap", "greedy_scores")
-)  # parameters that are no keys of trainer
+# Parameters that are no keys of trainer
+TENSORS = frozenset(("rewards", "mask", "values", "bootstrap", "greedy_scores"))
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,8 @@ def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tu
 def _rloo(rewards: Tensor, mask: Tensor, num_generations: int) -> Tensor:
     """A completion's reward minus the mean reward of the prompt's others (Ahmadian et al. 2024, 2402.14740, section 2.3)."""
     relative, _ = _above_group_mean(rewards, mask, num_generations)
-    relative = (
-        relative * num_generations / (num_generations - 1)
-    )  # R - mean of others = n / (n - 1) * (R - mean)
+    # R - mean of others = n / (n - 1) * (R - mean)
+    relative = relative * num_generations / (num_generations - 1)
     return relative.reshape(-1, 1).expand_as(rewards)
 
 

@@ -112,9 +112,8 @@ def _experiment(mlflow: Any, job: Job) -> str:
     name, location = job.mlflow.experiment, None
     if file_of_uri(tracking_uri(job)):  # a server decides for itself where artifacts go
         path = storage.join(storage.absolute(job.run.storage_path), "artifacts")
-        location = (
-            path if storage.is_remote(path) else Path(path).as_uri()
-        )  # MLflow reads a plain path with # or %20 as a different path
+        # MLflow reads a plain path with # or %20 as a different path
+        location = path if storage.is_remote(path) else Path(path).as_uri()
     if experiment := mlflow.get_experiment_by_name(name):
         return experiment.experiment_id
     try:
@@ -133,7 +132,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
 
     resolved = job.to_dict()
     mlflow.log_dict(run_id, resolved, "job.json")
-    params = [Param(metric_key(key), str(value)[:500]) for key, value in flatten(resolved)]
+    params = [Param(metric_key(key), str(value)[:500]) for key, value in flatten(resolved).items()]
     for start in range(0, len(params), 100):  # the store's limit for one call
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
@@ -235,7 +234,9 @@ def log_files(
         mlflow.log_artifacts(run_id, plots, "plots")
     if samples:
         # MLflow's page takes a dot in a column's name for a path, and shows the column empty.
-        rows = [{key.replace(".", "_"): value for key, value in flatten(sample)} for sample in samples]
+        rows = [
+            {key.replace(".", "_"): value for key, value in flatten(sample).items()} for sample in samples
+        ]
         columns = dict.fromkeys(key for row in rows for key in row)
         mlflow.log_dict(
             run_id,

@@ -217,11 +217,11 @@ def wait_for_server(job: Job, minutes: float = 10.0) -> None:
             pause = min(2 * pause, 30.0)
 
 
-def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Returns {"data": {"train": 1}} as [("data.train", 1)], without None: MLflow's parameters, tags and tables are flat."""
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns {"data": {"train": 1}} as {"data.train": 1}, without None: MLflow's parameters, tags and tables are flat."""
     if isinstance(value, dict):
-        return [pair for key, item in value.items() for pair in flatten(item, f"{prefix}{key}.")]
-    return [] if value is None else [(prefix.rstrip("."), value)]
+        return {k: v for key, item in value.items() for k, v in flatten(item, f"{prefix}{key}.").items()}
+    return {} if value is None else {prefix.rstrip("."): value}
 
 
 def search_filter(field: str, value: str) -> str:

@@ -28,9 +28,8 @@ class Run:
     history: History = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # the final ones, or else the newest
     pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (rm)
-    doubtful: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # pairs with the lowest margins, as text (rm)
+    # Pairs with the lowest margins, as text (rm)
+    doubtful: list[dict[str, Any]] = field(default_factory=list)
     failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
     run_id: str | None = None  # of MLflow
     uri: str | None = None

@@ -65,9 +65,8 @@ class Slot:
     node: str | None = None  # of its worker; None: the worker has no place yet
     ready: bool = False  # its worker has loaded
     failures: int = 0  # consecutive failures of its workers to load
-    present: bool = (
-        False  # ready, or loading for the first time; patience runs out only while no slot is present
-    )
+    # Ready, or loading for the first time; patience runs out only while no slot is present
+    present: bool = False
     worker: Any = None  # the actor
     leaving: str | None = None  # why its worker gets no more chunks
     waits_since: float | None = None  # when its worker began to wait for resources
@@ -260,9 +259,8 @@ class Pool:
                 self.lost += there
                 slot.failures += not there and not slot.leaving
                 raised = isinstance(error.__cause__, RayTaskError)
-                if (
-                    raised and str(error) not in self.printed
-                ):  # the traceback alone differs each time: it names the process
+                # The traceback alone differs each time: it names the process
+                if raised and str(error) not in self.printed:
                     self.printed.add(str(error))
                     print(error.__cause__, flush=True)
                 if raised and slot.failures >= MAX_LOAD_FAILURES and self._nothing_loads():

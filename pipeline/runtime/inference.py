@@ -45,9 +45,8 @@ class Verb:
 
     output: str  # the file in the run's folder
     load: Load
-    measure: Callable[
-        [Record], dict[str, float]
-    ]  # figures of a record, whose means are result.json's `metrics`
+    # Figures of a record, whose means are result.json's `metrics`
+    measure: Callable[[Record], dict[str, float]]
     lines: Callable[[Record], list[Record]] = _itself  # lines of the output
     count: Callable[[Record], Mapping[str, int]] = lambda _: {}  # whose sums are result.json's `counts`
     # From the number of rows to the rows to do, in their order. None does all rows.

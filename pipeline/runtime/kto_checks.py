@@ -25,9 +25,8 @@ from pipeline.runtime.trl_checks import (
 )
 from pipeline.runtime.worker import Worker
 
-NUDGE = (
-    0.02  # standard deviation of the noise on the adapter's B that moves the policy away from the reference
-)
+# Standard deviation of the noise on the adapter's B that moves the policy away from the reference
+NUDGE = 0.02
 
 
 def unpaired(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:

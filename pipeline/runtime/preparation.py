@@ -57,9 +57,8 @@ class Run:
         return self.work.job.folder
 
 
-heading: ContextVar[str] = ContextVar(
-    "heading", default="=="
-)  # before the title of a command; `rlhf` numbers its stages
+# Before the title of a command; `rlhf` numbers its stages
+heading: ContextVar[str] = ContextVar("heading", default="==")
 
 
 def announce(job: Job, verb: str | None = None) -> None:

@@ -24,6 +24,7 @@ from pipeline.config import Job
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, in_brief
 from pipeline.references import Ref
+from pipeline.registry.store import flatten
 from pipeline.runtime import checkpoints
 from pipeline.system import storage
 
@@ -296,7 +297,7 @@ def essence(job: Job, *but: str) -> dict[str, Any]:
 
 def differences(left: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
     """Returns {section.key: (value in a recorded job, value in this job)} where they differ, except for `but`."""
-    then, now = (flat(tree) for tree in (left, json.loads(json.dumps(job.to_dict(), default=str))))
+    then, now = (flatten(tree) for tree in (left, json.loads(json.dumps(job.to_dict(), default=str))))
     return {
         key: (then.get(key), now.get(key))
         for key in sorted(then.keys() | now.keys())
@@ -308,7 +309,7 @@ def _other_comparison(left: dict[str, Any], job: Job) -> dict[str, tuple[Any, An
     """Returns differences in how evaluations are compared, if one of the jobs keeps the best step or may stop early."""
     compares = (
         keys.get("run.keep") == "best" or "run.early_stopping_patience" in keys
-        for keys in (flat(left), flat(job.to_dict()))
+        for keys in (flatten(left), flatten(job.to_dict()))
     )
     if not any(compares):
         return {}
@@ -351,13 +352,6 @@ def _has_progress(job: Job) -> bool:
     """Returns True if the run left something to resume: a checkpoint, even a damaged one, or output parts."""
     folders = storage.folders(job.folder)
     return PARTS in folders or checkpoints.DAMAGED in folders or bool(checkpoints.complete(job.folder))
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns {section.key: value} of everything in a tree that is not null."""
-    if not isinstance(tree, dict):
-        return {} if tree is None else {prefix.rstrip("."): tree}
-    return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
 
 def _first(names: list[str], most: int = 5) -> str:

@@ -88,9 +88,8 @@ def like_a_worker(job: Job) -> Iterator[None]:
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int((job.scaling.get("resources_per_worker") or {}).get("CPU", 1))))
-    clock.reset_peak(
-        torch.device("cuda" if job.scaling.get("use_gpu") else "cpu")
-    )  # the peak of earlier stages in this process
+    # The peak of earlier stages in this process
+    clock.reset_peak(torch.device("cuda" if job.scaling.get("use_gpu") else "cpu"))
     try:
         yield
     finally:

@@ -229,9 +229,8 @@ class Server:
     async def _flush_often(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            with contextlib.suppress(
-                Exception
-            ):  # what is to be sent stays while the recorder is being started again
+            # What is to be sent stays while the recorder is being started again
+            with contextlib.suppress(Exception):
                 await self._flush()
 
     async def _flush(self) -> None:

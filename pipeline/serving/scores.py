@@ -86,9 +86,8 @@ class Scores:
             outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
         if isinstance(outcome, RowError):
             outcome.file, outcome.line, outcome.unit = "request", number, "element"
-            outcome.expected = outcome.expected.partition("; data.columns=")[
-                0
-            ]  # a key of jobs, not of requests
+            # A key of jobs, not of requests
+            outcome.expected = outcome.expected.partition("; data.columns=")[0]
             raise outcome
         return outcome.columns
 

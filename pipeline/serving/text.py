@@ -35,9 +35,8 @@ class Text:
         if self.stopped:
             return ""
         whole = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if whole.startswith(
-            self.written[: self.shown]
-        ):  # not where a decoder looks back on what it has written
+        # Not where a decoder looks back on what it has written
+        if whole.startswith(self.written[: self.shown]):
             self.written = whole
         return self._show(0)
 

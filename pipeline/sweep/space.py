@@ -296,10 +296,8 @@ def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
         replace(
             job,
             run=replace(job.run, name=name, storage_path=base.folder, fresh=False),
-            scaling={
-                **job.scaling,
-                "num_workers": job.scaling.get("num_workers", 1) or 1,
-            },  # trials share no process
+            # Trials share no process
+            scaling={**job.scaling, "num_workers": job.scaling.get("num_workers", 1) or 1},
             mlflow=replace(job.mlflow, registered_model=None),
             data=replace(
                 job.data, cache_dir=job.data.cache_dir or storage.join(base.run.storage_path, "data")

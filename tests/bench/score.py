@@ -21,10 +21,12 @@ class Goal:
     kl: float  # nats per completion: the score where it is reached
 
 
+# `large` writes random tokens: no text to score
 GOALS = {
     "toy": Goal(2, -1.0, 0.0),
     "demo": Goal(24, 2.0, 6.0),
-}  # `large` writes random tokens: no text to score
+}
+# What is not here is the same by default (clip ranges 0.2, vf_coef 0.1, gamma 1, lam 0.95, whitened advantages)
 SETTINGS: dict[str, Any] = {
     "num_ppo_epochs": 4,
     "num_mini_batches": 1,
@@ -32,8 +34,8 @@ SETTINGS: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "kl_coef": 0.05,
     "temperature": 1.0,
-}  # what is not here is the same by default (clip ranges 0.2, vf_coef 0.1, gamma 1, lam 0.95, whitened advantages)
-# but for variants.OPTIMIZER_OF_TRL
+}
+# The optimizer is variants.OPTIMIZER_OF_TRL
 
 
 def courtesy(completion: str) -> float:

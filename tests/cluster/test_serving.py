@@ -94,11 +94,8 @@ class Load:
 
     def __init__(self, client, requests=None):
         self.client, self.requests = client, requests
-        self.answers, self.again, self.failed = (
-            [],
-            [],
-            [],
-        )  # (time, answer); (status, what it said) of a first, a second try
+        # (time, answer); (status, what it said) of a first, a second try
+        self.answers, self.again, self.failed = [], [], []
         self.number, self.lock, self.ended = 0, threading.Lock(), False
         self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CLIENTS)]
 

@@ -166,9 +166,8 @@ def trainer(
         def get_train_dataloader(self):
             if mixed or stage != "kto":
                 return super().get_train_dataloader()
-            return in_our_order(
-                self.train_dataset, size, self.data_collator
-            )  # its own has the order of the file
+            # Its own has the order of the file
+            return in_our_order(self.train_dataset, size, self.data_collator)
 
     tok = tokenizer()
     shape = {"vocab_size": len(tok), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

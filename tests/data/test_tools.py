@@ -69,10 +69,11 @@ def test_the_shapes_in_which_tools_come():
     assert record.prompt[1]["tool_calls"][0]["function"] == CALL["function"] and record.tools == [WEATHER]
     assert parsed({**ROW, "tools": None}, "sft").tools is None
     assert parsed({**ROW, "tools": "hammer, saw"}, "sft").unread == ("tools",)
+    # As Arrow writes columns that some rows lack
     empty = [
         {**USER, "tool_calls": None},
         {**BOT, "tool_calls": None},
-    ]  # as Arrow writes columns that some rows lack
+    ]
     assert parsed({"messages": empty}, "sft").pairs == [([BOT],)]
 
 

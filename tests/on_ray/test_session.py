@@ -157,11 +157,12 @@ PHASES = [  # of a run, in their order, and the lines between them
     "checking that the adapter reloads as it was saved", "registering rlhf-sft", r"   registered rlhf-sft v1 @champion .*",
     r"   \d+ s  /.*/one/result\.json",
 ]  # fmt: skip
+# Where they take more than a moment; held-out figures
 WAITS = [
     "opening MLflow",
     "checking the model",
     r"   (held-out loss|(end )?token accuracy) +\S+ -> \S+",
-]  # where they take more than a moment; held-out figures
+]
 
 
 def test_a_run_announces_each_phase_and_says_nothing_else(run):

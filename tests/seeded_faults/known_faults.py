@@ -540,22 +540,19 @@ def _(patch):
 # ------------------------------------------------------------------------------------------------------- losses
 
 
+def negated(original, *args, **keys):
+    loss, *rest = original(*args, **keys)
+    return -loss, *rest
+
+
 @fault("the policy loss has the wrong sign", "ppo", "sign of the policy loss")
 def _(patch):
-    def loss(original, *args, **keys):
-        found = original(*args, **keys)
-        return -found[0], *found[1:]
-
-    wrapped(patch, losses, "policy_loss", loss)
+    wrapped(patch, losses, "policy_loss", negated)
 
 
 @fault("the value loss has the wrong sign", "ppo", "values move away from the returns")
 def _(patch):
-    def loss(original, *args, **keys):
-        found = original(*args, **keys)
-        return -found[0], *found[1:]
-
-    wrapped(patch, losses, "value_loss", loss)
+    wrapped(patch, losses, "value_loss", negated)
 
 
 @fault(

@@ -16,6 +16,7 @@ PPO = [
     "trainer.total_episodes=32", "trainer.batch_size=16", "trainer.response_length=12", "trainer.micro_batch_tokens=200",
     "judge=null",
 ]  # fmt: skip
+# In this order: one's adapter is another's input
 OF_STAGE = {
     "sft": [*TRL, "trainer.packing=true", "data.max_length=64"],
     "rm": [*TRL, "trainer.gradient_checkpointing=true"],
@@ -28,7 +29,7 @@ OF_STAGE = {
         "judge=null",
         "trainer.response_length=12",
     ],
-}  # in this order: one's adapter is another's input
+}
 FROM = {
     "dpo": ["policy=models:/rlhf-sft/1"],
     "kto": ["policy=models:/rlhf-sft/1"],

@@ -11,9 +11,8 @@ def sockets(process):
             for connection in one.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     address = connection.laddr.ip.removeprefix("::ffff:")
-                    found[address, connection.laddr.port] = " ".join(
-                        one.cmdline()[:1]
-                    )  # the program or the title that Ray gives it
+                    # The program or the title that Ray gives it
+                    found[address, connection.laddr.port] = " ".join(one.cmdline()[:1])
         except psutil.Error:
             continue  # it has ended meanwhile
     return found
