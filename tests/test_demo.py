@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
+import make
 import pytest
 import torch
 from running import ROOT
@@ -122,19 +123,19 @@ def test_demonstrations_leave_something_to_learn():
 
 
 def test_rebuilding_gives_the_same_bytes(tmp_path):
-    demo.write_data(tmp_path / "data")
+    make.write_data(tmp_path / "data")
     names = sorted(path.name for path in DATA.iterdir())
     assert filecmp.cmpfiles(DATA, tmp_path / "data", names, shallow=False) == (names, [], [])
-    demo.make_tokenizer(list(demo.corpus(demo.DOCUMENTS))).save_pretrained(tmp_path / "model")
+    make.make_tokenizer(list(make.corpus(make.DOCUMENTS))).save_pretrained(tmp_path / "model")
     names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
     assert filecmp.cmpfiles(MODEL, tmp_path / "model", names, shallow=False) == (names, [], [])
 
 
 def test_pretraining_is_seeded():
-    documents = list(demo.corpus(200))
+    documents = list(make.corpus(200))
     tokenizer = load_tokenizer(str(MODEL))
     first, second, other = (
-        demo.pretrain(tokenizer, documents, 3, 8, seed).state_dict() for seed in (1, 1, 2)
+        make.pretrain(tokenizer, documents, 3, 8, seed).state_dict() for seed in (1, 1, 2)
     )
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert not all(torch.equal(first[key], other[key]) for key in first)
