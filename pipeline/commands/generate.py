@@ -46,7 +46,7 @@ def sampler(
     The function takes the rows and the index of the first one, which keys the streams of random numbers. It returns each input
     row with its samples: completion, completion_tokens, ended, and score if the job has rewards.
     """
-    from pipeline.inference.rows import Sampling
+    from pipeline.inference.rows import Sampling, seed_of
     from pipeline.ppo.rewards import Samples, weighted
     from pipeline.runtime import roles
 
@@ -63,7 +63,8 @@ def sampler(
         given = [json.loads(row["row"]) for row in rows]
         tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
         repeated = [row for row in given for _ in range(several)]
-        samples = Samples(prompts, tokens, ended, repeated, host.tokenizer)
+        seeds = [seed_of(how.seed, key) for key in keys]
+        samples = Samples(prompts, tokens, ended, repeated, host.tokenizer, seeds)
         made: list[Record] = [
             {"completion": text, "completion_tokens": len(one.tokens), "ended": one.ended}
             for text, one in zip(samples.completions, completions, strict=True)

@@ -20,6 +20,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def load(host: Host) -> Answer:
     from pipeline.evaluation.pairs import samples_of
+    from pipeline.inference.rows import seed_of
     from pipeline.models.tokenizer import eos_ids
     from pipeline.ppo.rewards import weighted
     from pipeline.runtime import roles
@@ -30,13 +31,13 @@ def load(host: Host) -> Answer:
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
         found = [
-            (row["prompt_ids"], row[side], json.loads(row["row"]))
-            for row in rows
+            (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number))
+            for number, row in enumerate(rows, first)
             for side in ("chosen_ids", "rejected_ids")
             if row[side] is not None
         ]
-        prompts, completions, given = zip(*found, strict=True)
-        samples = samples_of(prompts, completions, given, host.tokenizer, ends)
+        prompts, completions, given, seeds = zip(*found, strict=True)
+        samples = samples_of(prompts, completions, given, host.tokenizer, ends, seeds)
         scores = iter(weighted(rewards, samples, normalize=False)[0])
         records = []
         for row in rows:

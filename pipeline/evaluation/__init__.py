@@ -12,7 +12,7 @@ import torch
 
 from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Completion, Decoder, Sampling
+from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
 from pipeline.models.adapters import SharedBase
 from pipeline.models.batches import micro_batches
 from pipeline.ppo.config import PLANNED_ROWS
@@ -123,6 +123,7 @@ def _score(
         ended=[r.ended for r in completions],
         rows=[r["row"] for r in rows],
         tokenizer=worker.tokenizer,
+        seeds=[seed_of(worker.job.args.seed, r["index"]) for r in rows],
     )
     scores: list[dict[str, Any]] = [
         {"prompt": p, "completion": c} for p, c in zip(samples.prompts, samples.completions, strict=True)

@@ -101,14 +101,17 @@ def metric_name(subset: str) -> str:
 def _scores(
     worker: Worker, rewards: list[Any], rows: list[Any], given: list[Any], ends: Collection[int]
 ) -> list[tuple[float, float]]:
-    """Returns the weighted score of both completions of each row, raw units."""
+    """Returns the weighted score of both completions of each of this rank's rows, raw units."""
+    from pipeline.inference.rows import seed_of
     from pipeline.ppo.rewards import weighted
 
     if not rows:
         return []
     prompts = [row["prompt_ids"] for row in rows]
+    seeds = [seed_of(0, worker.rank + i * worker.world) for i in range(len(rows))]
     sides = (
-        samples_of(prompts, [row[side] for row in rows], given, worker.tokenizer, ends) for side in SIDES
+        samples_of(prompts, [row[side] for row in rows], given, worker.tokenizer, ends, seeds)
+        for side in SIDES
     )
     chosen, rejected = (weighted(rewards, samples, normalize=False)[0] for samples in sides)
     return list(zip(chosen, rejected, strict=True))
@@ -120,12 +123,13 @@ def samples_of(
     rows: Sequence[Any],
     tokenizer: Any,
     ends: Collection[int],
+    seeds: Sequence[int] = (),
 ) -> Samples:
     """Returns the samples of completions that rows have. A truncated one has no end token and has not ended."""
     from pipeline.ppo.rewards import Samples
 
     ended = [completion[-1] in ends for completion in completions]
-    return Samples(list(prompts), list(completions), ended, list(rows), tokenizer)
+    return Samples(list(prompts), list(completions), ended, list(rows), tokenizer, seeds)
 
 
 def _has_columns(worker: Worker, given: list[dict[str, Any]]) -> bool:

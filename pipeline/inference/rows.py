@@ -193,6 +193,11 @@ class Settings(NamedTuple):
         return Settings(torch.cat(noise), *rest)
 
 
+def seed_of(seed: int, number: int) -> int:
+    """Returns a seed for one completion: 32 bits of a hash of seed and number, so that streams are independent."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
 def uniforms(row: Row) -> np.ndarray:
     """Returns a row's (max_new_tokens,) random numbers in [0, 1): a function of its seed and number alone."""
     key = np.array([row.sampling.seed, row.number], dtype=np.uint64)

@@ -19,11 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from pipeline.errors import InputError
-from pipeline.inference.rows import Completion, Decoder, Row, Sampling
+from pipeline.inference.rows import Completion, Decoder, Row, Sampling, seed_of
 from pipeline.models import adapter_files
 from pipeline.models.adapters import SharedBase
 
@@ -221,11 +220,6 @@ def completion_of(output: Any) -> Completion:
     tokens = list(output.token_ids)
     logprobs = [float(by_id[token].logprob) for by_id, token in zip(output.logprobs, tokens, strict=True)]
     return Completion(tokens=tokens, ended=output.finish_reason == "stop", logprobs=logprobs)
-
-
-def seed_of(seed: int, number: int) -> int:
-    """Returns a seed for one request: 32 bits of a hash of seed and number, so that streams are independent."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:

@@ -38,6 +38,7 @@ from pipeline.models.control_tokens import ControlTokens, chat_ids, text_ids
 from pipeline.ppo import forward
 from pipeline.ppo.episodes import collate
 from pipeline.ppo.forward import FORWARD_TOKENS
+from pipeline.ppo.rng import kept_rng_state
 
 
 @dataclass
@@ -49,6 +50,10 @@ class Samples:
     ended: list[bool]
     rows: list[dict[str, Any]]
     tokenizer: Any
+    seeds: Sequence[int] = ()  # of each completion, for functions that draw random numbers; empty: 0 for each
+
+    def __post_init__(self) -> None:
+        self.seeds = list(self.seeds) or [0] * len(self)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -240,6 +245,13 @@ class ModelReward(Reward):
         return [*ids, eos] if samples.ended[i] and eos is not None and ids[-1] != eos else ids
 
 
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def generator_states() -> bytes:
     """Returns a digest of the global generators' states: it changes when a number is drawn."""
     numpy: Any = np.random.get_state()
@@ -253,9 +265,12 @@ ROW = "_row"  # attribute of an exception: the sample that it is about
 class FunctionReward(Reward):
     """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, as in TRL.
 
-    It is called by keyword with those of `prompts`, `completions`, `completion_ids` and the data's further columns, each a
-    list, that its signature names, or with all of them if it takes **kwargs. If it raises, the run stops with a Failure
-    that shows the sample and the function's own stack frames.
+    It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `seeds` and the data's further columns,
+    each a list, that its signature names, or with all of them if it takes **kwargs. If it raises, the run stops with a
+    Failure that shows the sample and the function's own stack frames.
+
+    Random numbers: each completion has its own seed (`seeds`). The global generators are seeded by the first completion of
+    a call, so numbers that are drawn from them depend on which completions share the call.
 
     Args:
         timeout_s: seconds for one row; the function is then called for each row by itself, `threads` rows at a time, and a row
@@ -271,12 +286,14 @@ class FunctionReward(Reward):
     ) -> None:
         super().__init__(**{"name": getattr(function, "__name__", type(function).__name__), **settings})
         self.function, self.timeout_s, self.threads = function, timeout_s, threads
+        self.warned = False  # that the function draws from a global generator
 
     def score(self, samples: Samples) -> list[float]:
         try:
-            if self.timeout_s is not None:
-                return self._row_by_row(samples, self.timeout_s)
-            return self._call(samples, range(len(samples)))
+            with kept_rng_state():
+                if self.timeout_s is not None:
+                    return self._row_by_row(samples, self.timeout_s)
+                return self._batch(samples)
         except (KeyboardInterrupt, Failure):
             raise
         except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
@@ -294,10 +311,30 @@ class FunctionReward(Reward):
         names = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
         return f"{self.name!r} ({':'.join(name for name in names if name)})"
 
+    def _batch(self, samples: Samples) -> Any:
+        """Returns what the function returns for all samples. Warns once if a global generator decided on it."""
+        seed_generators(samples.seeds[0])
+        seeded = generator_states()
+        scores = self._call(samples, range(len(samples)))
+        if generator_states() != seeded and not self.warned and len(samples) > 1:
+            self.warned = True
+            print(
+                f"warning: reward {self} draws random numbers from a global generator: its scores change if completions are "
+                "split into other chunks (trainer.local_rollout_forward_batch_size, scaling.num_workers); take a parameter "
+                "seeds, a list of one number for each completion, and draw from random.Random(seed)",
+                flush=True,
+            )
+        return scores
+
     def _call(self, samples: Samples, rows: Sequence[int]) -> Any:
         """Returns what the function returns for some of the samples."""
         texts = {"prompts": samples.prompts, "completions": samples.completions}
-        columns = {**samples.columns(), "completion_ids": samples.completion_ids, **texts}
+        columns = {
+            "seeds": samples.seeds,
+            **samples.columns(),
+            "completion_ids": samples.completion_ids,
+            **texts,
+        }
         parameters = inspect.signature(self.function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             columns = {name: values for name, values in columns.items() if name in parameters}
@@ -323,6 +360,8 @@ class FunctionReward(Reward):
                 with contextlib.suppress(Empty):
                     i = rows.get_nowait()
                     begun[i] = time.monotonic()
+                    if self.threads == 1:
+                        seed_generators(samples.seeds[i])
                     try:
                         scores[i].set_result(self._one(samples, i))
                     except BaseException as error:

@@ -8,27 +8,23 @@ and rollout workers run the same code, each on its own base and frozen roles.
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.memory import GIB, decoding_rows
-from pipeline.inference.rows import Completion, Decoder, Sampling
+from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import forward
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import Episodes, all_reduce, collate, world
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Reward, Samples, raw_scores
-from pipeline.ppo.rng import kept_rng_state
 
 Key = tuple[int, int, int]  # of a chunk: update, rank, and number among the rank's chunks of that update
 
@@ -169,20 +165,24 @@ class Sampler:
 
     def score(self, chunk: Chunk, sampled: Sampled) -> None:
         """Fills `raw` of the completions and of the greedy completions."""
-        with draws_of(self.args.seed, chunk):
-            sampled.raw = raw_scores(self.rewards, self.samples(chunk, sampled.completions))
-            if sampled.greedy:
-                sampled.greedy.raw = raw_scores(self.rewards, self.samples(chunk, sampled.greedy.completions))
+        sampled.raw = raw_scores(self.rewards, self.samples(chunk, sampled.completions))
+        if sampled.greedy:
+            sampled.greedy.raw = raw_scores(self.rewards, self.samples(chunk, sampled.greedy.completions))
 
     def samples(self, chunk: Chunk, completions: Sequence[Completion]) -> Samples:
-        """Returns completions to the chunk's prompts, the same number to each, as the rewards take them."""
+        """Returns completions to the chunk's prompts, the same number to each, as the rewards take them.
+
+        The greedy completion to a prompt has the seed of the prompt's first episode.
+        """
         each = len(completions) // len(chunk.prompt_ids)
+        episodes = chunk.episodes[:: chunk.generations // each]
         return Samples(
             [ids for ids in chunk.prompt_ids for _ in range(each)],
             [completion.tokens for completion in completions],
             [completion.ended for completion in completions],
             [json.loads(row) for row in chunk.data for _ in range(each)],
             self.tokenizer,
+            [seed_of(self.args.seed, episode) for episode in episodes],
         )
 
     @torch.no_grad()
@@ -225,17 +225,3 @@ class Sampler:
             entropy,
             states,
         )
-
-
-@contextmanager
-def draws_of(seed: int, chunk: Chunk) -> Iterator[None]:
-    """Seeds the global generators by the chunk's first episode within the block, for rewards that draw from them.
-
-    The generators are restored afterwards.
-    """
-    words = np.random.SeedSequence([seed, chunk.episodes[0]]).generate_state(3)
-    with kept_rng_state():
-        random.seed(int(words[0]))
-        np.random.seed(int(words[1]))
-        torch.manual_seed(int(words[2]))
-        yield

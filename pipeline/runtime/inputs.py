@@ -22,7 +22,7 @@ from pipeline.registry import lineage
 from pipeline.system import storage
 from pipeline.system.functions import digest, imported, signature
 
-GIVEN = ("prompts", "completions", "completion_ids")  # arguments that every Python reward may have
+GIVEN = ("prompts", "completions", "completion_ids", "seeds")  # arguments that every Python reward may have
 
 
 def references(job: Job) -> dict[str, str]:

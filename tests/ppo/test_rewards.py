@@ -219,9 +219,8 @@ def test_reward_functions_get_text_and_the_datas_columns():
     rollout = trainer.rollout()
     episodes, samples = rollout.episodes, toy.samples_of(trainer, rollout)
     trainer.score(rollout)
-    assert seen["prompts"] == [f"question {a}" for a in seen["answer"]] and set(seen["columns"]) == {
-        "completion_ids"
-    }
+    assert seen["prompts"] == [f"question {a}" for a in seen["answer"]]
+    assert set(seen["columns"]) == {"completion_ids", "seeds"}
     assert seen["completions"][0] == toy.Tokenizer().decode(samples.completion_ids[0])
     expected = [3.0 * a + 0.5 * len(c) for a, c in zip(seen["answer"], seen["completions"], strict=True)]
     assert episodes.scores.tolist() == pytest.approx(expected)
@@ -368,13 +367,24 @@ def test_a_row_whose_reward_raises_is_named_without_being_asked_again():
         FunctionReward(lambda **_: [1, 2], timeout_s=30).checked(asked)
 
 
-def test_random_numbers_are_drawn_by_one_row_at_a_time():
+def test_random_numbers_are_drawn_by_one_row_at_a_time(capsys):
+    """... and a function that draws for several rows in one call is told how to be independent of the split, once."""
+
     def noisy(completions):
         return [random.random() for _ in completions]
 
     with pytest.raises(Failure, match=r"draws random numbers.*trainer\.reward_threads=1"):
         FunctionReward(noisy, timeout_s=30).checked(samples())
-    random.seed(3)
-    expected = FunctionReward(noisy).checked(samples())
-    random.seed(3)
-    assert FunctionReward(noisy, timeout_s=30, threads=1).checked(samples()) == expected
+    asked = samples()
+    asked.seeds = [7, 8, 9]
+    state = random.getstate()
+    reward = FunctionReward(noisy)
+    once, again = reward.checked(asked), reward.checked(asked)
+    assert once == again
+    alone = FunctionReward(noisy, timeout_s=30, threads=1).checked(asked)
+    assert alone == [random.Random(seed).random() for seed in asked.seeds] and alone[0] == once[0]
+    assert random.getstate() == state
+    said = capsys.readouterr().out
+    assert (
+        said.count("draws random numbers from a global generator") == 1 and "take a parameter seeds" in said
+    )
