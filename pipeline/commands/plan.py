@@ -10,6 +10,7 @@ that make it fit.
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pipeline import registry
@@ -24,7 +25,7 @@ from pipeline.planning.rows import Rows, look
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime.inputs import room_for_prompts
-from pipeline.system import console
+from pipeline.system import console, prices
 
 EPOCH = 10_000  # rows, if neither the job nor its data has a length
 
@@ -45,6 +46,7 @@ def run(job: Job) -> dict[str, Any]:
     print()
     if not job.scaling.get("use_gpu"):
         wanted, fits = [], on_this_machine(planned)
+        print(rented_instead(job, loras))
     else:
         wanted = named(job)
         fits = on_gpus(planned, wanted)
@@ -151,19 +153,44 @@ def on_this_machine(planned: Plan) -> bool:
         f"   {workers} worker{'s' * (workers > 1)} on the CPU and Ray: {needed / GIB:.1f} GiB; this machine has "
         f"{memory / GIB:.1f} GiB: {'fits' if fits else 'does not fit'}"
     )
+    print(f"   {price_of_this_machine()}")
     return fits
+
+
+def price_of_this_machine(hours: float | None = None) -> str:
+    """Returns in words what `hours` on this machine cost, or one hour of it."""
+    machine = prices.read().machine
+    if machine is None:
+        return f"This machine: price unknown; set `machine`, dollars an hour, in {prices.own_file()}"
+    if hours is None:  # on a CPU
+        return f"This machine: ${machine:.2f} an hour; the hours on a CPU are not estimated"
+    return f"This machine: {dollars(hours * machine)} at ${machine:.2f} an hour"
+
+
+def rented_instead(job: Job, loras: dict[str, dict[str, Any]]) -> str:
+    """Returns in words what a CPU job would cost on rented GPUs: the three cheapest."""
+    scaling = {"use_gpu": True, "num_workers": job.workers[0] or 1}
+    trainer = {key: value for key, value in job.trainer.items() if key != "use_cpu"} | {"bf16": True}
+    planned = plan.make(replace(job, scaling=scaling, trainer=trainer), loras)
+    rows = rows_of(planned)[0]
+    costs = sorted(
+        (plan.cost(planned, name, rows) for name in plan.fitting(planned)), key=lambda c: c.dollars
+    )
+    shown = "; ".join(
+        f"{one.node.instance} {dollars(one.dollars)} in {max(1, round(60 * one.hours))} min"
+        for one in costs[:3]
+    )
+    return f"   A rented GPU instead, at prices of {prices.read().date}: {shown or 'none is large enough'}"
+
+
+def dollars(amount: float) -> str:
+    return f"${amount:.2f}" if amount >= 0.01 else "under $0.01"
 
 
 def on_gpus(planned: Plan, names: list[str]) -> bool:
     """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns whether any fits."""
     fitting, workers = plan.fitting(planned), planned.job.workers[1]
-    with console.waiting("reading some of the rows"):
-        rows, how = look(planned.job, room_for_prompts(planned.job, planned.context))
-    if rows is None:
-        longest = planned.tokens[0]
-        rows = Rows(EPOCH, longest)
-        epoch = "" if plan.length_is_known(planned.job) else f"{EPOCH:,} rows an epoch and "
-        how = f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
+    rows, how = rows_of(planned)
     completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
     print(f"   data: {how}{completions}\n")
     print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  the run on {workers}: about")
@@ -178,6 +205,9 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
             f"({cost.billed(workers)})"
         )
         print("".join(over_network(planned, name)), end="")
+    for label in gpus_here() if workers == 1 else ():
+        if label in fitting:
+            print(f"   {price_of_this_machine(plan.cost(planned, label, rows).hours)}")
     if planned.job.stage == "ppo" and (fits := [name for name in names if name in fitting]):
         print(rollout_workers(plan.cost(planned, fits[0], rows)))
     shown = [name for name in names if name in fitting and planned.gathered]
@@ -185,9 +215,27 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
     links = f"layers gathered at {links},\n   " if links else ""
     print(
         f"   Assumed: {plan.UTILIZATION:.0%} of the peak in matrix products, decoding at the memory's "
-        f"bandwidth,\n   {links}and rough list prices. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
+        f"bandwidth,\n   {links}and list prices of {prices.read().date}. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
     )
     return bool(set(names) & set(fitting))
+
+
+def rows_of(planned: Plan) -> tuple[Rows, str]:
+    """Returns the rows of an epoch, read or assumed, and which of both in words."""
+    with console.waiting("reading some of the rows"):
+        rows, how = look(planned.job, room_for_prompts(planned.job, planned.context))
+    if rows is not None:
+        return rows, how
+    longest = planned.tokens[0]
+    epoch = "" if plan.length_is_known(planned.job) else f"{EPOCH:,} rows an epoch and "
+    return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
+
+
+def gpus_here() -> list[str]:
+    """Returns the labels that this machine's GPU may have, [] if it has none or plan does not know it."""
+    import torch
+
+    return prices.read().labels(torch.cuda.get_device_name()) if torch.cuda.is_available() else []
 
 
 def over_network(planned: Plan, name: str) -> Iterator[str]:

@@ -18,45 +18,39 @@ from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 from pipeline.references import Ref
+from pipeline.system import prices
+from pipeline.system.prices import Node
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, and the AWS instances that have it."""
+    """A GPU; system/prices.yaml has the instances with it."""
 
+    label: str  # of nodes (ray.io/accelerator-type): Ray's names (ray.util.accelerators)
     memory: float  # GiB that torch can use
     tflops: float  # dense bf16 matrix products
     bandwidth: float  # GB/s
     link: float  # GB/s between the GPUs of a node (NVLink or PCIe); an assumption
-    nodes: tuple["Node", ...]  # the smallest first
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Returns the instances that have it, the smallest first."""
+        return prices.read().of(self.label)
 
 
-@dataclass(frozen=True)
-class Node:
-    """An instance type."""
-
-    instance: str
-    gpus: int
-    dollars: float  # an hour on demand, roughly; prices differ by region, and spot is often a third
-
-
-# By the label that nodes carry (ray.io/accelerator-type): Ray's names (ray.util.accelerators).
 GPUS = {
-    "L4": Gpu(22, PEAK_TFLOPS["L4"], 300, 10, (Node("g6.2xlarge", 1, 0.98), Node("g6.12xlarge", 4, 4.60))),
-    "A10G": Gpu(
-        22, PEAK_TFLOPS["A10G"], 600, 10, (Node("g5.2xlarge", 1, 1.21), Node("g5.12xlarge", 4, 5.67))
-    ),
-    "A100-40G": Gpu(39, PEAK_TFLOPS["A100"], 1555, 200, (Node("p4d.24xlarge", 8, 21.96),)),
-    "L40S": Gpu(
-        44, PEAK_TFLOPS["L40S"], 864, 20, (Node("g6e.2xlarge", 1, 2.24), Node("g6e.12xlarge", 4, 10.49))
-    ),
-    "A100-80G": Gpu(79, PEAK_TFLOPS["A100"], 2039, 200, (Node("p4de.24xlarge", 8, 27.45),)),
-    "H100": Gpu(
-        79, PEAK_TFLOPS["H100"], 3350, 300, (Node("p5.4xlarge", 1, 6.88), Node("p5.48xlarge", 8, 55.04))
-    ),
-    "H200": Gpu(139, PEAK_TFLOPS["H200"], 4800, 300, (Node("p5en.48xlarge", 8, 63.30),)),
+    gpu.label: gpu
+    for gpu in (
+        Gpu("L4", 22, PEAK_TFLOPS["L4"], 300, 10),
+        Gpu("A10G", 22, PEAK_TFLOPS["A10G"], 600, 10),
+        Gpu("A100-40G", 39, PEAK_TFLOPS["A100"], 1555, 200),
+        Gpu("L40S", 44, PEAK_TFLOPS["L40S"], 864, 20),
+        Gpu("A100-80G", 79, PEAK_TFLOPS["A100"], 2039, 200),
+        Gpu("H100", 79, PEAK_TFLOPS["H100"], 3350, 300),
+        Gpu("H200", 139, PEAK_TFLOPS["H200"], 4800, 300),
+    )
 }
 NETWORK = 12.5  # GB/s between nodes: 100 Gbit/s, an assumption
 # Share of the peak, in training and scoring of a LoRA on one GPU: an assumption, which the plan prints.
@@ -529,8 +523,9 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         gathers = 2 + facts.keeps_reference + facts.further_forwards
         seconds = _seconds(plan, gpu, tokens * facts.sequences, at_once, learn * models, gathers)
     hours = seconds / workers / 3600
-    node = next((node for node in gpu.nodes if node.gpus >= workers), gpu.nodes[-1])
-    count = math.ceil(workers / node.gpus)
+    rented = prices.read().rent(name, workers)
+    assert rented, "the shipped prices have every kind of GPU"
+    count, node = rented
     return Cost(hours, count, node, hours * count * node.dollars, sampling)
 
 

@@ -142,6 +142,7 @@ class PPOTrainer:
             self._predict_paid_score(critic_reward)
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []
+        self.tokens = 0  # that all workers have sampled for training
         self.phases = Phases(self.device)
         self.timelines: deque[Timeline] = deque(maxlen=100)  # of the last updates
         staleness = self.rollout_config.staleness
@@ -255,6 +256,7 @@ class PPOTrainer:
         if "rollout/waited" in costs:
             costs["rollout/waiting"] = costs["rollout/waited"] / seconds
         count = self.args.batch_size
+        self.tokens += round(metrics["completions/mean_length"] * count)
         costs["train_samples_per_second"] = count / seconds
         costs["train_tokens_per_second"] = metrics["completions/mean_length"] * count / seconds
         if peak := peak_flops(self.device):
@@ -603,6 +605,7 @@ class PPOTrainer:
             "kl_coef": self.kl_coef,
             "returns": vars(self.moments),
             "skipped_steps": self.skipped_steps,
+            "tokens": self.tokens,
             "scheduler": self.scheduler.state_dict(),
             "history": self.history,
             "decoding": {"workers": self.workers, "rows": self.sampler.rows},
@@ -624,7 +627,7 @@ class PPOTrainer:
             torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.device)
         )
         self.scheduler.load_state_dict(state["scheduler"])
-        for key in ("update", "kl_coef", "skipped_steps", "history"):
+        for key in ("update", "kl_coef", "skipped_steps", "tokens", "history"):
             setattr(self, key, state[key])
         vars(self.moments).update(state["returns"])
         # How many rows are decoded at once decides the rounding. The free memory of today must not change it, unless it is less.

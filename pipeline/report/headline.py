@@ -7,6 +7,7 @@ from pipeline.config.stages import STAGE
 from pipeline.report import preferences
 from pipeline.report.gather import Run
 from pipeline.report.plots import number
+from pipeline.system import prices
 
 # For several runs: (stage, index of the metric in its headline).
 OVERVIEW = (("rm", 0), ("dpo", 0), ("kto", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
@@ -79,6 +80,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         entries.append(("peak memory", f"{peak / 2**30:.2f} GiB in the largest worker"))
     if seconds := result.get("train_seconds"):
         entries.append(("training", f"{duration(seconds)} of {duration(result['seconds'])}"))
+    if cost := result.get("cost"):
+        entries.append(("cost", prices.in_words(cost)))
     if run.run_id:
         entries.append(("MLflow run", run.run_id))
     if run.folder:

@@ -18,6 +18,7 @@ from pipeline import registry
 from pipeline.config import Job, rules
 from pipeline.config.stages import STAGE
 from pipeline.errors import summary
+from pipeline.on_ray import placement
 from pipeline.registry import lineage
 from pipeline.report.headline import how_it_ended
 from pipeline.runtime import checkpoints, resume
@@ -25,7 +26,7 @@ from pipeline.runtime.host import SweepHandle, Work
 from pipeline.runtime.preparation import Run, announce, prepared
 from pipeline.runtime.summary import print_summary
 from pipeline.runtime.worker import Worker, main
-from pipeline.system import console, storage
+from pipeline.system import console, prices, storage
 from pipeline.system.credentials import without_credentials
 
 
@@ -41,6 +42,7 @@ class Outcome:
     peak_memory: int  # bytes in the largest worker: GPU memory if it has a GPU, else resident memory
     # Which step was kept and why training ended (best.outcome), and of ppo a typical update; empty if nothing was trained.
     end: dict[str, Any]
+    usage: dict[str, Any]  # gpu, workers, and what the stage counted: see Worker.finish
 
 
 # What a stage registers or promotes: from the run and its outcome to a version, or None.
@@ -121,6 +123,7 @@ def open_run(job: Job) -> Iterator[Run]:
         InputError: if the job, the data or an input is wrong, another process runs under that name, or this job cannot
             resume what is there.
     """
+    prices.read()  # a wrong file is an error before the work
     seen = resume.state(job.folder)
     announce(job)
     registry.check_trackers(job)
@@ -200,6 +203,7 @@ def train_in_workers(
         seconds=time.monotonic() - started,
         peak_memory=left["peak_memory"],
         end={key: left[key] for key in ("kept", "ended", "timeline") if key in left},
+        usage=left["usage"],
     )
 
 
@@ -270,9 +274,23 @@ def describe(run: Run, outcome: Outcome, version: registry.Version | None) -> di
         "seconds": round(time.monotonic() - run.started, 2),
         "train_seconds": round(outcome.seconds, 2),
         "peak_memory_bytes": outcome.peak_memory,
+        "cost": prices.of_run(
+            {**outcome.usage, "gpus": gpus_of(run.job, outcome.usage)},
+            outcome.seconds,
+            not placement.on_cluster(),
+        ),
         "versions": lineage.versions(),
         "job": run.job.to_dict(),
     }
+
+
+def gpus_of(job: Job, usage: dict[str, Any]) -> float:
+    """Returns the GPUs that a run held: those of its workers, and of all rollout workers that the job allows."""
+    if not usage["gpu"]:
+        return 0
+    rollout = job.rollout_config
+    sampling = rollout.workers[1] * placement.rollout_bundle(job).resources.get("GPU", 0)
+    return usage["workers"] * placement.bundles(job)[0].resources.get("GPU", 0) + sampling
 
 
 def described(version: registry.Version | None) -> dict[str, Any]:

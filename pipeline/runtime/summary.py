@@ -8,6 +8,7 @@ from pipeline.config.stages import STAGE
 from pipeline.errors import visible
 from pipeline.references import Ref
 from pipeline.report.headline import how_it_ended
+from pipeline.system import prices
 
 SHOWN_SAMPLES = 4
 
@@ -44,7 +45,11 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
         if result["adapter"] and not version.alias:
             print(f"   {without_alias(result, version)}")
     where = result["folder"]
-    print(f"   {result['seconds']:.0f} s  {where}/{'report.html' if drawn else 'result.json'}", flush=True)
+    cost = prices.in_words(result["cost"])
+    print(
+        f"   {result['seconds']:.0f} s, {cost}  {where}/{'report.html' if drawn else 'result.json'}",
+        flush=True,
+    )
 
 
 def not_better(result: dict[str, Any]) -> str | None:

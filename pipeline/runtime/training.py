@@ -61,7 +61,7 @@ class Speed(TrainerCallback):
         self.seconds, self.tokens = 0.0, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.tokens = self._trained()
+        self.tokens = self.trained()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begun = time.monotonic()
@@ -74,7 +74,7 @@ class Speed(TrainerCallback):
 
     def take(self) -> dict[str, float]:
         """Returns the metrics since the last call, of all workers together, or {} if no step was made."""
-        tokens, seconds = self._trained() - self.tokens, self.seconds
+        tokens, seconds = self.trained() - self.tokens, self.seconds
         if not tokens or not seconds:
             return {}
         self.tokens, self.seconds = self.tokens + tokens, 0.0
@@ -86,7 +86,7 @@ class Speed(TrainerCallback):
             )
         return found
 
-    def _trained(self) -> int:
+    def trained(self) -> int:
         """Returns the tokens that all workers have trained on."""
         return int(self.trainer._total_train_tokens)  # private in TRL 1.16; see save_sums
 
@@ -275,6 +275,7 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
             trainer.evaluate()  # logs what it finds
     kept = tracked.restore() if tracked else None
     worker.end = best.outcome(tracked, kept, trainer.state.global_step, trainer.state.max_steps)
+    worker.usage = {"tokens": speed.trained()}
     if trainer.eval_dataset is not None:
         evaluated = _evaluations(trainer)
         final = next(e for e in reversed(evaluated) if e["step"] == worker.end["kept"]["step"])
@@ -315,6 +316,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
             worker.replay(_history(state))
             with open(_sums_file(worker, worker.resume), encoding="utf-8") as file:
                 sums = json.load(file)
+            trainer._total_train_tokens = sums["tokens"]
             train_loss = (sums["total_loss"] + sums["tr_loss"]) / state.global_step
             return {"train_loss": train_loss, "epoch": float(state.epoch)}
     summary = trainer.train(resume_from_checkpoint=worker.resume).metrics

@@ -154,6 +154,7 @@ class Worker(Host):
         self.step = self.total = 0  # of the last line of the log; of the run
         self.report = self._report if work.sweep else None
         self.end: dict[str, Any] = {}  # best.outcome of a stage that trains
+        self.usage: dict[str, Any] = {}  # what the stage counted: tokens, completions
         self.metrics = registry.Curves(self.job, work.run_id) if self.rank == 0 and work.run_id else None
         self.notice = PreemptionNotice()
         if self.local_rank == 0:  # files of a worker that was killed
@@ -282,6 +283,7 @@ class Worker(Host):
         # PPO resets the system's peak at each phase and keeps the highest (GiB).
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
         outcome = {"metrics": metrics, "samples": samples or [], "peak_memory": peak, **self.end}
+        outcome["usage"] = {"gpu": self._gpu(), "workers": self.world, **self.usage}
         final = os.path.join(self.scratch, "final")
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -306,6 +308,12 @@ class Worker(Host):
                     json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final")
         return outcome
+
+    def _gpu(self) -> str | None:
+        """Returns torch's name of this worker's GPU, or None."""
+        import torch
+
+        return torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
 
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:
         from pipeline.models.template import text_as_chat

@@ -103,6 +103,7 @@ def train(worker: Worker) -> dict[str, Any]:
         tracked.compare(comparison.of("policy")[0], trainer.update)
     kept = tracked.restore() if tracked else None
     worker.end = best.outcome(tracked, kept, trainer.update, trainer.total)
+    worker.usage = {"tokens": trainer.tokens, "completions": trainer.update * args.batch_size}
     worker.end["timeline"] = clock.typical(trainer.timelines)
     update = logged()[worker.end["kept"]["step"]]
     metrics = {name: value for name, value in update.items() if not name.endswith("/evaluate")}

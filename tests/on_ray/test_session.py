@@ -155,7 +155,7 @@ PHASES = [  # of a run, in their order, and the lines between them
     r'fp32 products at precision "\w+".*',
     "evaluating 60 held-out rows, then training", r"step 0/2  held-out loss .*", r"step 2/2  .*held-out loss .*",
     "checking that the adapter reloads as it was saved", "registering rlhf-sft", r"   registered rlhf-sft v1 @champion .*",
-    r"   \d+ s  /.*/one/result\.json",
+    r"   \d+ s, 0 GPU hours, [\d,]+ tokens  /.*/one/result\.json",
 ]  # fmt: skip
 # Where they take more than a moment; held-out figures
 WAITS = [

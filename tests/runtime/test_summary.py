@@ -15,6 +15,7 @@ def ended(stage, job_file, alias, gate):
         "metrics": {},
         "adapter": "x",
         "job": job,
+        "cost": {"gpu_hours": 0, "dollars": None, "tokens": 12, "dollars_per_1000_completions": None},
         "folder": "runs/x",
         "seconds": 1,
     }
