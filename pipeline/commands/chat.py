@@ -126,7 +126,7 @@ class Chat:
     def _prompt(self) -> list[int] | None:
         """Returns the token ids, or None if the text cannot be encoded. Forgets the oldest turns if they no longer fit."""
         from pipeline.data.encode import Example
-        from pipeline.data.record import Record
+        from pipeline.data.shapes import Record
         from pipeline.data.values import RowError
 
         kept = list(self.turns)

@@ -27,9 +27,8 @@ from pipeline.config import Job, load_job
 from pipeline.data import chunks, guess, preview, sets
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.files import find
-from pipeline.data.record import Record
 from pipeline.data.reshape import Preprocess
-from pipeline.data.shapes import Kind, kind_of
+from pipeline.data.shapes import Kind, Record, kind_of
 from pipeline.data.tasks import checked, held_out
 from pipeline.data.values import some
 from pipeline.errors import InputError

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.messages import shared_length
-from pipeline.data.record import Record, Text
-from pipeline.data.shapes import Kind
+from pipeline.data.messages import Text, shared_length
+from pipeline.data.shapes import Kind, Record
 from pipeline.data.template import ChatTemplate, Span, holds, no_completion, no_prompt
 from pipeline.data.values import Dropped, RowError, show
 from pipeline.models.control_tokens import ControlTokens, Escaping

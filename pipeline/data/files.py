@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 import glob
 import os
-import pathlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,24 +87,23 @@ def matching(item: str, key: str) -> list[File]:
     if found := sets.files_of(item, key):
         return [replace(one_file(path, key), revision=found.revision) for path in found.paths]
     fs, inner = storage.filesystem(item)
-    pattern = any(char in inner for char in "*?[") and not (
-        not storage.is_remote(item) and os.path.exists(inner)
-    )
-    if pattern:
-        paths = remote_glob(fs, inner) if storage.is_remote(item) else local_glob(inner)
-        infos = [info for info in fs.get_file_info(paths) if info.is_file] if paths else []
-        if not infos:
-            raise InputError(
-                f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds files "
-                "of rows, such as jobs/demo/data/pref*.jsonl",
-                key=key,
-            )
-        return [as_file(item, info) for info in infos]
+    here = not storage.is_remote(item)
+    if any(char in inner for char in "*?[") and not (here and os.path.exists(inner)):
+        if infos := below(item, fs, inner):
+            return [as_file(item, info) for info in infos]
+        raise InputError(
+            f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds files "
+            "of rows, such as jobs/demo/data/pref*.jsonl",
+            key=key,
+        )
     info = fs.get_file_info(inner)
     if info.is_file:
         return [as_file(item, info)]
     if info.type.name == "Directory":
-        return folder(item, fs, inner, key)
+        if infos := [info for info in below(item, fs, inner) if info.path.endswith(SUFFIXES)]:
+            return [as_file(item, info) for info in infos]
+        expected = f"expected files named *{', *'.join(SUFFIXES)}"
+        raise InputError(f"the folder {item!r} holds no data file; {expected}", key=key)
     if info.type.name == "Unknown":
         raise InputError(
             f"{item!r} is neither a file nor a folder; rows are read more than once, so write what comes out of a "
@@ -112,7 +111,7 @@ def matching(item: str, key: str) -> list[File]:
             key=key,
         )
     parent = os.path.dirname(inner)
-    names = os.listdir(parent) if not storage.is_remote(item) and os.path.isdir(parent) else []
+    names = os.listdir(parent) if here and os.path.isdir(parent) else []
     close = difflib.get_close_matches(os.path.basename(inner), names, 1)
     hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
     raise InputError(
@@ -128,67 +127,28 @@ def one_file(path: str, key: str) -> File:
     return as_file(path, info)
 
 
-def folder(item: str, fs: Any, inner: str, key: str) -> list[File]:
-    """Returns the data files below a folder, except hidden ones, in the order of their paths."""
+def below(item: str, fs: Any, inner: str) -> list[Any]:
+    """Returns the files that match a pattern, or all files below a folder, except hidden ones, in the order of their paths."""
     import pyarrow.fs as pafs
 
-    below = pafs.FileSelector(inner, recursive=True) if storage.is_remote(item) else files_below(inner)
-    infos = fs.get_file_info(below)
-    infos = [i for i in infos if i.is_file and i.path.endswith(SUFFIXES) and not hidden(i.path[len(inner) :])]
-    if not infos:
-        raise InputError(
-            f"the folder {item!r} holds no data file; expected files named *{', *'.join(SUFFIXES)}", key=key
-        )
-    return [as_file(item, info) for info in sorted(infos, key=lambda info: info.path)]
-
-
-def files_below(folder: str) -> list[str]:
-    """Returns all files below a local folder, each once. Following a link to a parent folder would never end."""
-    seen: set[tuple[int, int]] = set()
-    paths = []
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for path, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders.sort()
-        status = os.stat(path)
-        if (status.st_dev, status.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        paths += [os.path.join(path, name) for name in names]
-    return paths
-
-
-def local_glob(pattern: str) -> list[str]:
-    """Returns the paths that match, in order. `**` follows no links to folders, as in pathlib: they may lead back up."""
-    start, double, after = (pattern + "/" * pattern.endswith("/**")).partition("/**/")
-    if not double:
-        return sorted(glob.glob(pattern))
-    below = (
-        (str(path), folder)
-        for folder in glob.glob(start or "/")
-        for path in pathlib.Path(folder).glob(f"**/{after or '*'}")
-    )
-    return sorted(path for path, folder in below if not hidden(path[len(folder) :]) or "/." in after)
-
-
-def hidden(path: str) -> bool:
-    return any(part.startswith(".") for part in path.strip("/").split("/"))
-
-
-def remote_glob(fs: Any, pattern: str) -> list[str]:
-    import pyarrow.fs as pafs
-
-    parts = pattern.split("/")
-    fixed = next(i for i, part in enumerate(parts) if any(char in part for char in "*?["))
-    selector = pafs.FileSelector("/".join(parts[:fixed]), recursive=True, allow_not_found=True)
-    return sorted(
-        info.path
-        for info in fs.get_file_info(selector)
-        if info.is_file and fnmatch.fnmatch(info.path, pattern)
-    )
+    pattern = re.search(r"[^/]*[*?[]", inner)
+    if not storage.is_remote(item):
+        pattern = pattern if not os.path.isdir(inner) else None
+        wanted = inner if pattern else os.path.join(glob.escape(inner), "**")
+        paths = sorted(glob.glob(wanted, recursive=True), reverse=True)
+        # A link to a parent folder shows each file again, until the operating system stops it
+        once = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in paths}
+        infos = fs.get_file_info([*once.values()])
+    else:
+        base = inner[: pattern.start()].rstrip("/") if pattern else inner
+        infos = fs.get_file_info(pafs.FileSelector(base, recursive=True, allow_not_found=True))
+        wanted = inner if pattern else f"{glob.escape(base)}/*"
+        infos = [
+            info
+            for info in infos
+            if fnmatch.fnmatch(info.path, wanted) and "/." not in info.path[len(base) :]
+        ]
+    return sorted((info for info in infos if info.is_file), key=lambda info: info.path)
 
 
 def as_file(item: str, info: Any) -> File:

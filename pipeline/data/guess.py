@@ -17,11 +17,20 @@ from pipeline.config.stages import STAGE
 from pipeline.data import reshape
 from pipeline.data.messages import dialogue, offered
 from pipeline.data.reshape import Preprocess, named, value_at
-from pipeline.data.shapes import ALIASES, as_json, is_good, kind_of, parse, shape_of
 from pipeline.data.shapes import LABELS as VERDICTS
+from pipeline.data.shapes import as_json, is_good, kind_of, parse, shape_of
 from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 
+# What other datasets call a field.
+ALIASES = {
+    "prompt": "question query instruction input problem user".split(),
+    "completion": "response output answer solution target reply assistant".split(),
+    "chosen": "preferred accepted winner better positive chosen_response response_j preferred_output".split(),
+    "rejected": "dispreferred refused loser worse negative rejected_response response_k non_preferred_output".split(),
+    "label": "thumb thumbs feedback rating liked desirable".split(),
+    "messages": "conversation dialogue dialog chat turns".split(),
+}  # fmt: skip
 LOOKED = 50  # rows that are read with a guess
 # In what the names of the two columns of a pair differ.
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))

@@ -4,13 +4,16 @@ A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. It be
 template of the tokenizer applies.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.data.record import Message, Text, Turns, plain, words
 from pipeline.data.values import RowError, fields_of, nearest, read_value, show, some, type_name
 
+Message = dict[str, Any]  # role, content; of a tool call also tool_calls, tool_call_id, name
+Turns = list[Message]
+Text = str | Turns  # raw text, or messages for the chat template
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
 # A role in any case of letters -> the role that the chat template knows.
 ROLES = {
@@ -35,6 +38,17 @@ ROLES = {
 }
 
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
+
+
+def plain(value: Text) -> str:
+    """Returns the words of a completion, text or messages, to compare it with another."""
+    return value.strip() if isinstance(value, str) else "\n\n".join(words(turn).strip() for turn in value)
+
+
+def words(turn: Message) -> str:
+    """Returns the content of a turn, and its tool calls as JSON."""
+    calls = turn.get("tool_calls")
+    return turn["content"] + (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
 def text(value: Any, key: str) -> str:

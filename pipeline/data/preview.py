@@ -1,5 +1,7 @@
 """Checks the first rows of a job's files: their columns, what their labels mean, and that the stage can read them."""
 
+import contextlib
+import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +11,9 @@ from pipeline.config.job import Source, completed, sources_of
 from pipeline.data import chunks, guess, reshape
 from pipeline.data.files import File, find
 from pipeline.data.reshape import Preprocess
-from pipeline.data.shapes import kind_of, shape_of
-from pipeline.data.values import RowError
-from pipeline.errors import InputError
+from pipeline.data.shapes import Kind, kind_of, shape_of
+from pipeline.data.values import RowError, some
+from pipeline.errors import InputError, visible
 from pipeline.system import functions
 
 FILES = 16  # of a source
@@ -39,14 +41,14 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
     mapped, kind = source.columns or {}, kind_of(stage)
     if stage in ("evaluate", "pairs"):  # these read two datasets of two kinds, and each uses its own fields
         own, all_fields = (
-            {field for name in names for field in reshape.known_fields(kind_of(name))}
+            {field for name in names for field in known_fields(kind_of(name))}
             for names in ((stage,), ("evaluate", "pairs"))
         )
         others = all_fields - own
         if stage == "evaluate" and pairs:
             others |= {"chosen", "rejected"}
         mapped = {field: column for field, column in mapped.items() if field not in others}
-    reshape.check_columns(mapped, kind, f"{key}.columns")
+    check_columns(mapped, kind, f"{key}.columns")
     if source.label and "good" in source.label and "label" not in kind.further.union(*kind.shapes.values()):
         raise InputError(
             f"`{stage}` reads no ratings; expected {{first: VALUE, second: VALUE}}", key=f"{key}.label"
@@ -58,6 +60,63 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
         functions.digest([source.transform]) if source.transform else "",
         source.group_by,
     )
+
+
+def known_fields(kind: Kind) -> list[str]:
+    """Returns the fields that the rows of a kind may have, first the fields of the shapes."""
+    needs = [name for shape in kind.shapes.values() for name in shape]
+    unordered = reshape.UNORDERED if kind.has_pairs else ()
+    input_of = ("input",) if "instruction" in needs else ()
+    return [*dict.fromkeys([*needs, *unordered, *sorted(kind.further), *input_of, "system", "tools"])]
+
+
+def check_columns(columns: reshape.Columns, kind: Kind, key: str = "data.columns") -> None:
+    """Raises InputError for fields that the stage does not read, and for a column that is given to two of them."""
+    known, taken = known_fields(kind), dict[str, str]()
+    for field, column in columns.items():
+        near = difflib.get_close_matches(field, known, 1)
+        if field not in known and (near or not kind.keeps_columns):
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+            raise InputError(f"`{kind.stage}` reads no field of this name; {hint}", key=f"{key}.{field}")
+        if isinstance(column, list) and field != "label":
+            raise InputError(f"found {len(column)} columns, expected one", key=f"{key}.{field}")
+        for one in reshape.named(column):
+            if one in taken:
+                raise InputError(
+                    f"found {one!r}, which is {key}.{taken[one]} already; a column becomes one field",
+                    key=f"{key}.{field}",
+                )
+            taken[one] = field
+    if not reshape.shapes_with(columns, kind.shapes):
+        one_of = " | ".join(kind.shapes)
+        raise InputError(
+            f"no row of `{kind.stage}` has {' and '.join(columns)}; expected fields of one of {one_of}",
+            key=key,
+        )
+
+
+def check_there(
+    columns: reshape.Columns, rows: Sequence[dict[str, Any]], file: str, key: str = "data.columns"
+) -> None:
+    """Raises InputError for a column that none of a file's first rows has."""
+
+    def has(row: dict[str, Any], path: str) -> bool:
+        with contextlib.suppress(KeyError):
+            reshape.value_at(row, path)
+            return True
+        return False
+
+    names = [*dict.fromkeys(name for row in rows for name in some(row))]
+    for field, column in columns.items():
+        for one in reshape.named(column):
+            if rows and not any(has(row, one) for row in rows):
+                shown = visible(", ".join(names[:30]), lines=False)
+                near = difflib.get_close_matches(one, names, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise InputError(
+                    f"{file}: rows 1-{len(rows):,} have no column {one!r}; their columns are {shown}{hint}",
+                    key=f"{key}.{field}",
+                )
 
 
 @dataclass(frozen=True)
@@ -88,7 +147,7 @@ def resolve_labels(
     labels: dict[str, list[Any]] = {}  # by preprocessing, which several sources may share
     for head in heads:
         mapping, file = head.preprocess.columns, head.file.path
-        reshape.check_there(mapping, head.rows, file, f"{head.source}.columns")
+        check_there(mapping, head.rows, file, f"{head.source}.columns")
         mapped = [row for row in (_renamed(row, mapping) for row in head.rows) if row is not None]
         labels.setdefault(repr(head.preprocess), []).extend(
             row["label"]

@@ -23,7 +23,6 @@ one is better. Columns such as response_0, response_1 and better_response_id set
 import dataclasses
 import datetime
 import decimal
-import difflib
 import json
 import math
 import re
@@ -33,11 +32,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.data.messages import decoded
 from pipeline.data.values import Dropped, RowError, fields_of, nearest, setting, show, some, type_name
-from pipeline.errors import InputError, in_brief, visible
+from pipeline.errors import InputError, in_brief
 from pipeline.system.functions import imported
 
 # ---- data.transform --------------------------------------------------------------------------------------------------
@@ -105,56 +104,6 @@ Columns = Mapping[str, str | list[str]]
 UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 
-class RowFormat(Protocol):
-    """What this file reads of a `shapes.Kind`."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[str, ...]]: ...
-    @property
-    def needed(self) -> frozenset[str]: ...
-    @property
-    def further(self) -> frozenset[str]: ...
-    @property
-    def has_pairs(self) -> bool: ...
-    @property
-    def keeps_columns(self) -> bool: ...
-    @property
-    def stage(self) -> str: ...
-
-
-def known_fields(kind: RowFormat) -> list[str]:
-    """Returns the fields that the rows of a kind may have, first the fields of the shapes."""
-    needs = [name for shape in kind.shapes.values() for name in shape]
-    unordered = UNORDERED if kind.has_pairs else ()
-    input_of = ("input",) if "instruction" in needs else ()
-    return [*dict.fromkeys([*needs, *unordered, *sorted(kind.further), *input_of, "system", "tools"])]
-
-
-def check_columns(columns: Columns, kind: RowFormat, key: str = "data.columns") -> None:
-    """Raises InputError for fields that the stage does not read, and for a column that is given to two of them."""
-    known, taken = known_fields(kind), dict[str, str]()
-    for field, column in columns.items():
-        near = difflib.get_close_matches(field, known, 1)
-        if field not in known and (near or not kind.keeps_columns):
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
-            raise InputError(f"`{kind.stage}` reads no field of this name; {hint}", key=f"{key}.{field}")
-        if isinstance(column, list) and field != "label":
-            raise InputError(f"found {len(column)} columns, expected one", key=f"{key}.{field}")
-        for one in named(column):
-            if one in taken:
-                raise InputError(
-                    f"found {one!r}, which is {key}.{taken[one]} already; a column becomes one field",
-                    key=f"{key}.{field}",
-                )
-            taken[one] = field
-    if not shapes_with(columns, kind.shapes):
-        one_of = " | ".join(kind.shapes)
-        raise InputError(
-            f"no row of `{kind.stage}` has {' and '.join(columns)}; expected fields of one of {one_of}",
-            key=key,
-        )
-
-
 def named(column: str | Sequence[str]) -> list[str]:
     return [column] if isinstance(column, str) else [*column]
 
@@ -210,31 +159,6 @@ def value_at(row: dict[str, Any], path: str) -> Any:
 def absent(row: dict[str, Any], field: str, column: str) -> RowError:
     found = fields_of(some(row)) + nearest(column, row)
     return RowError("missing_field", column, found, f"the column that data.columns.{field} names")
-
-
-def check_there(
-    columns: Columns, rows: Sequence[dict[str, Any]], file: str, key: str = "data.columns"
-) -> None:
-    """Raises InputError for a column that none of a file's first rows has."""
-    names = [*dict.fromkeys(name for row in rows for name in some(row))]
-    for field, column in columns.items():
-        for one in named(column):
-            if rows and not any(_has(row, one) for row in rows):
-                shown = visible(", ".join(names[:30]), lines=False)
-                near = difflib.get_close_matches(one, names, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise InputError(
-                    f"{file}: rows 1-{len(rows):,} have no column {one!r}; their columns are {shown}{hint}",
-                    key=f"{key}.{field}",
-                )
-
-
-def _has(row: dict[str, Any], path: str) -> bool:
-    try:
-        value_at(row, path)
-    except KeyError:
-        return False
-    return True
 
 
 # ---- data.label, and scores ------------------------------------------------------------------------------------------
@@ -410,7 +334,15 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
         return Rule((0.0,), (1.0,), derived=True)
     if not numbers and words and None not in words and ({"first", "second"} <= words or not doubtful):
         return Rule(derived=True)
-    raise InputError(_unclear([*values.values()], column, key), key=key)
+    found = ", ".join(show(value) for value in [*values.values()][:SEVERAL]) or "no label in the first rows"
+    ends = [f"{one:g}" for one in numbers] if numbers else sorted(map(str, values.values()))
+    first, second = (ends[0], ends[-1]) if len(ends) == len(values) > 1 else ("VALUE", "VALUE")
+    raise InputError(
+        f"found {found} in the column {column!r}, whose meaning is ambiguous; set "
+        f"{setting(key, f'{{first: {first}, second: {second}}}')} if {first} means that the first completion is better (and tie: "
+        f"VALUE for neither), or name another column: {key.removesuffix('label')}columns.label=COLUMN",
+        key=key,
+    )
 
 
 def are_numbered(columns: Mapping[str, Any]) -> bool:
@@ -421,27 +353,6 @@ def are_numbered(columns: Mapping[str, Any]) -> bool:
         for at in re.finditer(r"(?<!\d)0(?!\d)", first)
     )
     return numbered and all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))
-
-
-def _unclear(values: list[Any], column: str, key: str) -> str:
-    """Returns why the values of a label are ambiguous, and the setting that fixes it. `key` names the label's key."""
-    shown = ", ".join(show(value) for value in values[:SEVERAL])
-    if not values:
-        return f"the column {column!r} holds no label in the first rows; name another: {key.removesuffix('label')}columns.label=COLUMN"
-    if len(values) > SEVERAL:
-        return f"the column {column!r} holds more than {SEVERAL} different values ({shown}, ...), and is no label"
-    ends = sorted(values, key=lambda value: (isinstance(value, str), str(value)))
-    first, second, *tie = ends if len(ends) > 1 else [*ends, "B"]
-    numbers = sorted(number for value in values if isinstance(number := comparable(value), float))
-    if numbers == [0, 1, 2]:
-        first, second, tie = 1, 2, [0]
-    elif len(numbers) == len(values) > 1:  # a scale; what lies between goes to the nearer
-        first, second, tie = f"{numbers[0]:g}", f"{numbers[-1]:g}", []
-    rest = f", tie: {tie[0] if len(tie) == 1 else tie}" if tie else ""
-    return (
-        f"found the labels {shown} in the column {column!r}, whose meaning is ambiguous; if {first} means that the first "
-        f"completion is better, set {setting(key, f'{{first: {first}, second: {second}{rest}}}')}"
-    )
 
 
 NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
@@ -461,15 +372,22 @@ class Preprocess:
     # `transform` gets all consecutive rows that have the same value in this column
     group_by: str | None = None
 
-    def rows(self, row: Any, kind: RowFormat, note_label: NoteLabel | None = None) -> Iterator[Any]:
+    def rows(
+        self, row: Any, needed: Iterable[str], has_pairs: bool, note_label: NoteLabel | None = None
+    ) -> Iterator[Any]:
         """Yields what a decoded row becomes: rows, RowError or Dropped.
 
         Args:
+            needed: the fields that shapes need.
+            has_pairs: whether a row may have two completions.
             note_label: is called with the column of each label, and what its value means.
         """
         for made in self.transformed(row):
             try:
-                yield self._fields(made, kind, note_label) if isinstance(made, dict) else made
+                if isinstance(made, dict):
+                    made = renamed(made, self.columns, needed) if self.columns else made
+                    made = self._labelled(made, has_pairs, note_label)
+                yield made
             except RowError as error:
                 yield error
 
@@ -483,13 +401,11 @@ class Preprocess:
         except RowError as error:
             yield error
 
-    def _fields(self, row: dict[str, Any], kind: RowFormat, note_label: NoteLabel | None) -> Any:
-        if self.columns:
-            row = renamed(row, self.columns, kind.needed)
+    def _labelled(self, row: dict[str, Any], has_pairs: bool, note_label: NoteLabel | None) -> Any:
         if self.rule and self.rule.good and "label" in row:
             made = graded(row, self.rule)
             meaning = "neither" if made is None else "good" if made["label"] else "bad"
-        elif kind.has_pairs and "first" in row and "second" in row:
+        elif has_pairs and "first" in row and "second" in row:
             made = ordered(row, self.rule)
             meaning = "tie" if made is None else "first" if made["chosen"] is row["first"] else "second"
         else:

@@ -4,14 +4,16 @@ KIND is the table; config.stages.STAGE says which kind a stage reads. A row has 
 """
 
 import contextlib
-import difflib
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGE
 from pipeline.data.messages import (
+    Text,
+    Turns,
     as_turns,
     check_prompt,
     completion_text,
@@ -21,16 +23,89 @@ from pipeline.data.messages import (
     instruction,
     messages,
     offered,
+    plain,
     prompt_text,
     repeats_prompt,
     split_transcripts,
     with_system,
+    words,
 )
-from pipeline.data.record import Record, Text, Turns, plain
 from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
-from pipeline.data.values import RowError, check_values, fields_of, show, some
-from pipeline.errors import visible
+from pipeline.data.values import RowError, check_values, fields_of, nearest, show, some
 from pipeline.references import Ref
+
+
+@dataclass
+class Record:
+    """A row in canonical form.
+
+    `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each pair of preferences,
+    nothing for a prompt. Completions are text if `prompt` is text, else messages that begin with an assistant turn.
+    """
+
+    prompt: Text
+    pairs: list[tuple[Text, ...]] = field(default_factory=list)
+    # train on the assistant turns inside `prompt` too
+    all_turns: bool = False
+    # turns that are not trained, numbered through prompt and completion
+    untrained: frozenset[int] = frozenset()
+    margin: float | None = None
+    # of rated completions: whether the completion is desirable, for each of `pairs`, which are 1-tuples
+    labels: tuple[bool, ...] = ()
+    # the registered version whose conversation the row is from, models:/NAME/NUMBER, or None if the row names none
+    version: str | None = None
+    # JSON schemas of the functions that may be called, for the chat template
+    tools: list[dict[str, Any]] | None = None
+    # columns of the row that nothing reads
+    unread: tuple[str, ...] = ()
+    # JSON: the prompt and all other columns, as a Python reward gets them
+    row: str = ""
+
+    def joined(self) -> str:
+        """Returns the text around the border of a text prompt and completion that meet without white space, or ""."""
+        if not isinstance(self.prompt, str) or self.prompt[-1:].isspace():
+            return ""
+        sides = [str(side) for pair in self.pairs for side in pair]
+        return next((self.prompt[-20:] + side[:20] for side in sides if not side[:1].isspace()), "")
+
+    def prompt_key(self) -> str:
+        """Returns a key that is equal for two rows with the same prompt, with any completions."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return json.dumps([[turn["role"], words(turn)] for turn in self.prompt], ensure_ascii=False)
+
+    def prompt_content(self) -> str:
+        """Returns a key that is equal for a text prompt and a single message with the same content. It splits the hold-out."""
+        if isinstance(self.prompt, str):
+            return self.prompt.strip()
+        return self.prompt[0]["content"].strip() if len(self.prompt) == 1 else self.prompt_key()
+
+    def digests(self) -> bytes:
+        """Returns 8 bytes of the prompt and 8 of prompt and completions, equal for text and messages with the same content."""
+        prompt = self.prompt_content()
+        completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
+        return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
+
+    def preferences(self) -> list[int]:
+        """Returns 64 bits for each pair: a digest of prompt and both completions. The lowest bit is which one is preferred.
+
+        For each rated completion, it is a digest of prompt and completion, and the lowest bit is the label.
+        """
+        keys = []
+        for (completion,), label in zip(self.pairs, self.labels, strict=True) if self.labels else ():
+            one = json.dumps([self.prompt_content(), plain(completion)], ensure_ascii=False)
+            keys.append(digest(one) & ~1 | label)
+        for pair in self.pairs:
+            if len(pair) == 2:
+                sides = [plain(side) for side in pair]
+                both = json.dumps([self.prompt_content(), *sorted(sides)], ensure_ascii=False)
+                keys.append(digest(both) & ~1 | (sides[0] < sides[1]))
+        return keys
+
+
+def digest(text: str) -> int:
+    """Returns the first 64 bits of the BLAKE2 hash of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 @dataclass(frozen=True)
@@ -68,7 +143,7 @@ class Kind:
 
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """Yields what a decoded row of a file becomes: rows, RowError or Dropped."""
-        return self.preprocess.rows(row, self, note_label)
+        return self.preprocess.rows(row, self.needed, self.has_pairs, note_label)
 
 
 # ---- demonstrations: a prompt and the completion to learn ------------------------------------------------------------
@@ -187,6 +262,10 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
     """Parses a row of one of PREFERENCES: one pair, or one for each index of `pos_answers` and `neg_answers`."""
     margin = margin_of(row)
     key = shape.split("+")[0]
+
+    def given_prompt() -> Text:
+        return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
+
     if shape == "prompt+pos_answers+neg_answers":
         prompt, pairs = answers(row)
     elif shape == "chosen+rejected":
@@ -198,9 +277,9 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
         pairs = [completions]
         given = row[key]
         if not isinstance(given, str) or given.strip():  # an empty one says nothing else
-            prompt = agreed(prompt, given_prompt(row, key), key)
+            prompt = agreed(prompt, given_prompt(), key)
     else:
-        prompt = given_prompt(row, key)
+        prompt = given_prompt()
         pairs = [tuple(completion_text(row[side], side, prompt) for side in SIDES)]
     for index, (chosen, rejected) in enumerate(pairs):
         if plain(chosen) == plain(rejected):
@@ -214,16 +293,16 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
     return Record(prompt, pairs, margin=margin)
 
 
-def given_prompt(row: dict[str, Any], key: str) -> Text:
-    return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
-
-
 def agreed(repeated: Text, given: Text, key: str) -> Text:
     """Returns the prompt of a row that has it in the field `key` (`given`) and again in both completions (`repeated`).
 
     If one is the end of the other, returns the longer one: the field often holds one question of a conversation, or adds
     system turns. Otherwise they must agree.
     """
+
+    def stripped(turns: Turns) -> list[tuple[str, str]]:
+        return [(turn["role"], turn["content"].strip()) for turn in turns]
+
     repeated_turns, given_turns = as_turns(repeated), as_turns(given)
     for longer, shorter in ((repeated_turns, given_turns), (given_turns, repeated_turns)):
         if stripped(longer[-len(shorter) :]) == stripped(shorter):
@@ -238,11 +317,6 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
         f"{show(repeated_turns[-1]['content'])}",
         f"the same prompt there as in `{key}`, or completions without a prompt",
     )
-
-
-def stripped(turns: Turns) -> list[tuple[str, str]]:
-    """Returns (role, content) of each turn, without white space around the content."""
-    return [(turn["role"], turn["content"].strip()) for turn in turns]
 
 
 def margin_of(row: dict[str, Any]) -> float | None:
@@ -392,28 +466,19 @@ _WHOLE_PAIR = {"chosen_ids": list, "rejected_ids": list, "margin": float}
 _RATED = {"prompt_ids": list, "completion_ids": list, "label": bool}
 _PROMPT = {"input_ids": list, "row": str}
 _SCORED = {**_PAIR, "row": str}
+_LABELS = {"input_ids": list, "labels": list}
 _MARGIN = frozenset({"margin"})
 
 KIND = {
-    "demonstrations": Kind(
-        DEMONSTRATIONS,
-        parse_demonstration,
-        None,
-        {"input_ids": list, "labels": list},
-        "learned",
-        frozenset(LABELS),
-        packs=True,
-    ),
+    "demonstrations": Kind(DEMONSTRATIONS, parse_demonstration, None, _LABELS, "learned", frozenset(LABELS), packs=True),
     "preferences": Kind(PREFERENCES, parse_preference, _preference, _PAIR, "learned", _MARGIN),
-    "whole_preferences": Kind(
-        PREFERENCES, parse_preference, _whole_preference, _WHOLE_PAIR, "scored", _MARGIN
-    ),
+    "whole_preferences": Kind(PREFERENCES, parse_preference, _whole_preference, _WHOLE_PAIR, "scored", _MARGIN),
     "thumbs": Kind(RATED, parse_rated, _rated, _RATED, "learned", _MARGIN),
     "prompts": Kind(PROMPTS, parse_prompt, _prompt, _PROMPT, "written"),
     "answered_prompts": Kind(PROMPTS, parse_answered, _prompt, _PROMPT, "written"),
     "completions": Kind(SCORED, parse_scored, _scored, _SCORED, "scored"),
     "pairs": Kind(PREFERENCES, parse_scored, _scored, _SCORED, "scored"),
-}
+}  # fmt: skip
 
 
 def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
@@ -425,35 +490,6 @@ def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
 
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------------
-
-# What other data sets call a field.
-ALIASES = {
-    "prompt": ("question", "query", "instruction", "input", "problem", "user"),
-    "completion": ("response", "output", "answer", "solution", "target", "reply", "assistant"),
-    "chosen": (
-        "preferred",
-        "accepted",
-        "winner",
-        "better",
-        "positive",
-        "chosen_response",
-        "response_j",
-        "preferred_output",
-    ),
-    "rejected": (
-        "dispreferred",
-        "refused",
-        "loser",
-        "worse",
-        "negative",
-        "rejected_response",
-        "response_k",
-        "non_preferred_output",
-    ),
-    "label": ("thumb", "thumbs", "feedback", "rating", "liked", "desirable"),
-    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
-}
-OPTIONAL = {"input", "margin", "system"}  # fields that no shape needs
 
 
 def parse(row: Any, kind: Kind) -> Record:
@@ -470,16 +506,13 @@ def parse(row: Any, kind: Kind) -> Record:
     row = {**row, **{key: unpacked(key, row[key]) for key in kind.shapes[shape]}}
     record = kind.parse(row, shape)
     record.tools = offered(row.get("tools"))
-    record.version = version_of(row)
+    if isinstance(version := row.get("version"), str) and Ref.parse(version).version:
+        record.version = version
     if "row" not in kind.columns:  # else all columns go to Python rewards
-        record.unread += tuple(key for key in row if key not in read_of(record, kind, shape))
+        read = {*kind.shapes[shape], *kind.further, "system"} | ({"version"} if record.version else set())
+        read |= ({"input"} if "instruction" in read else set()) | ({"tools"} if record.tools else set())
+        record.unread += tuple(key for key in row if key not in read)
     return record
-
-
-def version_of(row: Mapping[str, Any]) -> str | None:
-    """Returns the registered version (models:/NAME/NUMBER in `version`) that generated a row, or None for other values."""
-    version = row.get("version")
-    return version if isinstance(version, str) and Ref.parse(version).version else None
 
 
 def unpacked(field: str, value: Any) -> Any:
@@ -495,12 +528,6 @@ def unpacked(field: str, value: Any) -> Any:
     return items if is_chat else value
 
 
-def read_of(record: Record, kind: Kind, shape: str) -> set[str]:
-    """Returns the columns that are read from a row of a shape."""
-    read = {*kind.shapes[shape], *kind.further, "system"} | ({"version"} if record.version else set())
-    return read | ({"input"} if "instruction" in read else set()) | ({"tools"} if record.tools else set())
-
-
 def shape_of(row: dict[str, Any], kind: Kind) -> str | None:
     """Returns the name of the shape of a row, or None."""
     return next((name for name, needs in kind.shapes.items() if all(key in row for key in needs)), None)
@@ -508,40 +535,11 @@ def shape_of(row: dict[str, Any], kind: Kind) -> str | None:
 
 def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
     """Returns the error of a row without a shape. It names a missing field of the nearest shape, and a similar field."""
-    shapes, keys = kind.shapes.values(), some(row)
-    known = {name for needs in shapes for name in needs}
-    unknown = [key for key in keys if key not in known | OPTIONAL]
-    nearest_shape = max(shapes, key=lambda needs: _likeness(needs, keys, unknown))
-    missing = [need for need in nearest_shape if need not in row]
-    meant = _meant(missing, unknown)
-    hint = (
-        f" (is {', '.join(f'`{visible(key, lines=False)}` meant to be `{name}`' for name, key in meant.items())}?)"
-        if meant
-        else ""
-    )
-    expected = "one of " + " | ".join(kind.shapes) + f" (stage {kind.stage})"
-    if len(meant) == len(missing) and all(key.isidentifier() for key in meant.values()):
-        renamed = ", ".join(f"{name}: {column}" for name, column in meant.items())
-        expected += f"; data.columns='{{{renamed}}}' renames"
-    return RowError("missing_field", missing[0], fields_of(keys) + hint, expected)
-
-
-def _meant(names: Iterable[str], keys: list[str]) -> dict[str, str]:
-    """Returns {field: the key that it is likely to be called}, by spelling or as other datasets do; each key stands for one."""
-    meant: dict[str, str] = {}
-    for name in names:
-        left = [key for key in keys if key not in meant.values()]
-        close = difflib.get_close_matches(name, left, 1)
-        words = [key for key in left if name in key.split("_")]  # response_chosen
-        aliases = [alias for alias in ALIASES.get(name, ()) if alias in left]
-        if found := [*close, *words, *aliases]:
-            meant[name] = found[0]
-    return meant
-
-
-def _likeness(needs: Sequence[str], keys: list[str], unknown: list[str]) -> float:
-    missing = [need for need in needs if need not in keys]
-    return (len(needs) - len(missing) + 0.5 * len(_meant(missing, unknown))) / len(needs)
+    shape = max(kind.shapes.values(), key=lambda needs: sum(need in row for need in needs) / len(needs))
+    missing = next(need for need in shape if need not in row)
+    others = [key for key in row if key not in kind.needed]
+    found, expected = fields_of(some(row)) + nearest(missing, others), " | ".join(kind.shapes)
+    return RowError("missing_field", missing, found, f"one of {expected} (stage {kind.stage})")
 
 
 def example(kind: Kind) -> str:

@@ -14,9 +14,8 @@ from typing import Any
 from pipeline.data.chunks import Chunk, locate, rows, where
 from pipeline.data.counts import Counts
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.record import Record
 from pipeline.data.reshape import NOTHING, Preprocess
-from pipeline.data.shapes import Kind, as_json, kind_of, parse
+from pipeline.data.shapes import Kind, Record, as_json, kind_of, parse
 from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 

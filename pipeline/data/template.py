@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.data.record import Turns
+from pipeline.data.messages import Turns
 from pipeline.data.values import RowError, show
 from pipeline.errors import visible
 from pipeline.models.template import DATE, GENERATION

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.commands import collect
 from pipeline.config import Collect
-from pipeline.data.record import plain
+from pipeline.data.messages import plain
 from pipeline.data.shapes import KIND, kind_of, parse, shape_of
 from pipeline.errors import InputError
 

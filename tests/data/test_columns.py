@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipeline.data import reshape
-from pipeline.data.preview import preprocessing
+from pipeline.data.preview import check_columns, check_there, preprocessing
 from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
@@ -77,17 +76,17 @@ def test_columns_of_a_python_reward_may_be_renamed():
 )  # fmt: skip
 def test_mappings_that_mean_nothing_are_refused(stage, mapped, expected):
     with pytest.raises(InputError, match=expected):
-        reshape.check_columns(mapped, kind_of(stage))
+        check_columns(mapped, kind_of(stage))
 
 
 def test_a_column_that_is_not_there():
     rows = [{"instruction": "a", "output_1": "b"}, {"instruction": "a", "output_2": "c"}]
-    reshape.check_there({"chosen": "output_2"}, rows, "f.jsonl")
+    check_there({"chosen": "output_2"}, rows, "f.jsonl")
     with pytest.raises(
         InputError,
         match=r"data\.columns\.chosen: f\.jsonl: rows 1-2 have no column 'output1'; their columns are instruction, output_1, output_2; did you mean 'output_1'\?",
     ):
-        reshape.check_there({"chosen": "output1"}, rows, "f.jsonl")
+        check_there({"chosen": "output1"}, rows, "f.jsonl")
     with pytest.raises(
         RowError,
         match=r"`output_1`: found fields instruction, output_2.*the column that data\.columns\.chosen names",

@@ -115,24 +115,6 @@ def test_row_errors(stage, row, kind, field):
     assert caught.value.found and caught.value.expected
 
 
-def test_fields_with_the_names_of_other_data_sets_are_recognised():
-    with pytest.raises(RowError) as caught:
-        parsed({"question": "a", "response": "b", "id": 7}, "sft")
-    assert caught.value.field == "prompt"
-    assert "is `question` meant to be `prompt`, `response` meant to be `completion`?" in caught.value.found
-    assert "data.columns='{prompt: question, completion: response}' renames" in caught.value.expected
-    with pytest.raises(
-        RowError, match="is `winner` meant to be `chosen`, `loser` meant to be `rejected`"
-    ) as caught:
-        parsed({"prompt": "a", "winner": "b", "loser": "c"}, "rm")
-    assert "data.columns='{chosen: winner, rejected: loser}' renames" in caught.value.expected
-
-
-def test_a_field_that_is_called_otherwise_is_named():
-    with pytest.raises(RowError, match="`response_chosen` meant to be `chosen`, `response_rejected` meant"):
-        parsed({"question": "a", "response_chosen": "b", "response_rejected": "c"}, "rm")
-
-
 def test_a_misspelt_field_names_the_near_one_and_the_shapes():
     with pytest.raises(RowError) as caught:
         parsed({"promt": "a", "completion": "b"}, "sft")

@@ -4,7 +4,6 @@ import pytest
 from toy_data import ASIDE, BOT, NO, PREFERENCES, SYSTEM, USER, encoded, encoder, parsed
 
 from pipeline.data.encode import Example
-from pipeline.data.shapes import stripped
 from pipeline.data.values import RowError
 
 
@@ -44,7 +43,8 @@ def test_a_prompt_that_both_sides_repeat(given, repeated, prompt, key):
             parsed(row, "dpo")
         assert (caught.value.kind, caught.value.field) == ("prompts_differ", key)
     else:
-        assert stripped(parsed(row, "dpo").prompt) == stripped(prompt)
+        found = parsed(row, "dpo").prompt
+        assert [{**turn, "content": turn["content"].strip()} for turn in found] == prompt
 
 
 @pytest.mark.parametrize("margin", [0, 1 / 3, 3, 100])

@@ -39,19 +39,16 @@ def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values
 @pytest.mark.parametrize(
     ("values", "typed"),
     [
-        ([0, 1], "if 0 means that the first completion is better, set data.label='{first: 0, second: 1}'"),
+        ([0, 1], "set data.label='{first: 0, second: 1}' if 0 means that the first completion is better"),
         ([True, False], "{first: 0, second: 1}"),
         ([1, 1], "data.label="),  # 0 and 1, or 1 and 2?
-        ([0, 1, 2], "{first: 1, second: 2, tie: 0}"),
+        ([0, 1, 2], "{first: 0, second: 2}"),
         ([-1, 1], "{first: -1, second: 1}"),
         (["model_1"], "data.label="),  # or is the other one model_0?
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
         (["right"], "data.label="),  # the right-hand one, or the one that is right?
         (["left"], "data.label="),
-        (["a", "b", "c"], "{first: a, second: b, tie: c}"),
-        ([1, 2, 3], "{first: 1, second: 3}"),
         ([None, ""], "data.columns.label=COLUMN"),
-        ([*range(40)], "more than 12 different values"),
     ],
 )  # fmt: skip
 def test_what_can_mean_several_things_is_asked_for(values, typed):
