@@ -118,11 +118,7 @@ def room(need: Bundle, nodes: Iterable[NodeType], types: Iterable[NodeType], max
 
 
 def check(file: Path) -> dict[str, Any]:
-    """Checks what needs no cloud account: tools, lines to fill in, files to mount, the token. `ray up` checks the rest.
-
-    Raises:
-        InputError: naming what is missing.
-    """
+    """Checks what needs no cloud account: tools, lines to fill in, files to mount, the token. `ray up` checks the rest."""
     config = read(file)
     for tool, package in TOOLS.items():
         if not shutil.which(tool):

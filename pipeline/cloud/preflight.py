@@ -26,7 +26,7 @@ from pipeline.errors import InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.placement import Bundle
 from pipeline.planning import plan
-from pipeline.planning.known import config_of
+from pipeline.planning.shape import config_of
 from pipeline.system import console, storage
 
 # Bytes of an upload: Ray keeps it in the memory of the head, 100 MiB at most.
@@ -280,11 +280,7 @@ def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster
 
 
 def upload_files(folder: str = ".") -> dict[str, int]:
-    """Returns {path below `folder`: bytes} of what Ray uploads: all files that .rayignore and .gitignore do not name.
-
-    Raises:
-        InputError: above 100 MiB, with the five largest.
-    """
+    """Returns {path below `folder`: bytes} of what Ray uploads. Raises InputError above 100 MiB, with the five largest."""
     # The function that the upload uses (ray 2.60, private). Remove when Ray lists what it would upload.
     from ray._private.runtime_env.packaging import _dir_travel
 

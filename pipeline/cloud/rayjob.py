@@ -150,11 +150,7 @@ def group(job: Job, name: str, each: Bundle, count: int, section: str) -> dict[s
 
 
 def labels_of(each: Bundle, section: str) -> dict[str, str]:
-    """Returns labels of worker pods that satisfy the selector of a worker: without them the autoscaler starts none.
-
-    Raises:
-        InputError: if the job does not allow $GPU.
-    """
+    """Returns labels of worker pods that satisfy the selector of a worker: without them the autoscaler starts none."""
     labels = {}
     for key, value in each.selector.items():
         if placement.matches({key: value}, {}):  # it excludes values, so no label is needed

@@ -65,11 +65,7 @@ GONE_SECONDS = 600
 
 
 def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
-    """Checks, submits and follows a job. Returns its exit status.
-
-    Raises:
-        InputError: if something is wrong; then nothing was submitted.
-    """
+    """Checks, submits and follows a job. Returns its exit status."""
     name, jobs = load(verb, path, overrides)
     if verb in RUNS and jobs[0].run.name is None:
         overrides = [*overrides, f"run.name={name}"]
@@ -181,11 +177,7 @@ def is_dashboard(address: str) -> bool:
 
 
 def check_address(address: str) -> None:
-    """Checks that a process listens at the HOST:PORT of a cluster to join: Ray itself would wait for minutes.
-
-    Raises:
-        InputError: if it does not.
-    """
+    """Raises InputError if nothing listens at the HOST:PORT of a cluster to join: Ray itself would wait for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")

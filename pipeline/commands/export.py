@@ -80,11 +80,7 @@ def export(job: Job) -> dict[str, Any]:
 
 
 def write(host: Host, name: str, folder: str) -> dict[str, float]:
-    """Merges one adapter into `folder`. Returns the differences from the adapter.
-
-    Raises:
-        Failure: if the folder, loaded back, differs; then there is no folder.
-    """
+    """Merges one adapter into `folder` and returns the differences. Raises Failure, and leaves no folder, if too large."""
     from pipeline.models.base import load_base
 
     model, adapter = replace(host.job.model, load_in_4bit=False), host.input(name)
@@ -207,11 +203,7 @@ def expectations(host: Host, name: str) -> list[Any]:
 
 
 def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
-    """Compares the folder in plain transformers with the adapter. Returns the differences.
-
-    Raises:
-        Failure: if they differ by more than the dtype's rounding.
-    """
+    """Compares the folder in plain transformers with the adapter. Returns the differences, or raises Failure if too large."""
     import torch
     import transformers
 

@@ -8,11 +8,7 @@ from pipeline.errors import InputError
 
 
 def run(name: str, more: list[str]) -> None:
-    """Prints type, default, range and meaning of keys, or of all keys of a section.
-
-    Raises:
-        InputError: if there is no such key.
-    """
+    """Prints type, default, range and meaning of keys, or of all keys of a section."""
     every = {key for stage in STAGE for key in schema.keys_of(stage)} | {*INPUTS, "gate", "extends"}
     for one in [name, *more]:
         found = [one] if one in every else sorted(key for key in every if key.startswith(f"{one}."))

@@ -28,12 +28,7 @@ from pipeline.system import console, storage
 
 
 def run(path: str, overrides: list[str]) -> dict[str, Any]:
-    """Runs an iteration. Returns the content of iterate.json.
-
-    Raises:
-        InputError: if one of its jobs is wrong; nothing has started then.
-        Failure: if a round has no rows to train on.
-    """
+    """Runs an iteration. Returns the content of iterate.json. Nothing has started if one of its jobs is wrong."""
     plan = _in_one_home(plans.read(path, overrides))
     resume.check_folder(plan.folder, "an iteration", "iterate")
     seen = resume.state(plan.folder)
@@ -45,14 +40,16 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
         print(closing(plan, left), flush=True)
         return left
     for step, job in plan.jobs.items():
+        # The rows of a round do not exist yet.
+        rows = plan.jobs["collect"].data.train if step == plan.train else job.data.train
         with plans.of_step(step):
-            check_paths(_before_there_are_rows(plan, step, job))
+            check_paths(replace(job, data=replace(job.data, train=rows)))
             check_scaling(job)
     print(f"\n== iterate  {plan.train}  {plan.name}  {path}", flush=True)
     with console.waiting("opening MLflow"):
         registry.check(plan.jobs[plan.train])
     essence = plan.essence()  # with the aliases that the job names
-    plan, inputs = pinned(plan, known_versions(plan, left))
+    plan, inputs = pinned(plan, left)
     first = plan.jobs[plan.train]
     with libraries.asked(*plan.jobs.values()) as check_libraries:
         with console.waiting("checking the models"):
@@ -85,21 +82,8 @@ def _in_one_home(plan: Plan) -> Plan:
     return replace(plan, storage_path=home, jobs={step: at_home(job) for step, job in plan.jobs.items()})
 
 
-def _before_there_are_rows(plan: Plan, step: str, job: Job) -> Job:
-    """Returns the job with existing rows instead of the rows that a round will collect."""
-    return (
-        replace(job, data=replace(job.data, train=plan.jobs["collect"].data.train))
-        if step == plan.train
-        else job
-    )
-
-
 def recorded(plan: Plan) -> dict[str, Any]:
-    """Returns iterate.json of an earlier driver, or {} if there is none, or if it starts over.
-
-    Raises:
-        InputError: if the folder's iteration is of other jobs.
-    """
+    """Returns iterate.json of an earlier driver, or {}. Raises InputError if the folder's iteration is of other jobs."""
     path = storage.join(plan.folder, table.FILE)
     if plan.fresh or not storage.exists(path):
         return {}
@@ -119,18 +103,6 @@ def recorded(plan: Plan) -> dict[str, Any]:
     return left
 
 
-def known_versions(plan: Plan, left: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns {step: pinned versions} of the inputs that a step names the same way as before."""
-    if not left:
-        return {}
-    jobs = left["plan"]["jobs"]
-    return {
-        step: resume.pinned_inputs(jobs[step] | {"begun_with": {"inputs": left["pinned"][step]}}, job)
-        for step, job in plan.jobs.items()
-        if step in left["pinned"]
-    }
-
-
 def check_content(plan: Plan, left: dict[str, Any], digests: dict[str, dict[str, str]]) -> None:
     """Raises InputError if prompts, eval rows or Python rewards differ from what earlier rounds have used."""
     steps = plans.used(plan) if left else set()
@@ -144,25 +116,28 @@ def check_content(plan: Plan, left: dict[str, Any], digests: dict[str, dict[str,
         raise resume.content_error(plan.name, changed)
 
 
-def pinned(plan: Plan, known: dict[str, dict[str, str]]) -> tuple[Plan, dict[str, dict[str, str]]]:
-    """Returns the plan with jobs that name versions by number, and {step: these versions}."""
+def pinned(plan: Plan, left: dict[str, Any]) -> tuple[Plan, dict[str, dict[str, str]]]:
+    """Returns the plan with jobs that name versions by number, and {step: these versions}.
+
+    Inputs that a step names the same way as in `left`, an earlier iterate.json, keep their versions.
+    """
     jobs, inputs = {}, {}
     for step, job in plan.jobs.items():
+        known = {}
+        if before := left.get("pinned", {}).get(step):
+            known = resume.pinned_inputs(left["plan"]["jobs"][step] | {"begun_with": {"inputs": before}}, job)
         with plans.of_step(step):
-            job, inputs[step] = pin_inputs(job, known.get(step, {}))
-        jobs[step] = _with_inputs(job, inputs[step])
-    return replace(plan, policy=inputs["collect"].get("policy", "base"), jobs=jobs), inputs
-
-
-def _with_inputs(job: Job, inputs: dict[str, str]) -> Job:
-    named: dict[str, Any] = {key: inputs[key] for key in ("policy", "baseline", "judge") if key in inputs}
-    rewards = [inputs[f"reward.{index}"] for index in range(len(job.rewards))]
-    if isinstance(job.reward, list):
-        weighted = [
-            {"reward": name, "weight": weight} for name, (_, weight) in zip(rewards, job.rewards, strict=True)
+            job, inputs[step] = pin_inputs(job, known)
+        named: dict[str, Any] = {
+            key: inputs[step][key] for key in ("policy", "baseline", "judge") if key in inputs[step]
+        }
+        rewards = [
+            {"reward": inputs[step][f"reward.{index}"], "weight": weight}
+            for index, (_, weight) in enumerate(job.rewards)
         ]
-        return replace(job, **named, reward=weighted)
-    return replace(job, **named, reward=rewards[0] if rewards else None)
+        several = isinstance(job.reward, list)
+        jobs[step] = replace(job, **named, reward=rewards if several else inputs[step].get("reward.0"))
+    return replace(plan, policy=inputs["collect"].get("policy", "base"), jobs=jobs), inputs
 
 
 def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from pipeline.config.stages import TRAINED
 from pipeline.errors import Failure, InputError, about, summary
 from pipeline.on_ray import placement
 from pipeline.planning import plan
-from pipeline.planning.known import config_of
 from pipeline.planning.plan import GIB, GPUS, Plan
 from pipeline.planning.rows import Rows, look
+from pipeline.planning.shape import config_of
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime.inputs import room_for_prompts
@@ -59,11 +59,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def named(job: Job) -> list[str]:
-    """Returns the GPUs that the workers may get, by the labels of nodes.
-
-    Raises:
-        InputError: if plan knows none of them.
-    """
+    """Returns the GPUs that the workers may get, by the labels of nodes. Raises InputError if plan knows none of them."""
     names = list(GPUS)
     if wanted := job.scaling.get("accelerator_type"):
         names = plan.called(wanted)
@@ -104,11 +100,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
 
 
 def check(job: Job, folders: dict[str, str]) -> None:
-    """Checks a base, adapters and `lora` as a run does; it needs no weights.
-
-    Raises:
-        InputError: naming what is wrong.
-    """
+    """Checks a base, adapters and `lora` as a run does; it needs no weights."""
     from pipeline.models import adapter_files
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora

@@ -46,12 +46,7 @@ def run(job: Job) -> None:
 
 @contextlib.contextmanager
 def serving(job: Job) -> Iterator[Work]:
-    """Runs the application of a job for the block.
-
-    Raises:
-        InputError: if the job, or a model that it names, is wrong.
-        Failure: if a replica cannot be placed or does not start.
-    """
+    """Runs the application of a job for the block. Raises Failure if a replica cannot be placed or does not start."""
     from ray import serve
 
     from pipeline.serving import feedback

@@ -15,11 +15,7 @@ def profiles() -> list[str]:
 
 
 def bring(profile: str) -> Path:
-    """Returns the folder jobs/<profile> below the current one, after copying it there if it is missing.
-
-    Raises:
-        InputError: if the folder cannot be written.
-    """
+    """Returns the folder jobs/<profile> below the current one, after copying it there if it is missing."""
     here, shipped = Path("jobs") / profile, JOBS / profile
     if here.is_dir():
         return here

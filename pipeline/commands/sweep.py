@@ -31,12 +31,7 @@ from pipeline.system import console, process, storage
 
 
 def run(path: str, arguments: list[str]) -> dict[str, Any]:
-    """Runs a sweep. Returns the content of sweep.json.
-
-    Raises:
-        InputError: if one of its jobs is wrong; nothing has started then.
-        Failure: if no trial finished.
-    """
+    """Runs a sweep. Returns the content of sweep.json. Nothing has started if one of its jobs is wrong."""
     sweep = _here(space.read(path, arguments))
     resume.check_folder(sweep.folder, "a sweep", "sweep")
     seen = resume.state(sweep.folder)
@@ -77,11 +72,7 @@ def _each(sweep: Sweep, change: Callable[[Job], Job]) -> Sweep:
 
 
 def recorded(sweep: Sweep) -> dict[str, Any]:
-    """Returns sweep.json of an earlier driver, or {} if there is none, or if it starts over.
-
-    Raises:
-        InputError: if the folder's sweep is of another job.
-    """
+    """Returns sweep.json of an earlier driver, or {}. Raises InputError if the folder's sweep is of another job."""
     job, path = sweep.job, storage.join(sweep.folder, table.FILE)
     if job.run.fresh or not storage.exists(path):
         return {}

@@ -48,11 +48,7 @@ def row(
 
 
 def recorded(reference: str, runs: str = "runs") -> tuple[str, list[dict[str, Any]]] | None:
-    """Returns (folder, rounds) of the iteration in a folder, or with a name under `runs`, or None if it is no iteration.
-
-    Raises:
-        InputError: if its iterate.json is damaged.
-    """
+    """Returns (folder, rounds) of the iteration in a folder, or with a name under `runs`, or None if it is no iteration."""
     given = reference.rstrip("/").removesuffix(f"/{FILE}").removesuffix("/report.html")
     for folder in (given, storage.join(runs, given)):
         path = storage.join(folder, FILE)

@@ -233,11 +233,7 @@ class Wait:
         self.since = None
 
     def check(self) -> None:
-        """Checks the time limit. Called repeatedly while the workers cannot be placed.
-
-        Raises:
-            Failure: once the wait has been too long.
-        """
+        """Raises Failure once the wait has been too long. Called repeatedly while the workers cannot be placed."""
         now = time.monotonic()
         if self.since is None:
             self.since = self.reported = now
@@ -321,11 +317,7 @@ def callback(job: Job, companion: Any = None) -> Any:
 
 
 def wait_for_one(job: Job) -> None:
-    """Waits until one worker can be placed. Ray Data starts its pool of actors with the first one.
-
-    Raises:
-        Failure: if there is none within run.placement_timeout_s.
-    """
+    """Waits until one worker can be placed: Ray Data starts its pool of actors with the first one."""
     from ray.util import placement_group, remove_placement_group
 
     wait, one = Wait(job), bundles(job)[0]

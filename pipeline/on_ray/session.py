@@ -110,11 +110,7 @@ def _cluster(job: Job) -> Iterator[None]:
 
 
 def check_shared_storage(job: Job) -> None:
-    """Writes a file and checks that every node of a cluster sees it.
-
-    Raises:
-        InputError: with the nodes that do not, or if MLflow's store is a file, which belongs to one machine.
-    """
+    """Raises InputError if a node does not see a file that the driver writes, or if MLflow's store is a file."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

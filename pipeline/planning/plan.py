@@ -91,7 +91,7 @@ class Plan:
     moved: float  # bytes that a decoding step reads: the weights, and unpacked nf4
     cache: float  # bytes of keys and values of a token; later decoding steps read them
     gathered: float = 0.0  # bytes that a forward gathers from other workers, if the base is sharded
-    unread: str | None = None  # why the base's config.json cannot be read; known.py has its shape then
+    unread: str | None = None  # why the base's config.json cannot be read; shape.SHAPES has its shape then
 
     @property
     def peak(self) -> float:

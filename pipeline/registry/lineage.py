@@ -135,12 +135,13 @@ def check_head(folder: str, scores: bool, reference: str) -> None:
         )
 
 
-def folder_digests(folder: str) -> dict[str, str]:
-    """Returns {relative path: sha256} of every file under `folder`."""
+def folder_digests(folder: str) -> dict[str, dict[str, Any]]:
+    """Returns {relative path: {sha256, bytes}} of every file under a local folder."""
     digests = {}
     for root, _, files in os.walk(folder):
         for name in files:
             path = os.path.join(root, name)
             with open(path, "rb") as file:
-                digests[os.path.relpath(path, folder)] = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digests[os.path.relpath(path, folder)] = {"sha256": digest, "bytes": os.path.getsize(path)}
     return digests

@@ -194,11 +194,7 @@ def tag_run(uri: str, run_id: str, key: str, value: str) -> None:
 
 
 def recorded(uri: str, run_id: str) -> dict[str, Any]:
-    """Returns what MLflow has of a run: name, stage, status, folder, and local copies of job and result (or None).
-
-    Raises:
-        InputError: if the server does not know the run.
-    """
+    """Returns what MLflow has of a run: name, stage, status, folder, and local copies of job and result (or None)."""
     from mlflow.exceptions import MlflowException
 
     mlflow = client(uri)

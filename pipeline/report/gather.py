@@ -68,11 +68,7 @@ class Run:
 
 
 def read(reference: str, runs: str = "runs") -> Run:
-    """Returns a run by its folder, its name under `runs`, or its MLflow id.
-
-    Raises:
-        InputError: if there is no such run; the message lists the existing ones.
-    """
+    """Returns a run by its folder, its name under `runs`, or its MLflow id. Raises InputError if there is none."""
     given = reference.rstrip("/").removesuffix("/result.json").removesuffix("/report.html")
     for folder in (given, storage.join(runs, given)):
         if _has_job(folder):
@@ -152,11 +148,7 @@ def _add_history(run: Run) -> None:
 
 
 def _from_mlflow(run_id: str, runs: str) -> Run:
-    """Returns a run whose folder may be on another machine, from what MLflow stores about it.
-
-    Raises:
-        InputError: if the server does not know it.
-    """
+    """Returns a run whose folder may be on another machine, from what MLflow stores about it."""
     uri = registry.uri_of(None, runs)
     try:
         registry.check_reachable(uri)

@@ -10,16 +10,16 @@ A kill at any moment leaves the checkpoints before, and perhaps a folder without
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
+from pipeline.registry import lineage
 from pipeline.system import storage
 
 DIGESTS = "digests.json"
-NAME = re.compile(r"checkpoint_(\d{8})(?:-(\d+))?|final(?:-(\d+))?")
+NAME = re.compile(r"(?:checkpoint_(\d{8})|final)(?:-(\d+))?")
 DAMAGED = "damaged"  # the folder that damaged checkpoints are moved to
 
 
@@ -39,21 +39,9 @@ def unused(folder: str, name: str) -> str:
 # ----------------------------------------------------------------------------------------------- writing one
 
 
-def digests(folder: str) -> dict[str, dict[str, Any]]:
-    """Returns {relative path: {sha256, bytes}} of the files in a local folder."""
-    found = {}
-    for root, _, files in os.walk(folder):
-        for name in files:
-            path = os.path.join(root, name)
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[os.path.relpath(path, folder)] = {"sha256": digest, "bytes": os.path.getsize(path)}
-    return found
-
-
 def store(source: str, run_folder: str, name: str) -> dict[str, dict[str, Any]]:
     """Copies the files of a local folder into the checkpoint `name`, deletes the folder and returns the files' digests."""
-    files = digests(source)
+    files = lineage.folder_digests(source)
     storage.store_folder(source, storage.join(run_folder, name))
     shutil.rmtree(source)
     return files
@@ -147,11 +135,6 @@ def damage(path: str) -> str | None:
 
 def _names(run_folder: str) -> list[str]:
     """Returns the folders of checkpoints, complete or not: oldest first, the final one last."""
-
-    def age(name: str) -> tuple[float, int]:
-        match = NAME.fullmatch(name)
-        assert match is not None
-        step, again, final_again = match.groups()
-        return (float(step) if step else float("inf"), int(again or final_again or 1))
-
-    return sorted((n for n in storage.folders(run_folder) if NAME.fullmatch(n)), key=age)
+    found = filter(None, map(NAME.fullmatch, storage.folders(run_folder)))
+    ordered = sorted(found, key=lambda name: (float(name[1] or "inf"), int(name[2] or 1)))
+    return [name[0] for name in ordered]

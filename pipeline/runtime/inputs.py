@@ -77,11 +77,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
 
 
 def check_paths(job: Job) -> None:
-    """Checks that files of rows, transforms and the model's folder exist, and that a bucket or hub answers.
-
-    Raises:
-        InputError: if one does not.
-    """
+    """Raises InputError if rows, a transform or the model's folder do not exist, or a bucket or hub does not answer."""
     from pipeline.data import files, preview
     from pipeline.data.sets import HUB
     from pipeline.models.hub import require_local
@@ -128,22 +124,14 @@ def digests_of_functions(job: Job) -> dict[str, str]:
 
 
 def check_function(source: str) -> Callable[..., Any]:
-    """Returns the function of `python:module:function`, which is called as a reward.
-
-    Raises:
-        InputError: if it cannot be imported, or its parameters cannot be read.
-    """
+    """Returns the function of a reward, python:module:function. Raises InputError if it cannot be imported."""
     reward = imported(source)
     signature(source, reward, "prompts and completions")
     return reward
 
 
 def check_transform(source: str) -> None:
-    """Checks that data.transform can be imported, and called with a row.
-
-    Raises:
-        InputError: with the module or the function, and what is wrong with it.
-    """
+    """Raises InputError if data.transform cannot be imported, or called with a row."""
     found = signature(source, imported(source), "one row")
     try:
         found.bind({})
@@ -164,11 +152,7 @@ def unfilled(source: str, columns: set[str]) -> str | None:
 
 
 def check_columns(job: Job, rows: dict[str, Any]) -> None:
-    """Checks on the first rows that data.subset is a column, and that columns fill the parameters of Python rewards and judges.
-
-    Raises:
-        InputError: with the missing column or the unfilled parameter.
-    """
+    """Raises InputError if the first rows lack data.subset, or columns for the parameters of Python rewards and judges."""
     first = {
         name: [
             json.loads(row["row"])

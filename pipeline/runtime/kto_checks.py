@@ -38,7 +38,7 @@ def unpaired(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> list[
         loss_after_generation_prompt(worker.tokenizer, completions),
         ends_learned(worker, completions),
         *([starts_as_its_file(model, worker.input("policy"))] if "policy" in worker.work.inputs else []),
-        starts_as_the_reference(trainer, model, few),
+        policy_is_reference(trainer, model, _with_others(few), [len(row["completion_ids"]) for row in few]),
         loss_by_the_formula(trainer, model, few),
         pairs_other_rows(trainer),
     ]
@@ -57,19 +57,6 @@ def _of_both_labels(model: Any, rows: list[Row]) -> list[Row]:
     return affordable(model, desirable, length)[-2:] + affordable(model, undesirable, length)[-1:]
 
 
-def starts_as_the_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
-    """Checks that policy and reference agree before the first step."""
-    mode = trainer._metrics["eval"]
-    if not rows:
-        return Finding("the policy starts as the reference", "not checked: the rows are too long", None)
-    mode.clear()
-    trainer.compute_loss(model, _batch(trainer, model, rows))
-    sides = [side for side in ("chosen", "rejected") if f"rewards/{side}" in mode]
-    longest = max(len(row["completion_ids"]) for row in rows)
-    limit = tolerance(trainer, model) * trainer.beta * longest
-    return policy_is_reference({side: mode[f"rewards/{side}"][-1] for side in sides}, limit)
-
-
 def loss_by_the_formula(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     """Checks TRL's loss of a padded batch against eq. 7 of the paper (Ethayarajh et al. 2024) on single completions.
 
@@ -79,7 +66,7 @@ def loss_by_the_formula(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     if trainer.aux_loss_enabled or not rows:
         return Finding(name, "not checked: the rows are too long, or experts are balanced", None)
     with _nudged(model):
-        loss = float(trainer.compute_loss(model, _batch(trainer, model, rows)))
+        loss = float(trainer.compute_loss(model, collated(trainer, model, _with_others(rows))))
         ratios, sizes = zip(
             *(_log_ratio(model, row["prompt_ids"], row["completion_ids"]) for row in rows), strict=True
         )
@@ -137,10 +124,9 @@ def _others(rows: list[Row]) -> list[Row]:
     return [*rows[-1:], *rows[:-1]]
 
 
-def _batch(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
-    return collated(
-        trainer, model, [paired(row, other) for row, other in zip(rows, _others(rows), strict=True)]
-    )
+def _with_others(rows: list[Row]) -> list[Row]:
+    """Returns the rows, each with another one's completion for TRL's KL term."""
+    return [paired(row, other) for row, other in zip(rows, _others(rows), strict=True)]
 
 
 def _log_ratio(model: Any, prompt: list[int], completion: list[int]) -> tuple[float, float]:

@@ -144,11 +144,7 @@ def hold_worker_lock(folder: str) -> None:
 
 
 def wait_for_old_workers(folder: str, seconds: float = 60.0) -> None:
-    """Waits until no worker of an earlier driver is left. Workers outlive a killed driver by seconds.
-
-    Raises:
-        InputError: if they are still there after `seconds`.
-    """
+    """Waits until the workers of a killed driver are gone. Raises InputError if they are still there after `seconds`."""
     path = os.path.join(folder, WORKERS)
     if storage.is_remote(folder) or not os.path.exists(path):
         return
@@ -173,11 +169,7 @@ def record(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) ->
 
 
 def read_object(path: str, *keys: str) -> dict[str, Any]:
-    """Returns a JSON object that a run has written.
-
-    Raises:
-        InputError: if it cannot be read or lacks one of `keys`.
-    """
+    """Returns a JSON object of a run. Raises InputError if it cannot be read or lacks one of `keys`."""
     try:
         left = storage.read_json(path)
         for key in keys:
@@ -192,11 +184,7 @@ def read_object(path: str, *keys: str) -> dict[str, Any]:
 
 
 def read(job: Job, path: str) -> dict[str, Any]:
-    """Returns job.json or result.json of the run of this name.
-
-    Raises:
-        InputError: if it cannot be read, or belongs to another stage.
-    """
+    """Returns job.json or result.json of the run of this name. Raises InputError if it is another stage's."""
     left = read_object(path, "stage")
     stage = left["stage"]
     if stage != job.stage:

@@ -24,6 +24,7 @@ from pipeline.runtime.worker import Worker
 CHECKED_ROWS = 64  # rows whose tokens are checked
 FORWARD_ROWS = 4  # of these, the shortest, which go through the model
 MAX_LOGITS = 1 << 28  # fp32 numbers per row, a GiB; longer rows do not go through the model
+ANSWERS = ("chosen", "rejected")
 SIDES = ("chosen_ids", "rejected_ids")
 
 Row = dict[str, Any]
@@ -166,18 +167,29 @@ def starts_as_its_file(model: Any, folder: str, role: str = "policy", adapter: s
     return same_tensors(f"the {role} is the adapter of its file", loaded, stored, folder)
 
 
-def policy_is_reference(rewards: dict[str, float], limit: float) -> Finding:
-    """Checks that policy and reference agree before the first step.
+def policy_is_reference(trainer: Any, model: Any, rows: list[Row], lengths: list[int]) -> Finding:
+    """Checks by TRL's metrics that policy and reference agree before the first step. Leaves the metrics in the trainer.
 
     Args:
-        rewards: side -> TRL's reward, beta times the log-ratio of policy and reference.
-        limit: the largest reward that rounding explains.
+        rows: for the collator; none if all are too long.
+        lengths: tokens of their completions.
     """
-    found = ", ".join(f"reward of the {side} {value:.3g}" for side, value in rewards.items())
+    name, metrics = "the policy starts as the reference", trainer._metrics["eval"]
+    metrics.clear()
+    if rows:
+        trainer.compute_loss(model, collated(trainer, model, rows))
+    # TRL's rewards: beta times the log-ratio of policy and reference
+    rewards = {key: metrics[f"rewards/{key}"][-1] for key in ANSWERS if f"rewards/{key}" in metrics}
+    if not rewards:  # another implementation of the loss keeps no such metrics
+        return Finding(
+            name, "not checked: rows are too long, or the loss has no metrics of single rows", None
+        )
+    found = ", ".join(f"reward of the {key} {value:.3g}" for key, value in rewards.items())
+    limit = tolerance(trainer, model) * trainer.args.beta * max(lengths)
     same = all(abs(value) <= limit for value in rewards.values())
     if not same:
         found += ": the reference is another adapter, or the bare base, or dropout is on in one of the two"
-    return Finding("the policy starts as the reference", found, same)
+    return Finding(name, found, same)
 
 
 # --------------------------------------------------------------------------------------------------------- sft
@@ -273,26 +285,17 @@ def preferences(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> li
 def starts_as_the_reference(trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
     """Checks that policy and reference agree before the first step, and that batched log-probs equal single ones."""
     few = affordable(model, rows, lambda row: len(row["prompt_ids"]) + max(len(row[side]) for side in SIDES))
-    mode = trainer._metrics["eval"]
-    mode.clear()
-    if few:
-        trainer.compute_loss(model, collated(trainer, model, few))
-    if "rewards/chosen" not in mode:  # another implementation of the loss keeps no such metrics
-        return [Finding("the policy starts as the reference", "not checked: no metrics of single rows", None)]
-    limit = tolerance(trainer, model)
-    rewards = {side: mode[f"rewards/{side}"][-1] for side in ("chosen", "rejected")}
-    longest = max(len(row[side]) for row in few for side in SIDES)
-    findings = [policy_is_reference(rewards, limit * trainer.args.beta * longest)]
-    if trainer.ld_alpha is None:
-        found, holds = [], True
-        for side in rewards:
-            ours = mode[f"logps/{side}"][-1]
-            logprobs = [completion_logprob(model, row["prompt_ids"], row[f"{side}_ids"]) for row in few]
-            plain = sum(logprobs) / len(few)
-            found.append(f"{side} {ours:.4g} by the trainer, {plain:.4g} alone")
-            holds &= abs(ours - plain) <= limit * max(1.0, abs(plain))
-        findings.append(Finding("log-probs are those of the completions alone", ", ".join(found), holds))
-    return findings
+    reference = policy_is_reference(trainer, model, few, [len(row[side]) for row in few for side in SIDES])
+    if reference.holds is None or trainer.ld_alpha is not None:
+        return [reference]
+    found, holds = [], True
+    for side in ANSWERS:
+        ours = trainer._metrics["eval"][f"logps/{side}"][-1]
+        logprobs = [completion_logprob(model, row["prompt_ids"], row[f"{side}_ids"]) for row in few]
+        plain = sum(logprobs) / len(few)
+        found.append(f"{side} {ours:.4g} by the trainer, {plain:.4g} alone")
+        holds &= abs(ours - plain) <= tolerance(trainer, model) * max(1.0, abs(plain))
+    return [reference, Finding("log-probs are those of the completions alone", ", ".join(found), holds)]
 
 
 def comparisons(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:

@@ -102,11 +102,7 @@ class Sweep:
 
 
 def read(path: str, arguments: list[str]) -> Sweep:
-    """Returns the sweep of a command line.
-
-    Raises:
-        InputError: if some of its jobs are wrong, with all of them.
-    """
+    """Returns the sweep of a command line. Raises one InputError for all of its jobs that are wrong."""
     varied: dict[str, list[str]] = {}
     shared, settings = [], {}
     for argument in arguments:
@@ -125,15 +121,28 @@ def read(path: str, arguments: list[str]) -> Sweep:
             if equals and not text:
                 raise InputError(f"a value is missing, {EXAMPLE}", key=key)
         raise InputError(f"nothing varies: a sweep needs a key with several values, {EXAMPLE}")
-    known = _settings(settings)
+    numbers = {key: int(text) if re.fullmatch(r"\d{1,9}", text) else text for key, text in settings.items()}
+    tree = Tree("command line", {"sweep": numbers})
+    known = Settings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.Settings")))
     base = load_job(path, shared)
     if base.stage not in TRAINED:
         raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep is of one of {', '.join(TRAINED)}")
-    _check_fixed(varied)
+    for key in varied:
+        why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
+        if why and key != "data.batch_size":
+            raise InputError(f"a sweep cannot vary it: {why}", key=key)
     combinations = _combinations(varied, known, int(base.trainer.get("seed", 42)))
     jobs = _load_all(path, shared, combinations)
     metric, greater = _figure(base, varied)
-    base = _named(base, [job for job, _ in jobs], known)
+    # The default name follows from what is swept, so that the same command resumes.
+    content = [
+        [essence(job, "gate") for job, _ in jobs],
+        base.run.metric_for_best_model,
+        known.reduction_factor,
+    ]
+    name = base.run.name or f"sweep-{base.stage}-{_digest(json.dumps(content, sort_keys=True))[:8]}"
+    home = storage.absolute(base.run.storage_path)
+    base = replace(base, run=replace(base.run, name=name, storage_path=home))
     trials = [_trial(base, job, values) for job, values in jobs]
     names: dict[str, str] = {}
     for trial in trials:
@@ -179,21 +188,6 @@ def _checked(key: str, values: list[str]) -> list[str]:
                     f"found {value}, expected the smaller bound first, of loguniform above 0", key=key
                 )
     return values
-
-
-def _settings(given: dict[str, str]) -> Settings:
-    numbers = {key: int(text) if re.fullmatch(r"\d{1,9}", text) else text for key, text in given.items()}
-    tree = Tree("command line", {"sweep": numbers})
-    return Settings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.Settings")))
-
-
-def _check_fixed(varied: dict[str, list[str]]) -> None:
-    for key in varied:
-        if key == "data.batch_size":
-            continue
-        why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
-        if why:
-            raise InputError(f"a sweep cannot vary it: {why}", key=key)
 
 
 def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -> list[dict[str, str]]:
@@ -273,23 +267,15 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     return metric, greater_is_better(metric, job.run.greater_is_better)
 
 
-def _named(job: Job, jobs: list[Job], settings: Settings) -> Job:
-    """Returns the shared job with a name; the default follows from what is swept, so that the same command resumes."""
-    content = [
-        [essence(one, "gate") for one in jobs],
-        job.run.metric_for_best_model,
-        settings.reduction_factor,
-    ]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
-    name = job.run.name or f"sweep-{job.stage}-{digest}"
-    return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
     typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
     if name != typed or len(name) > 80:  # it has to be a folder's, and no other trial's
-        name = f"{name[:70].strip('-')}-{hashlib.sha256(typed.encode()).hexdigest()[:6]}"
+        name = f"{name[:70].strip('-')}-{_digest(typed)[:6]}"
     return Trial(
         name,
         values,

@@ -26,11 +26,7 @@ def digest(sources: Iterable[str]) -> str:
 
 
 def imported(source: str) -> Callable[..., Any]:
-    """Returns the function of `python:module:function`.
-
-    Raises:
-        InputError: if the module or the function is missing, or the import of the module fails.
-    """
+    """Returns the function of `python:module:function`. Raises InputError if it cannot be imported."""
     ref = Ref.parse(source)
     try:
         found = pkgutil.resolve_name(f"{ref.name}:{ref.function}")

@@ -77,10 +77,8 @@ def read_json(path: str) -> Any:
 
 
 def _opened(path: str) -> Any:
-    """Returns a file as a stream of bytes, without decompression. Raises OSError for a pipe, which might never end."""
+    """Returns a file as a stream of bytes, without decompression."""
     fs, inner = filesystem(path)
-    if fs.get_file_info(inner).type.name in ("Unknown", "Directory"):
-        raise OSError(f"{path} is not a regular file")
     return fs.open_input_stream(inner, compression=None)
 
 
@@ -182,13 +180,9 @@ def move(path: str, target: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
-    """Lets only one process of this machine execute the block at a time. `what` describes the wait to the others.
-
-    Raises:
-        TimeoutError: if another process holds the lock for `seconds`.
-    """
+    """Lets only one process of this machine execute the block at a time, or raises TimeoutError after `seconds`."""
     started, announced = time.monotonic(), False
-    with open(path, "r+b", buffering=0, opener=lockable) as file:
+    with open(path, "ab") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -202,11 +196,6 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
                 announced = True
             time.sleep(0.05)
         yield
-
-
-def lockable(path: str, _: int) -> int:
-    """Opens a file to lock it. Does not wait for the other end of a pipe."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
 
 
 def require_writable(path: str, key: str = "run.storage_path", example: str = "./runs") -> None:

@@ -109,7 +109,10 @@ def test_what_no_finished_step_has_used_may_be_edited(tmp_path, capsys):
     assert recorded() == left
 
 
-def test_an_edited_input_is_pinned_again(tmp_path):
+def test_an_edited_input_is_pinned_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        command, "pin_inputs", lambda job, known: (job, {"reward.0": "models:/rlhf-rm/3"} | known)
+    )
     pinned = {
         "evaluate": {
             "policy": FIRST,
@@ -122,7 +125,7 @@ def test_an_edited_input_is_pinned_again(tmp_path):
 
     def known(judge: str) -> dict:
         given = [f"run.storage_path={tmp_path}", f"evaluate.judge={judge}"]
-        return command.known_versions(plans.read(DEMO, given), left)["evaluate"]
+        return command.pinned(plans.read(DEMO, given), left)[1]["evaluate"]
 
     assert known("models:/old@champion") == pinned["evaluate"]
     assert known("models:/new@champion") == {k: v for k, v in pinned["evaluate"].items() if k != "judge"}

@@ -17,7 +17,7 @@ from pipeline.commands.plan import over_network
 from pipeline.config import load_job
 from pipeline.errors import Failure, InputError
 from pipeline.models.adapters import SharedBase
-from pipeline.planning import known, plan
+from pipeline.planning import plan, shape
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import Shape
 
@@ -411,7 +411,7 @@ def hours(planned, gpu):
 
 @pytest.mark.parametrize("size", ["8b", "70b"])
 def test_gated_models_are_planned_without_a_token_or_a_network(size, capsys, in_root, tmp_path):
-    """Offline, as the tests are: the shapes come from known.py, and the plan says so."""
+    """Offline, as the tests are: the shapes come from SHAPES, and the plan says so."""
     name = f"jobs/llama3-{size}{'-qlora' * (size == '70b')}/ppo.yaml"
     assert main(["plan", name, f"run.storage_path={tmp_path}"]) == 0
     out = capsys.readouterr().out
@@ -426,7 +426,7 @@ def test_gated_models_are_planned_without_a_token_or_a_network(size, capsys, in_
 
 def test_a_base_that_is_not_kept_is_still_asked_for(tmp_path):
     with pytest.raises(InputError, match="hub cannot be reached"):
-        known.config_of(load_job(ROOT / "jobs/llama3-8b/sft.yaml", ["model.name_or_path=some/model"]).model)
+        shape.config_of(load_job(ROOT / "jobs/llama3-8b/sft.yaml", ["model.name_or_path=some/model"]).model)
 
 
 def test_a_gpu_has_the_names_that_nodes_advertise(llama_8b, capsys):

@@ -19,7 +19,7 @@ def make(run, name, content=b"weights", sealed=True):
     (folder / "policy/adapter_model.safetensors").write_bytes(content)
     (folder / "state.json").write_text(json.dumps({"name": name}))
     if sealed:
-        checkpoints.seal(str(run), name, checkpoints.digests(str(folder)))
+        checkpoints.seal(str(run), name, folder_digests(str(folder)))
     return folder
 
 

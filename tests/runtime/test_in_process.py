@@ -7,7 +7,7 @@ import sys
 import pytest
 from running import NO_EVAL, ROOT, stage
 
-from pipeline.runtime import checkpoints
+from pipeline.registry.lineage import folder_digests
 
 TRL = [
     "trainer.max_steps=4", "trainer.save_strategy=steps", "trainer.save_steps=2", "mlflow.registered_model=null", *NO_EVAL,
@@ -20,7 +20,7 @@ SETTINGS = {"sft": TRL, "rm": TRL, "ppo": PPO}
 
 
 def weights(storage, name):
-    return checkpoints.digests(str(storage / name / "final/adapter"))["adapter_model.safetensors"]
+    return folder_digests(str(storage / name / "final/adapter"))["adapter_model.safetensors"]
 
 
 @pytest.mark.parametrize("verb", SETTINGS)

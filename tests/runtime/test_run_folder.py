@@ -13,6 +13,7 @@ from running import ROOT
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.registry.lineage import folder_digests
 from pipeline.runtime import checkpoints, inputs, resume
 from pipeline.runtime.resume import locked, state, wait_for_old_workers
 from pipeline.system import functions
@@ -37,7 +38,7 @@ def halfway(tmp_path_factory):
         checkpoint = folder / verb / "checkpoint_00000010"
         checkpoint.mkdir()
         (checkpoint / "state.json").write_text("{}")
-        checkpoints.seal(str(folder / verb), checkpoint.name, checkpoints.digests(str(checkpoint)))
+        checkpoints.seal(str(folder / verb), checkpoint.name, folder_digests(str(checkpoint)))
     os.chdir(before)
     return folder
 
