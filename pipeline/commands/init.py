@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def run(path: str, options: list[str]) -> list[Path]:
     for source in sources:
         readers = ", ".join(source.stages) or f"no stage; its columns are {', '.join(some(source.first))}"
         print(f"  {source.path}: {source.kind or 'skipped'}, read by {readers}")
-    jobs = with_lengths(folder, jobs)
+    jobs = with_lengths(folder, with_template(folder, jobs))
     if "evaluate" in jobs:
         jobs |= with_prompts(folder, jobs, any(source.for_eval for source in chosen(sources, "ppo")))
     write(folder, jobs)
@@ -131,9 +131,12 @@ def write(folder: Path, jobs: dict[str, str]) -> None:
 
 def print_next(folder: Path, jobs: dict[str, str]) -> None:
     """Prints the keys that are still to be set, and the five commands to run next."""
+    unset: dict[str, list[str]] = {}
     for job, text in jobs.items():
         for key in re.findall(r"^ *(\w+): null .*# set ", text, re.M):
-            print(f"  set `{key}` in {folder / job}.yaml: a comment there says to what")
+            unset.setdefault(key, []).append(f"{job}.yaml")
+    for key, files in unset.items():
+        print(f"  set `{key}` in {folder}/{', '.join(files)}: a comment there says to what")
     command = "rlhf" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline"
     ready = [job for job in jobs if job in TAKES and not re.search(r"^reward: null", jobs[job], re.M)]
     trained = [job for job in ready if job not in ("dpo", "kto") or "ppo" not in ready]
@@ -186,8 +189,12 @@ def source_of(path: str, for_eval: bool) -> Source:
     heads = []
     for file in find(path, "data.train")[: preview.FILES]:
         heads.append(preview.first_rows(file, kind_of("sft", Preprocess())))
+        errors = preview.first_errors(file)
         if not heads[-1]:
-            raise InputError(f"{file.path}: {preview.first_error(file) or 'it has no rows'}")
+            raise InputError(str(errors[0]) if errors else f"{file.path}: it has no rows")
+        if errors:
+            total = len(errors) + len(heads[-1])
+            print(f"warning: {len(errors):,} of the first {total:,} rows cannot be read; {errors[0]}")
     rows = heads[0]
     stages: dict[str, dict[str, Any]] = {}
     for example, columns in EXAMPLES.items():
@@ -322,7 +329,24 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
     return before + body + after
 
 
-# ---- lengths and held-out prompts --------------------------------------------------------------------------------
+# ---- chat template, lengths and held-out prompts -----------------------------------------------------------------
+
+
+def with_template(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
+    """Returns the jobs with the built-in chat template if a stage reads messages and the base has no template.
+
+    Then plain text becomes messages in every job, so policy and reward model see one format.
+    """
+    with contextlib.suppress(InputError):  # with_lengths prints it
+        for stage in (stage for stage in TAKES if stage in jobs):
+            job = loaded(folder, stage)
+            if text_as_chat(tokenizer_of(job), job.data.apply_chat_template):
+                return jobs
+            if any(not isinstance(record.prompt, str) for _, record in first_records(job)):
+                jobs = {job: with_key(text, "model.chat_template", "plain") for job, text in jobs.items()}
+                write(folder, jobs)
+                return jobs
+    return jobs
 
 
 def with_lengths(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
@@ -360,11 +384,15 @@ def loaded(folder: Path, stage: str) -> Job:
     return load_job(folder / f"{stage}.yaml", ["reward=models:/any/1"] if stage == "ppo" else [], stage)
 
 
+def tokenizer_of(job: Job) -> Any:
+    model = job.model
+    return load_tokenizer(model.name_or_path, model.revision, model.chat_template, model.trust_remote_code)
+
+
 def longest(job: Job) -> tuple[int, int, int]:
     """Returns the tokens that 99 % of the prompts and 99 % of the completions have at most, and the model's context."""
-    name, revision = job.model.name_or_path, job.model.revision
-    tokenizer = load_tokenizer(name, revision, job.model.chat_template, job.model.trust_remote_code)
-    context = context_length(base_config(name, revision)) or 1 << 20
+    tokenizer = tokenizer_of(job)
+    context = context_length(base_config(job.model.name_or_path, job.model.revision)) or 1 << 20
     as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
     examples = []
     for kind, found in itertools.groupby(first_records(job), key=itemgetter(0)):
@@ -384,7 +412,7 @@ def longest(job: Job) -> tuple[int, int, int]:
 def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
     """Yields the first readable rows of each file of data.train."""
     files = find(job.data.train, "data.train")
-    asked = {"train": preview.preprocessing(job.stage, job.data)["train"]}
+    asked = {"train": [*map(unlabeled, preview.preprocessing(job.stage, job.data)["train"])]}
     preprocess = preview.resolve_labels(asked, {"train": files}, job.stage)["train"]
     for file in files:
         kind = kind_of(job.stage, preprocess[file.source])
@@ -394,6 +422,15 @@ def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
                 record = checked(made, kind, chunk.format) if isinstance(made, dict) else None
                 if isinstance(record, Record):
                     yield kind, record
+
+
+def unlabeled(one: Preprocess) -> Preprocess:
+    """Returns the preprocessing with `first` as `chosen`: prompts and lengths of a pair do not depend on its label."""
+    columns = dict(one.columns)
+    if one.rule is None and {"first", "second", "label"} <= columns.keys():
+        del columns["label"]
+        columns |= {"chosen": columns.pop("first"), "rejected": columns.pop("second")}
+    return replace(one, columns=columns)
 
 
 def with_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> dict[str, str]:

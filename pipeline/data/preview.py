@@ -206,11 +206,11 @@ def first_rows(file: File, kind: Any) -> list[dict[str, Any]]:
     return [row for row in made if isinstance(row, dict)]
 
 
-def first_error(file: File) -> RowError | None:
-    """Returns the first error among the first rows of a file, or None."""
+def first_errors(file: File) -> list[RowError]:
+    """Returns what cannot be read of the first rows of a file."""
     (chunk, *_) = chunks.plan([file], "train", kind_of("sft"))
     some = itertools.islice(chunks.rows(chunk), ROWS)
-    return next((row for _, row, _ in some if isinstance(row, RowError)), None)
+    return [replace(row, file=file.path, line=number) for number, row, _ in some if isinstance(row, RowError)]
 
 
 def fits(row: dict[str, Any], stage: str, preprocess: Preprocess) -> bool:

@@ -172,6 +172,7 @@ WORDS = {
     "tie": re.compile(r"(?:tie|tied|draw|equal|same|both|neither|none).*"),
 }
 SEVERAL = 12  # different values, more of which are no label
+RARE = 0.05  # share of the labels up to which an unknown text counts as an error of its row
 # Names of labels that hold the number of a completion, such as better_response_id; not `label`, which may mean anything.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
@@ -323,7 +324,14 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     """
     column = ", ".join(listed(columns.get("label", "label")))
     flat = (one for label in labels for one in listed(label) if not isinstance(one, list | dict))
-    values = {comparable(one): one for one in flat if one is not None and one != ""}
+    found = [one for one in flat if one is not None and one != ""]
+    times = Counter(map(comparable, found))
+    # Reading a row reports its label if the label is rare and has no known meaning.
+    values = [
+        value
+        for value, rows in times.items()
+        if rows > RARE * len(found) or isinstance(value, float) or _word(value)
+    ]
     numbers = sorted(value for value in values if isinstance(value, float))
     words = {_word(value) for value in values if not isinstance(value, float)}
     # 1 of 0 and 1, or of 1 and 2? And what is right may be the right one.
@@ -334,11 +342,12 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
         return Rule((0.0,), (1.0,), derived=True)
     if not numbers and words and None not in words and ({"first", "second"} <= words or not doubtful):
         return Rule(derived=True)
-    found = ", ".join(show(value) for value in [*values.values()][:SEVERAL]) or "no label in the first rows"
-    ends = [f"{one:g}" for one in numbers] if numbers else sorted(map(str, values.values()))
-    first, second = (ends[0], ends[-1]) if len(ends) == len(values) > 1 else ("VALUE", "VALUE")
+    distinct = {comparable(one): one for one in found}
+    shown = ", ".join(show(value) for value in [*distinct.values()][:SEVERAL]) or "no label in the first rows"
+    ends = [f"{one:g}" for one in numbers] if numbers else sorted(map(str, distinct.values()))
+    first, second = (ends[0], ends[-1]) if len(ends) == len(distinct) > 1 else ("VALUE", "VALUE")
     raise InputError(
-        f"found {found} in the column {column!r}, whose meaning is ambiguous; set "
+        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set "
         f"{setting(key, f'{{first: {first}, second: {second}}}')} if {first} means that the first completion is better (and tie: "
         f"VALUE for neither), or name another column: {key.removesuffix('label')}columns.label=COLUMN",
         key=key,

@@ -99,7 +99,8 @@ def tokenize(
             counts.add(chunk.split, "dropped", "duplicate")
             continue
         counts.digest.add(raw)
-        counts.add_key("rows", row_hash(raw))
+        if not isinstance(row, RowError):
+            counts.add_key("rows", row_hash(raw))
         for made in kind.rows(row, task.note_label):
             wrong = isinstance(made, RowError | Dropped)
             batch.append((number, made if wrong else checked(made, kind, chunk.format)))

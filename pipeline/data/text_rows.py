@@ -235,7 +235,7 @@ class _Lines:
             return line.decode()
         except UnicodeDecodeError as error:
             found = f"byte 0x{line[error.start]:02x} at position {error.start + 1} of line {self.number}"
-            expected = "UTF-8 text (of Windows: iconv -f WINDOWS-1252 -t UTF-8; Excel saves as CSV UTF-8)"
+            expected = "UTF-8 text (a file of Windows: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW; Excel: save as CSV UTF-8)"
             self.error = RowError("not_utf8", "", found, expected)
             return line.decode(errors="replace")
 

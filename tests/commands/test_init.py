@@ -119,10 +119,14 @@ def test_evaluate_gets_the_prompts_that_ppo_holds_out(here):
     assert validate.run(load_job("jobs/pairs/ppo.yaml"))["splits"]["eval"]["kept"] == len(prompts)
 
 
-def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here):
+def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
+    """The lengths are known without it."""
     unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
-    assert main(["init", rows(here / "u.jsonl", unclear)]) == 0
+    assert main(["init", rows(here / "u.jsonl", unclear), "--model", str(ROOT / "jobs/demo/model")]) == 0
     assert "label: null" in (here / "jobs/u/rm.yaml").read_text()
+    assert load_job("jobs/u/rm.yaml").data.max_length == 64
+    shown = capsys.readouterr().out
+    assert "set `label` in jobs/u/rm.yaml, dpo.yaml, kto.yaml, score.yaml: a comment" in shown
 
 
 @pytest.mark.parametrize(
@@ -251,3 +255,28 @@ def test_the_folder_of_a_model_holds_no_rows(capsys):
     assert main(["init", str(ROOT / "jobs/demo/model")]) == 2
     error = capsys.readouterr().err
     assert "is the folder of a model" in error and ":0:" not in error
+
+
+def test_rows_that_cannot_be_read_are_reported(here, capsys):
+    """A CSV file of Windows: the first line with a curly quote names the problem, before any run drops the rows."""
+    text = "".join(f"question {n},it\x93s {n},no\n" for n in range(9))
+    (here / "windows.csv").write_bytes(("prompt,chosen,rejected\n1 or 2?,1,2\n" + text).encode("latin-1"))
+    assert main(["init", "windows.csv", "--model", str(ROOT / "jobs/demo/model")]) == 0
+    shown = capsys.readouterr().out
+    assert "warning: 9 of the first 10 rows cannot be read; windows.csv:3: found byte 0x93" in shown
+    assert "iconv -f WINDOWS-1252 -t UTF-8" in shown
+
+
+def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_every_job(here, tmp_path):
+    """The reward model reads plain text, and would otherwise see another format than the policy."""
+    shutil.copytree(ROOT / "jobs/demo/model", here / "base")
+    (here / "base/chat_template.jinja").unlink()
+    (here / "both").mkdir()
+    turns = [{"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]} for n in range(9)]  # fmt: skip
+    rows(here / "both/talks.jsonl", turns)
+    rows(here / "both/pairs.jsonl", PAIRS)
+    assert main(["init", "both", "--model", "base"]) == 0
+    jobs = [load_job(path) for path in (here / "jobs/both").glob("*.yaml") if path.stem != "iterate"]
+    assert {job.model.chat_template for job in jobs} == {"plain"}
+    assert main(["init", "both/pairs.jsonl", "--model", "base"]) == 0
+    assert load_job("jobs/pairs/rm.yaml").model.chat_template is None

@@ -76,6 +76,13 @@ def test_duplicates_are_counted_over_chunks():
     assert counts.duplicates([keyed("rows", "train"), keyed("rows", "train", None)]) is None
 
 
+def test_rows_that_cannot_be_read_repeat_no_row(tmp_path):
+    good = json.dumps({"prompt": "Hi.", "completion": "Hello."}).encode()
+    (tmp_path / "bad.jsonl").write_bytes(good + b"\n" + b'{"prompt": "\xff"}\n' * 3 + b"oops\n" * 2)
+    report = make(tmp_path, "sft", train=str(tmp_path / "bad.jsonl"), on_error="skip").report
+    assert report.splits["train"].kept == 1 and not report.duplicates
+
+
 def test_millions_of_rows_are_compared_in_seconds():
     train = np.arange(2_000_000, dtype=np.uint64).repeat(2)
     eval = keyed("records", "eval", 1, 7, 5, 5, 9_999_999, 1)

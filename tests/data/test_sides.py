@@ -36,6 +36,13 @@ def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values
     assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", None)
 
 
+def test_a_rare_value_without_a_meaning_is_an_error_of_its_row():
+    rule = derived([*"ab" * 10, "C?"], {})
+    assert (vote("A", rule), vote("b", rule)) == ("first", "second")
+    with pytest.raises(RowError, match=r"data\.label says what its values mean"):
+        vote("C?", rule)
+
+
 @pytest.mark.parametrize(
     ("values", "typed"),
     [
