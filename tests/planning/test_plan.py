@@ -13,7 +13,7 @@ import toy_ppo as toy
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.commands.plan import over_network
+from pipeline.commands.plan import named, over_network
 from pipeline.config import load_job
 from pipeline.errors import Failure, InputError
 from pipeline.models.adapters import SharedBase
@@ -143,6 +143,19 @@ BY_HAND = [  # parameters: embedding and lm head, the layers and the last norm; 
     ("70b", LLAMA_70B, 2 * 128256 * 8192 + 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 8192,
      80 * 2 * 8 * 128 * 2),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo"])
+@pytest.mark.parametrize("profile", ["llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora", "llama3-70b"])
+def test_the_header_of_a_profile_names_the_peak_and_the_smallest_gpu(profile, stage, in_root):
+    path = f"jobs/{profile}/{stage}.yaml"
+    planned = load_job(path)
+    peak = plan.make(planned, {}).peak / plan.GIB
+    header = (ROOT / path).read_text().partition("\nstage:")[0]
+    assert f"`plan` estimates a peak of {peak:.0f} GiB on each GPU" in header
+    smallest = min(plan.GPUS[name].memory for name in named(planned))
+    stated = int(re.search(r"GPUs? of (\d+) GB", header)[1])
+    assert peak < smallest and stated - 2 <= smallest < stated
 
 
 @pytest.mark.parametrize(("size", "config", "parameters", "cache"), BY_HAND)
