@@ -181,7 +181,6 @@ def completion_length(host: Host, rows: list[list[int]]) -> int:
 
 def expectations(host: Host, name: str) -> list[Any]:
     """Returns what the adapter on its frozen base answers to each probe: a greedy completion, or a score."""
-    import torch
 
     from pipeline.inference.decoder import SlotDecoder
     from pipeline.inference.rows import Sampling
@@ -193,9 +192,7 @@ def expectations(host: Host, name: str) -> list[Any]:
     shared.add("exported", folder=host.input(name), head=name != "policy")
     rows = probes(host)
     if name != "policy":
-        with torch.no_grad():
-            batches = [torch.tensor([row], device=shared.device) for row in rows]
-            return [shared.scores("exported", ids, torch.ones_like(ids)).item() for ids in batches]
+        return [shared.score("exported", row) for row in rows]
     ends = tuple(eos_ids(host.tokenizer, shared.base.generation_config))
     greedy = Sampling(completion_length(host, rows), ends, temperature=0.0)
     decoder = SlotDecoder(shared, 1, host.tokenizer.pad_token_id)

@@ -14,8 +14,9 @@ from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
 from pipeline.models.adapters import SharedBase
-from pipeline.models.batches import micro_batches
+from pipeline.ppo import forward
 from pipeline.ppo.config import PLANNED_ROWS
+from pipeline.ppo.episodes import collate
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.runtime.worker import Worker
@@ -155,21 +156,17 @@ def logprobs(
     temperature = (sampling.temperature if sampling else 0.0) or 1.0
     early = sampling.min_new_tokens if sampling else 0
     barred = sampling.eos if sampling and early else ()
-    sums = torch.zeros(len(token_ids))
-    lengths = [len(prompt) + len(completion) for prompt, completion in token_ids]
-    device = shared.device.type
-    for batch in micro_batches(lengths, size, FORWARD_TOKENS[device], device):
-        part = [token_ids[i] for i in batch]
-        width, longest = max(len(p) + len(r) for p, r in part), max(len(r) for _, r in part)
-        ids = torch.zeros(len(part), width, dtype=torch.long)
-        mask = torch.zeros(len(part), longest)
-        for i, (prompt, completion) in enumerate(part):
-            ids[i, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
-            mask[i, : len(completion)] = 1
-        starts = torch.tensor([len(prompt) for prompt, _ in part])
-        ids, starts, mask = (tensor.to(shared.device) for tensor in (ids, starts, mask))
-        values, _ = shared.logprobs(role, ids, starts, mask, temperature, barred, early)
-        sums[batch] = values.sum(-1).cpu()
+    if not token_ids:
+        return []
+    prompts, tokens = zip(*token_ids, strict=True)
+    completions = [Completion(ids, True, [0.0] * len(ids)) for ids in tokens]
+    every, sums = range(len(token_ids)), torch.zeros(len(token_ids))
+    episodes = collate(prompts, completions, every, 0, shared.device)
+    limit = FORWARD_TOKENS[shared.device.type]
+    for rows in forward.micro_batches_of(shared, episodes, every, size, limit):
+        part = episodes.take(rows)
+        given = (part.input_ids, part.starts, part.mask, temperature, barred, early)
+        sums[rows] = shared.logprobs(role, *given)[0].sum(-1).cpu()
     return sums.tolist()
 
 

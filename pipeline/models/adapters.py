@@ -407,14 +407,10 @@ class SharedBase(nn.Module):
         with self._precision():
             return self.base.base_model(**inputs)
 
-    def hidden(self, role: str | None, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Returns (B, T, H) last hidden states. Without a mask, padding on the right is never seen by causal attention."""
-        inputs = {"input_ids": input_ids, "use_cache": False}
-        if attention_mask is not None:
-            inputs["attention_mask"] = attention_mask
-            inputs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    def hidden(self, role: str | None, input_ids: Tensor) -> Tensor:
+        """Returns (B, T, H) last hidden states of rows padded on the right, which causal attention never sees."""
         with self.use(role):
-            return self.body(**inputs).last_hidden_state
+            return self.body(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns (..., V) fp32 logits of hidden states (..., H), in the role in use. Sampling and training call it.
@@ -535,33 +531,11 @@ class SharedBase(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             return head(hidden.float()).squeeze(-1)
 
-    def scores(
-        self,
-        role: str,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Returns the (B,) fp32 output of the role's head at the last token of each row.
-
-        Args:
-            attention_mask: (B, T), of rows padded on either side.
-            lengths: (B,), of rows padded on the right; instead of a mask.
-
-        Raises:
-            ValueError: unless exactly one of both is given.
-        """
-        if (attention_mask is None) == (lengths is None):
-            raise ValueError(
-                "scores: give one of attention_mask and lengths; the last token is never guessed from ids"
-            )
-        hidden = self.hidden(role, input_ids, attention_mask)
-        if lengths is not None:
-            last = lengths - 1
-        else:
-            assert attention_mask is not None
-            last = (torch.arange(hidden.shape[1], device=hidden.device) * attention_mask.bool()).argmax(-1)
-        return self.head(role, hidden[torch.arange(len(hidden), device=hidden.device), last])
+    @torch.no_grad()
+    def score(self, role: str, ids: Sequence[int]) -> float:
+        """Returns the output of the role's head at the last token of a sequence."""
+        hidden = self.hidden(role, torch.tensor([list(ids)], device=self.device))
+        return float(self.head(role, hidden[:, -1]))
 
     # ------------------------------------------------------------------------------------------- internals
 

@@ -244,63 +244,59 @@ class PPOConfig(Settings):
 
     def _check_combinations(self) -> None:
         self._check_estimator()
-        self._require(
-            "min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length"
-        )
-        # Logits divided by less overflow fp32.
-        self._require("temperature", self.temperature >= 1e-6, "0.000001 or more")
-        self._require(
-            "batch_size",
-            self.batch_size % self.num_generations == 0,
-            f"a multiple of num_generations ({self.num_generations}), so that a prompt's completions stay together",
-        )
-        self._require(
-            "num_mini_batches",
-            self.num_mini_batches <= self.batch_size,
-            f"at most batch_size ({self.batch_size})",
-        )
-        groups = self.estimator.compares_groups
-        self._require(
-            "num_generations",
-            self.num_generations > 1 or not groups,
-            f"2 or more: {self.advantage_estimator} compares completions to one prompt",
-        )
-        self._require(
-            "importance_sampling_level",
-            self.importance_sampling_level == "token" or groups,
-            f"'token' with advantage_estimator {self.advantage_estimator}: its advantages differ from token to token",
-        )
-        if self.lr_scheduler_type == "polynomial":  # its final learning rate in transformers is 1e-7
-            for key in ("learning_rate", "critic_learning_rate"):
-                rate = getattr(self, key)
-                self._require(
-                    key, rate is None or rate > 1e-7, "above 1e-7 with lr_scheduler_type: polynomial"
-                )
-        if self.kl_in == "loss":
-            self._require(
-                "kl_estimator",
-                self.kl_estimator in ("k2", "k3"),
-                "'k2' or 'k3' with kl_in: loss (the gradient of k1 is 0 on average: it would not hold the policy)",
-            )
+        groups, name = self.estimator.compares_groups, f"advantage_estimator {self.advantage_estimator}"
         truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
         chosen = [key for key in truncated if getattr(self, key)]
-        self._require(
-            chosen[-1] if chosen else truncated[0],
-            len(chosen) <= 1,
-            f"only one of {', '.join(truncated)}: found {chosen}",
-        )
+        copied = not self.uses_critic or self.critic == "adapter"
+        # transformers' polynomial schedule ends at 1e-7
+        least = 1e-7 if self.lr_scheduler_type == "polynomial" else -1.0
+        rules = [  # (key, whether its value is allowed, what is expected)
+            ("min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length"),
+            # Logits divided by less overflow fp32.
+            ("temperature", self.temperature >= 1e-6, "0.000001 or more"),
+            (
+                "batch_size",
+                self.batch_size % self.num_generations == 0,
+                f"a multiple of num_generations ({self.num_generations}), so that a prompt's completions stay together",
+            ),
+            (
+                "num_mini_batches",
+                self.num_mini_batches <= self.batch_size,
+                f"at most batch_size ({self.batch_size})",
+            ),
+            (
+                "num_generations",
+                self.num_generations > 1 or not groups,
+                f"2 or more: {self.advantage_estimator} compares completions to one prompt",
+            ),
+            (
+                "importance_sampling_level",
+                self.importance_sampling_level == "token" or groups,
+                f"'token' with {name}: its advantages differ from token to token",
+            ),
+            (
+                "kl_estimator",
+                self.kl_in == "reward" or self.kl_estimator in ("k2", "k3"),
+                "'k2' or 'k3' with kl_in: loss (the gradient of k1 is 0 on average: it would not hold the policy)",
+            ),
+            (
+                chosen[-1] if chosen else truncated[0],
+                len(chosen) <= 1,
+                f"only one of {', '.join(truncated)}: found {chosen}",
+            ),
+        ]
+        for key in ("learning_rate", "critic_learning_rate"):
+            rate = getattr(self, key)
+            expected = "above 1e-7 with lr_scheduler_type: polynomial"
+            rules.append((key, rate is None or rate > least, expected))
         for key in ("vf_coef", "critic_learning_rate"):
-            self._require(
-                key,
-                not self.uses_critic or self.critic == "adapter" or getattr(self, key) != 0,
-                "above 0 with critic: head, which starts from 0",
-            )
+            allowed = copied or getattr(self, key) != 0
+            rules.append((key, allowed, "above 0 with critic: head, which starts from 0"))
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
-            self._require(
-                key,
-                not getattr(self, key) or self.uses_critic,
-                "off without a critic (advantage_estimator: gae)",
-            )
+            allowed = self.uses_critic or not getattr(self, key)
+            rules.append((key, allowed, "off without a critic (advantage_estimator: gae)"))
+        for rule in rules:
+            self._require(*rule)
 
     def _check_estimator(self) -> None:
         """Checks the estimator's name, and that each parameter of its formula is provided."""

@@ -34,15 +34,6 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 LossAggregation = Literal["token", "sequence", "constant"]
 
 
-def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Returns the mean of `x` at positions in `mask`, over all elements or along `dim`, or 0 if the mask is empty."""
-    mask = mask.bool()
-    total = x.where(mask, 0.0)
-    if dim is None:
-        return total.sum() / mask.sum().clamp(min=1)
-    return total.sum(dim) / mask.sum(dim).clamp(min=1)
-
-
 def whiten(
     x: Tensor,
     mask: Tensor,

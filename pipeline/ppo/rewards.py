@@ -7,7 +7,6 @@ held-out completions, stored with the reward model's version). The score of a co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import inspect
 import math
@@ -15,6 +14,7 @@ import numbers
 import os
 import random
 import sysconfig
+import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -23,8 +23,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -347,39 +345,35 @@ class FunctionReward(Reward):
 
     def _row_by_row(self, samples: Samples, limit: float) -> list[float]:
         """Returns the function's score of each sample, in the order of the samples."""
-        rows: SimpleQueue[int] = SimpleQueue()
-        for i in range(len(samples)):
-            rows.put(i)
+        rows, begun = iter(range(len(samples))), dict[int, float]()
         scores: list[Future[float]] = [Future() for _ in range(len(samples))]
-        begun: dict[int, float] = {}
         samples.prompts, samples.completions  # noqa: B018 - decoded once, not in each thread
-        drawn = generator_states()
+        drawn, stopped = generator_states(), threading.Event()
 
         def work() -> None:
-            while not rows.empty():
-                with contextlib.suppress(Empty):
-                    i = rows.get_nowait()
-                    begun[i] = time.monotonic()
-                    if self.threads == 1:
-                        seed_generators(samples.seeds[i])
-                    try:
-                        scores[i].set_result(self._one(samples, i))
-                    except BaseException as error:
-                        setattr(error, ROW, i)
-                        scores[i].set_exception(error)
+            for i in rows:  # of all threads: each takes the next one
+                if stopped.is_set():
+                    return
+                begun[i] = time.monotonic()
+                if self.threads == 1:
+                    seed_generators(samples.seeds[i])
+                try:
+                    scores[i].set_result(self._one(samples, i))
+                except BaseException as error:
+                    setattr(error, ROW, i)
+                    scores[i].set_exception(error)
 
         # Not a thread pool, which the process waits for when it ends: a row that hangs is abandoned.
         for _ in range(min(self.threads, len(samples))):
-            Thread(target=work, daemon=True, name=f"reward {self.name}").start()
+            threading.Thread(target=work, daemon=True, name=f"reward {self.name}").start()
         waiting = set(scores)
         while waiting:
             done, waiting = wait(waiting, timeout=min(0.1, limit), return_when=FIRST_COMPLETED)
             now = time.monotonic()
             late = [i for i in sorted(begun) if now - begun[i] > limit and not scores[i].done()]
             raised = [error for score in done if (error := score.exception())]
-            while (late or raised) and not rows.empty():  # no thread begins another row
-                with contextlib.suppress(Empty):
-                    rows.get_nowait()
+            if late or raised:
+                stopped.set()
             if late:
                 raise Failure(
                     f"reward {self} took more than {limit:g} s (trainer.reward_timeout_s) for {samples.show(late[0])}"

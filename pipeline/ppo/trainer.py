@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from pipeline.findings import require
-from pipeline.inference.rows import Decoder, Sampling
+from pipeline.inference.rows import Decoder
 from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
 from pipeline.models.lora import cast_once
@@ -78,7 +78,7 @@ class PPOTrainer:
         critic_reward: the reward that the critic was copied from. None: the critic starts from 0.
 
     Raises:
-        ValueError: if a role, a reward or a prompt is missing, or there are more workers than prompts in an update.
+        ValueError: if there are more workers than prompts in an update.
     """
 
     def __init__(
@@ -103,7 +103,11 @@ class PPOTrainer:
         self.on_update, self.device = on_update, shared.device
         self.rank, self.workers = world()
         self.prompts_per_update = args.batch_size // args.num_generations
-        self._check_inputs()
+        if self.prompts_per_update < self.workers:
+            raise ValueError(
+                f"batch_size: {args.batch_size} is {self.prompts_per_update} prompts an update for {self.workers} workers; "
+                "expected at least one prompt for each"
+            )
         self.draws, self.prompts_per_epoch = draws, len(draws(0)) if draws else len(prompts)
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
         reference = "reference" if "reference" in shared.roles else None
@@ -111,29 +115,14 @@ class PPOTrainer:
         if not rollout_workers:
             longest = max(len(ids) for ids in self._all_prompt_ids()) + args.response_length
             self.sampler.fit_to_memory(args.decoded(self.workers), longest)
-        if args.bf16:
-            shared.autocast = torch.bfloat16
-        if self.workers > 1:  # all deal the same packs
-            can_pack = torch.tensor(float(shared.can_pack), device=self.device)
-            shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
-        if args.gradient_checkpointing:
-            shared.enable_gradient_checkpointing()
-        for role in self.roles:
-            shared.set_trainable(role, True)
-        # New adapters are random: every rank starts from rank 0's, the reference too, which may be a copy of such a policy.
-        for role in [*self.roles, *([reference] if reference else [])] if self.workers > 1 else []:
-            for parameter in shared.parameters_of(role):
-                dist.broadcast(parameter.data, src=0)
-        learning_rates = {"policy": args.learning_rate, "critic": args.learning_rate}
-        if args.critic_learning_rate is not None:  # it may be 0
-            learning_rates["critic"] = args.critic_learning_rate
-        self.optimizer = adamw(args, [(shared.parameters_of(r), learning_rates[r]) for r in self.roles])
+        self._prepare_roles(reference)
         self.total = args.total_updates(self.prompts_per_epoch)
+        critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
+        rates = {"policy": args.learning_rate, "critic": critic_rate}
         # The policy's schedule begins when it begins to learn, the critic's with the run.
         begins = {"policy": args.critic_warmup_steps, "critic": 0}
-        factors = [
-            learning_rate_factors(args, learning_rates[role], begins[role], self.total) for role in self.roles
-        ]
+        self.optimizer = adamw(args, [(shared.parameters_of(role), rates[role]) for role in self.roles])
+        factors = [learning_rate_factors(args, rates[role], begins[role], self.total) for role in self.roles]
         self.scheduler = LambdaLR(self.optimizer, factors)
         self.update = 0  # updates done; with the seed, this is also the position in the data
         self.kl_coef = args.kl_coef
@@ -151,37 +140,22 @@ class PPOTrainer:
             self.sampler, self.versions, rollout_workers, self._chunks, self.total, self.rank == 0
         )
 
-    @property
-    def sampling(self) -> Sampling:
-        """Returns how completions are sampled."""
-        return self.sampler.sampling
-
-    @property
-    def decoder(self) -> Decoder:
-        """What samples in this process."""
-        return self.sampler.decoder
-
-    def _check_inputs(self) -> None:
-        if "policy" not in self.shared.roles or (self.args.uses_critic and "critic" not in self.shared.roles):
-            raise ValueError(
-                f"the shared base has roles {self.shared.roles}; expected policy, and critic for gae"
-            )
-        if self.args.uses_critic and self.shared.is_head("critic") == self.args.has_critic_adapter:
-            kind = "a head" if self.shared.is_head("critic") else "an adapter"
-            raise ValueError(f"critic: found {self.args.critic!r}, and the role critic is {kind}")
-        if not self.rewards:
-            raise ValueError("no reward: PPO needs at least one")
-        if len(self.prompts) == 0:
-            raise ValueError("no prompt to learn from")
-        if self.prompts_per_update < self.workers:
-            raise ValueError(
-                f"batch_size: {self.args.batch_size} is {self.prompts_per_update} prompts an update for {self.workers} "
-                "workers; expected at least one prompt for each"
-            )
-        if self.args.sync_ref_model and "reference" not in self.shared.roles:
-            raise ValueError(
-                "sync_ref_model: there is no reference adapter to move; add one as a copy of the policy"
-            )
+    def _prepare_roles(self, reference: str | None) -> None:
+        """Sets precision, checkpointing and what learns. With several workers, all get the same adapters and packs."""
+        shared = self.shared
+        if self.args.bf16:
+            shared.autocast = torch.bfloat16
+        if self.workers > 1:
+            can_pack = torch.tensor(float(shared.can_pack), device=self.device)
+            shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
+        if self.args.gradient_checkpointing:
+            shared.enable_gradient_checkpointing()
+        for role in self.roles:
+            shared.set_trainable(role, True)
+        # New adapters are random: every rank starts from rank 0's, the reference too, which may be a copy of such a policy.
+        for role in [*self.roles, *([reference] if reference else [])] if self.workers > 1 else []:
+            for parameter in shared.parameters_of(role):
+                dist.broadcast(parameter.data, src=0)
 
     def _predict_paid_score(self, reward: Reward) -> None:
         """Rescales a critic that predicts the raw score of `reward`, so that it predicts what an episode is paid."""
@@ -260,15 +234,12 @@ class PPOTrainer:
         costs["train_samples_per_second"] = count / seconds
         costs["train_tokens_per_second"] = metrics["completions/mean_length"] * count / seconds
         if peak := peak_flops(self.device):
-            costs["mfu"] = self._seconds_at_peak(episodes, peak) / seconds
+            adapters = sum(isinstance(reward, AdapterReward) for reward in self.rewards)
+            parameters = self.shared.base.num_parameters()  # of nf4, those that are packed
+            here = not self.rollouts.workers
+            ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
+            costs["mfu"] = ideal / seconds
         return costs
-
-    def _seconds_at_peak(self, episodes: Episodes, peak: float) -> float:
-        """Returns the seconds that this worker's share of an update takes at `peak` FLOP/s."""
-        adapters = sum(isinstance(reward, AdapterReward) for reward in self.rewards)
-        here = not self.rollouts.workers
-        parameters = self.shared.base.num_parameters()  # of nf4, those that are packed
-        return seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
 
     # --------------------------------------------------------------------------------- rollout and scores
 
@@ -371,7 +342,7 @@ class PPOTrainer:
         for rows in forward.micro_batches_of(self.shared, episodes, range(len(episodes)), tokens=tokens):
             part = episodes.take(rows)
             width = part.mask.shape[1]
-            states = self.states("policy", part)
+            states = forward.states(self.shared, "policy", part)
             # Not the sampler's, which differ from the training forward by rounding: the first ratio must be 1.
             episodes.old_logprobs[rows, :width] = self.logprobs("policy", part, states=states)[0]
             if self.args.uses_critic:
@@ -386,10 +357,6 @@ class PPOTrainer:
         """Returns True if the training forward gives this update's old log-probs. The first update is checked, so it does not."""
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
-    def states(self, role: str | None, part: Episodes) -> Tensor:
-        """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last; see forward.py."""
-        return forward.states(self.shared, role, part)
-
     def logprobs(
         self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -400,9 +367,9 @@ class PPOTrainer:
         """Returns the critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
 
         Args:
-            states: of the critic, as `states` returns them. None: computed here.
+            states: of the critic, as `forward.states` returns them. None: computed here.
         """
-        states = self.states("critic", part) if states is None else states
+        states = forward.states(self.shared, "critic", part) if states is None else states
         values = self.shared.head("critic", states)
         return values[:, :-1], values[:, -1]
 
@@ -492,7 +459,7 @@ class PPOTrainer:
             stats: tuple[Tensor, ...] = ()
             if policy or not args.has_critic_adapter:
                 with torch.set_grad_enabled(policy):
-                    states = self.states("policy", part)
+                    states = forward.states(self.shared, "policy", part)
             if policy:
                 logprobs, entropy = self.logprobs("policy", part, args.entropy_coef > 0, states)
                 if self.old_from_training:
@@ -502,7 +469,7 @@ class PPOTrainer:
             if args.has_critic_adapter:
                 if policy:
                     loss.backward()
-                loss, states = torch.zeros_like(loss), self.states("critic", part)
+                loss, states = torch.zeros_like(loss), forward.states(self.shared, "critic", part)
             if args.uses_critic:
                 values, _ = self.values(part, states)
                 value_loss, value_stats = losses.value_objective(args, part, totals, values, self.moments)

@@ -86,11 +86,12 @@ class Models:
         loaded = {served.version: served for served in models.values()}
         if version not in loaded:
             self.loaded += 1
-            load = self._policy if kind == "policies" else self._reward
-            loaded[version] = load(key, version, folder)
+            loaded[version] = (
+                self._policy(version, folder) if models is self.policies else self._reward(key, version)
+            )
         models[name] = loaded[version]
 
-    def _policy(self, key: str, version: str, folder: str | None) -> Served:
+    def _policy(self, version: str, folder: str | None) -> Served:
         if folder is None:
             return Served(version)
         role = f"version_{self.loaded}"
@@ -98,7 +99,7 @@ class Models:
         self.remove[role] = self.batcher.decoder.remove
         return Served(version, role)
 
-    def _reward(self, key: str, version: str, folder: str | None) -> Served:
+    def _reward(self, key: str, version: str) -> Served:
         from pipeline.runtime import roles
 
         host = Host(replace(self.host.work, inputs={key: version}))

@@ -75,7 +75,7 @@ def main(name: str, case: str, fields: str) -> None:
     before = high_water()  # the trainer resets the system's own figure, and keeps the highest itself
     trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], eos=[EOS], on_update=on_update)
     if ours.prompts == "repeated":
-        shared.can_pack = trainer.decoder.share = False
+        shared.can_pack = trainer.sampler.decoder.share = False
     trainer.train()
     clock.facts |= {"phases": phases[1:], "dtypes": [str(base.dtype), str(shared.autocast)]}
     clock.write(max(before, high_water(), int(peaks[-1] * 2**30)))

@@ -74,16 +74,13 @@ def talk(storage, lines: str, *overrides: str) -> str:
 
 
 def test_a_conversation_through_a_pipe(models, shared, storage):
-    import torch
-
     question = "What is the capital of Peru?"
     first = greedy(shared, ask(question))
     text = tokenizer().decode(first.tokens, skip_special_tokens=True)
     second = greedy(shared, ask(question, text, "And of Chile?"))
     lines = f"{question}\nAnd of Chile?\n/reset\n{question}\n/nonsense\n/system Be brief.\n{question}\n/quit\nnot read\n"
     said = talk(storage, lines)
-    whole = torch.tensor([[*ask(question), *first.tokens]])
-    score = shared.scores("reward", whole, torch.ones_like(whole)).item()
+    score = shared.score("reward", [*ask(question), *first.tokens])
     assert said.count(f"{text}   (reward {score:.2f}") == 2, said
     assert tokenizer().decode(second.tokens, skip_special_tokens=True) in said
     assert said.count("(a new conversation)") == 2 and "(no command /nonsense: /reset" in said

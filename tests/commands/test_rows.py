@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from running import ROOT, stage
 from toy_models import registered, shared_base, tokenizer
 
@@ -171,8 +170,7 @@ def expected(models):
         turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": completion}]
         ids = tokenizer().apply_chat_template(turns, return_dict=False)
         ends = [i for i, token in enumerate(ids) if token in (tokenizer().eos_token_id, 817, 825)]
-        ids = torch.tensor([ids[: ends[-1] + 1]])
-        scores[completion] = shared.scores("reward", ids, torch.ones_like(ids)).item()
+        scores[completion] = shared.score("reward", ids[: ends[-1] + 1])
     assert len({round(score, 3) for score in scores.values()}) == len(ANSWERS)
     return scores
 

@@ -64,13 +64,9 @@ def _saved(shared: SharedBase, role: str, folder: str) -> str:
     shared.save(role, at)
 
     def output(ids: list[int]) -> float:
-        if role != "reward":
-            return shared.mean_logprob(role, ids)
-        row, length = (torch.tensor([x], device=shared.device) for x in (ids, len(ids)))
-        return float(shared.scores(role, row, lengths=length))
+        return shared.score(role, ids) if role == "reward" else shared.mean_logprob(role, ids)
 
-    with torch.no_grad():
-        probes.write(at, probes.sequences(shared.vocab_size, models.PAD), output)
+    probes.write(at, probes.sequences(shared.vocab_size, models.PAD), output)
     return at
 
 

@@ -103,7 +103,6 @@ def test_losses_and_their_statistics(world):
 def test_masked_functions_on_ragged_rows(world):
     draw = torch.Generator().manual_seed(4)
     x, mask = torch.randn(6, 9, generator=draw), torch.rand(6, 9, generator=draw) > 0.4
-    torch.testing.assert_close(F.masked_mean(x, mask), world["masked_mean"](x, mask))
     for shift in (True, False):
         ours, theirs = F.whiten(x, mask, shift), world["masked_whiten"](x, mask, shift_mean=shift)
         torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-4, atol=1e-5)

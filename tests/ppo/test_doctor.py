@@ -158,10 +158,8 @@ def test_a_reward_that_scores_otherwise_than_in_training_is_seen(tmp_path):
     # no probes: nothing to say
     assert doctor.behaves_as_trained(trainer, "reward", str(tmp_path)).holds is None
 
-    def score(ids):
-        return float(shared.scores("reward", torch.tensor([ids]), lengths=torch.tensor([len(ids)])))
-
-    probes.write(str(tmp_path), probes.sequences(toy.VOCAB, pad=0), score)
+    rows = probes.sequences(toy.VOCAB, pad=0)
+    probes.write(str(tmp_path), rows, lambda ids: shared.score("reward", ids))
     assert doctor.behaves_as_trained(trainer, "reward", str(tmp_path)).holds is True
     shared.heads["reward"].weight.data.normal_()
     assert doctor.behaves_as_trained(trainer, "reward", str(tmp_path)).holds is False

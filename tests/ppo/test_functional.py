@@ -41,19 +41,12 @@ def tensors(arrays):
 # --------------------------------------------------------------------------------------------- by hand
 
 
-def test_masked_mean():
-    x, mask = t([1, 2, NAN], [5, NAN, 3]), t([1, 1, 0], [0, 0, 1])
-    assert F.masked_mean(x, mask).item() == 2.0
-    assert F.masked_mean(x, mask, dim=1).tolist() == [1.5, 3.0]
-    assert F.masked_mean(x, torch.zeros(2, 3)).item() == 0.0
-
-
 def test_whiten_by_hand():
     x, mask = t([1, 2, 99], [3, NAN, 6]), t([1, 1, 0], [1, 0, 1])  # 1 2 3 6: mean 3, unbiased variance 14/3
     scale = math.sqrt(14 / 3)
     assert F.whiten(x, mask).tolist() == nested([[-2 / scale, -1 / scale, 0], [0, 0, 3 / scale]])
     kept = F.whiten(x, mask, shift_mean=False)
-    assert F.masked_mean(kept, mask).item() == pytest.approx(3, rel=1e-5)
+    assert kept[mask.bool()].mean().item() == pytest.approx(3, rel=1e-5)
 
 
 def test_whiten_of_one_value_is_its_distance_from_the_mean():
@@ -118,16 +111,6 @@ def test_gae_by_hand():
     assert returns.tolist() == nested([[first + 0.5, last + 0.25]])
     cut, _ = F.gae(rewards, values, mask, 0.9, 0.8, bootstrap=torch.tensor([2.0]))
     assert cut[0, 1].item() == pytest.approx(last + 0.9 * 2.0)
-
-
-def test_gae_reads_over_gaps_and_padding_as_if_they_were_not_there():
-    dense = F.gae(t([0.1, 0.2, 1.0]), t([0.5, 0.4, 0.3]), t([1, 1, 1]), 0.99, 0.95)
-    gappy = F.gae(
-        t([NAN, 0.1, 9, 0.2, 1.0, 7]), t([3, 0.5, NAN, 0.4, 0.3, 8]), t([0, 1, 0, 1, 1, 0]), 0.99, 0.95
-    )
-    for a, b in zip(dense, gappy, strict=True):
-        assert b[0, [1, 3, 4]].tolist() == pytest.approx(a[0].tolist())
-        assert b[0, [0, 2, 5]].tolist() == [0, 0, 0]
 
 
 def test_policy_loss_by_hand():
@@ -229,11 +212,10 @@ def test_adaptive_controller_moves_the_right_way_and_is_clipped():
 
 @CASES
 @given(**shapes)
-def test_mean_and_whitening_like_numpy(seed, rows, time, density):
+def test_whitening_like_numpy(seed, rows, time, density):
     mask, (x,), _ = ragged(seed, rows, time, density, 1, scale=5)
     chosen = x[mask]
     tensor, m = *tensors([x]), torch.tensor(mask)
-    assert F.masked_mean(tensor, m).item() == pytest.approx(chosen.mean() if len(chosen) else 0, abs=1e-5)
     whitened = F.whiten(tensor, m).numpy()
     assert (whitened[~mask] == 0).all()
     if len(chosen) > 1:

@@ -29,7 +29,7 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
         trainer.accumulate(episodes, [0, 1], Totals.of(episodes.mask[:2]), True)["policy/approxkl_avg"] < 1e-9
     )
     # from here on training differs from what was sampled
-    object.__setattr__(trainer.sampling, "temperature", 0.8)
+    object.__setattr__(trainer.sampler.sampling, "temperature", 0.8)
     with pytest.raises(SelfCheckFailed, match="first ratios are not 1"):
         trainer.learn(episodes)
     trainer.update = 1  # a run that has begun well goes on, and says so

@@ -14,7 +14,6 @@ import time
 import psutil
 import pytest
 import ray
-import torch
 from running import ROOT
 from served import POLICIES, REWARDS, ask, chat, served
 from sockets import on_loopback, sockets
@@ -406,8 +405,7 @@ def expected(models):
         turns = [*messages(), {"role": "assistant", "content": completion}]
         ids = tokenizer().apply_chat_template(turns, return_dict=False)
         ends = [i for i, token in enumerate(ids) if token in (tokenizer().eos_token_id, 817, 825)]
-        ids = torch.tensor([ids[: ends[-1] + 1]])
-        scores[completion] = shared.scores("reward", ids, torch.ones_like(ids)).item()
+        scores[completion] = shared.score("reward", ids[: ends[-1] + 1])
     assert len({round(score, 3) for score in scores.values()}) == len(COMPLETIONS)
     return scores
 

@@ -156,7 +156,6 @@ print(json.dumps([score, text[0, row.shape[1]:].tolist()]))
 
 
 def test_registered_adapters_load_in_plain_peft_with_the_same_score_and_text(runs, storage):
-    import torch
 
     from pipeline import registry
     from pipeline.config import load_job
@@ -189,8 +188,7 @@ def test_registered_adapters_load_in_plain_peft_with_the_same_score_and_text(run
     shared = SharedBase(load_base(settings))
     shared.add("reward", folder=rm, head=True)
     shared.add("policy", folder=policy)
-    ids = torch.tensor([row])
-    assert shared.scores("reward", ids, torch.ones_like(ids)).item() == pytest.approx(score, abs=1e-5)
+    assert shared.score("reward", row) == pytest.approx(score, abs=1e-5)
     greedy = Sampling(12, tuple(eos_ids(tokenizer, shared.base.generation_config)), temperature=0)
     [completion] = SlotDecoder(shared, pad=tokenizer.pad_token_id).generate("policy", [row], [0], greedy)
     assert completion.tokens == text[: len(completion.tokens)]

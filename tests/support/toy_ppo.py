@@ -145,9 +145,9 @@ def weights(trainer_or_shared, roles=("policy", "critic")):
 def greedy_score(trainer, prompts, rewards=None):
     """Mean score of greedy completions to `prompts`, by the trainer's rewards or by others."""
     ids = [trainer._prompt_ids(row) for row in prompts]
-    trainer.decoder.changed("policy")
-    greedy = replace(trainer.sampling, temperature=0.0)
-    completions = trainer.decoder.generate("policy", ids, range(len(ids)), greedy)
+    trainer.sampler.decoder.changed("policy")
+    greedy = replace(trainer.sampler.sampling, temperature=0.0)
+    completions = trainer.sampler.decoder.generate("policy", ids, range(len(ids)), greedy)
     samples = Samples(
         ids,
         [one.tokens for one in completions],

@@ -100,9 +100,7 @@ def behaves_as_trained(trainer: PPOTrainer, role: str, folder: str) -> Finding:
     largest = 0.0
     for ids, output in stored:
         if role in rewards:
-            batch = torch.tensor([ids], device=shared.device)
-            score = float(shared.scores(role, batch, lengths=torch.tensor([len(ids)], device=shared.device)))
-            largest = max(largest, abs(score - output) / rewards[role].std)
+            largest = max(largest, abs(shared.score(role, ids) - output) / rewards[role].std)
         else:
             largest = max(largest, abs(shared.mean_logprob(role, ids) - output))
     unit = "deviations" if role in rewards else "nats a token"
@@ -130,14 +128,14 @@ def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> Finding:
         if moved > limit:
             break
     prompt = row.input_ids[0, : int(row.starts[0])].tolist()
-    trainer.decoder.changed("policy")
-    completions = trainer.decoder.generate("policy", [prompt] * 4, range(4), trainer.sampling)
+    trainer.sampler.decoder.changed("policy")
+    completions = trainer.sampler.decoder.generate("policy", [prompt] * 4, range(4), trainer.sampler.sampling)
     sampled = collate([prompt] * 4, completions, range(4), trainer.sampler.pad, shared.device)
     now, _ = trainer.logprobs("policy", sampled)
     apart = float((now - sampled.sampler_logprobs)[sampled.mask].square().mean().sqrt())
     for parameter, start in zip(parameters, before, strict=True):
         parameter.data = start
-    trainer.decoder.changed("policy")
+    trainer.sampler.decoder.changed("policy")
     found = f"the policy moved by {moved:.2g} nats, and then they differ by {apart:.2g}"
     return Finding(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
 
