@@ -2,8 +2,6 @@
 
 import filecmp
 import json
-import subprocess
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -65,11 +63,6 @@ def test_gold_rule_takes_rendered_prompts_and_further_columns():
     prompt = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
     completions = ["The capital of France is Paris.", "Rome."]
     assert demo.gold([prompt] * 2, completions, answer=["Paris"] * 2, id=[1, 2]) == [0.5, 0.0]
-
-
-def test_gold_needs_no_torch():
-    code = "import sys\nfrom pipeline.demo import gold\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_world():

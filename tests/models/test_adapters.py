@@ -296,13 +296,6 @@ def test_pickled_adapters_are_not_read(tmp_path):
         shared.add("x", folder=tmp_path)
 
 
-def test_training_weights_of_the_base_is_refused():
-    with pytest.raises(InputError, match="modules_to_save"):
-        SharedBase(toy.base()).add("x", lora={**toy.LORA, "modules_to_save": ["embed_tokens"]})
-    with pytest.raises(InputError, match="bias"):
-        SharedBase(toy.base()).add("x", lora={**toy.LORA, "bias": "all"})
-
-
 def test_a_head_that_changes_its_logits_in_an_unknown_way_is_refused():
     model = toy.base()
     forward = model.forward

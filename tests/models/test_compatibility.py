@@ -3,13 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from running import ROOT
 from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
@@ -139,16 +136,6 @@ def test_attention_that_is_not_available(wanted, base):
         InputError, match=rf"^model\.attn_implementation: '{wanted}' cannot be used with llama here .*set"
     ):
         check_base(settings(base, attn_implementation=wanted))
-
-
-def test_a_good_base_costs_no_torch():
-    code = (
-        "import sys\nfrom types import SimpleNamespace\nfrom pipeline.models.base import check_base\nfrom pipeline.models.compatibility import check_lora\n"
-        f"base = check_base(SimpleNamespace(**{vars(settings(DEMO))!r}))\n"
-        "check_lora(base, {'r': 4, 'target_modules': 'all-linear'})\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 # ---------------------------------------------------------------------------------------------------------- lora

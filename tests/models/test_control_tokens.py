@@ -12,7 +12,6 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
-    processors,
     trainers,
 )
 from toy_data import CHATML, ROWS, make, parsed, rows_of, tokenizer, trained, write
@@ -120,12 +119,6 @@ def test_words_come_back_as_they_are(words):
     assert all(text.strip() in tok.decode(ids) for text in words)
 
 
-def test_text_of_a_template_stays_text():
-    """Nothing is rendered twice."""
-    words = "{{ 7 * 7 }} {% for x in range(9 ** 9) %}{% endfor %}"
-    assert words in llama().decode(encoded(llama(), "ppo", {"prompt": words}).columns["input_ids"])
-
-
 # ---- tokenizers ------------------------------------------------------------------------------------------------
 
 
@@ -141,33 +134,15 @@ def unigram():
     )
 
 
-def merging():
-    """Merges make `</s>` of its letters; tokens that strip, that want a border, and others that are not special."""
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    vocabulary |= {piece: 256 + i for i, piece in enumerate(("</", "s>", "</s>"))}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[("<", "/"), ("s", ">"), ("</", "s>")]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
-    made.post_processor = processors.ByteLevel(trim_offsets=True)
-    flags = [
-        ("</s>", {}),
-        ("<|end|>", {"rstrip": True}),
-        ("<m>", {"lstrip": True, "normalized": True}),
-        ("word", {"single_word": True}),
-    ]
-    made.add_special_tokens([AddedToken(name, special=True, **more) for name, more in flags])
-    made.add_tokens([AddedToken("<think>", normalized=False), AddedToken("<|end|>x", normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
-
-
-def prefixed(normalized: bool):
-    """Llama 2's: a space before each piece; with `normalized`, its special tokens match at a beginning only."""
+def prefixed():
+    """Llama 2's: a space before each piece."""
     alphabet = ["<unk>", "<s>", "</s>", "▁", *"hiterawodxs<>|/nk", "▁hi"]
     made = Tokenizer(
         models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[], unk_token="<unk>")
     )
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     names = ("<unk>", "<s>", "</s>")
-    made.add_special_tokens([AddedToken(name, special=True, normalized=normalized) for name in names])
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
@@ -177,9 +152,7 @@ TOKENIZERS = {
     "llama": llama,
     "bytes": tokenizer,
     "unigram": unigram,
-    "merging": merging,
-    "prefixed": lambda: prefixed(False),
-    "normalized": lambda: prefixed(True),
+    "prefixed": prefixed,
 }
 
 
@@ -209,7 +182,7 @@ def test_no_text_makes_a_special_token(name):
 
 def test_a_cut_adds_no_space():
     """Tokenizers like Llama 2's begin each text with a space."""
-    tok = prefixed(False)
+    tok = prefixed()
     control = ControlTokens(tok)
     pieces = tok.convert_ids_to_tokens(text_ids(control, "hi </s>x"))
     assert pieces == ["▁", "h", "i", "▁", "<", "/", "s", ">", "x"]

@@ -87,25 +87,6 @@ def test_under_autocast_it_is_as_exact_as_peft(dtype, bias, monkeypatch):
         assert apart[1] < 6e-3 and apart[1] < 1.5 * apart[0] + 1e-3, name
 
 
-def test_a_base_under_autocast_runs_fused_and_checkpointed(monkeypatch):
-    """Recomputed in backward, which runs outside the block of the autocast."""
-    gradients = []
-    for checkpointing in (False, True):
-        shared = toy.shared_base("llama", spread=0.1)
-        shared.autocast = torch.bfloat16
-        if checkpointing:
-            shared.enable_gradient_checkpointing()
-        calls = taken(monkeypatch)
-        ids, starts, _, mask = toy.batch()
-        shared.logprobs("policy", ids, starts, mask)[0].sum().backward()
-        assert len(calls) == (2 if checkpointing else 1) * sum(
-            isinstance(m, Linear) for m in shared.base.modules()
-        )
-        gradients.append(torch.cat([p.grad.flatten() for p in shared.parameters_of("policy")]))
-        monkeypatch.undo()
-    assert torch.equal(*gradients) and gradients[0].dtype == torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_gradients_the_bits_are_the_same_and_autograd_is_not_called(dtype, monkeypatch):
     from pipeline.models import lora

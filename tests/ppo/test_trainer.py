@@ -85,8 +85,6 @@ def test_critic_free_estimators_load_no_critic():
     trainer = toy.trainer(toy.shared_base(critic=False), advantage_estimator="rloo", num_generations=2)
     metrics = trainer.run_update()
     assert trainer.shared.roles == ["reference", "policy"] and "loss/value_avg" not in metrics
-    with pytest.raises(ValueError, match="critic for gae"):
-        toy.trainer(toy.shared_base(critic=False))
 
 
 @pytest.mark.parametrize("kind", toy.KINDS)
@@ -254,22 +252,6 @@ def test_two_workers_do_what_one_does(tmp_path):
         assert {p.name for p in (tmp_path / str(number)).glob("rng_*")} == {"rng_0_of_2.pt", "rng_1_of_2.pt"}
 
 
-def test_gradient_checkpointing_changes_no_number():
-    plain, checkpointed = toy.trainer(), toy.trainer(gradient_checkpointing=True)
-    plain.train(), checkpointed.train()
-    assert torch.equal(toy.weights(plain), toy.weights(checkpointed))
-
-
-def test_bf16_stays_near_fp32():
-    exact, rough = (
-        toy.trainer(toy.shared_base(spread=0.05), check_reference=False, bf16=b) for b in (False, True)
-    )
-    a, b = exact.run_update(), rough.run_update()
-    assert rough.shared.autocast is torch.bfloat16 and a["objective/entropy"] == pytest.approx(
-        b["objective/entropy"], rel=0.2
-    )
-
-
 @pytest.mark.parametrize(
     "changes", [dict(), dict(advantage_estimator="reinforce_plus_plus"), dict(advantage_estimator="remax")]
 )
@@ -316,13 +298,7 @@ def test_a_prompt_longer_than_the_context_is_refused():
         toy.trainer(rows=[dict(input_ids=[], row='{"prompt": ""}')]).run_update()
 
 
-def test_what_cannot_run_is_refused_at_once():
-    with pytest.raises(ValueError, match="no reward"):
-        toy.trainer(reward=[])
-    with pytest.raises(ValueError, match="no reference adapter"):
-        shared = SharedBase(toy.base())
-        shared.add("policy", lora=toy.LORA)
-        toy.trainer(shared, advantage_estimator="remax", sync_ref_model=True)
+def test_two_rewards_of_one_name_are_refused():
     with pytest.raises(ValueError, match="same name"):
         toy.trainer(reward=[FunctionReward(toy.low), FunctionReward(toy.low)]).run_update()
 

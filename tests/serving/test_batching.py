@@ -66,11 +66,17 @@ class Client:
         return [token.id for token in self.told[name]]
 
 
-def test_what_waits_is_limited_and_a_request_is_taken_whole_or_not(batcher):
-    client, writer = Client(), batcher(rows=1, queue=3)
+def kept_busy(writer):
+    """Rows that are submitted wait until something is put into the queue that this returns."""
     busy, held = threading.Event(), queue.SimpleQueue()
     writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
-    assert busy.wait(SECONDS)  # what comes now waits
+    assert busy.wait(SECONDS)
+    return held
+
+
+def test_what_waits_is_limited_and_a_request_is_taken_whole_or_not(batcher):
+    client, writer = Client(), batcher(rows=1, queue=3)
+    held = kept_busy(writer)
     writer.submit([client.row("a", [5]), client.row("b", [6])])
     with pytest.raises(QueueFull):
         writer.submit([client.row("c", [7]), client.row("d", [8])])
@@ -82,9 +88,7 @@ def test_what_waits_is_limited_and_a_request_is_taken_whole_or_not(batcher):
 
 def test_rows_that_nobody_waits_for_take_no_place_in_the_queue(batcher):
     client, writer = Client(), batcher(rows=1, queue=3)
-    busy, held = threading.Event(), queue.SimpleQueue()
-    writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
-    assert busy.wait(SECONDS)
+    held = kept_busy(writer)
     gone = [client.row(name, [5]) for name in "abc"]
     writer.submit(gone)
     for row in gone[1:]:  # behind one that is still wanted
@@ -98,9 +102,7 @@ def test_rows_that_nobody_waits_for_take_no_place_in_the_queue(batcher):
 def test_nothing_waits_for_a_batcher_that_has_ended(batcher):
     """As after an error of vLLM's process: what waits, and what comes later, is told so."""
     client, writer = Client(), batcher(rows=1)
-    busy, held = threading.Event(), queue.SimpleQueue()
-    writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
-    assert busy.wait(SECONDS)
+    held = kept_busy(writer)
 
     def fail(rows):
         writer.requested.append((lambda: None, asked))
@@ -170,9 +172,7 @@ def test_prompts_join_in_turns_of_some_tokens(shared, batcher, monkeypatch):
     joined, join = [], SlotDecoder.join
     monkeypatch.setattr(SlotDecoder, "join", lambda self, rows: joined.append(len(rows)) or join(self, rows))
     client, writer = Client(), batcher(prompt_tokens=20)
-    busy, held = threading.Event(), queue.SimpleQueue()
-    writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
-    assert busy.wait(SECONDS)
+    held = kept_busy(writer)
     writer.submit([client.row(i, [300 + i] * 9) for i in range(3)] + [client.row("long", [7] * 40)])
     held.put(None)
     client.wait(4)

@@ -11,7 +11,6 @@ import pytest
 from running import ROOT
 from toy_models import tokenizer
 
-from pipeline.__main__ import main
 from pipeline.errors import InputError
 from pipeline.serving import feedback
 from pipeline.serving.feedback import FeedbackStore, Reader
@@ -249,16 +248,6 @@ def test_a_recorder_that_is_started_again_waits_for_the_one_before(tmp_path, sto
     after = FeedbackStore(str(tmp_path), True, 1 << 20)
     assert after.give({"id": "chatcmpl-1", "label": True})["kind"] == "thumbs"
     after.close()
-
-
-def test_serve_ends_with_status_2_where_another_server_has_the_folder(tmp_path, stores, capsys):
-    stores(tmp_path / "given")
-    given = ["serve.policies={p: base}", "serve.rewards={}", "serve.port=0", f"run.storage_path={tmp_path}"]
-    assert (
-        main(["serve", str(ROOT / "jobs/demo/serve.yaml"), *given, f"serve.feedback_path={tmp_path}/given"])
-        == 2
-    )
-    assert f"another server writes into {tmp_path}/given" in capsys.readouterr().err
 
 
 def test_a_damaged_database_is_said_with_its_name(tmp_path):

@@ -714,22 +714,6 @@ def test_another_host_needs_tokens_and_a_taken_port_is_said(
     assert f"serve.port: 127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("policies", "says"),
-    [
-        ("{a: models:/nobody@champion}", r"serve\.policies\.a: models:/nobody@champion: no registered model"),
-        ("{a: models:/toy-policy@gone}", r"serve\.policies\.a: models:/toy-policy@gone: no such alias"),
-        ("{a: models:/toy-rm/1}", r"serve\.policies\.a: models:/toy-rm/1 is a reward adapter"),
-    ],
-)
-def test_what_cannot_be_served_is_said_before_anything_starts(
-    policies, says, storage, models, capsys, in_root
-):
-    given = [f"serve.policies={policies}", "serve.rewards={}", "serve.port=0", f"run.storage_path={storage}"]
-    assert main(["serve", "jobs/demo/serve.yaml", *given]) == 2
-    assert re.search(says, capsys.readouterr().err)
-
-
 def test_an_adapter_that_cannot_share_a_batch_is_refused(tmp_path, capsys, in_root):
     shared = shared_base()
     shared.add("dora", lora={"r": 4, "target_modules": "all-linear", "use_dora": True})
