@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,28 @@ def no_credentials_of_another_test():
 def in_root(monkeypatch):
     """The shipped jobs name their files relative to the repository."""
     monkeypatch.chdir(ROOT)
+
+
+@cache
+def scope_of(nodeid):
+    """Files that share the embedded Ray are one scope, which one worker of pytest-xdist runs; any other file is its own."""
+    file = nodeid.partition("::")[0]
+    return "ray" if "embedded_ray" in (ROOT / file).read_text() else file
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the longest scope first."""
+    items.sort(key=lambda item: scope_of(item.nodeid) != "ray")
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Gives each worker whole scopes. `--dist loadgroup` groups nothing with the pinned pytest and pytest-xdist."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # else xdist sorts scopes by their number of tests
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = scope_of
+    return scheduler
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -126,19 +126,13 @@ def some_pairs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(models, storage, some_pairs, embedded_ray):
-    settings = [
-        *RM,
-        f"data.pairs={some_pairs}",
-        "data.subset=kind",
-        "judge=models:/other-rm/1",
-        "scaling.num_workers=2",
-    ]
+def alone(models, storage, some_pairs):
+    settings = [*RM, f"data.pairs={some_pairs}", "data.subset=kind", "judge=models:/other-rm/1"]
     settings += ["gate.eval_rm_accuracy_low=>= 0.01", "mlflow.alias=judged"]
     return stage("evaluate", storage, "alone", *settings)
 
 
-def test_a_subset_that_is_no_column_is_refused(models, storage, some_pairs, embedded_ray, capsys):
+def test_a_subset_that_is_no_column_is_refused(models, storage, some_pairs, capsys):
     given = [*RM, f"data.pairs={some_pairs}", "data.subset=nosuch"]
     assert stage("evaluate", storage, "no-subset", *given, status=2) == {}
     assert "data.subset: found 'nosuch'" in (said := capsys.readouterr().err) and "kind" in said
@@ -200,6 +194,16 @@ def test_it_leaves_tables_and_metrics(alone, storage, models):
         assert logged[name] == pytest.approx(metrics[name])
 
 
+@pytest.mark.slow
+def test_two_workers_find_the_same(alone, storage, some_pairs, embedded_ray):
+    settings = [*RM, f"data.pairs={some_pairs}", "data.subset=kind", "judge=models:/other-rm/1"]
+    two = stage("evaluate", storage, "alone-two", *settings, "scaling.num_workers=2")["metrics"]
+    figures = {key for key in alone["metrics"] if key.startswith("eval_rm")}
+    assert len(figures) > 9
+    for key in figures:
+        assert two[key] == pytest.approx(alone["metrics"][key], abs=1e-6)
+
+
 def test_a_gate_that_holds_moves_the_alias(alone, storage):
     assert (alone["registered_model"], alone["version"], alone["alias"]) == ("toy-rm", "1", "judged")
     assert str(client(storage).get_model_version_by_alias("toy-rm", "judged").version) == "1"
@@ -238,7 +242,7 @@ def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
 
 
 @pytest.fixture(scope="module")
-def policy(models, storage, tmp_path_factory, embedded_ray):
+def policy(models, storage, tmp_path_factory):
     rows = [json.loads(line) for line in (ROOT / "jobs/demo/data/prompts_eval.jsonl").open()][:24]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text(
@@ -300,7 +304,7 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
         (["data.pairs={single}"], r"data\.pairs: .*single\.jsonl: row 1 matches no format of `pairs`"),
     ],
 )  # fmt: skip
-def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, capsys, in_root, embedded_ray):
+def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, capsys, in_root):
     (tmp_path / "single.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
     given = ["policy=models:/toy-policy/1", "baseline=null", "reward=models:/toy-rm/1", "judge=null"]
     given += [f"run.storage_path={storage}", "run.name=never", *overrides]

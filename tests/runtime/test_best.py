@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from dying import before_finish, killed
-from resumed import assert_equal, touched
+from resumed import assert_equal, interrupted, touched
 from running import ROOT, client, stage
 from safetensors.torch import load_file
 
@@ -141,7 +141,7 @@ def test_an_overfit_ends_early_and_its_best_step_is_registered(overfit, storage)
     assert any(not torch.equal(registered[key], last[key]) for key in registered)
 
 
-@pytest.mark.slow  # of the quick tests, that of ppo is killed
+@pytest.mark.slow  # of the quick tests, that of ppo is interrupted
 def test_killed_after_its_best_step_it_registers_the_same(overfit, storage, few, monkeypatch, embedded_ray):
     step = overfit["kept"]["step"] + 2  # a checkpoint lies between
     saves = ["trainer.save_strategy=steps", "trainer.save_steps=2"]
@@ -183,8 +183,8 @@ PPO = [
 ]  # fmt: skip
 
 
-def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch, embedded_ray):
-    """Killed in between, it ends as if it had not been. Rewarded for length, its shortest completions are its first."""
+def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
+    """Interrupted in between, it ends as if it had not been. Rewarded for length, its shortest completions are its first."""
     few = ["data.train=jobs/demo/data/prompts_eval.jsonl"]
     expected = stage("ppo", storage, "best-ppo", *PPO, *few)
     curves = registry.history(expected["tracking_uri"], expected["mlflow_run_id"])
@@ -196,11 +196,10 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch, embedded_ray)
     assert ended["early"] == "eval_length has not improved for 2 evaluations"
     assert expected["metrics"]["eval_length"] == lengths[best] < lengths[-1]
     assert expected["metrics"]["episode"] == 8 * kept["step"]
-    touched(monkeypatch, "ppo", kept["step"] + 1, storage / "best-ppo-died", killed)
-    result = stage(
-        "ppo", storage, "best-ppo-killed", *PPO, *few, "run.max_failures=1", "scaling.num_workers=1"
-    )
-    assert (storage / "best-ppo-died").exists()
+    with monkeypatch.context() as patch:
+        interrupted(patch, "ppo", kept["step"] + 1)
+        stage("ppo", storage, "best-ppo-cut", *PPO, *few, status=1)
+    result = stage("ppo", storage, "best-ppo-cut", *PPO, *few)
     assert_equal(storage, expected, result)
     assert (result["kept"], result["ended"]) == (kept, ended)
 

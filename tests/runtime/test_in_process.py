@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import pytest
+from resumed import interrupted
 from running import NO_EVAL, ROOT, stage
 
 from pipeline.registry.lineage import folder_digests
 
 TRL = [
     "trainer.max_steps=4", "trainer.save_strategy=steps", "trainer.save_steps=2", "mlflow.registered_model=null", *NO_EVAL,
+    "data.batch_size=16", "trainer.per_device_train_batch_size=8",
 ]  # fmt: skip
 PPO = [
     "trainer.total_episodes=24", "trainer.batch_size=8", "trainer.response_length=8", "trainer.save_steps=1",
@@ -23,7 +25,9 @@ def weights(storage, name):
     return folder_digests(str(storage / name / "final/adapter"))["adapter_model.safetensors"]
 
 
-@pytest.mark.parametrize("verb", SETTINGS)
+@pytest.mark.parametrize(
+    "verb", ["sft", pytest.param("rm", marks=pytest.mark.slow), pytest.param("ppo", marks=pytest.mark.slow)]
+)
 def test_no_worker_and_one_end_with_the_same_bytes(verb, storage, embedded_ray):
     """Twice in one process, too: no stage leaves random numbers, threads or a precision behind."""
     for name, workers in (("here", 0), ("again", 0), ("worker", 1)):
@@ -32,31 +36,20 @@ def test_no_worker_and_one_end_with_the_same_bytes(verb, storage, embedded_ray):
     assert others == [first, first]
 
 
-@pytest.mark.parametrize("verb", ["rm", "ppo"])
-@pytest.mark.parametrize(("begins", "continues"), [(0, 0), (0, 1), (1, 0)])
+# The quick ones have a trainer of TRL and ours, and a worker before and after the interruption.
+QUICK = [("rm", 0, 1), ("ppo", 1, 0), ("ppo", 0, 0)]
+SLOW = [("rm", 0, 0), ("rm", 1, 0), ("ppo", 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "begins", "continues"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_a_run_that_was_interrupted_continues_here_or_in_a_worker(
     verb, begins, continues, storage, monkeypatch, embedded_ray
 ):
-    class Interrupted(Exception):
-        pass
-
     name, options = f"cut-{verb}-{begins}{continues}", SETTINGS[verb]
-    module = __import__(f"pipeline.stages.{verb}", fromlist=["train"])
-    train = module.train
-
-    def cut(worker):
-        commit = worker.checkpoint
-
-        def checkpoint(source, step):
-            commit(source, step)
-            if step >= 2:
-                raise Interrupted
-
-        worker.checkpoint = checkpoint
-        return train(worker)
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, "train", cut)
+        interrupted(patch, verb, 2)
         stage(verb, storage, name, *options, f"scaling.num_workers={begins}", status=1)
     assert (storage / name / "failed.json").exists()
     stage(verb, storage, name, *options, f"scaling.num_workers={continues}")

@@ -16,6 +16,29 @@ def touched(monkeypatch, verb, step, once, happens):
     monkeypatch.setattr(module, "train", dying.at_step(verb, step, str(once), happens))
 
 
+class Interrupted(Exception):
+    """Ends a run in the process of its command."""
+
+
+def interrupted(monkeypatch, verb, step):
+    """The stage `verb` will end with an error when it has committed its first checkpoint at `step` or later."""
+    module = importlib.import_module(f"pipeline.stages.{verb}")
+    train = module.train
+
+    def cut(worker):
+        commit = worker.checkpoint
+
+        def checkpoint(source, at):
+            commit(source, at)
+            if at >= step:
+                raise Interrupted
+
+        worker.checkpoint = checkpoint
+        return train(worker)
+
+    monkeypatch.setattr(module, "train", cut)
+
+
 def numbers(metrics):
     return {key: value for key, value in metrics.items() if not MEASURED.search(key)}
 
