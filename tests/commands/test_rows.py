@@ -14,7 +14,7 @@ from running import ROOT, stage
 from toy_models import registered, shared_base, tokenizer
 
 from pipeline.__main__ import main
-from pipeline.commands import collect
+from pipeline.commands import collect, generate
 from pipeline.config import Collect
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Sampling
@@ -83,37 +83,60 @@ def test_generate_writes_the_row_and_the_engines_completion(models, storage, cap
     assert "run plain is finished" in capsys.readouterr().out
 
 
-def test_killed_in_the_middle_it_continues_to_the_same_rows(models, storage, capsys):
-    rows = [
-        {"prompt": f"Question {i}. What is the capital of {PLACES[i % 8]}?", "number": i} for i in range(160)
-    ]
-    settings = ["trainer.seed=5", "trainer.local_rollout_forward_batch_size=2"]
-    (storage / "killed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline",
-        "generate",
-        "jobs/demo/generate.yaml",
-        POLICY,
-        REWARD,
-        *settings,
-    ]
-    command += [f"run.storage_path={storage}", "run.name=killed", f"data.train={storage}/killed.jsonl"]
-    parts = storage / "killed/parts"
+def by_an_error(folder, given, monkeypatch):
+    """Runs until three parts are there; then answering fails."""
+    load = generate.load
+
+    def loads(host):
+        answer = load(host)
+
+        def fails(rows, first):
+            if len(list(folder.glob("parts/*.jsonl"))) == 3:
+                raise MemoryError
+            return answer(rows, first)
+
+        return fails
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "load", loads)
+        stage("generate", folder.parent, folder.name, *given, status=1)
+
+
+def by_kill(folder, given):
+    """Runs in a process that is killed when three parts are there."""
+    settings = [*given, f"run.storage_path={folder.parent}", f"run.name={folder.name}"]
+    command = [sys.executable, "-m", "pipeline", "generate", "jobs/demo/generate.yaml", *settings]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None and len(list(parts.glob("*.jsonl"))) < 3:
+        while process.poll() is None and len(list(folder.glob("parts/*.jsonl"))) < 3:
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
-    done = len(list(parts.glob("*.jsonl")))
-    assert not (storage / "killed/completions.jsonl").exists()
-    changed = [POLICY, REWARD, f"data.train={storage}/killed.jsonl", *settings, "trainer.temperature=0.5"]
-    stage("generate", storage, "killed", *changed, status=2)
-    assert re.search(r"'killed' began with trainer\.temperature=1\.0 \(now 0\.5\)", capsys.readouterr().err)
-    result, lines = run("generate", storage, "killed", rows, *settings, "scaling.num_workers=2")
-    assert [line["number"] for line in lines] == list(range(160))
-    assert 0 < result["rows_done_now"] <= 160 - 8 * (done - 1)
+
+
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_interrupted_in_the_middle_it_continues_to_the_same_rows(
+    killed, models, storage, monkeypatch, capsys
+):
+    name, count = f"interrupted-{killed}", 160 if killed else 40
+    rows = [
+        {"prompt": f"Question {i}. What is the capital of {PLACES[i % 8]}?", "number": i}
+        for i in range(count)
+    ]
+    settings = ["trainer.seed=5", "trainer.local_rollout_forward_batch_size=2"]
+    (storage / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [POLICY, REWARD, *settings, f"data.train={storage}/{name}.jsonl"]
+    if killed:
+        by_kill(storage / name, given)
+    else:
+        by_an_error(storage / name, given, monkeypatch)
+    done = len(list((storage / name / "parts").glob("*.jsonl")))
+    assert not (storage / name / "completions.jsonl").exists()
+    stage("generate", storage, name, *given, "trainer.temperature=0.5", status=2)
+    says = rf"'{name}' began with trainer\.temperature=1\.0 \(now 0\.5\)"
+    assert re.search(says, capsys.readouterr().err)
+    result, lines = run("generate", storage, name, rows, *settings, f"scaling.num_workers={2 * killed}")
+    assert [line["number"] for line in lines] == list(range(count))
+    assert 0 < result["rows_done_now"] <= count - 8 * (done - 1)
     expected = by_the_engine(models, rows, 1, 1.0)
     assert [line["completion"] for line in lines] == [one["completion"] for [one] in expected]
 

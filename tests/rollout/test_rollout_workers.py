@@ -171,6 +171,8 @@ def test_two_trainers_and_two_rollout_workers(embedded_ray, storage):
     assert_equal(storage, expected, run(storage, "rollout-two-two", *PPO, *two, "rollout.num_workers=1"))
 
 
+# The message itself is that of the trainer (tests/test_bad_input.py).
+@pytest.mark.slow
 def test_a_reward_that_fails_in_a_rollout_worker_says_what_it_says_in_the_trainer(
     embedded_ray, storage, capfd
 ):
