@@ -14,9 +14,9 @@ from pipeline.inference.graphs import Recorder, Steps
 from pipeline.inference.rows import Completion, Decoder, Row, Sampling, Settings, draw
 from pipeline.inference.slots import SlotCache, live_first
 from pipeline.models.adapters import SharedBase
-from pipeline.models.batches import micro_batches
 from pipeline.models.logprobs import bar
 from pipeline.models.lora import cast_once
+from pipeline.models.packing import micro_batches
 
 # Padded tokens in one forward of prompts: many keep the device busy, few keep activations small compared with the KV cache.
 PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}

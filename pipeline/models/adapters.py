@@ -382,17 +382,15 @@ class SharedBase(nn.Module):
         elif head is not None:
             raise InputError(f"{path}: role {role!r} has a scalar head, and there is none in this file")
         parameters = self._own_adapter(role)
-        if different := sorted(parameters.keys() ^ tensors.keys()):
+        expected, found = ({k: tuple(t.shape) for k, t in each.items()} for each in (parameters, tensors))
+        if different := sorted(k for k in expected | found if expected.get(k) != found.get(k)):
+            key = different[0]
             raise InputError(
-                f"{path}: not an adapter for this base ({type(self.base).__name__}): {len(different)} tensors are on one "
-                f"side only, {different[0]} for one"
+                f"{path}: not an adapter for this base ({type(self.base).__name__}): {len(different)} tensors differ, for example "
+                f"{key} has shape {found.get(key, 'none')}, and this base takes {expected.get(key, 'none')}; "
+                "use the base that it was trained on"
             )
         for key, parameter in parameters.items():
-            if parameter.shape != tensors[key].shape:
-                raise InputError(
-                    f"{path}: {key} has shape {tuple(tensors[key].shape)}, this base takes {tuple(parameter.shape)}: "
-                    "the adapter was trained on another base"
-                )
             parameter.data.copy_(tensors[key])
 
     # ------------------------------------------------------------------------------------------- computing

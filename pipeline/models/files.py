@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[s
         fix: the end of an error's message, what to do about it.
 
     Raises:
-        InputError: if it is not a regular file, cannot be read, is not UTF-8, not JSON, nested too deeply, holds NaN, or
-            not an object.
+        InputError: if it cannot be read, is not UTF-8, not JSON, nested too deeply, holds NaN, or not an object.
     """
-    require_file(path, fix)
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_constant)
     except OSError as error:
@@ -39,16 +36,3 @@ def _constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("NaN is not a value of JSON")
     return float(name)  # Infinity: in Mamba's configurations
-
-
-def require_file(path: str | Path, fix: str) -> None:
-    """Raises InputError unless `path` is a regular file: reading a pipe, for example, would not end."""
-    if os.path.isfile(path):
-        return
-    if os.path.islink(path):
-        found = f"a link to {os.readlink(path)!r}, which is not there"
-    elif os.path.isdir(path):
-        found = "a folder"
-    else:
-        found = "no regular file" if os.path.exists(path) else "nothing"
-    raise InputError(f"{path}: found {found}, expected a file; {fix}")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import InputError, in_brief
-from pipeline.models.files import require_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")
@@ -31,13 +30,14 @@ def stored_in(file: Path, fix: str = FIX) -> dict[str, Stored]:
     """
     from safetensors import SafetensorError, safe_open
 
-    require_file(file, fix)
     try:
         # Opening checks header, offsets, sizes and the file's length.
         with safe_open(file, framework="numpy") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (not a dict)
             return {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({in_brief(error)}); {fix}") from error
+    except SafetensorError as error:
         raise InputError(
             f"{file}: not a complete safetensors file of {file.stat().st_size} bytes ({in_brief(error)}); {fix}"
         ) from error

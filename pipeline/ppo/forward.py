@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
-from pipeline.models.batches import micro_batches
-from pipeline.models.packing import alone, packed, packs_that_pay
+from pipeline.models.packing import alone, micro_batches, packed, packs_that_pay
 from pipeline.ppo.episodes import Episodes
 
 # Maximum tokens of a forward pass without gradients: it holds one layer's activations, some 100 KB per token at 8B.

@@ -31,8 +31,8 @@ import torch
 from pipeline.errors import Failure, in_brief, is_out_of_memory
 from pipeline.inference.rows import Completion
 from pipeline.models.adapters import SharedBase
-from pipeline.models.batches import micro_batches
 from pipeline.models.control_tokens import ControlTokens, chat_ids, text_ids
+from pipeline.models.packing import micro_batches
 from pipeline.ppo import forward
 from pipeline.ppo.episodes import collate
 from pipeline.ppo.forward import FORWARD_TOKENS

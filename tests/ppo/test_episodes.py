@@ -6,7 +6,7 @@ import torch
 import toy_ppo as toy
 
 from pipeline.inference.rows import Completion
-from pipeline.models.batches import micro_batches
+from pipeline.models.packing import micro_batches
 from pipeline.ppo.episodes import collate, deal, minibatches, prompt_order
 
 

@@ -19,11 +19,10 @@ from pipeline.ppo.selfcheck import rollout as checks
 GROUP = dict(num_generations=4)
 
 
+# Those that tests/ppo/test_variants.py runs on the demo are not all here.
 VARIANTS = {
     "gae": dict(),
-    "rloo": dict(advantage_estimator="rloo", **GROUP),
     "grpo": dict(advantage_estimator="grpo", kl_in="loss", kl_estimator="k3", **GROUP),
-    "dr_grpo": dict(advantage_estimator="grpo", scale_rewards=False, loss_aggregation="constant", **GROUP),
     "dapo": dict(
         advantage_estimator="grpo",
         loss_aggregation="token",
@@ -41,18 +40,10 @@ VARIANTS = {
     "remax": dict(advantage_estimator="remax"),
     "reinforce_plus_plus": dict(advantage_estimator="reinforce_plus_plus", whiten_rewards=True),
     "adaptive_kl": dict(kl_controller="adaptive", kl_target=2.0, kl_horizon=200, kl_coef=0.2),
-    "kl_in_loss": dict(kl_in="loss", kl_estimator="k2"),
-    "moving_reference": dict(
-        sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.2, kl_coef=0.2
-    ),
     "normalized": dict(normalize_rewards=True, normalize_values=True, reward_clip=3.0),
-    "truncation_penalty": dict(missing_eos_penalty=1.0),
-    "truncation_bootstrap": dict(bootstrap_truncated=True),
-    "truncation_filter": dict(mask_truncated_completions=True),
     "careful": dict(
         dual_clip=3.0, entropy_coef=0.01, early_stop_kl=0.05, critic_warmup_steps=2, cliprange_value=None
     ),
-    "lengths": dict(min_new_tokens=3, temperature=0.8, micro_batch_tokens=60),
     "low_precision": dict(bf16=True, gradient_checkpointing=True),
 }
 

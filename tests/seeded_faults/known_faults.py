@@ -575,7 +575,7 @@ def _(patch):
     wrapped(patch, losses, "policy_objective", objective)
 
 
-@fault("the saved policy lacks a layer", "ppo", "does not reload as it was|one side only")
+@fault("the saved policy lacks a layer", "ppo", "does not reload as it was|tensors differ")
 def _(patch):
     def tensors(original, self, role):
         found = original(self, role)
