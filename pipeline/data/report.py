@@ -3,10 +3,11 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipeline.data import reshape
 from pipeline.data.chunks import locate
 from pipeline.data.counts import (
     Counts,
@@ -473,7 +474,7 @@ def check(counts: Sequence[Counts], options: Options) -> None:
     for name in dict.fromkeys(one.chunk.split for one in counts):
         part = of_split(name, counts)
         total = totals(part)
-        if total["bad"] and (options.on_error == "raise" or total["bad"]["unclear_label"]):
+        if total["bad"] and (options.on_error == "raise" or unclear_labels(total)):
             raise InputError(complaint(part), key=f"data.{name}")
         read_files = {one.chunk.path for one in part if totals([one])["kept"]}
         for one in part:
@@ -492,6 +493,11 @@ def check(counts: Sequence[Counts], options: Options) -> None:
             "set another share, or name held-out rows: data.eval=eval.jsonl",
             key="data.eval_fraction",
         )
+
+
+def unclear_labels(total: Mapping[str, Counter[str]]) -> bool:
+    """Returns True if so many labels have no known meaning that skipping their rows would hide a wrong rule."""
+    return total["bad"]["unclear_label"] > reshape.RARE * total["read"].total()
 
 
 def none_left(counts: Sequence[Counts], options: Options) -> str:
@@ -523,6 +529,8 @@ def complaint(counts: Sequence[Counts]) -> str:
         if left := kinds.total() - sum(rows for _, rows in first):
             lines.append(f"  and {left:,} more")
     advice = "fix them, or set data.on_error=skip to leave them out"
+    if unclear_labels(total):
+        advice = "set data.label to what the labels mean"
     if "too_long" in kinds:
         advice += "; data.too_long=truncate (or drop) for long rows"
     return "\n".join([f"{what}:", *lines, advice + "; nothing was trained"])

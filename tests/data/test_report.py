@@ -278,3 +278,16 @@ def test_a_shared_prefix_that_cuts_a_character_is_shown_whole():
     apart = {"prompt_ids": prompt + chosen[:1], "chosen_ids": chosen[1:], "rejected_ids": rejected[1:]}
     assert sample(tok, apart) == text
     assert sample(tok, {**apart, "rejected_ids": None}) == "Farbe? ⟦übel⟧"
+
+
+def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_stop_the_run(tmp_path):
+    pair = {"prompt": "Say {}.", "first": "It is {}.", "second": "No, not {}."}
+    made = [{key: text.format(n) for key, text in pair.items()} | {"label": "ab"[n % 2]} for n in range(40)]
+    made[30]["label"] = "C?"
+    report = make(tmp_path, "rm", train=write(tmp_path / "rare.jsonl", made), on_error="skip").report
+    assert report.splits["train"].kept == 39
+    assert report.splits["train"].dropped == {"unclear_label": 1}
+    late = [*made, *({**row, "label": "C?"} for row in made[:9])] * 30  # unknown in the first 1,000 rows, too
+    late = [*made[:20], *made[:20]] * 26 + late  # known there
+    with pytest.raises(InputError, match=r"set data\.label to what the labels mean"):
+        make(tmp_path, "rm", train=write(tmp_path / "late.jsonl", late), on_error="skip")
