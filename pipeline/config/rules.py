@@ -42,7 +42,6 @@ def check(tree: Tree, job: Job) -> None:
 def problems(job: Job) -> Problems:
     """Yields (key, what is wrong with it). Later checks may assume that earlier ones found nothing."""
     yield from _unused(job)
-    yield from _texts(job)
     yield from _settings(job)
     for stages, key, wrong, advice in RULES:
         facts = STAGE[job.stage]
@@ -296,37 +295,6 @@ def _unused(job: Job) -> Problems:
             default = type(value)()
         if value not in (None, {}, [], default):
             yield key, f"`{job.stage}` does not use this key ({why}); remove it"
-
-
-def _texts(job: Job) -> Problems:
-    """Yields blank texts, and names too long for a file system."""
-    for section, value in job.to_dict().items():
-        if section not in ("stage", "source", "gate", "lora", "trainer", "scaling", "rollout"):
-            for key, text in _strings(section, value):
-                if problem := text_problem(text):
-                    yield key, problem
-
-
-def _strings(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yields (dotted key, text); an item of a list has the key of the list."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _strings(f"{key}.{name}", item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(key, item)
-    elif isinstance(value, str):
-        yield key, value
-
-
-def text_problem(text: str) -> str | None:
-    """Returns why a text cannot be a name or a path, or None."""
-    if not text.strip():
-        return "found empty text, expected a value; remove the key, or use null"
-    longest = max(len(part.encode()) for part in re.split("[/:]", text))
-    if longest > 240:  # the 255 bytes of a file system, minus what is appended
-        return f"found {show(text)} with a part of {longest} bytes, expected at most 240"
-    return None
 
 
 def name_problem(name: str | None, subcommand: str) -> str | None:

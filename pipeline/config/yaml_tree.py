@@ -247,7 +247,7 @@ def _is_secret(text: str) -> bool:
 
 
 def _check_values(tree: Tree, value: Any, key: str) -> None:
-    """Raises InputError for secrets, numbers that are not finite, and control characters."""
+    """Raises InputError for secrets, numbers that are not finite, blank texts, and control characters."""
     if isinstance(value, dict):
         for name, item in value.items():
             _check_values(tree, item, _join(key, name))
@@ -256,6 +256,8 @@ def _check_values(tree: Tree, value: Any, key: str) -> None:
             _check_values(tree, item, _join(key, str(index)))
     elif isinstance(value, str) and _is_secret(value):
         raise tree.error(key, NO_SECRETS)
+    elif isinstance(value, str) and not value.strip():
+        raise tree.error(key, "found empty text, expected a value; remove the key, or use null")
     elif isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
         raise tree.error(key, f"found {show(value)}, expected text on one line, without control characters")
     elif isinstance(value, float) and not math.isfinite(value):

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.data.messages import Text, shared_length
 from pipeline.data.shapes import Kind, Record
-from pipeline.data.template import ChatTemplate, Span, holds, no_completion, no_prompt
+from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
 from pipeline.data.values import Dropped, RowError, show
 from pipeline.models.control_tokens import ControlTokens, Escaping
 
@@ -196,7 +196,7 @@ class Encoder:
         if error := self.faulty(sides):
             return error
         if not prompt or (not sides and self.control.as_text and self.blank(prompt)):
-            return no_prompt()
+            return without_tokens("prompt")
         length = len(prompt) + max(map(len, sides), default=0)
         if length > self.max_length:
             if self.too_long != "truncate":
@@ -309,7 +309,7 @@ class Encoder:
             ids, trained = ids[: self.max_length], trained[: self.max_length]
         # The first token is never predicted.
         if self.blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
-            return self.prompt_too_long() if length > self.max_length else no_completion()
+            return self.prompt_too_long() if length > self.max_length else without_tokens("completion")
         labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
         completion_tokens = sum(trained)
         ended = not self.ends.isdisjoint(labels)
@@ -354,8 +354,11 @@ class Encoder:
         """Returns the error of a prompt's completions, as token ids, if one is empty or both are equal, or None."""
         for name, completion in zip(("chosen", "rejected"), completions, strict=False):
             if self.blank(completion):
-                return no_completion(name if len(completions) > 1 else "")
-        return equal_pair() if len(completions) > 1 and completions[0] == completions[1] else None
+                return without_tokens("completion", name if len(completions) > 1 else "")
+        if len(completions) < 2 or completions[0] != completions[1]:
+            return None
+        found = "the same tokens on both sides after chat template and tokenizer"
+        return RowError("equal_pair", "chosen", found, "two completions that differ in what the model reads")
 
     def over_length(self, found: str) -> RowError | Dropped:
         """Returns the outcome of a row that is too long and must not be truncated."""
@@ -387,15 +390,3 @@ def escaped(part: Text, escaping: Escaping) -> Text:
 
 def _contrary(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return left | {"label": None} == right | {"label": None} and left.get("label") != right.get("label")
-
-
-# ---- what is wrong with a row ----------------------------------------------------------------------------------
-
-
-def equal_pair() -> RowError:
-    return RowError(
-        "equal_pair",
-        "chosen",
-        "the same tokens on both sides after chat template and tokenizer",
-        "two completions that differ in what the model reads",
-    )

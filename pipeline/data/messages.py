@@ -17,24 +17,14 @@ Text = str | Turns  # raw text, or messages for the chat template
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
 # A role in any case of letters -> the role that the chat template knows.
 ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "tool": "tool",
-    "ipython": "tool",
-    "observation": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "function": "tool",
-    "tool_response": "tool",
-    "ai": "assistant",
-    "prompter": "user",
-    "developer": "system",
+    name: role
+    for role, names in {
+        "system": "system developer",
+        "user": "user human prompter",
+        "assistant": "assistant gpt chatgpt model bot ai function_call tool_call",
+        "tool": "tool ipython observation function tool_response",
+    }.items()
+    for name in names.split()
 }
 
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
@@ -314,15 +304,9 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
             "equal_pair", "chosen", f"the same text on both sides: {show(chosen)}", "two different texts"
         )
     at = shared_length(chosen, rejected)
-    while at and not (chosen[at : at + 1] or " ").isspace() and not (rejected[at : at + 1] or " ").isspace():
+    while at and not chosen[at : at + 1].isspace() and not rejected[at : at + 1].isspace():
         at -= 1
     head = chosen[:at]
-    while (
-        head
-        and not chosen[len(head) : len(head) + 1].isspace()
-        and not rejected[len(head) : len(head) + 1].isspace()
-    ):
-        head = head[:-1]
     if not head.strip():
         raise RowError(
             "empty_prompt",

@@ -31,7 +31,7 @@ from pipeline.data.messages import (
     words,
 )
 from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
-from pipeline.data.values import RowError, check_values, fields_of, nearest, show, some
+from pipeline.data.values import RowError, check_values, fields_of, nearest, show, some, too_deep
 from pipeline.references import Ref
 
 
@@ -494,7 +494,10 @@ def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
 
 def parse(row: Any, kind: Kind) -> Record:
     """Parses a decoded JSON row. Raises RowError without file and line, which the reader adds."""
-    check_values(row)
+    try:
+        check_values(row)
+    except RecursionError:
+        raise too_deep() from None
     if not isinstance(row, dict):
         raise RowError("not_object", "", show(row), "a JSON object, such as " + example(kind))
     shape = shape_of(row, kind)

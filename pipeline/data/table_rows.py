@@ -7,9 +7,9 @@ read). Nothing of a file is run: columns of types that only Python knows come as
 
 import contextlib
 import hashlib
-import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from pipeline.data.files import unreadable
@@ -21,49 +21,29 @@ from pipeline.system import storage
 
 ROWS = 256  # read at a time
 BYTES = 4 << 20  # of them, at most: a row may hold an image
-RUNS = 16  # in which one row group is read: each passes over those before it
 BUFFER = 1 << 20  # bytes of a column; without a buffer, memory holds the full row group
 
 Piece = tuple[int, int, int]  # rows [start, stop), or -1 to the end; bytes
 
 
 def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
-    """Returns the pieces of a file of `size` bytes that tasks read: one piece if damage must be found by reading it."""
-    read = _parquet_runs if format == "parquet" else _arrow_runs
+    """Returns the pieces of a file of `size` bytes that tasks read: one piece if damage must be found by reading it.
+
+    A piece has whole row groups of Parquet, or record batches of Arrow, of at least `chunk_bytes`. The last may be smaller.
+    """
+    whole = [(0, -1, size)]
     if format == "arrow" and storage.is_remote(path):
-        return [(0, -1, size)]  # it says nowhere where its batches begin
-    with contextlib.suppress(*_damage()), _opened(path) as file:
-        return _joined(read(file, chunk_bytes), chunk_bytes) or [(0, -1, size)]
-    return [(0, -1, size)]
-
-
-def _joined(runs: Iterable[tuple[int, int]], chunk_bytes: int) -> list[Piece]:
-    """Joins consecutive runs of (rows, bytes) into pieces of at least `chunk_bytes`. The last piece may be smaller."""
+        return whole  # it says nowhere where its batches begin
     joined: list[Piece] = []
-    start = stop = size = 0
-    for rows, held in runs:
-        stop, size = stop + rows, size + held
-        if size >= chunk_bytes:
-            joined.append((start, stop, size))
-            start, size = stop, 0
-    return [*joined, (start, stop, size)] if stop > start else joined
-
-
-def _parquet_runs(file: Any, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    import pyarrow.parquet as pq
-
-    metadata = pq.ParquetFile(file).metadata
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        parts = max(1, min(RUNS, group.total_byte_size // chunk_bytes, group.num_rows))
-        borders = [group.num_rows * part // parts for part in range(parts + 1)]
-        for start, stop in itertools.pairwise(borders):
-            yield stop - start, group.total_byte_size // parts
-
-
-def _arrow_runs(file: Any, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    for batch in _record_batches(file):
-        yield batch.num_rows, batch.nbytes
+    start = stop = held = 0
+    with contextlib.suppress(*_damage()), _opened(path) as file:
+        for rows, bytes, _ in _groups(file, format):
+            stop, held = stop + rows, held + bytes
+            if held >= chunk_bytes:
+                joined.append((start, stop, held))
+                start, held = stop, 0
+        return [*joined, (start, stop, held)] if stop > start else joined or whole
+    return whole
 
 
 def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
@@ -74,8 +54,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
     number = 0
     try:
         with _opened(path) as file:
-            read = _parquet_batches if format == "parquet" else _arrow_batches
-            for batch in read(file, start, stop):
+            for batch in _batches(file, format, start, stop):
                 if error := repeated_column(batch.schema.names):
                     yield 1, error, b""
                     return
@@ -108,30 +87,39 @@ def _opened(path: str) -> Any:
     return pafs.LocalFileSystem(use_mmap=True).open_input_file(storage.absolute(path))
 
 
-def _parquet_batches(file: Any, start: int, stop: int) -> Iterator[Any]:
-    """Yields batches of rows [start, stop), from the row groups that have any of them."""
+def _batches(file: Any, format: str, start: int, stop: int) -> Iterator[Any]:
+    """Yields the batches of rows [start, stop), which are those of some of the file's groups; to the end if `stop` is -1."""
+    at = 0
+    for rows, _, read in _groups(file, format):
+        if start <= at and (stop < 0 or at < stop):
+            # One group at a time: what is damaged is then known by its row
+            yield from read()
+        at += rows
+
+
+def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Iterator[Any]]]]:
+    """Yields (rows, bytes, a function that reads them in batches) of each row group, or record batch of Arrow."""
     import pyarrow.parquet as pq
 
+    if format == "arrow":
+        for batch in _record_batches(file):
+            yield batch.num_rows, batch.nbytes, partial(_slices, batch)
+        return
     table = pq.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
-    end = 0
     for index in range(table.metadata.num_row_groups):
         group = table.metadata.row_group(index)
-        first, end = end, end + group.num_rows
-        if end > start and (stop < 0 or first < stop):
-            # One group at a time: what is damaged is then known by its row.
-            batches = table.iter_batches(at_a_time(group.num_rows, group.total_byte_size), row_groups=[index])
-            yield from _between(batches, max(start - first, 0), -1 if stop < 0 else stop - first)
+        rows, size = group.num_rows, group.total_byte_size
+        yield rows, size, partial(table.iter_batches, at_a_time(rows, size), row_groups=[index])
 
 
-def _arrow_batches(file: Any, start: int, stop: int) -> Iterator[Any]:
-    for batch in _between(_record_batches(file), start, stop):
-        try:
-            batch.validate(full=True)  # or a damaged file would end the process
-        except ValueError as error:
-            if "UTF8" not in str(error):
-                raise
-        size = at_a_time(batch.num_rows, batch.nbytes)
-        yield from (batch.slice(at, size) for at in range(0, batch.num_rows, size))
+def _slices(batch: Any) -> Iterator[Any]:
+    try:
+        batch.validate(full=True)  # or a damaged file would end the process
+    except ValueError as error:
+        if "UTF8" not in str(error):
+            raise
+    size = at_a_time(batch.num_rows, batch.nbytes)
+    yield from (batch.slice(at, size) for at in range(0, batch.num_rows, size))
 
 
 def _record_batches(file: Any) -> Iterator[Any]:
@@ -145,18 +133,6 @@ def _record_batches(file: Any) -> Iterator[Any]:
         yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
         yield from pa.ipc.open_stream(file)
-
-
-def _between(batches: Iterator[Any], start: int, stop: int) -> Iterator[Any]:
-    """Yields the parts of batches in rows [start, stop), or from `start` to the end if `stop` is -1."""
-    at = 0
-    for batch in batches:
-        first, last = max(start - at, 0), batch.num_rows if stop < 0 else min(stop - at, batch.num_rows)
-        at += batch.num_rows
-        if first < last:
-            yield batch.slice(first, last - first)
-        if 0 <= stop <= at:
-            return
 
 
 def at_a_time(rows: int, size: int) -> int:

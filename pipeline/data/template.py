@@ -90,13 +90,14 @@ class ChatTemplate:
         for index, turn in enumerate(turns):
             for call in turn.get("tool_calls", ()):
                 if not self.writes("tool_calls") or call["function"]["name"] not in text:
-                    raise unwritten_call(index, call)
+                    template = f"does not write the call of {show(call['function']['name'])}"
+                    raise unusable(index, template, "one that writes tool calls")
         content, role = turns[-1]["content"].strip(), turns[-1]["role"]
         if holds(text, content, start):
             return
         other = [*turns[:-1], {"role": role, "content": f"not {content} at all"}]
         if self.render(other, role != "assistant") == text:
-            raise no_completion() if role == "assistant" else no_prompt()
+            raise without_tokens("completion" if role == "assistant" else "prompt")
         if role in ("user", "assistant"):  # what tools say may be written in another form
             raise distorted(len(turns) - 1, content)
 
@@ -152,7 +153,10 @@ class ChatTemplate:
         prefix, _, suffix = other.partition(mark)
         stop = len(whole) - len(suffix)
         if mark in suffix or stop < len(prefix) or not (whole.startswith(prefix) and whole.endswith(suffix)):
-            raise inconsistent(i)
+            template = "writes other turns in another way depending on what this one says"
+            raise unusable(
+                i, template, "a template with {% generation %} around the completions, or another one"
+            )
         return len(prefix), stop
 
 
@@ -191,19 +195,10 @@ def unusable(index: int, template: str, expected: str) -> RowError:
     )
 
 
-def inconsistent(index: int) -> RowError:
-    return unusable(
-        index,
-        "writes other turns in another way depending on what this one says",
-        "a template with {% generation %} around the completions, or another one",
-    )
-
-
 def not_behind_prompt(index: int, head: str) -> RowError:
+    template = f"asks for a completion with {show(head[-30:])} but writes this one without that"
     return unusable(
-        index,
-        f"asks for a completion with {show(head[-30:])} but writes this one without that",
-        "a completion that begins as the template asks for it, or another template",
+        index, template, "a completion that begins as the template asks for it, or another template"
     )
 
 
@@ -213,25 +208,7 @@ def distorted(index: int, content: str) -> RowError:
     )
 
 
-def unwritten_call(index: int, call: dict[str, Any]) -> RowError:
-    return unusable(
-        index, f"does not write the call of {show(call['function']['name'])}", "one that writes tool calls"
-    )
-
-
-def without_tokens(part: str, name: str) -> RowError:
+def without_tokens(part: str, name: str = "") -> RowError:
     """Returns the error of a `prompt` or `completion`, in the field `name`, that has no token left."""
-    return RowError(
-        f"empty_{part}",
-        name,
-        f"no token of a {part} after the chat template",
-        f"a {part} that the template renders and the tokenizer knows",
-    )
-
-
-def no_completion(name: str = "") -> RowError:
-    return without_tokens("completion", name)
-
-
-def no_prompt() -> RowError:
-    return without_tokens("prompt", "")
+    found, expected = f"no token of a {part} after the chat template", f"a {part} that the template renders"
+    return RowError(f"empty_{part}", name, found, f"{expected} and the tokenizer knows")

@@ -1,6 +1,6 @@
 """The values of a row of any kind: how JSON is decoded, what no row may hold, and how an error shows a value.
 
-Numbers are finite, text is Unicode, and nothing is nested deeper than later readers can recurse.
+Numbers are finite and text is Unicode.
 """
 
 import difflib
@@ -9,13 +9,10 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 from pipeline.errors import visible
-
-DEEPEST = 64  # lists and objects inside each other: later readers of a row recurse as deep
-
 
 Reason = tuple[str, str, str]  # kind, field without numbers, expected
 
@@ -53,17 +50,7 @@ class RowError(Exception):
 
     # An exception is pickled by its args, which a dataclass does not set.
     def __reduce__(self) -> tuple[Any, ...]:
-        values = (
-            self.kind,
-            self.field,
-            self.found,
-            self.expected,
-            self.file,
-            self.line,
-            self.unit,
-            self.rest,
-        )
-        return RowError, values
+        return RowError, astuple(self)
 
 
 @dataclass(frozen=True)
@@ -74,8 +61,8 @@ class Dropped:
     error: RowError | None = field(default=None, compare=False)  # shown with its line in the report
 
 
-def check_values(value: Any, name: str = "", depth: int = 0) -> None:
-    """Raises RowError for a number that is not finite, text that is not Unicode, deep nesting, or a date.
+def check_values(value: Any, name: str = "") -> None:
+    """Raises RowError for a number that is not finite, text that is not Unicode, or a date; RecursionError for deep nesting.
 
     Tables hold dates, bytes and decimals, too (shapes.jsonable).
     """
@@ -84,21 +71,13 @@ def check_values(value: Any, name: str = "", depth: int = 0) -> None:
     elif isinstance(value, float | int):
         if not abs(value) <= sys.float_info.max:
             raise RowError("not_finite", name, show(value), "a finite number")
-    elif isinstance(value, list | dict):
-        if depth == DEEPEST:
-            raise RowError(
-                "nested",
-                name[:80],
-                f"more than {DEEPEST} lists and objects inside each other",
-                "a flatter row",
-            )
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                check_values(item, f"{name}[{index}]", depth + 1)
-            return
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_values(item, f"{name}[{index}]")
+    elif isinstance(value, dict):
         for key, item in value.items():
             check_text(key, name)
-            check_values(item, f"{name}.{key[:60]}" if name else key[:60], depth + 1)
+            check_values(item, f"{name}.{key[:60]}" if name else key[:60])
     elif value is not None:
         expected = "a value that JSON has: text, a number, true, false, null, a list or an object"
         raise RowError("wrong_type", name, f"{type_name(value)} {show(value)}", expected)
@@ -126,7 +105,7 @@ def read_value(text: str, at: int = 0) -> tuple[Any, int]:
 
 
 def too_deep() -> RowError:
-    return RowError("nested", "", f"more than {DEEPEST} lists and objects inside each other", "a flatter row")
+    return RowError("nested", "", "hundreds of lists and objects inside each other", "a flatter row")
 
 
 # ---- texts of errors -------------------------------------------------------------------------------------------
@@ -155,21 +134,14 @@ def setting(key: str, value: str) -> str:
     return f"{key}={quote}{value}{quote}"
 
 
+TYPES = {
+    "bool": "boolean", "int": "number", "float": "number", "dict": "object", "str": "text", "Decimal": "decimal number",
+    **dict.fromkeys(("datetime", "Timestamp"), "date and time"), **dict.fromkeys(("timedelta", "Timedelta"), "duration"),
+}  # fmt: skip
+
+
 def type_name(value: Any) -> str:
-    names = {
-        "bool": "boolean",
-        "int": "number",
-        "float": "number",
-        "list": "list",
-        "dict": "object",
-        "str": "text",
-        "datetime": "date and time",
-        "Timestamp": "date and time",
-        "timedelta": "duration",
-        "Timedelta": "duration",
-        "Decimal": "decimal number",
-    }
-    return names.get(type(value).__name__, type(value).__name__)
+    return TYPES.get(name := type(value).__name__, name)
 
 
 def show(value: Any) -> str:

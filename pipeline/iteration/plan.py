@@ -198,9 +198,6 @@ def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
     known = {key: schema.keys(f"pipeline.config.job.{kind.__name__}")[key] for key in own}
     rest = f"expected one of {', '.join(own)}; each job has the others"
     values = schema.checked(tree, section, known, lambda key: rest)
-    for key, value in values.items():
-        if isinstance(value, str) and (problem := rules.text_problem(value)):
-            raise tree.error(f"{section}.{key}", problem)
     if problem := rules.name_problem(values.get("name"), "iterate"):
         raise tree.error("run.name", problem)
     return values

@@ -61,7 +61,7 @@ def test_roles_in_any_case(case):
     assert parsed({"conversations": shared}, "sft").prompt == [USER]
     pair = {"prompt": "hi", "chosen": turns, "rejected": [turns[0], NO]}  # both sides repeat the prompt
     assert (parsed(pair, "dpo").prompt, parsed(pair, "dpo").pairs) == ([USER], [([BOT], [NO])])
-    with pytest.raises(RowError, match="expected one of system, user, human"):
+    with pytest.raises(RowError, match="expected one of system, developer, user, human"):
         parsed({"messages": [{"role": case("robot"), "content": "hi"}, BOT]}, "sft")
 
 

@@ -10,12 +10,6 @@ from toy_data import BOT, NO, USER, parsed
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 
-
-def nested(depth: int) -> list:
-    """Lists inside each other."""
-    return [nested(depth - 1)] if depth else []
-
-
 ERRORS = [
     ("sft", [1], "not_object", ""),
     ("sft", {"promt": "a", "completion": "b"}, "missing_field", "prompt"),
@@ -38,7 +32,6 @@ ERRORS = [
     ("sft", {"prompt": "a", "completion": "b", "x": float("nan")}, "not_finite", "x"),
     ("ppo", {"prompt": "a", "weights": [1, {"w": float("-inf")}]}, "not_finite", "weights[1].w"),
     ("generate", {"prompt": "a", "id": 10**400}, "not_finite", "id"),
-    ("score", {"prompt": "a", "completion": "b", "x": nested(65)}, "nested", ("x" + 64 * "[0]")[:80]),
     ("evaluate", {"prompt": "a", "completion": 5}, "wrong_type", "completion"),
     ("evaluate", {"prompt": "a", "completion": 0}, "wrong_type", "completion"),
     ("evaluate", {"prompt": "a", "completion": False}, "wrong_type", "completion"),
