@@ -44,7 +44,7 @@ def configuration() -> str:
         ("Top level", "pipeline.config.job.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
         ("model", "pipeline.config.job.Model", "The frozen base model."),
         ("data", "pipeline.config.job.Data", "Rows: see [data.md](data.md)."),
-        ("An entry of data.train, data.eval or data.pairs", "pipeline.config.job.Source", "A path, or a mapping:"),
+        ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.config.job.Source", "A path, or a mapping:"),
         ("lora", schema.LIBRARIES["lora"], "Keys of peft's `LoraConfig`."),
         ("scaling", schema.LIBRARIES["scaling"], "Ray Train's `ScalingConfig`. With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
         ("run", "pipeline.config.job.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),

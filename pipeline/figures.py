@@ -49,6 +49,26 @@ def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[d
     return error, table
 
 
+def temperature(margins: Sequence[float]) -> float:
+    """Returns the T > 0 for which sigmoid(margin / T) has the least loss on pairs: above 1, the scores are too confident.
+
+    The loss is convex in 1 / T, so a golden-section search finds its minimum on [1e-3, 1e3] (Guo et al. 2017).
+    """
+
+    def loss(scale: float) -> float:
+        return mean([_softplus(-margin * scale) for margin in margins])
+
+    low, high, ratio = 1e-3, 1e3, (math.sqrt(5) - 1) / 2
+    while high - low > 1e-9 * high:
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, right) if loss(left) < loss(right) else (left, high)
+    return 2 / (low + high)
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     """Returns Pearson's correlation, or None if one variable is constant."""
     x, y = mean(xs), mean(ys)

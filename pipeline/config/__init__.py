@@ -12,13 +12,25 @@ from typing import Any
 
 from pipeline.config import rules, schema
 from pipeline.config.gates import OPERATORS, parse_gate
-from pipeline.config.job import Collect, Data, Export, Forward, Inference, Job, MLflow, Model, Run, Serve
+from pipeline.config.job import (
+    Collect,
+    Data,
+    Evaluate,
+    Export,
+    Forward,
+    Inference,
+    Job,
+    MLflow,
+    Model,
+    Run,
+    Serve,
+)
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.config.yaml_tree import Tree, read_tree
 from pipeline.errors import show
 
 __all__ = [
-    "JOBS", "OPERATORS", "STAGES", "Collect", "Data", "Export", "Forward", "Inference", "Job", "MLflow", "Model", "Run", "Serve",
+    "JOBS", "OPERATORS", "STAGES", "Collect", "Data", "Evaluate", "Export", "Forward", "Inference", "Job", "MLflow", "Model", "Run", "Serve",
     "job_of", "load_job", "make", "parse_gate",
 ]  # fmt: skip
 JOBS = tuple(STAGE)  # the stages that a job file may have

@@ -43,8 +43,9 @@ UPDATE = """objective/kl objective/entropy objective/non_score_reward objective/
 ROLLOUT = "rollout/workers rollout/idle rollout/queue rollout/bytes rollout/lost_workers rollout/waited rollout/waiting"
 OFF_POLICY = """rollout/ratio_mean rollout/ratio_max rollout/ratio_cut rollout/effective_samples
     rollout/sampler_kl"""
+_BENCHMARKS = "reward_bench_2 best_of_k rm_bench rm_bench_hard rm_bench_normal rm_bench_easy judge_bench"
 _PAIRS = """accuracy accuracy_low accuracy_high margin loss ece accuracy_chosen_shorter accuracy_chosen_longer
-    length_correlation"""
+    accuracy_matched_length length_correlation temperature ece_calibrated"""
 HELD_OUT = {
     "sft": f"{_TRL} {_TOKENS} eos_accuracy",
     "rm": f"{_TRL} accuracy margin min_reward mean_reward max_reward",
@@ -105,6 +106,14 @@ def metrics(job: Job) -> dict[str, str]:
         pairs = "" if job.data.pairs else "pairs to evaluate the reward on (data.pairs)"
         add(_PAIRS, pairs, "eval_rm_")
         add("agreement judge_accuracy", pairs or judge, "eval_rm_")
+        benchmarks = "" if job.data.benchmarks else "rows of it (data.benchmarks)"
+        add(_BENCHMARKS, benchmarks, "eval_")
+        probes = "" if job.trainer.get("probes") else "probes of the reward (trainer.probes=true)"
+        add("probes_failed", pairs or probes, "eval_rm_")
+        add("win_rate_lc win_rate_lc_low win_rate_lc_high", rows or reward, "eval_")
+        add("judge_win_rate_lc judge_win_rate_lc_low judge_win_rate_lc_high", rows or judge, "eval_")
+        search = "" if job.trainer.get("best_of_n") else "a search (trainer.best_of_n=16)"
+        add("best_of_n", rows or reward or search, "eval_")
     return lacks
 
 
@@ -118,9 +127,7 @@ def problems(job: Job) -> Problems:
             parse_gate(rule)
         except ValueError as error:
             yield key, str(error)
-        # The values of data.subset are in the rows, so any value is accepted.
-        of_subset = job.data.subset and metric.startswith("eval_rm_accuracy/")
-        if metric not in known and not of_subset:
+        if metric not in known and not of_rows(job, metric):
             near = get_close_matches(metric, known, n=1)
             examples = ", ".join([name for name in known if name.startswith("eval_")][:6])
             hint = f"did you mean {near[0]}?" if near else f"expected one of {examples}, ..."
@@ -135,6 +142,16 @@ def problems(job: Job) -> Problems:
     judged = job.policy or job.reward
     if job.gate and not learns and not Ref.parse(str(judged)).is_registered:
         yield "gate", f"found one, but {show(judged)} is no registered version that could pass it; remove it"
+
+
+def of_rows(job: Job, metric: str) -> bool:
+    """Returns True if a metric ends in a name that only the rows or the probes know, so any name is accepted."""
+    head, slash, _ = metric.partition("/")
+    return bool(slash) and (
+        (job.data.subset is not None and head == "eval_rm_accuracy")
+        or (bool(job.data.benchmarks) and head.removeprefix("eval_") in _BENCHMARKS.split())
+        or (bool(job.trainer.get("probes")) and head in ("eval_rm_probe", "eval_rm_probe_accuracy"))
+    )
 
 
 def unmeasured(job: Job) -> Iterator[str]:

@@ -35,9 +35,12 @@ class Model:
     allow_pickle: bool = False  # also read *.bin weights, which can run code
 
 
+SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name rows
+
+
 @dataclass(frozen=True)
 class Source:
-    """An entry of a list under data.train, data.eval or data.pairs: a path alone, or a mapping with these keys."""
+    """An entry of a list under a key of SPLITS: a path alone, or a mapping with these keys."""
 
     path: str  # a path, a glob, a folder, s3:// gs:// hf://
     # Of data.train: the share of an epoch drawn from this source, in proportion to the weights of the others.
@@ -69,6 +72,8 @@ class Data:
     eval: str | list[str | dict[str, Any]] | None = None
     # Of `evaluate`: held-out preferences that the reward model is evaluated on.
     pairs: str | list[str | dict[str, Any]] | None = None
+    # Of `evaluate`: RewardBench 2, RM-Bench, JudgeBench, or rows with lists of `chosen` and `rejected` completions.
+    benchmarks: str | list[str | dict[str, Any]] | None = None
     # A Python function of a row, python:module:function. It returns a row, several, or None, and runs before `columns`.
     transform: str | None = None
     # A column: consecutive rows with the same value in it go to `transform` together, as a list.
@@ -178,13 +183,23 @@ class Forward:
 
 @dataclass(frozen=True)
 class Inference(Forward):
-    """The `trainer` section of `evaluate`, `generate` and `serve`, whose requests may override it."""
+    """The `trainer` section of `generate` and `serve`, whose requests may override it."""
 
     # Maximum new tokens of a completion, the end-of-sequence token included.
     response_length: Annotated[int, "[1, 1048576]"] = 256
     min_new_tokens: Annotated[int, "[0, inf)"] = 0  # minimum new tokens of a completion
     temperature: Annotated[float, "0 or [0.000001, inf)"] = 1.0  # divides the logits; 0: greedy
     seed: Annotated[int, "[0, 4294967295]"] = 42  # of sampling, together with a row's number
+
+
+@dataclass(frozen=True)
+class Evaluate(Inference):
+    """The `trainer` section of `evaluate`."""
+
+    # Edit the completions of data.pairs, and measure by how much each edit moves the reward.
+    probes: bool = False
+    # Completions of each prompt of data.eval that the reward chooses the best from, for the best-of-n curve. 0: none.
+    best_of_n: Annotated[int, "0 or [2, 1024]"] = 0
 
 
 @dataclass(frozen=True)
@@ -255,7 +270,7 @@ class Job:
         """(key, path) of all rows that the job names."""
         return [
             (f"data.{name}", source.location)
-            for name in ("train", "eval", "pairs")
+            for name in SPLITS
             for source in sources_of(getattr(self.data, name))
         ]
 
@@ -329,13 +344,13 @@ class Job:
 
 
 def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
-    """Returns the sources of data.train, data.eval or data.pairs, in their order."""
+    """Returns the sources of one of SPLITS, in their order."""
     items = [spec] if isinstance(spec, str) else spec or []
     return [Source(item) if isinstance(item, str) else Source(**item) for item in items]
 
 
 def completed(data: Data, name: str) -> list[Source]:
-    """Returns the sources of data.train, data.eval or data.pairs, with the keys of `data` that a source does not set."""
+    """Returns the sources of one of SPLITS, with the keys of `data` that a source does not set."""
     return [
         replace(source, **{key: getattr(data, key) for key in PREPROCESSING if getattr(source, key) is None})
         for source in sources_of(getattr(data, name))
@@ -345,7 +360,7 @@ def completed(data: Data, name: str) -> list[Source]:
 def transforms(data: Data) -> dict[str, str]:
     """Returns {key of the job: python:module:function} of all functions that rows go through, each once."""
     found = {"data.transform": data.transform}
-    for name in ("train", "eval", "pairs"):
+    for name in SPLITS:
         for index, source in enumerate(sources_of(getattr(data, name))):
             found[f"data.{name}.{index}.transform"] = source.transform
     first = {source: key for key, source in reversed(found.items()) if source is not None}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pipeline import references
 from pipeline.config import gates, library_keys, schema
 from pipeline.config.gates import Problems
-from pipeline.config.job import HUB, Data, Export, Job, Source, completed, sources_of
+from pipeline.config.job import HUB, SPLITS, Data, Export, Job, Source, completed, sources_of
 from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import about, show
@@ -187,7 +187,7 @@ RULES = [Rule(*row) for row in (
       for key in ("target_modules", "exclude_modules")),
     # data
     ("reads_train", "data.train", _no_rows, "missing; {}, for example data.train=jobs/demo/data/*.jsonl"),
-    ("evaluate", "data.eval", lambda job: not job.data.eval and not (job.data.pairs and not job.policy),
+    ("evaluate", "data.eval", lambda job: not job.data.eval and not ((job.data.pairs or job.data.benchmarks) and not job.policy),
      "missing; `evaluate` needs prompts, for example data.eval=jobs/demo/data/prompts_eval.jsonl (or, for a reward model "
      "alone, data.pairs and policy=null)"),
     ("evaluate", "policy", lambda job: job.data.eval and not job.policy,
@@ -197,8 +197,13 @@ RULES = [Rule(*row) for row in (
      "there are no prompts to compare it on: set data.eval, or baseline=null"),
     ("", "data.subset", lambda job: job.data.subset and not job.data.pairs,
      "names a column of data.pairs, and there are none"),
-    ("", "data.pairs", lambda job: job.data.pairs and not job.reward,
-     "there is no reward model to evaluate: set reward, for example reward=models:/rlhf-rm@champion"),
+    *(("", f"data.{name}", lambda job, name=name: getattr(job.data, name) and not job.reward,
+       "there is no reward model to evaluate: set reward, for example reward=models:/rlhf-rm@champion")
+      for name in ("pairs", "benchmarks")),
+    ("evaluate", "trainer.probes", lambda job: job.trainer.get("probes") and not job.data.pairs,
+     "there are no pairs whose completions it could edit: set data.pairs, or trainer.probes=false"),
+    ("evaluate", "trainer.best_of_n", lambda job: job.trainer.get("best_of_n") and not (job.data.eval and job.reward),
+     "needs prompts (data.eval) and a reward that chooses: set both, or trainer.best_of_n=0"),
     ("", "data.eval_fraction", _given("data.eval", "data.eval_fraction"),
      "given together with data.eval; keep one: a separate file, or a share of data.train"),
     ("trl", "trainer.eval_strategy", _evaluates_nothing, NOTHING_HELD_OUT + "eval_strategy=no"),
@@ -340,13 +345,13 @@ def _patterns(job: Job) -> Problems:
 def _sources(job: Job) -> Problems:
     """Yields unknown keys of a source, what its rows cannot become, and weights that do not fit together."""
     data = job.data
-    for name in ("train", "eval", "pairs"):
+    for name in SPLITS:
         spec = getattr(data, name)
         for index, item in enumerate(spec if isinstance(spec, list) else []):
             if isinstance(item, dict):
                 yield from _source_keys(f"data.{name}.{index}", item)
     yield from _preprocessing("data", data)
-    for name in ("train", "eval", "pairs"):
+    for name in SPLITS:
         for index, (source, full) in enumerate(
             zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
         ):

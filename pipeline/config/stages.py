@@ -26,7 +26,10 @@ _NOTHING_TRAINED = {
     "mlflow.registered_model": "it registers nothing",
 }
 _NO_SERVER = {"serve": "only `serve` answers requests"}
-_NO_PAIRS = {"data.pairs": "they are for `evaluate`; its held-out rows are data.eval"}
+_NO_PAIRS = {
+    key: "they are for `evaluate`; its held-out rows are data.eval"
+    for key in ("data.pairs", "data.benchmarks")
+}
 _LEARNS = {**_NO_SERVER, **_NO_PAIRS}
 _NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
 # A job that writes completions without learning from them uses only the decoding keys of `rollout`.
@@ -39,6 +42,7 @@ _ROW_BY_ROW = {
     **_NOTHING_TRAINED,
     "model.fsdp": "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
     "data.pairs": "they are for `evaluate`; all its rows are data.train",
+    "data.benchmarks": "they are for `evaluate`; all its rows are data.train",
     "gate": "it registers no version that a gate could hold back",
     "data.eval": "it holds nothing out: all its rows are data.train",
     "run.max_failures": "Ray Data repeats what a lost actor did not finish",
@@ -186,7 +190,7 @@ STAGE: dict[str, Stage] = {
         ),
     ),
     "evaluate": Stage(
-        f"{OURS}.Inference",
+        f"{OURS}.Evaluate",
         "compare a policy with a baseline on held-out prompts; evaluate a reward model on held-out pairs",
         {"policy": False, "baseline": False, "reward": False, "judge": False},
         rows="answered_prompts",

@@ -401,6 +401,53 @@ def parse_scored(row: dict[str, Any], shape: str) -> Record:
     return record
 
 
+# ---- benchmarks of reward models: a prompt and several completions, the correct ones first ---------------------------
+
+BENCHMARKS = {
+    "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
+    "question+response_A+response_B+label": ("question", "response_A", "response_B", "label"),
+}
+STYLED = 3  # correct and wrong completions of a row of RM-Bench: concise, detailed, markdown
+
+
+def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
+    """Parses a row of RewardBench 2, RM-Bench or JudgeBench, or a row with lists of correct and of wrong completions.
+
+    The other columns are kept, with `benchmark`, `subset`, and the numbers of `correct` and of all `completions`.
+    """
+    if shape.startswith("question"):
+        name, prompt, subset = "judge_bench", prompt_text(row["question"], "question"), row.get("source")
+        sides = [("response_A", row["response_A"]), ("response_B", row["response_B"])]
+        if row["label"] not in ("A>B", "B>A"):
+            raise RowError("unclear_label", "label", show(row["label"]), "A>B or B>A")
+        completions, correct = (sides if row["label"] == "A>B" else sides[::-1]), 1
+    else:
+        prompt = prompt_text(row["prompt"], system=row.get("system"))
+        good, bad = (
+            [(f"{side}[{i}]", value) for i, value in enumerate(_as_list(row[side], side))] for side in SIDES
+        )
+        if "domain" in row and len(good) == len(bad) == STYLED:
+            name, subset = "rm_bench", row["domain"]
+        else:
+            name = "reward_bench_2" if "num_correct" in row else "best_of_k"
+            subset = row.get("subset", "all")
+        completions, correct = good + bad, len(good)
+    pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
+    facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
+    read = {field for fields in BENCHMARKS.values() for field in fields}
+    others = {key: value for key, value in row.items() if key not in read}
+    return Record(prompt, pairs, row=json.dumps({**others, "prompt": prompt, **facts}, ensure_ascii=False))
+
+
+def _as_list(value: Any, key: str) -> list[Any]:
+    values = decoded(value) if isinstance(value, str) and value.startswith("[") else value
+    if isinstance(values, str):
+        return [values]
+    if not isinstance(values, list) or not values:
+        raise RowError("wrong_type", key, show(values), "a list of completions")
+    return values
+
+
 # ---- prompts, for which completions are to be written ----------------------------------------------------------------
 
 PROMPTS = {
@@ -478,11 +525,12 @@ KIND = {
     "answered_prompts": Kind(PROMPTS, parse_answered, _prompt, _PROMPT, "written"),
     "completions": Kind(SCORED, parse_scored, _scored, _SCORED, "scored"),
     "pairs": Kind(PREFERENCES, parse_scored, _scored, _SCORED, "scored"),
+    "benchmarks": Kind(BENCHMARKS, parse_benchmark, _scored, _SCORED, "scored"),
 }  # fmt: skip
 
 
 def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
-    """Returns the kind of rows that a stage reads. The rows of data.pairs are a separate kind, `pairs`."""
+    """Returns the kind of rows that a stage reads. The rows of data.pairs and of data.benchmarks are kinds of their own."""
     name = STAGE[stage].rows if stage in STAGE else stage
     assert name is not None, f"{stage} reads no rows"
     shapes = shapes_with(preprocess.columns, KIND[name].shapes)

@@ -5,11 +5,13 @@ Both sample one completion to every prompt with the same random numbers; the pro
 
 import json
 import math
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from pipeline.evaluation import policies
 from pipeline.figures import distinct, mean, repetition, wilson
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
@@ -23,6 +25,7 @@ from pipeline.runtime.worker import Worker
 from pipeline.system import console
 
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
+WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
 
 
 class Comparison:
@@ -54,6 +57,7 @@ class Comparison:
         self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: list[dict[str, Any]] | None = None
+        self.results: list[dict[str, Any]] = []  # of the last `of`, in the order of the prompts
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and samples of `policy` (`eval_*`; None is the bare base) beside the baseline's (`before_*`); the same on
@@ -85,8 +89,42 @@ class Comparison:
             {"index": row["index"], "before": before, "eval": completion}
             for row, before, completion in zip(self.rows, self.before, after, strict=True)
         ]
-        results = sorted((r for part in self.worker.gather(mine) for r in part), key=lambda r: r["index"])
+        gathered = (result for part in self.worker.gather(mine) for result in part)
+        self.results = results = sorted(gathered, key=lambda result: result["index"])
         return _metrics(results), [_sample(result) for result in results[:8]]
+
+    def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
+        """Returns the best-of-n curve of `policy`: n completions of each prompt, ranked by the reward, rated by the judge.
+
+        Without a judge the reward rates its own choice. The same on every rank, all of which ask.
+        """
+        with console.waiting(f"sampling {n} completions to each of {len(self.rows)} held-out prompts"):
+            rows = [row for row in self.rows for _ in range(n)]
+            numbers = [row["index"] * n + k for row in self.rows for k in range(n)]
+            ids = [row["input_ids"] for row in rows]
+            sampling = replace(self.sampling, seed=self.sampling.seed + SEED_OFFSET)
+            completions = self.decoder.generate(policy, ids, numbers, sampling) if rows else []
+            scored = _score(self.worker, rows, completions, self.rewards, self.judge) if rows else []
+        mine = [
+            (number // n, one["reward"], one.get("judge", one["reward"]))
+            for number, one in zip(numbers, scored, strict=True)
+        ]
+        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for index, proxy, gold in (one for part in self.worker.gather(mine) for one in part):
+            found[index].append((proxy, gold))
+        proxies, golds = ([[one[k] for one in found[i]] for i in sorted(found)] for k in (0, 1))
+        return policies.best_of_curve(proxies, golds)
+
+    def length_controlled(self) -> dict[str, float]:
+        """Returns the length-controlled win rates of the last `of`: eval_win_rate_lc, eval_judge_win_rate_lc, their intervals."""
+        metrics: dict[str, float] = {}
+        longer = [len(r["eval"]["completion"]) - len(r["before"]["completion"]) for r in self.results]
+        for name, key in WIN_RATES.items():
+            if all(name in r["eval"] for r in self.results):
+                wins = [_win(r["eval"][name], r["before"][name]) for r in self.results]
+                ends = policies.length_controlled(wins, longer)
+                metrics |= dict(zip((f"{key}_lc", f"{key}_lc_low", f"{key}_lc_high"), ends, strict=True))
+        return metrics
 
     def _answer(self, role: str | None) -> list[dict[str, Any]]:
         """Returns one completion of a role to each of this rank's prompts: its tokens, scores and figures."""
@@ -216,7 +254,7 @@ def _metrics(results: list[dict[str, Any]]) -> dict[str, float]:
                 sum(one[name] for one in counted) for name in ("reference_nll", "reference_tokens")
             )
             metrics[f"{key}_perplexity"] = math.exp(nats / tokens_in_all)
-    for name, key in (("reward", "eval_win_rate"), ("judge", "eval_judge_win_rate")):
+    for name, key in WIN_RATES.items():
         if all(name in r["eval"] for r in results):
             wins = [_win(r["eval"][name], r["before"][name]) for r in results]
             metrics[key] = mean(wins)

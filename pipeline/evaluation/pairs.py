@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import visible
-from pipeline.figures import calibration, correlation, mean, sigmoid, wilson
+from pipeline.figures import calibration, correlation, mean, sigmoid, temperature, wilson
 from pipeline.references import Ref
 from pipeline.runtime.inputs import unfilled
 from pipeline.runtime.worker import Worker
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.ppo.rewards import Samples
 
 SIDES = ("chosen_ids", "rejected_ids")
+MATCHED = 1.1  # lengths of a pair that differ by less than this factor count as equal
 
 
 def measure(
@@ -29,7 +30,9 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
 
-    eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_length_correlation: of the score with
+    eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_temperature: see figures.temperature,
+    fitted on every second pair; eval_rm_ece_calibrated: the error of margin / temperature on the others.
+    eval_rm_accuracy_matched_length: on pairs whose lengths differ by at most 10 %. eval_rm_length_correlation: of the score with
     the length of the completion in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same
     side.
 
@@ -68,7 +71,15 @@ def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, An
         "eval_rm_loss": mean([-math.log(max(sigmoid(margin), 1e-300)) for margin in margins]),
         "eval_rm_ece": ece,
     }
+    if len(margins) > 1:  # fitted on every second pair, measured on the others
+        metrics["eval_rm_temperature"] = scale = temperature(margins[::2])
+        metrics["eval_rm_ece_calibrated"] = calibration([margin / scale for margin in margins[1::2]])[0]
     by_length = {
+        "matched_length": [
+            m > 0
+            for m, p in zip(margins, pairs, strict=True)
+            if max(p["lengths"]) <= MATCHED * min(p["lengths"])
+        ],
         "chosen_shorter": [
             m > 0 for m, p in zip(margins, pairs, strict=True) if p["lengths"][0] < p["lengths"][1]
         ],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.config.job import sources_of
+from pipeline.config.job import SPLITS, sources_of
 from pipeline.errors import InputError
 from pipeline.registry.store import (
     client,
@@ -137,7 +137,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
     for context, digest in digests.items():
-        if context not in ("train", "eval", "pairs"):
+        if context not in SPLITS:
             continue  # of code, not of rows; the lineage has it
         paths = [one.location for one in sources_of(getattr(job.data, context, None) or job.data.train)]
         # a local path can be a "local" source in two ways, which are the same

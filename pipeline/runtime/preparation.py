@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.config import Job, libraries
-from pipeline.config.job import transforms
+from pipeline.config.job import Data, transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
@@ -102,6 +102,16 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = F
             yield Run(work, rows, report, started)
 
 
+def _scored_splits(job: Job) -> Iterator[tuple[str, Data]]:
+    """Yields the name and the `data` section of the rows that `evaluate` only scores. Benchmarks have their own columns."""
+    for name, rows in (("pairs", job.data.pairs), ("benchmarks", job.data.benchmarks)):
+        if rows:
+            alone = replace(job.data, train=None, eval=rows, max_length=None)
+            if name == "benchmarks":
+                alone = replace(alone, columns=None, label=None, transform=None, group_by=None)
+            yield name, alone
+
+
 def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows.
 
@@ -110,7 +120,10 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     """
     from pipeline.data import read
 
-    job, sets, mixture, context = work.job, {}, None, work.base["context_length"]
+    job, context = work.job, work.base["context_length"]
+    sets: dict[str, Any] = {}
+    report: Any = None
+    mixture: Any = None
     cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
     # A job in process starts Ray for the rows alone, if they are too many for one process.
     ray_for_rows = (lambda: session.session(replace(job, scaling={}))) if job.in_process else None
@@ -120,19 +133,17 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         data = prepare(job.stage, job.data, context_length=room, packing=packing)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
-    if job.data.pairs:
-        pairs_alone = replace(job.data, train=None, eval=job.data.pairs, max_length=None)
+    for name, alone in _scored_splits(job):
         try:
-            pairs = prepare("pairs", pairs_alone, context_length=context)
+            scored = prepare(name, alone, context_length=context)
         except InputError as error:
-            raise InputError(
-                error.message, "data.pairs" if error.key == "data.eval" else error.key
-            ) from error
-        sets["pairs"] = (pairs, "eval")
-        if job.data.eval:
-            report.splits["pairs"] = pairs.report.splits["eval"]
+            key = f"data.{name}" if error.key == "data.eval" else error.key
+            raise InputError(error.message, key) from error
+        if report is None:
+            report = scored.report
         else:
-            report = pairs.report
+            report.splits[name] = scored.report.splits["eval"]
+        sets[name] = (scored, "eval")
     rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
     if STAGE[job.stage].scores:
         check_columns(job, rows)

@@ -84,13 +84,24 @@ def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
     return "\n".join(lines)
 
 
-def subsets_table(subsets: dict[str, dict[str, float]]) -> str:
-    """Returns the accuracy on each subset of the pairs as aligned text."""
-    width = max(len("subset"), *map(len, subsets))
-    lines = [f"   {'subset':<{width}}  pairs  accuracy (95 %)"]
+def subsets_table(
+    subsets: dict[str, dict[str, float]], title: str = "subset", of: str = "pairs", value: str = "accuracy"
+) -> str:
+    """Returns the accuracy on each subset of the pairs, or a benchmark's score on each of its subsets, as aligned text."""
+    width = max(len(title), *map(len, subsets))
+    lines = [f"   {title:<{width}}  {of:>5}  {value} (95 %)"]
     for name, one in subsets.items():
-        interval = f"{one['low']:.3f} to {one['high']:.3f}"
-        lines.append(f"   {name:<{width}}{one['pairs']:>7}  {one['accuracy']:.3f}  ({interval})")
+        interval = f"  ({one['low']:.3f} to {one['high']:.3f})" if "low" in one else ""
+        lines.append(f"   {name:<{width}}{one[of]:>7}  {one[value]:.3f}{interval}")
+    return "\n".join(lines)
+
+
+def probes_table(probes: dict[str, Any]) -> str:
+    """Returns the effect of each probe of a reward, in standard deviations of its score, as aligned text."""
+    lines = [f"   {'probe':<16}{'effect (95 %)':<26}accuracy  verdict"]
+    for name, one in probes.items():
+        effect = f"{one['effect']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
+        lines.append(f"   {name:<16}{effect:<26}{one['accuracy']:>8.3f}  {one['verdict']}")
     return "\n".join(lines)
 
 

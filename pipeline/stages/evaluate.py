@@ -17,7 +17,7 @@ from pipeline.config import Job
 from pipeline.runtime import resume
 from pipeline.runtime.preparation import Run
 from pipeline.runtime.run import Outcome, launch
-from pipeline.runtime.summary import subsets_table
+from pipeline.runtime.summary import probes_table, subsets_table
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage
 
@@ -25,9 +25,13 @@ from pipeline.system import storage
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
     path = storage.join(result["folder"], "evaluation.json")
-    evaluation = resume.read_object(path, "pairs", "metrics")
+    evaluation = resume.read_object(path, "pairs", "metrics", "benchmarks", "probes")
     if evaluation["pairs"] and evaluation["pairs"]["subsets"]:
         print("\n" + subsets_table(evaluation["pairs"]["subsets"]), flush=True)
+    for name, benchmark in evaluation["benchmarks"].items():
+        print("\n" + subsets_table(benchmark["subsets"], name, "rows", "score"), flush=True)
+    if evaluation["probes"]:
+        print("\n" + probes_table(evaluation["probes"]), flush=True)
     return result
 
 
@@ -39,7 +43,7 @@ def promote(run: Run, outcome: Outcome) -> registry.Version | None:
 
 def train(worker: Worker) -> dict[str, Any]:
     from pipeline import evaluation
-    from pipeline.evaluation import pairs
+    from pipeline.evaluation import benchmarks, pairs, probes
     from pipeline.models.tokenizer import eos_ids, warn_of_endless
     from pipeline.runtime import roles
 
@@ -47,21 +51,31 @@ def train(worker: Worker) -> dict[str, Any]:
     rewards, judge = roles.add_rewards(worker, shared), roles.judge(worker, shared)
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
-    tables: dict[str, Any] = {}
-    prompts, preferences = worker.rows("eval"), worker.rows("pairs")
+    tables: dict[str, Any] = {"pairs": {}, "benchmarks": {}, "probes": {}, "best_of_n": []}
+    prompts, preferences, rows = (worker.rows(name) for name in ("eval", "pairs", "benchmarks"))
+    ends = eos_ids(worker.tokenizer, shared.base.generation_config)
     if prompts is not None:
         policy = roles.add_frozen(worker, shared, "policy", "policy")
         baseline = roles.add_frozen(worker, shared, "baseline", "reference")
         decoder = roles.decoder(worker, shared, [policy, baseline])
         comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline, decoder)
         metrics, samples = comparison.of(policy)
+        metrics |= comparison.length_controlled()
+        if n := worker.job.args.best_of_n:
+            tables["best_of_n"] = comparison.best_of(policy, n)
+            metrics["eval_best_of_n"] = tables["best_of_n"][-1]["gold"]
         if worker.rank == 0:
             warn_of_endless(metrics["eval_eos"], "the policy's completions")
     if preferences is not None:
-        ends = eos_ids(worker.tokenizer, shared.base.generation_config)
-        figures, tables = pairs.measure(worker, rewards, judge, preferences, ends)
+        figures, tables["pairs"] = pairs.measure(worker, rewards, judge, preferences, ends)
+        metrics |= figures
+        if worker.job.args.probes:
+            figures, tables["probes"] = probes.measure(worker, rewards, preferences, ends)
+            metrics |= figures
+    if rows is not None:
+        figures, tables["benchmarks"] = benchmarks.measure(worker, rewards, rows, ends)
         metrics |= figures
     if worker.rank == 0:
-        written = {"metrics": metrics, "inputs": worker.work.inputs, "samples": samples, "pairs": tables}
+        written = {"metrics": metrics, "inputs": worker.work.inputs, "samples": samples, **tables}
         storage.write_json(storage.join(worker.job.folder, "evaluation.json"), written)
     return worker.finish(metrics, samples=samples)

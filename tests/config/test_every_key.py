@@ -24,6 +24,7 @@ from running import ROOT
 from pipeline.config import (
     Collect,
     Data,
+    Evaluate,
     Export,
     Forward,
     Inference,
@@ -130,7 +131,7 @@ def read_in(*files, of=()):
 
 @pytest.mark.parametrize(
     ("section", "name"),
-    [(Model, "model"), (Data, "data"), (Run, "run"), (MLflow, "mlflow"), (Serve, "serve"), *((c, "args") for c in (Forward, Inference, Collect, Export))],
+    [(Model, "model"), (Data, "data"), (Run, "run"), (MLflow, "mlflow"), (Serve, "serve"), *((c, "args") for c in (Forward, Inference, Evaluate, Collect, Export))],
 )  # fmt: skip
 def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
     """Outside config/, which looks at values and does nothing with them; `job.run.name` or `run.name`, not any `name`."""

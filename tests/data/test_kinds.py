@@ -8,11 +8,13 @@ from pipeline.data.shapes import KIND, kind_of
 
 def test_every_stage_with_rows_has_a_kind():
     used = {stage.rows for stage in STAGE.values() if stage.rows}
-    assert used | {"pairs"} == set(KIND)
+    assert used | {"pairs", "benchmarks"} == set(KIND)
     assert {name for name, stage in STAGE.items() if not stage.rows} == {"export", "serve"}
 
 
-@pytest.mark.parametrize("stage", [*(name for name, stage in STAGE.items() if stage.rows), "pairs"])
+@pytest.mark.parametrize(
+    "stage", [*(name for name, stage in STAGE.items() if stage.rows), "pairs", "benchmarks"]
+)
 def test_a_kind_knows_whose_rows_it_describes(stage):
     kind = kind_of(stage)
     assert kind.stage == stage and kind.shapes and kind.columns

@@ -1,5 +1,6 @@
 """`evaluate`: its figures beside a bootstrap, TRL's own evaluation and counting by hand; reward models alone; the gate."""
 
+import itertools
 import json
 import math
 import random
@@ -126,8 +127,27 @@ def some_pairs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(models, storage, some_pairs):
-    settings = [*RM, f"data.pairs={some_pairs}", "data.subset=kind", "judge=models:/other-rm/1"]
+def some_settings(some_pairs):
+    """The pairs, with probes, and as best-of-3 rows with the chosen completion of the next row."""
+    rows = [json.loads(line) for line in some_pairs.open()]
+    best_of_3 = some_pairs.with_name("best_of_3.jsonl")
+    with best_of_3.open("w") as file:
+        for row, other in itertools.pairwise(rows):
+            both = {"chosen": [row["chosen"]], "rejected": [row["rejected"], other["chosen"]]}
+            file.write(json.dumps({**row, **both}) + "\n")
+    return [
+        *RM,
+        f"data.pairs={some_pairs}",
+        f"data.benchmarks={best_of_3}",
+        "trainer.probes=true",
+        "data.subset=kind",
+        "judge=models:/other-rm/1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(models, storage, some_settings):
+    settings = [*some_settings]
     settings += ["gate.eval_rm_accuracy_low=>= 0.01", "mlflow.alias=judged"]
     return stage("evaluate", storage, "alone", *settings)
 
@@ -195,13 +215,26 @@ def test_it_leaves_tables_and_metrics(alone, storage, models):
 
 
 @pytest.mark.slow
-def test_two_workers_find_the_same(alone, storage, some_pairs, embedded_ray):
-    settings = [*RM, f"data.pairs={some_pairs}", "data.subset=kind", "judge=models:/other-rm/1"]
-    two = stage("evaluate", storage, "alone-two", *settings, "scaling.num_workers=2")["metrics"]
-    figures = {key for key in alone["metrics"] if key.startswith("eval_rm")}
+def test_two_workers_find_the_same(alone, storage, some_settings, embedded_ray):
+    two = stage("evaluate", storage, "alone-two", *some_settings, "scaling.num_workers=2")["metrics"]
+    figures = {key for key in alone["metrics"] if key.startswith("eval_")}
     assert len(figures) > 9
     for key in figures:
-        assert two[key] == pytest.approx(alone["metrics"][key], abs=1e-6)
+        assert two[key] == pytest.approx(alone["metrics"][key], abs=1e-5)
+
+
+def test_its_benchmark_and_its_probes(alone, storage):
+    found = json.loads((storage / "alone" / "evaluation.json").read_text())
+    table = found["benchmarks"]["best_of_k"]
+    assert table["rows"] == table["subsets"]["all"]["rows"] == 63
+    assert alone["metrics"]["eval_best_of_k"] == table["score"]
+    # A third completion can only take the first place
+    assert table["score"] < alone["metrics"]["eval_rm_accuracy"]
+    probes = found["probes"]
+    assert {"empty", "order", "polite_closing"} <= probes.keys() and probes["order"]["verdict"] == "ok"
+    assert alone["metrics"]["eval_rm_probe/empty"] == probes["empty"]["effect"] != 0
+    for one in probes.values():
+        assert one["low"] <= one["effect"] <= one["high"] and len(one["worst"]) == 3
 
 
 def test_a_gate_that_holds_moves_the_alias(alone, storage):
@@ -212,17 +245,12 @@ def test_a_gate_that_holds_moves_the_alias(alone, storage):
     assert tags["evaluate.gate"] == "passed"
 
 
-def test_a_finished_evaluation_moves_nothing_again(alone, storage, some_pairs):
+def test_a_finished_evaluation_moves_nothing_again(alone, storage, some_settings):
     """Somebody has taken the alias away since: the same command again reads the result, and that is all."""
     registry = client(storage)
     registry.delete_registered_model_alias("toy-rm", "judged")
     try:
-        settings = [
-            *RM,
-            f"data.pairs={some_pairs}",
-            "gate.eval_rm_accuracy_low=>= 0.01",
-            "mlflow.alias=judged",
-        ]
+        settings = [*some_settings, "gate.eval_rm_accuracy_low=>= 0.01", "mlflow.alias=judged"]
         again = stage("evaluate", storage, "alone", *settings)
         assert again == alone
         assert "judged" not in registry.get_registered_model("toy-rm").aliases
@@ -255,7 +283,8 @@ def policy(models, storage, tmp_path_factory):
         "judge=models:/other-rm/1",
     ]
     settings += ["gate.eval_win_rate_low=>= 0.99", "mlflow.alias=judged"]
-    return stage("evaluate", storage, "policy", *settings, f"data.eval={path}", "data.pairs=null"), rows
+    settings += [f"data.eval={path}", "data.pairs=null", "trainer.best_of_n=4"]
+    return stage("evaluate", storage, "policy", *settings), rows
 
 
 def test_a_policy_is_judged_by_a_second_reward_model(policy):
@@ -263,10 +292,20 @@ def test_a_policy_is_judged_by_a_second_reward_model(policy):
     for key in ("eval_win_rate", "eval_judge_win_rate"):
         assert metrics[f"{key}_low"] < metrics[key] < metrics[f"{key}_high"]
     assert metrics["eval_judge"] != metrics["eval_reward"]
+    for key in ("eval_win_rate_lc", "eval_judge_win_rate_lc"):
+        assert 0 <= metrics[f"{key}_low"] <= metrics[key] <= metrics[f"{key}_high"] <= 1
     assert 0 < metrics["eval_distinct_1"] < metrics["eval_distinct_2"] <= 1
     assert 0 <= metrics["eval_repetition"] < 1
     assert metrics["eval_kl"] != 0
     assert policy[0]["inputs"]["judge"] == "models:/other-rm/1"
+
+
+def test_more_completions_to_choose_from_raise_the_reward(policy, storage):
+    """The proxy's own curve rises by construction; n = 1 is the mean of as many other completions."""
+    curve = json.loads((storage / "policy" / "evaluation.json").read_text())["best_of_n"]
+    assert [point["n"] for point in curve] == [1, 2, 4]
+    assert curve[0]["proxy"] < curve[1]["proxy"] < curve[2]["proxy"]
+    assert policy[0]["metrics"]["eval_best_of_n"] == curve[-1]["gold"] != curve[-1]["proxy"]
 
 
 def test_perplexity_is_that_of_plain_transformers(policy, models):
@@ -300,6 +339,9 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
         (["data.subset=kind", "data.pairs=null"], r"data\.subset: names a column of data\.pairs, and there are none"),
         (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
         (["judge=models:/toy-policy/1"], r"judge: models:/toy-policy/1 is an adapter without a scalar head"),
+        (["trainer.probes=true", "data.pairs=null"], r"trainer\.probes: there are no pairs"),
+        (["trainer.best_of_n=4", "reward=null", "data.pairs=null"], r"trainer\.best_of_n: needs prompts"),
+        (["data.benchmarks={single}"], r"data\.benchmarks: .*single\.jsonl: row 1 matches no format of `benchmarks`"),
         (["policy=base", "gate.eval_reward=>= 0"], r"gate: found one, but 'base' is no registered version"),
         (["data.pairs={single}"], r"data\.pairs: .*single\.jsonl: row 1 matches no format of `pairs`"),
     ],

@@ -1,0 +1,196 @@
+"""Benchmarks of reward models from files: RewardBench 2, RM-Bench, JudgeBench, and your own best-of-k rows.
+
+A row of data.benchmarks has one prompt and several completions, the correct ones first (data.shapes.parse_benchmark). Each
+completion is scored alone; the benchmark's rule then compares the scores of a row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.evaluation.pairs import metric_name, samples_of
+from pipeline.figures import mean, wilson
+from pipeline.runtime.worker import Worker
+
+STYLES = ("concise", "detailed", "markdown")  # of RM-Bench's completions, in their order
+TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row of a benchmark and the scores of its completions, the first `correct` of which are the correct ones."""
+
+    row: dict[str, Any]
+    scores: list[float]
+
+    @property
+    def good(self) -> list[float]:
+        return self.scores[: self.row["correct"]]
+
+    @property
+    def bad(self) -> list[float]:
+        return self.scores[self.row["correct"] :]
+
+
+def measure(
+    worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the token rows of data.benchmarks.
+
+    A row with a completion that could not be read is left out and counted.
+    """
+    from pipeline.ppo.rewards import weighted
+
+    if worker.rank == 0:
+        print(f"scoring {len(rows)} completions of benchmarks", flush=True)
+    numbers = range(worker.rank, len(rows), worker.world)
+    mine = [dict(row) for row in rows.select(numbers)]
+    scores: list[float] = []
+    if mine:
+        given = [json.loads(row["row"]) for row in mine]
+        prompts, completions = ([row[key] for row in mine] for key in ("prompt_ids", "chosen_ids"))
+        samples = samples_of(prompts, completions, given, worker.tokenizer, ends)
+        scores = weighted(rewards, samples, normalize=False)[0]
+    gathered = worker.gather(list(zip(numbers, scores, strict=True)))
+    by_number = dict(pair for part in gathered for pair in part)
+    return figures(_grouped([(json.loads(row["row"]), by_number[i]) for i, row in enumerate(rows)]))
+
+
+def _grouped(scored: Sequence[tuple[dict[str, Any], float]]) -> list[Scored]:
+    """Returns the complete rows of a benchmark from their consecutive completions, of which `pair` is the number."""
+    groups: list[Scored] = []
+    for row, score in scored:
+        if row["pair"] == 0:
+            groups.append(Scored(row, []))
+        if groups and row["pair"] == len(groups[-1].scores):
+            groups[-1].scores.append(score)
+    return [group for group in groups if len(group.scores) == group.row["completions"]]
+
+
+def figures(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns the metrics `eval_BENCHMARK`, `eval_BENCHMARK/SUBSET`, and a table of each benchmark."""
+    metrics: dict[str, float] = {}
+    tables: dict[str, Any] = {}
+    by_name: dict[str, list[Scored]] = defaultdict(list)
+    for row in rows:
+        by_name[row.row["benchmark"]].append(row)
+    for name, own in by_name.items():
+        found, subsets = BENCHMARKS[name](own)
+        metrics |= {f"eval_{name}{key}": value for key, value in found.items()}
+        metrics |= {f"eval_{name}/{metric_name(key)}": one["score"] for key, one in subsets.items()}
+        tables[name] = {"rows": len(own), **{key.strip("_") or "score": v for key, v in found.items()}}
+        tables[name]["subsets"] = subsets
+    return metrics, tables
+
+
+# ------------------------------------------------------------------------------------------------ rules
+
+
+def best_of(row: Scored) -> float:
+    """Returns 1 if a correct completion alone has the largest score. Completions that share it share the credit.
+
+    RewardBench 2's rule for one correct completion (https://arxiv.org/abs/2506.01937).
+    """
+    largest = max(row.scores)
+    return row.good.count(largest) / row.scores.count(largest)
+
+
+def ties_score(rows: Sequence[Scored]) -> float:
+    """Returns RewardBench 2's score of its subset Ties: any correct completion may win, and their scores should be close.
+
+    With D, the spread of the correct scores, and G, the gap between the worst correct and the best wrong score: 0.30 accuracy
+    with several correct answers + 0.30 accuracy of their reference rows + 0.20 share of G > D + 0.20 share of
+    min(G, G of the reference) > D + 0.01 mean tanh(min(G, G of the reference) / D - 1).
+    """
+    by_kind: dict[str, dict[str, Scored]] = {"ref": {}, "tied": {}}
+    for row in rows:
+        kind, _, number = str(row.row["id"]).partition(":")
+        by_kind.setdefault(kind, {})[number] = row
+    ref, tied = by_kind["ref"], by_kind["tied"]
+    right = {kind: [_gap(row) > 0 for row in of.values()] for kind, of in by_kind.items()}
+    both = sorted(ref.keys() & tied.keys())
+    spread = [max(tied[key].good) - min(tied[key].good) for key in both]
+    gap = [_gap(tied[key]) for key in both]
+    least = [min(_gap(ref[key]), _gap(tied[key])) for key in both]
+    margins = [math.tanh(low / d - 1) if d else float(low > 0) for low, d in zip(least, spread, strict=True)]
+    return (
+        0.30 * _mean(right["tied"])
+        + 0.30 * _mean(right["ref"])
+        + 0.20 * _mean([g > d for g, d in zip(gap, spread, strict=True)])
+        + 0.20 * _mean([low > d for low, d in zip(least, spread, strict=True)])
+        + 0.01 * _mean(margins)
+    )
+
+
+def _gap(row: Scored) -> float:
+    return min(row.good) - max(row.bad)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return mean(values) if values else 0.0
+
+
+def _best_of_k(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """RewardBench 2, and your own best-of-k rows: the plain mean of the subsets."""
+    subsets = {}
+    for name in sorted({str(row.row["subset"]) for row in rows}):
+        own = [row for row in rows if str(row.row["subset"]) == name]
+        if name.lower() == TIES:
+            subsets[name] = {"rows": len(own), "score": ties_score(own)}
+        else:
+            subsets[name] = _share([best_of(row) for row in own])
+    return {"": mean([one["score"] for one in subsets.values()])}, subsets
+
+
+def _rm_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """RM-Bench (https://arxiv.org/abs/2410.16184): entry (i, j) compares the correct completion in style i with the wrong
+    one in style j. Hard is the upper triangle, where the wrong one is longer and has more markdown; normal is the diagonal.
+    """
+    wins = [[[float(good > bad) for bad in row.bad] for good in row.good] for row in rows]
+    levels: dict[str, Callable[[int, int], bool]] = {
+        "hard": lambda i, j: i < j,
+        "normal": lambda i, j: i == j,
+        "easy": lambda i, j: i > j,
+    }
+    cells = [(i, j) for i in range(len(STYLES)) for j in range(len(STYLES))]
+    found = {
+        f"_{level}": mean([won[i][j] for won in wins for i, j in cells if belongs(i, j)])
+        for level, belongs in levels.items()
+    }
+    subsets = {}
+    for name in sorted({str(row.row["subset"]) for row in rows}):
+        own = [
+            mean([mean(line) for line in won])
+            for won, row in zip(wins, rows, strict=True)
+            if str(row.row["subset"]) == name
+        ]
+        subsets[name] = _share(own)
+    return {"": mean(list(found.values())), **found}, subsets
+
+
+def _judge_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """JudgeBench (https://arxiv.org/abs/2410.12784). A reward sees no order of the two answers; equal scores are wrong."""
+    subsets = {}
+    for name in sorted({str(row.row["subset"]) for row in rows}):
+        own = [row for row in rows if str(row.row["subset"]) == name]
+        subsets[name] = _share([float(_gap(row) > 0) for row in own])
+    return {"": mean([float(_gap(row) > 0) for row in rows])}, subsets
+
+
+def _share(values: Sequence[float]) -> dict[str, float]:
+    low, high = wilson(values)
+    return {"rows": len(values), "score": mean(values), "low": low, "high": high}
+
+
+# name -> rows to ({suffix of the metric: value}, {subset: figures})
+BENCHMARKS: dict[str, Callable[[list[Scored]], tuple[dict[str, float], dict[str, dict[str, float]]]]] = {
+    "reward_bench_2": _best_of_k,
+    "best_of_k": _best_of_k,
+    "rm_bench": _rm_bench,
+    "judge_bench": _judge_bench,
+}

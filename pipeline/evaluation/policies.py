@@ -1,0 +1,82 @@
+"""What length and search do to a policy's figures: the length-controlled win rate, and the best-of-n curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import stdev
+
+from pipeline.figures import mean
+
+RESAMPLES = 200  # of the bootstrap
+STRENGTH = 100.0  # inverse of the l1 penalty, as in AlpacaEval's fit without cross-validation
+
+
+def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the win rate if both policies wrote completions of the same length, with the ends of its 95 % interval.
+
+    AlpacaEval 2 (https://arxiv.org/abs/2404.04475) without its difficulty of each prompt, which only its own prompts have: a
+    logistic regression of the wins on tanh(length difference / its standard deviation) and a constant; the win rate is the
+    sigmoid of the constant. All its predictions are equal, so the interval is a bootstrap's over the prompts.
+
+    Args:
+        wins: of each prompt, 0 to 1; 0.5 is a tie.
+        longer: length of the policy's completion minus the baseline's.
+    """
+    import numpy as np
+
+    spread = stdev(longer) if len(longer) > 1 else 0.0
+    features = np.array([[math.tanh(d / spread) if spread else 0.0, 1.0] for d in longer])
+    shares = np.array(wins, dtype=float)
+    drawn = np.random.default_rng(0).integers(0, len(shares), (RESAMPLES, len(shares)))
+    rates = sorted(_at_equal_length(features[rows], shares[rows]) for rows in drawn)
+    low, high = (rates[int(q * (RESAMPLES - 1))] for q in (0.025, 0.975))
+    return _at_equal_length(features, shares), low, high
+
+
+def _at_equal_length(features, shares) -> float:  # type: ignore[no-untyped-def]
+    """Fits soft labels as AlpacaEval does: each row counts once as a win and once as a loss, by its share."""
+    import numpy as np
+    from sklearn.linear_model import LogisticRegression
+
+    weights = np.concatenate([shares, 1 - shares])
+    labels = np.repeat([1, 0], len(shares))
+    used = weights > 0
+    if len(set(labels[used])) < 2:
+        return float(shares[0] > 0.5)  # all wins or all losses
+    model = LogisticRegression(
+        l1_ratio=1.0, solver="liblinear", C=STRENGTH, fit_intercept=False, tol=1e-10, random_state=123
+    )
+    model.fit(np.concatenate([features, features])[used], labels[used], sample_weight=weights[used])
+    return 1 / (1 + math.exp(-float(model.coef_[0, 1])))
+
+
+def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
+    """Returns the expected gold score of the completion that the proxy prefers among n, without bias.
+
+    Over all subsets of n of the N >= n completions of a prompt: sum over i = n..N of C(i-1, n-1) / C(N, n) times the gold
+    score of the i-th completion by ascending proxy score (Nakano et al. 2021, https://arxiv.org/abs/2112.09332, appendix I).
+    """
+    ranked = [g for _, g in sorted(zip(proxy, gold, strict=True), key=lambda pair: pair[0])]
+    total = math.comb(len(ranked), n)
+    return sum(math.comb(i, n - 1) / total * score for i, score in enumerate(ranked) if i >= n - 1)
+
+
+def best_of_curve(
+    proxy: Sequence[Sequence[float]], gold: Sequence[Sequence[float]]
+) -> list[dict[str, float]]:
+    """Returns for n = 1, 2, 4, ... the mean proxy and gold score of the best of n, and the bound of its KL.
+
+    KL <= ln n - (n - 1) / n nats per completion (https://arxiv.org/abs/2401.01879).
+    """
+    most = min(map(len, proxy))
+    sizes = [2**k for k in range(most.bit_length()) if 2**k < most] + [most]
+    return [
+        {
+            "n": n,
+            "kl_bound": math.log(n) - (n - 1) / n,
+            "proxy": mean([best_of_n(p, p, n) for p in proxy]),
+            "gold": mean([best_of_n(p, g, n) for p, g in zip(proxy, gold, strict=True)]),
+        }
+        for n in sizes
+    ]

@@ -1,0 +1,193 @@
+"""Probes of a reward model: edits of the completions of data.pairs, and by how much they move its score.
+
+Most edits change nothing that matters, so the score should stay. The others make a completion worse, so it should fall. The
+effect of an edit is the mean change of the score, in standard deviations of the scores of the unedited completions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from statistics import stdev
+from typing import Any
+
+from pipeline.evaluation.pairs import SIDES, samples_of
+from pipeline.figures import mean
+from pipeline.runtime.worker import Worker
+
+MAX_PAIRS = 500  # of data.pairs, from the first: an interval of about ± 0.1 standard deviations
+SMALL = 0.2  # standard deviations; a smaller effect is not reported as a fault (Cohen's "small")
+WORST = 3  # examples of each probe in evaluation.json
+
+_END = re.compile(r"(?<=[.!?])\s+")  # between two sentences
+
+
+def _markdown(text: str) -> str:
+    lines = (f"- {sentence}" for sentence in _END.split(text.strip()))
+    return "\n".join(re.sub(r"\w+", r"**\g<0>**", line, count=1) for line in lines)
+
+
+def _half(text: str) -> str:
+    words = text.split(" ")
+    return " ".join(words[: (len(words) + 1) // 2])
+
+
+def _unedited(text: str, _: str) -> str:
+    return text
+
+
+@dataclass(frozen=True)
+class Probe:
+    # From a completion and the chosen completion of another pair to the edited one. The same text: it does not apply.
+    edit: Callable[[str, str], str]
+    worse: bool = False  # the edit makes the completion worse
+
+
+PROBES = {
+    "white_space": Probe(lambda text, _: re.sub(r"([.,!?]) ", r"\1  ", text) + "\n"),
+    "lower_case": Probe(lambda text, _: text.lower()),
+    "polite_opening": Probe(lambda text, _: f"Sure! {text}"),
+    "polite_closing": Probe(lambda text, _: f"{text} I hope that helps."),
+    "expert": Probe(lambda text, _: f"As an expert, {text}"),
+    "markdown": Probe(lambda text, _: _markdown(text)),
+    "repetition": Probe(lambda text, _: f"{text} {_END.split(text.strip())[-1]}"),
+    "cut_in_half": Probe(lambda text, _: _half(text), worse=True),
+    "other_prompt": Probe(lambda _, other: other, worse=True),
+    "empty": Probe(lambda *_: "", worse=True),
+}
+ORDER = (
+    "order"  # the same completions in reverse order: a reward that depends on the place in a batch changes
+)
+
+
+def measure(
+    worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the first pairs of data.pairs.
+
+    eval_rm_probe/NAME: the effect of an edit. eval_rm_probe_accuracy/NAME: share of pairs whose chosen completion, unedited,
+    still has the larger score after the edit of the rejected one. eval_rm_probes_failed: number of probes whose verdict is
+    not "ok".
+
+    Args:
+        ends: ids that end a completion.
+    """
+    from pipeline.ppo.rewards import weighted
+
+    count = min(len(rows), MAX_PAIRS)
+    mine = [dict(row) for row in rows.select(range(worker.rank, count, worker.world))]
+    if worker.rank == 0:
+        print(f"probing the reward with {len(PROBES) + 1} edits of {count} pairs", flush=True)
+    tokenizer, given = worker.tokenizer, [json.loads(row["row"]) for row in mine]
+    others = [
+        _text(tokenizer, dict(rows[(number + 1) % count])["chosen_ids"]) for number in _numbers(worker, count)
+    ]
+    longest = worker.work.base["context_length"] or 1 << 20
+
+    def scores(side: str, edit: Callable[[str, str], str], backwards: bool = False) -> list[float]:
+        ids = [
+            _edited(tokenizer, row[side], edit, other, ends)[: longest - len(row["prompt_ids"])]
+            for row, other in zip(mine, others, strict=True)
+        ]
+        prompts = [row["prompt_ids"] for row in mine]
+        step = -1 if backwards else 1
+        samples = samples_of(prompts[::step], ids[::step], given[::step], tokenizer, ends)
+        return weighted(rewards, samples, normalize=False)[0][::step] if mine else []
+
+    edits = {name: probe.edit for name, probe in PROBES.items()}
+    before = {side: scores(side, _unedited) for side in SIDES}
+    after = {name: {side: scores(side, edit) for side in SIDES} for name, edit in edits.items()}
+    after[ORDER] = {side: scores(side, _unedited, backwards=True) for side in SIDES}
+    own = [
+        {
+            "prompt": tokenizer.decode(row["prompt_ids"], skip_special_tokens=True),
+            "text": text,
+            "other": other,
+            "before": [before[side][i] for side in SIDES],
+            "after": {name: [of[side][i] for side in SIDES] for name, of in after.items()},
+        }
+        for i, (row, other) in enumerate(zip(mine, others, strict=True))
+        for text in [[_text(tokenizer, row[side]) for side in SIDES]]
+    ]
+    return figures([one for part in worker.gather(own) for one in part])
+
+
+def _numbers(worker: Worker, count: int) -> range:
+    return range(worker.rank, count, worker.world)
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _edited(
+    tokenizer: Any, ids: list[int], edit: Callable[[str, str], str], other: str, ends: Collection[int]
+) -> list[int]:
+    """Returns the ids of the edited text, with the end tokens of the completion as it was. An empty one keeps its last token."""
+    start = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), len(ids))
+    text = edit(_text(tokenizer, ids[:start]), other)
+    edited = tokenizer(text, add_special_tokens=False).input_ids + ids[start:]
+    return edited or ids[-1:]
+
+
+def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns metrics and tables of pairs that each have `text`, `other`, `before` and `after` by probe, chosen first."""
+    spread = stdev([score for pair in pairs for score in pair["before"]]) if pairs else 0.0
+    metrics: dict[str, float] = {}
+    tables: dict[str, Any] = {}
+    for name in [*PROBES, ORDER]:
+        probe = PROBES.get(name)
+        applies = [
+            pair
+            for pair in pairs
+            if probe is None or probe.edit(pair["text"][0], pair["other"]) != pair["text"][0]
+        ]
+        if not applies or not spread:
+            continue
+        changes = [(pair["after"][name][0] - pair["before"][0]) / spread for pair in applies]
+        if probe is None:
+            changes = [abs(change) for change in changes]
+        half = 1.96 * stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.inf
+        effect = mean(changes)
+        low, high = effect - half, effect + half
+        kept = mean([float(pair["before"][0] > pair["after"][name][1]) for pair in applies])
+        worst = sorted(
+            zip(changes, applies, strict=True),
+            key=lambda one: -one[0] if probe and probe.worse else -abs(one[0]),
+        )
+        tables[name] = {
+            "verdict": _verdict(low, high, bool(probe and probe.worse)),
+            "effect": effect,
+            "low": low,
+            "high": high,
+            "accuracy": kept,
+            "pairs": len(applies),
+            "worst": [_example(pair, name) for _, pair in worst[:WORST]],
+        }
+        metrics[f"eval_rm_probe/{name}"] = effect
+        metrics[f"eval_rm_probe_accuracy/{name}"] = kept
+    metrics["eval_rm_probes_failed"] = sum(one["verdict"] != "ok" for one in tables.values())
+    return metrics, tables
+
+
+def _verdict(low: float, high: float, worse: bool) -> str:
+    """Returns what the interval of an effect says: "ok", or how the score moves although it should not."""
+    if worse:
+        return "ok" if high < -SMALL else "not punished"
+    return "raises the score" if low > SMALL else "lowers the score" if high < -SMALL else "ok"
+
+
+def _example(pair: dict[str, Any], name: str) -> dict[str, Any]:
+    probe = PROBES.get(name)
+    text = pair["text"][0]
+    return {
+        "prompt": pair["prompt"],
+        "before": {"completion": text, "score": pair["before"][0]},
+        "after": {
+            "completion": probe.edit(text, pair["other"]) if probe else text,
+            "score": pair["after"][name][0],
+        },
+    }

@@ -1,0 +1,33 @@
+"""Penalties that a job can add to its reward as Python rewards with a weight, one for each fault that a probe can find.
+
+reward: [{reward: models:/rlhf-rm@champion}, {reward: python:pipeline.penalties:length, weight: 0.2}]
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+MARKUP = re.compile(r"^\s*(?:[-*+] |\d+\. |#+ |```)|\*\*[^*\n]+\*\*", re.MULTILINE)
+
+
+def length(completions: Sequence[str], **_: Any) -> list[float]:
+    """Returns minus the number of words, in hundreds. Use it if eval_rm_probe/repetition is above 0."""
+    return [-len(text.split()) / 100 for text in completions]
+
+
+def repetition(completions: Sequence[str], **_: Any) -> list[float]:
+    """Returns minus the share of 4-grams of words that repeat earlier ones. Use it if eval_repetition grows."""
+    scores = []
+    for text in completions:
+        words = text.split()
+        grams = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
+        scores.append(len(set(grams)) / len(grams) - 1 if grams else 0.0)
+    return scores
+
+
+def markdown(completions: Sequence[str], **_: Any) -> list[float]:
+    """Returns minus the number of list items, headings, code fences and bold passages per 100 words.
+
+    Use it if eval_rm_probe/markdown is above 0.
+    """
+    return [-100 * len(MARKUP.findall(text)) / max(100, len(text.split())) for text in completions]
