@@ -1,0 +1,66 @@
+"""Completions that end: sft measures how well their end is learned, and what samples warns if hardly any ends."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from running import ROOT, stage
+
+from pipeline.models.tokenizer import eos_ids, load_tokenizer
+
+
+def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path):
+    """Against a loop over the rows, of which the last batch has fewer."""
+    lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()[:21]
+    rows = [json.loads(line)["messages"] for line in lines]
+    for _, answer in rows[::3]:  # ends where no base would
+        answer["content"] = answer["content"][:3]
+    (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    settings = [
+        "trainer.max_steps=1",
+        "trainer.per_device_eval_batch_size=8",
+        f"data.eval={tmp_path}/eval.jsonl",
+    ]
+    found = stage("sft", tmp_path, "ends", *settings)["metrics"]["before_eos_accuracy"]
+
+    tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype=torch.float32)
+    ends, hits = eos_ids(tokenizer, model.generation_config), []
+    for row in rows:
+        ids = tokenizer.apply_chat_template(row, return_dict=True)["input_ids"]
+        last = max(i for i, token in enumerate(ids) if token in ends)
+        with torch.no_grad():
+            hits.append(model(torch.tensor([ids])).logits[0, last - 1].argmax().item() == ids[last])
+    assert found == pytest.approx(sum(hits) / len(hits)) and 0 < found < 1
+
+
+@pytest.mark.parametrize("verb", ["ppo", "doctor", "evaluate", "generate"])
+def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "first_token.py").write_text(
+        "def f(completion_ids): return [ids[0] % 7 for ids in completion_ids]"
+    )
+    prompts = (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines()[:16]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
+    rows = f"data.train={tmp_path}/prompts.jsonl"
+    sampled = ["trainer.response_length=1", "policy=base", "reward=python:first_token:f"]
+    settings = {
+        "ppo": [
+            rows,
+            "data.eval=null",
+            "trainer.total_episodes=16",
+            "trainer.batch_size=16",
+            "trainer.eval_steps=0",
+        ],
+        "evaluate": [f"data.eval={tmp_path}/prompts.jsonl", "data.pairs=null", "judge=null", "baseline=base"],
+        "generate": [rows],
+    }
+    settings["doctor"] = settings["ppo"]
+    job = "jobs/demo/ppo.yaml" if verb == "doctor" else None
+    stage(verb, tmp_path, f"endless-{verb}", *sampled, *settings[verb], job=job)
+    out = capfd.readouterr().out
+    assert (
+        out.count("completions ended by themselves, the others were cut off at trainer.response_length") == 1
+    )
+    assert verb != "ppo" or "cut off 1" in out
