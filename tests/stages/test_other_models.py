@@ -1,14 +1,15 @@
 """Nothing assumes Llama: tiny random models of other families, and an nf4 base, go through all four stages.
 
-The stages' own `train` functions, in this process: Ray prepares the data, and a Worker without Ray Train runs them.
+The stages' own `train` functions run in this process, without Ray and MLflow.
 """
 
 import json
+from pathlib import Path
 
+import alone
 import pytest
-from running import NO_EVAL, ROOT
+from running import ROOT
 
-pytestmark = pytest.mark.usefixtures("embedded_ray", "in_root")
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 128}
 WIDE = SIZE | {"intermediate_size": 128, "num_key_value_heads": 1, "head_dim": 32}
 
@@ -49,69 +50,22 @@ def family(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(family, tmp_path_factory):
-    """train(stage, **inputs) -> (outcome, adapter folder)."""
-    from dataclasses import replace
-    from importlib import import_module
-    from types import SimpleNamespace
-
-    from pipeline.config import load_job
-    from pipeline.data.feed import to_hf
-    from pipeline.runtime.inputs import pin_inputs
-    from pipeline.runtime.preparation import check_models, tokenize
-    from pipeline.runtime.worker import Worker
-
+    """train(stage, *settings, **inputs) -> (outcome, adapter folder)."""
     name, folder = family
-    storage = tmp_path_factory.mktemp("runs")
+    model = [f"model.name_or_path={folder}", "data.max_length=100", "lora.r=4"]
+    if name.endswith("nf4"):
+        model += ["model.load_in_4bit=true", "model.dtype=float32"]
 
-    class LocalWorker(Worker):
-        device, companion, report = "cpu", None, None
-
-        def __init__(self, work, rows, scratch):
-            self.work, self.job, self.tokenizer = work, work.job, work.tokenizer
-            self.rank = self.local_rank = self.step = 0
-            self.world, self.resume, self.metrics, self.tables = 1, None, None, rows
-            self.scratch = str(scratch)
-            self.notice = SimpleNamespace(poll=lambda step: False, active=False)
-
-        def rows(self, name):
-            return to_hf(self.tables[name], self.work.fingerprints[name]) if name in self.tables else None
-
-        def _commit(self, source, name):
-            pass
-
-    def run(stage, **inputs):
-        small = [
-            "trainer.max_steps=2",
-            "data.batch_size=4",
-            "trainer.per_device_train_batch_size=4",
-            "trainer.save_strategy=no",
-        ]
-        if stage == "ppo":
-            small = [
-                "trainer.total_episodes=8",
-                "trainer.batch_size=4",
-                "trainer.response_length=8",
-                "trainer.save_steps=0",
-            ]
-        options = [
-            *small,
-            *(NO_EVAL if stage != "ppo" else ["data.eval=null"]),
-            "lora.r=4",
-            f"run.storage_path={storage}",
-        ]
-        options += [
-            f"model.name_or_path={folder}",
-            "data.max_length=100",
-            *(f"{k}={v}" for k, v in inputs.items()),
-        ]
-        if name.endswith("nf4"):
-            options += ["model.load_in_4bit=true", "model.dtype=float32"]
-        job, pinned = pin_inputs(load_job(ROOT / f"jobs/demo/{stage}.yaml", options, stage))
-        work, rows, _ = tokenize(check_models(job, pinned))
-        scratch = tmp_path_factory.mktemp(stage)
-        worker = LocalWorker(replace(work, run_id=stage), rows, scratch)
-        outcome = import_module(f"pipeline.stages.{stage}").train(worker)
-        return outcome, scratch / "final" / "adapter"
+    def run(stage, *settings, **inputs):
+        size = (
+            ["trainer.total_episodes=8", "trainer.batch_size=4", "trainer.response_length=8", "trainer.save_steps=0"]
+            if stage == "ppo"
+            else ["trainer.max_steps=2", "data.batch_size=4", "trainer.per_device_train_batch_size=4"]
+        )  # fmt: skip
+        sources = {role.replace("reward", "reward.0"): str(folder) for role, folder in inputs.items()}
+        made = tmp_path_factory.mktemp(stage)
+        outcome = alone.train(stage, made, *model, *size, *settings, inputs=sources)
+        return outcome, Path(outcome["adapter"])
 
     return run
 
@@ -151,8 +105,8 @@ def test_rm_trains_its_head_and_reloads(rm):
 
 
 def test_dpo_continues_the_sft_adapter(train, sft):
-    sigmoid_alone = {"trainer.loss_type": "[sigmoid]", "trainer.loss_weights": "null"}
-    outcome, folder = train("dpo", policy=sft[1], **sigmoid_alone)
+    sigmoid_alone = ["trainer.loss_type=[sigmoid]", "trainer.loss_weights=null"]
+    outcome, folder = train("dpo", *sigmoid_alone, policy=sft[1])
     # the first loss is log 2: policy and reference are the same adapter
     assert outcome["metrics"]["train_loss"] == pytest.approx(0.693, abs=0.05)
     assert moved(folder)
