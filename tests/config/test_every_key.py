@@ -116,15 +116,19 @@ def test_every_key_of_ppo_changes_something(key):
     )
 
 
+@cache
+def loaded(file):
+    """The attributes that a file reads."""
+    nodes = ast.walk(ast.parse(file.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+
+
 def read_in(*files, of=()):
     """Names of all attributes that these files read, `of` variables and attributes of these names where some are given."""
-    trees = [ast.walk(ast.parse(file.read_text())) for file in files]
-    nodes = [
-        n for tree in trees for n in tree if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
-    ]
     return {
         n.attr
-        for n in nodes
+        for file in files
+        for n in loaded(file)
         if not of or (getattr(n.value, "attr", None) or getattr(n.value, "id", "")) in of
     }
 
