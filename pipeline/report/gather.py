@@ -30,6 +30,7 @@ class Run:
     pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (rm)
     # Pairs with the lowest margins, as text (rm)
     doubtful: list[dict[str, Any]] = field(default_factory=list)
+    evaluation: dict[str, Any] = field(default_factory=dict)  # evaluation.json: its tables
     failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
     run_id: str | None = None  # of MLflow
     uri: str | None = None
@@ -113,6 +114,8 @@ def _from_folder(folder: str) -> Run:
     if result.get("checkpoint"):
         run.pairs = _json(storage.join(folder, "final", "pairs.json"), [])
         run.doubtful = _json(storage.join(folder, "final", "doubtful.json"), [])
+    if result:
+        run.evaluation = _json(storage.join(folder, "evaluation.json"), {})
     _add_history(run)
     return run
 

@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.config.stages import STAGE
 from pipeline.data.counts import count, versions_in_words
 from pipeline.data.report import ERROR_NAMES
-from pipeline.report import headline, plots, preferences, timeline
+from pipeline.report import evaluations, headline, plots, preferences, timeline
 from pipeline.report.gather import Node, Run, lineage
 from pipeline.report.panels import GROUPS, Panel
 from pipeline.report.plots import Draw
@@ -62,6 +62,8 @@ def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
         "groups": groups(run, anchor, safe),
         "samples": run.result.get("samples", []),
         "doubtful": run.doubtful,
+        "examples": evaluations.examples(run.evaluation),
+        "benchmarks": evaluations.benchmarks(run.evaluation),
         "data": data_tables(run),
         "rows": [marked(text, safe) for text in _data(run).get("samples", [])],
         "job": as_yaml(run.job),
@@ -100,6 +102,8 @@ def pictures(run: Run) -> dict[str, bytes]:
     }
     if run.pairs:
         files["pairs.png"] = plots.png([draw for draw, _ in preferences.drawings(run.pairs).values()])
+    if drawings := evaluations.drawings(run.evaluation):
+        files["evaluation.png"] = plots.png([draw for draw, _ in drawings.values()])
     return files
 
 
@@ -114,6 +118,10 @@ def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
         named = [(title, note, draw) for title, (draw, note) in preferences.drawings(run.pairs).items()]
         question = f"What do {len(run.pairs):,} held-out pairs say about the scores?"
         sections.append({"question": question, "panels": _panels(named, f"{anchor}-pairs", safe)})
+    if drawings := evaluations.drawings(run.evaluation):
+        named = [(title, note, draw) for title, (draw, note) in drawings.items()]
+        question = "Can the score be trusted?"
+        sections.append({"question": question, "panels": _panels(named, f"{anchor}-evaluation", safe)})
     curves = drawn({"": run})
     if sum(len(made) for _, made in curves.values()) <= MAX_PANELS_WITHOUT_HEADINGS:
         curves = {"curves": ("Curves", [one for _, made in curves.values() for one in made])}
