@@ -171,8 +171,12 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         mark = error.problem_mark or error.context_mark
         position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except yaml.YAMLError as error:
         raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except (ValueError, LookupError, AttributeError):  # of PyYAML's constructors
+        raise InputError(
+            f"{name}: not valid YAML: a value does not fit its tag (!!); remove the tag"
+        ) from None
     except RecursionError:
         raise InputError(f"{name}: not valid YAML: nested too deeply, or an alias contains itself") from None
 

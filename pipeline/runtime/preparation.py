@@ -89,7 +89,8 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = F
             placement.check_scaling(job)
             yield Run(work, {}, None, started)
             return
-        with session.session(replace(job, scaling={}) if data_only else job):
+        # To read rows, a cluster need not have what the run needs.
+        with session.session(replace(job, scaling={}) if data_only and not job.in_process else job):
             print("reading and tokenizing the rows", flush=True)
             work, rows, report = tokenize(work)
             check_libraries()

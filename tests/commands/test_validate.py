@@ -36,6 +36,13 @@ def test_a_job_for_gpus_is_looked_at_without_them(tmp_path, embedded_ray, capsys
     assert "note: the run itself cannot start here: scaling.use_gpu: " in text
 
 
+def test_rows_are_read_without_ray(tmp_path, in_root, monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("pipeline.on_ray.session.embedded", None)
+    report = validate.run(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft"))
+    assert report["splits"]["train"]["kept"] == 500
+
+
 def test_a_job_without_rows(tmp_path, capsys):
     with pytest.raises(InputError, match="`export` reads no rows"):
         plan_reading("export", tmp_path, capsys)
