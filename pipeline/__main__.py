@@ -21,7 +21,7 @@ from typing import Any
 from pipeline.commands import COMMANDS, SUMMARIES
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes
-from pipeline.system import process
+from pipeline.system import process, terminal
 from pipeline.system.credentials import without_credentials
 
 # What follows a subcommand, by Command.takes: (its name in --help, its description).
@@ -67,6 +67,10 @@ def parser() -> argparse.ArgumentParser:
             epilog=EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        sub.add_argument(
+            "-v", "--verbose", action="store_true", help="also show what goes to runs/NAME/log.txt"
+        )
+        sub.add_argument("-q", "--quiet", action="store_true", help="only show errors and the result")
         takes = COMMANDS[verb].takes if verb in COMMANDS else "job"
         sub.set_defaults(job="", overrides=[])
         if takes in WORDS:
@@ -90,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plain(arguments: list[str]) -> list[str]:
-    """Returns the arguments with `--section.key value` written as `section.key=value`, after all others.
+    """Returns the arguments with `--section.key value` written as `section.key=value`, after all others. -v and -q act here.
 
     Raises:
         InputError: if the subcommand is unknown, or a value is missing.
@@ -101,6 +105,9 @@ def plain(arguments: list[str]) -> list[str]:
         raise InputError(f"unknown subcommand {arguments[0]!r}; {hint}")
     words, options, rest = [], [], iter(arguments)
     for word in rest:
+        if word in terminal.FLAGS:
+            terminal.screen.level = terminal.FLAGS[word]
+            continue
         option = re.fullmatch(r"--(\w[\w.-]*)(?:=(.*))?", word, re.DOTALL)
         if option is None or option[1] == "help":
             words.append(word)

@@ -14,6 +14,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], rule: int = 160)
     return "\n".join([line, lines[0], line, *lines[1:], line])
 
 
+def row(label: str, value: str) -> str:
+    """Returns a line about a run: what it is, and its value."""
+    return f"  {label:<24}{value}"
+
+
 def number(value: float | None) -> str:
     """Returns a metric with three decimals, or "" for None."""
     return "" if value is None else f"{value:.3f}"

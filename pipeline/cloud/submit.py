@@ -30,7 +30,7 @@ from pipeline.errors import InputError, in_brief
 from pipeline.on_ray import session
 from pipeline.references import Ref
 from pipeline.runtime import resume
-from pipeline.system import process
+from pipeline.system import process, terminal
 from pipeline.system.credentials import without_credentials
 
 # Stages whose run.name is the name of the submission.
@@ -86,7 +86,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
         print(f"run {name} was submitted before: it continues from its last checkpoint", flush=True)
     api.submit(
         submission,
-        shlex.join(["python", "-m", "pipeline", verb, path, *overrides]),
+        shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *terminal.flags()]),
         {**uploaded(), "env_vars": {**session.ENVIRONMENT, **environment}},
         {"run": name, "verb": verb, "job": path},
     )

@@ -1,4 +1,4 @@
-"""The whole pipeline of a profile in one session: sft, rm, ppo, evaluate, and a table of what was learned.
+"""The whole pipeline of a profile in one session: sft, rm, ppo, evaluate, and what was learned.
 
     make rlhf    or    python -m pipeline rlhf jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
 
@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import report, text
-from pipeline.config import STAGES, libraries, load_job
+from pipeline import report
+from pipeline.config import STAGES, Job, libraries, load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
@@ -20,9 +20,13 @@ from pipeline.on_ray.session import session
 from pipeline.registry import file_of_uri
 from pipeline.runtime.inputs import check_paths
 from pipeline.runtime.preparation import heading
+from pipeline.runtime.summary import change, sample_table
 from pipeline.stages import evaluate, ppo, rm, sft
-from pipeline.system import console, storage
+from pipeline.system import console, storage, terminal
 
+SHOWN_SAMPLES = 2
+# Of jobs/demo on two cores: for the time left until its stages have run in this storage path
+DEMO_SECONDS = {"sft": 8.0, "rm": 16.0, "ppo": 19.0, "evaluate": 1.0}
 ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
 
 
@@ -44,12 +48,15 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         check_paths(job)
     for job in jobs.values():
         placement.check_scaling(job)
-    results = []
+    expected = {stage: expected_seconds(job, folder) for stage, job in jobs.items()}
+    terminal.say(introduction(jobs, folder, expected))
+    results: list[dict[str, Any]] = []
     # The stages share the session and the checks of their jobs that start here.
     on_ray = [job for job in jobs.values() if not job.in_process]
     with libraries.asked(*on_ray), session(next(iter(on_ray), jobs["sft"])):
         for number, (stage, module) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
+            terminal.screen.following = following(stage, expected, results)
             results.append(module.run(jobs[stage]))
             gc.collect()  # the models of a stage in this process
             missed = results[-1].get("registered_model") and not results[-1]["alias"]
@@ -63,8 +70,36 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         folders = [result["folder"] for result in results]
         home = storage.join(folders[-1], "report")
         page = report.of_several(folders, home) if jobs["evaluate"].run.report else None
-    print(table(results, folder, time.monotonic() - started, page), flush=True)
+    terminal.say(closing(results, folder, time.monotonic() - started, page), result=True)
     return results
+
+
+def expected_seconds(job: Job, folder: str) -> float | None:
+    """Returns what the newest finished run of this job file took, else what the demo takes, or None if nothing is known."""
+    path = job.run.storage_path
+    for name in sorted(storage.folders(path), reverse=True) if storage.exists(path) else ():
+        file = storage.join(path, name, "result.json")
+        if name.startswith(f"{job.stage}-") and storage.exists(file):
+            result = storage.read_json(file)
+            if result["job"]["source"] == job.source:
+                return float(result["seconds"])
+    return DEMO_SECONDS[job.stage] if Path(folder).name == "demo" else None
+
+
+def introduction(jobs: dict[str, Job], folder: str, expected: dict[str, float | None]) -> str:
+    known = [seconds for seconds in expected.values() if seconds is not None]
+    time_needed = f", about {terminal.clock(sum(known))}" if len(known) == len(jobs) else ""
+    return f"{folder}: {', '.join(jobs)}{time_needed}; the full log of each is {jobs['sft'].run.storage_path}/NAME/log.txt"
+
+
+def following(stage: str, expected: dict[str, float | None], results: list[dict[str, Any]]) -> float:
+    """Returns the seconds that the stages after this one will take, at the speed of those before, or 0 if that is unknown."""
+    later = [expected[name] for name in list(ORDER)[list(ORDER).index(stage) + 1 :]]
+    if None in expected.values():
+        return 0.0
+    done = sum(expected[result["stage"]] or 0.0 for result in results)
+    slower = sum(result.get("seconds", 0.0) for result in results) / done if done else 1.0
+    return slower * sum(seconds or 0.0 for seconds in later)
 
 
 def overrides_of(stage: str, overrides: list[str]) -> list[str]:
@@ -81,20 +116,19 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
     return mine
 
 
-def table(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
-    """Returns a table (stage, metric, before, after, version, seconds), and where to look next.
+def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
+    """Returns samples, the first metric of the last two stages before and after, and where to look next.
 
     Args:
         folder: of the job files.
         page: the report on all of them, if it could be drawn.
     """
-    rows = []
-    for result in results:
-        metrics, figures = result.get("metrics", {}), STAGE[result["stage"]].headline
-        figure = next((one for one in figures if one.after in metrics), figures[0])
-        version = f"{result['registered_model']} v{result['version']}" if result.get("version") else ""
-        numbers = (text.number(metrics.get(key)) for key in (figure.before, figure.after))
-        rows.append((result["stage"], figure.label, *numbers, version, f"{result.get('seconds', 0):.0f}"))
+    verdict = []
+    for result in results[-2:]:
+        metrics = result.get("metrics", {})
+        figure = next((one for one in STAGE[result["stage"]].headline if one.after in metrics), None)
+        if figure:
+            verdict.append(f"{result['stage']}: {figure.label} {change(metrics, figure)}")
     last = results[-1]
     store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"
@@ -104,19 +138,19 @@ def table(results: list[dict[str, Any]], folder: str, seconds: float, page: str 
     if jobs.parent != Path("jobs"):
         again = f"python -m pipeline ppo {jobs / 'ppo.yaml'} trainer.kl_coef=0.1"
     look = [
-        (page, "curves, samples, lineage of all four, on one page"),
-        (f"{last['folder']}/result.json", "every number, and samples before and after"),
+        (page and storage.relative(page), "curves, samples, lineage of all four"),
         (
             "make ui" if local else store,
             "curves and lineage in MLflow" + (", at http://127.0.0.1:5000" if local else ""),
         ),
         (str(jobs / "ppo.yaml"), f"what to change, and what it does; then: {again}"),
     ]
+    samples = last.get("samples", [])[:SHOWN_SAMPLES]
     return "\n".join(
         [
+            *(["", sample_table(samples)] if samples else []),
             "",
-            text.table(("stage", "metric", "before", "after", "registered", "seconds"), rows),
-            f"{seconds:.0f} s in all. Look next at",
+            f"Done in {terminal.clock(seconds)}. {'; '.join(verdict)}",
             *(f"  {where:<30}  {what}" for where, what in look if where),
         ]
     )

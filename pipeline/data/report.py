@@ -207,6 +207,15 @@ class Report:
             lines.append(line("duplicates", f"{count(self.duplicates)} (not removed)"))
         return "\n".join([*lines, *(line("warning", note) for note in self.notes)])
 
+    def headline(self) -> str:
+        """Returns the numbers of rows, on one line."""
+        parts = []
+        for name, split in self.splits.items():
+            kept = f"{split.kept:,}" + (f" of {split.read:,}" if split.kept < split.read else "")
+            cut = f" ({split.truncated:,} truncated)" if split.truncated else ""
+            parts.append(f"{kept} {ROWS_OF[name]}{cut}")
+        return ", ".join([*parts, *([f"{self.duplicates:,} duplicates"] if self.duplicates else [])])
+
     def _split(self, split: Split) -> list[tuple[str, str]]:
         """Returns the table of a split: (title, text)."""
         rows = count(split.text_rows)
@@ -324,6 +333,10 @@ class Report:
             ),
         ]
         return [text for shown, text in entries if shown]
+
+
+# The names of splits on one line
+ROWS_OF = {"train": "training rows", "eval": "eval rows", "pairs": "eval pairs"}
 
 
 def line(title: str, text: str) -> str:

@@ -94,7 +94,7 @@ class Recorder:
 
     def fail(self, why: str) -> None:
         self.works, self.graph = False, None
-        print(f"decoding without CUDA graphs: {why}", flush=True)
+        print(f"note: decoding without CUDA graphs: {why}", flush=True)
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         # Not `with torch.cuda.graph`, which collects garbage and returns free memory to the device: each time a second.

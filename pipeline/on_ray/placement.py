@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, causes
+from pipeline.system import terminal
 
 GPU_LABEL = "ray.io/accelerator-type"  # node label with the name of the GPUs
 ACCELERATOR_TYPE = "accelerator_type:"  # prefix of the resource that Ray makes of scaling.accelerator_type
@@ -244,9 +245,7 @@ class Wait:
             )
         if now - self.reported >= REPORT_INTERVAL_S:
             self.reported = now
-            print(
-                f"waiting for {self.need}, {now - self.since:.0f} s so far; {describe_cluster()}", flush=True
-            )
+            terminal.say(f"waiting for {self.need}, {now - self.since:.0f} s so far; {describe_cluster()}")
 
 
 def describe_cluster() -> str:

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 from pipeline.config import Job
 from pipeline.errors import InputError, summary
-from pipeline.system import deadline, storage
+from pipeline.system import deadline, storage, terminal
 from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
 
 
@@ -208,10 +208,9 @@ def wait_for_server(job: Job, minutes: float = 10.0) -> None:
             if time.monotonic() > give_up:
                 return
             if pause == 1.0:
-                print(
+                terminal.say(
                     f"MLflow at {tracking_uri(job)} does not answer ({type(error).__name__}); waiting up to "
-                    f"{minutes:.0f} minutes to register. The adapter is safe in {job.folder}",
-                    flush=True,
+                    f"{minutes:.0f} minutes to register. The adapter is safe in {job.folder}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 30.0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import Failure, causes
 from pipeline.ppo.clock import TRAINER, Span
+from pipeline.system import terminal
 
 if TYPE_CHECKING:
     from pipeline.ppo.rollouts import Tensors
@@ -74,9 +75,8 @@ class Client:
                 "the actor that hands out rollouts died; the same command continues the run"
             ) from error
         if sampled is None:
-            print(
-                f"no rollout worker is there: this trainer samples chunk {chunk.number} of update {chunk.update + 1} itself",
-                flush=True,
+            terminal.say(
+                f"no rollout worker is there: this trainer samples chunk {chunk.number} of update {chunk.update + 1} itself"
             )
             return None
         return pickle.loads(sampled)

@@ -24,6 +24,7 @@ from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, i
 from pipeline.on_ray import placement
 from pipeline.rollout.worker import HEARTBEAT_GROUP, NumericSettings, RolloutWorker
 from pipeline.runtime.host import Work
+from pipeline.system import terminal
 
 HEARTBEAT_INTERVAL_S = 2.0  # time between two heartbeats of a busy worker
 MAX_ATTEMPTS = 5  # workers that a chunk may lose before it counts as the cause
@@ -111,6 +112,7 @@ class Pool:
     async def start(self) -> None:
         """Starts the workers, once."""
         if not self.running:
+            terminal.mark_lines()
             print(":actor_name:rollout", flush=True)  # Ray's marker: log lines start with `(rollout pid=...)`
             self.alone_since = time.monotonic()
             print(f"starting {len(self.slots)} rollout worker{'s' * (len(self.slots) > 1)}", flush=True)
@@ -267,15 +269,14 @@ class Pool:
                     self.broken = Failure(f"rollout workers cannot load their models: one {error}")
                 else:
                     why = slot.leaving or error
-                    print(f"rollout worker {slot.number} {why}; another one takes its place", flush=True)
+                    terminal.say(f"rollout worker {slot.number} {why}; another one takes its place")
             except FINAL as error:  # as it loaded
                 slot.failures += 1
                 if self._nothing_loads():
                     self.broken = error
                 elif slot.failures == 1:  # this node alone may have too little memory, or lack a file
-                    print(
-                        f"rollout worker {slot.number} cannot load its models, and tries again: {error}",
-                        flush=True,
+                    terminal.say(
+                        f"rollout worker {slot.number} cannot load its models, and tries again: {error}"
                     )
             except Exception as error:  # a bug here, which would come again
                 self.broken = error
@@ -438,10 +439,9 @@ class Pool:
             self.reported, self.report_interval = now, min(2 * self.report_interval, MAX_REPORT_INTERVAL_S)
             need = placement.rollout_bundle(self.work.job)
             there = await asyncio.to_thread(placement.describe_cluster)
-            print(
+            terminal.say(
                 f"waiting for places for {len(waits)} of {len(self.slots)} rollout workers, {need} each, "
-                f"{max(waits):.0f} s so far; {there}",
-                flush=True,
+                f"{max(waits):.0f} s so far; {there}"
             )
 
     async def _notify(self) -> None:

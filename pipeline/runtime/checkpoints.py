@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.errors import InputError, in_brief
 from pipeline.registry import lineage
-from pipeline.system import storage
+from pipeline.system import storage, terminal
 
 DIGESTS = "digests.json"
 NAME = re.compile(r"(?:checkpoint_(\d{8})|final)(?:-(\d+))?")
@@ -85,7 +85,7 @@ def newest(run_folder: str) -> str | None:
             break
         if not storage.exists(storage.join(path, DIGESTS)):
             storage.remove(path)
-            print(f"{name} was never finished ({problem}): deleted", flush=True)
+            terminal.say(f"{name} was never finished ({problem}): deleted")
         else:
             damaged.append(f"{name}: {problem}")
             aside = storage.join(run_folder, DAMAGED)

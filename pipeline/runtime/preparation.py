@@ -33,7 +33,7 @@ from pipeline.runtime.inputs import (
     pin_inputs,
     room_for_prompts,
 )
-from pipeline.system import console, functions, storage
+from pipeline.system import console, functions, storage, terminal
 
 
 @dataclass
@@ -58,14 +58,15 @@ class Run:
 
 
 # Before the title of a command; `rlhf` numbers its stages
-heading: ContextVar[str] = ContextVar("heading", default="==")
+ALONE = "=="
+heading: ContextVar[str] = ContextVar("heading", default=ALONE)
 
 
 def announce(job: Job, verb: str | None = None) -> None:
     """Checks the paths of a job and prints the header of the command. Raises InputError if a path does not exist."""
     check_paths(job)
     title = f"{verb}  {job.stage}" if verb else f"{job.stage}  run {job.run.name}"
-    print(f"\n{heading.get()} {title}  {job.source}", flush=True)
+    terminal.say(f"\n{heading.get()} {title}  {job.source}")
 
 
 @contextlib.contextmanager

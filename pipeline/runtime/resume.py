@@ -26,7 +26,7 @@ from pipeline.errors import InputError, in_brief
 from pipeline.references import Ref
 from pipeline.registry.store import flatten
 from pipeline.runtime import checkpoints
-from pipeline.system import storage
+from pipeline.system import storage, terminal
 
 FILE = "job.json"
 PARTS = "parts"  # the folder of the finished parts of batch inference
@@ -221,10 +221,9 @@ def unfinished(job: Job) -> dict[str, Any] | None:
         )
     then, now = differences(left, job, ()).get("scaling.num_workers", (None, None))
     if then != now and STAGE[job.stage].runs_in == "train":
-        print(
+        terminal.say(
             f"run {job.run.name} continues with scaling.num_workers={now} instead of {then}: the same batches, but sums in "
-            "another order",
-            flush=True,
+            "another order"
         )
     return left
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline import registry
+from pipeline import registry, text
 from pipeline.config import Job, rules
 from pipeline.config.stages import STAGE
 from pipeline.errors import summary
@@ -26,7 +26,7 @@ from pipeline.runtime.host import SweepHandle, Work
 from pipeline.runtime.preparation import Run, announce, prepared
 from pipeline.runtime.summary import print_summary
 from pipeline.runtime.worker import Worker, main
-from pipeline.system import console, prices, storage
+from pipeline.system import console, prices, storage, terminal
 from pipeline.system.credentials import without_credentials
 
 
@@ -70,6 +70,12 @@ def launch(
     """
 
     def execute(job: Job) -> dict[str, Any]:
+        with terminal.logged() as log_into:
+            result = carry_out(job, log_into)
+            print_summary(result, _draw_report(result) if job.run.report else None)
+        return result
+
+    def carry_out(job: Job, log_into: Callable[[str], None]) -> dict[str, Any]:
         parent = sweep.run_id if sweep else None
         with (
             open_run(job) as run,
@@ -77,6 +83,8 @@ def launch(
                 run.job, run.work.digests, new_run=not run.continues, parent=parent
             ) as run_id,
         ):
+            log_into(run.folder)
+            terminal.say(text.row("data", run.report.headline()))
             run.mlflow_run_id = run_id
             work = replace(run.work, run_id=run_id, sweep=sweep)
             with companion(work) if companion else contextlib.nullcontext() as running:
@@ -86,7 +94,6 @@ def launch(
             if ended := how_it_ended(result):
                 registry.tag_run(registry.tracking_uri(run.job), run_id, "ended", ended)
             storage.write_json(storage.join(run.folder, "result.json"), result)
-        print_summary(result, _draw_report(result) if job.run.report else None)
         return result
 
     return run_or_reuse(job, execute)
@@ -212,12 +219,14 @@ def _print_what_is_left(job: Job) -> None:
     try:
         complete = checkpoints.complete(job.folder)
     except Exception as error:  # the disk itself may have failed
-        print(f"run {job.run.name} failed, and {job.folder} cannot be read ({error})", flush=True)
+        terminal.say(f"run {job.run.name} failed, and {job.folder} cannot be read ({error})", result=True)
         return
     left = (
         f"continues from {complete[-1]}" if complete else "starts it over: it has no complete checkpoint yet"
     )
-    print(f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", flush=True)
+    terminal.say(
+        f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", result=True
+    )
 
 
 def publish(run: Run, outcome: Outcome) -> registry.Version | None:

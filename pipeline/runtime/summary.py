@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from pipeline import registry
+from pipeline import registry, text
 from pipeline.config import OPERATORS, make, parse_gate
-from pipeline.config.stages import STAGE
+from pipeline.config.stages import STAGE, Figure
 from pipeline.errors import visible
 from pipeline.references import Ref
 from pipeline.report.headline import how_it_ended
-from pipeline.system import prices
+from pipeline.runtime.preparation import ALONE, heading
+from pipeline.system import prices, storage, terminal
 
 SHOWN_SAMPLES = 4
 
@@ -16,40 +17,57 @@ SHOWN_SAMPLES = 4
 def print_summary(result: dict[str, Any], drawn: str | None) -> None:
     """Prints the end of a run: samples, headline metrics before and after, the gate, the version, and the folder.
 
-    result.json and the report have all samples and metrics.
+    A stage of `rlhf` shows its first metric and those of its gate, and no samples, which `rlhf` shows at its end. The log has
+    the others; result.json and the report have all samples and metrics.
 
     Args:
         drawn: the path of its report, or None.
     """
+    one_of_several = heading.get() != ALONE
+    detail = print if one_of_several else terminal.say
     if result["samples"]:
-        print("\n" + sample_table(result["samples"][:SHOWN_SAMPLES]) + "\n")
-    metrics = result["metrics"]
-    for figure in STAGE[result["stage"]].headline:
-        if figure.after in metrics:
-            before = metrics.get(figure.before)
-            was = f"{before:>10.4g} -> " if before is not None else " " * 14
-            print(f"   {figure.label:<28}{was}{metrics[figure.after]:.4g}")
-    for metric, condition in (result["job"].get("gate") or {}).items():
-        symbol, threshold = parse_gate(condition)
-        holds = metric in metrics and OPERATORS[symbol](metrics[metric], threshold)
+        detail("\n" + sample_table(result["samples"][:SHOWN_SAMPLES]) + "\n")
+    metrics, gate = result["metrics"], dict(result["job"].get("gate") or {})
+    figures = [figure for figure in STAGE[result["stage"]].headline if figure.after in metrics]
+    for figure in figures:
+        line = text.row(
+            figure.label,
+            f"{change(metrics, figure):<22}{_condition(gate.get(figure.after), metrics, figure.after)}",
+        )
+        shown = figure is figures[0] or figure.after in gate
+        terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
+        gate.pop(figure.after, None)
+    for metric in gate:
         found = f"{metrics[metric]:.4g}" if metric in metrics else "missing"
-        print(f"   {f'gate: {metric} {condition}':<42}{found}  {'passed' if holds else 'failed'}")
-    if ended := how_it_ended(result):
-        print(f"   {ended}")
-    if poor := not_better(result):
-        print(f"   {poor}")
+        terminal.say(text.row(metric, f"{found:<22}{_condition(gate[metric], metrics, metric)}"), result=True)
+    for warning in filter(None, (how_it_ended(result), not_better(result))):
+        terminal.say(f"  {warning}", result=True)
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
-        gate = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
-        print(f"   {'registered ' if result['adapter'] else ''}{version}  ({gate})")
+        passed = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
+        terminal.say(
+            text.row("registered" if result["adapter"] else "version", f"{version}  ({passed})"), result=True
+        )
         if result["adapter"] and not version.alias:
-            print(f"   {without_alias(result, version)}")
-    where = result["folder"]
+            terminal.say(f"  {without_alias(result, version)}", result=True)
     cost = prices.in_words(result["cost"])
-    print(
-        f"   {result['seconds']:.0f} s, {cost}  {where}/{'report.html' if drawn else 'result.json'}",
-        flush=True,
-    )
+    page = storage.relative(f"{result['folder']}/{'report.html' if drawn else 'result.json'}")
+    terminal.say(text.row("time", f"{terminal.clock(result['seconds'])}, {cost}  {page}"), result=True)
+
+
+def change(metrics: dict[str, float], figure: Figure) -> str:
+    """Returns a metric before and after, for example 0.5465 -> 0.5104."""
+    before = metrics.get(figure.before)
+    return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[figure.after]:.4g}"
+
+
+def _condition(condition: str | None, metrics: dict[str, float], metric: str) -> str:
+    """Returns a condition of the gate and whether the metric meets it, or "" if there is none."""
+    if condition is None:
+        return ""
+    symbol, threshold = parse_gate(condition)
+    holds = metric in metrics and OPERATORS[symbol](metrics[metric], threshold)
+    return f"{f'gate {condition}':<14}{'passed' if holds else 'FAILED'}"
 
 
 def not_better(result: dict[str, Any]) -> str | None:
@@ -105,6 +123,6 @@ def probes_table(probes: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cut(text: str, width: int) -> str:
-    text = visible(" ".join(text.split()))
-    return text if len(text) <= width else text[: width - 1] + "…"
+def _cut(words: str, width: int) -> str:
+    words = visible(" ".join(words.split()))
+    return words if len(words) <= width else words[: width - 1] + "…"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline import registry
+from pipeline import registry, text
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.models import hub
@@ -27,12 +27,14 @@ from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.preemption import PreemptionNotice
 from pipeline.runtime.resume import hold_worker_lock
-from pipeline.system import console, storage
+from pipeline.system import console, storage, terminal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
+LIVE_INTERVAL_S = 0.5  # at most one line of progress in this time
+LIVE_METRICS = 3  # that a line of progress shows
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
 
 
@@ -58,7 +60,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         worker = Worker(work, resume, config["companion"])
         if worker.rank == 0:
             if resume:
-                print(f"continuing from {os.path.basename(resume)}", flush=True)
+                terminal.say(f"continuing from {os.path.basename(resume)}")
             print(hub.announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
         try:
             with memory.explained(work.job):
@@ -130,6 +132,7 @@ def name_output(stage: str) -> None:
     """Names this process's lines in the driver's log after the stage, and silences the libraries' warnings."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
     print(f":actor_name:{stage}", file=sys.stderr, flush=True)
+    terminal.mark_lines()
     console.silence_libraries()
 
 
@@ -150,7 +153,7 @@ class Worker(Host):
             tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id or str(self.job.run.name)
         )
         self.started: tuple[float, int] | None = None  # (time, step) of the first line: for the time left
-        self.printed = 0.0  # time of the last line
+        self.printed = self.shown = 0.0  # times of the last line and of the last line of progress
         self.step = self.total = 0  # of the last line of the log; of the run
         self.report = self._report if work.sweep else None
         self.end: dict[str, Any] = {}  # best.outcome of a stage that trains
@@ -209,12 +212,16 @@ class Worker(Host):
             self.started = (now, step)
         done = step - self.started[1]
         left = (now - self.started[0]) / done * (total - step) if done else None
-        clock = f"  left {int(left // 60)}:{int(left % 60):02d}" if left is not None else ""
-        shown = "  ".join(f"{word} {metrics[k]:<9.4g}" for k, word in SHOWN.items() if k in metrics)
+        clock = f"  left {terminal.clock(left)}" if left is not None else ""
+        shown = [f"{word} {metrics[k]:<9.4g}" for k, word in SHOWN.items() if k in metrics]
         ends = step in (self.started[1], total) or any(key.startswith("eval_") for key in metrics)
         if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow has every step
             self.printed = now
-            print(f"step {step:>{len(str(total))}}/{total}  {shown}{clock}".rstrip(), flush=True)
+            print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}{clock}".rstrip(), flush=True)
+        if ends or now - self.shown >= LIVE_INTERVAL_S:
+            self.shown = now
+            numbers = "  ".join(one.rstrip() for one in shown[:LIVE_METRICS])
+            terminal.live(text.row("train", f"{step}/{total}"), left or 0.0, numbers)
         self.metrics.log(metrics, step)
 
     def _report(self, figure: float, step: int) -> str | None:
@@ -235,7 +242,7 @@ class Worker(Host):
         """Commits the files of `source` as the checkpoint of `step`, and deletes `source`. A barrier: every rank calls it."""
         self._commit(source, checkpoints.name_of(step))
         if self.notice.active and self.rank == 0:
-            print(f"node is being reclaimed: checkpoint of step {step} committed", flush=True)
+            terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
     def _commit(self, source: str | None, name: str) -> None:
         """Copies the files of every node into the run's folder, then seals the checkpoint and removes the oldest ones.

@@ -1,4 +1,4 @@
-"""The terminal: a stage's lines as they are, lines of other processes with their name, no credentials, no noise.
+"""Lines of Ray and of libraries: a stage's lines as they are, lines of other processes with their name, no noise.
 
 Ray prefixes every line of a worker with `(name pid=1234)`. `attach` replaces the printer in the dispatcher of ray.init()
 (ray 2.60, private; pinned in pyproject.toml). Remove it when ray.init takes a function that prints.
@@ -11,10 +11,10 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from pipeline.system.credentials import without_credentials
+from pipeline.system import terminal
 
 NOISE = (
     # https://github.com/ray-project/ray/issues/53727: about restarts of an actor that Ray starts.
@@ -42,46 +42,6 @@ LIBRARIES = (
     "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm",
 )  # fmt: skip
 BLAMED = (*LIBRARIES, "mlflow", "ray", "pipeline")  # in warnings; `pipeline` if a library names its caller
-# Control characters except tab, line feed and return: a row's text must not steer the terminal.
-CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
-
-
-def wrap_streams() -> None:
-    """Makes stdout and stderr of a process with a command line an `Output`."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8, a lone surrogate
-        setattr(sys, name, Output(stream))
-    # At import, bitsandbytes warns that an optional package is missing.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
-class Output:
-    """A text stream that shows neither credentials nor terminal escapes, and ignores errors when it can no longer be written."""
-
-    def __init__(self, stream: Any):
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        self._try(self.stream.write, without_credentials(text).translate(CONTROL))
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, call: Callable[..., Any], *given: str) -> None:
-        """Keeps a long run alive if `| head -1` has ended, or the log's disk is full."""
-        try:
-            call(*given)
-        except OSError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
-            if self is sys.stdout and not isinstance(error, BrokenPipeError):
-                print(f"warning: cannot write to stdout any more: {error.strerror}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -145,10 +105,13 @@ def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> N
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
     name = data.get("actor_name") or data.get("task_name")
     prefix = "" if name in own or not name else f"({name}) "
-    sink = sink or (sys.stderr if data["is_err"] else sys.stdout)
-    for line in data["lines"]:
-        if not any(text in line for text in NOISE):
-            print(prefix + line, file=sink, flush=True)
+    lines = [line for line in data["lines"] if not any(text in line for text in NOISE)]
+    if sink:
+        lines = [plain for line in lines if (plain := terminal.unmarked(line)) is not None]
+    marks = [line[0] if terminal.marked(line) else "" for line in lines]
+    lines = [mark + prefix + line.removeprefix(mark) for mark, line in zip(marks, lines, strict=True)]
+    for line in lines:
+        print(line, file=sink or (sys.stderr if data["is_err"] else sys.stdout), flush=True)
 
 
 def silence_libraries() -> None:

@@ -10,6 +10,7 @@ immediately.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline.system import console, deadline
+from pipeline.system import deadline, terminal
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 20.0  # time that a run has to end in order
@@ -31,7 +32,9 @@ def run(main: Callable[[], int]) -> int:
     """Runs `main` as the work of this process, and returns its exit status."""
     global _is_command
     _is_command = True
-    console.wrap_streams()
+    terminal.wrap_streams()
+    # At import, it warns that an optional package is missing
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _deliver_again

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar if stderr is a terminal, else a line every 10 s.
+"""Progress of long work: a line that is rewritten if stdout is a terminal, else a line every 10 s.
 
 report = Counter("evaluating", batches)      # report(done) after each batch
 with loading_shown():                        # of transformers' loop over a model's weights
@@ -7,12 +7,13 @@ with loading_shown():                        # of transformers' loop over a mode
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
+
+from pipeline.system import terminal
 
 INTERVAL_S = 10.0  # between two lines
 
@@ -27,30 +28,32 @@ class Counter:
         now = time.monotonic()
         if now - self.said >= INTERVAL_S and done < self.total:
             self.said = now
-            print(f"{self.what} {done} of {self.total}", flush=True)
+            _report(f"{self.what} {done} of {self.total}")
 
 
 class Bar(tqdm):  # type: ignore[type-arg]
-    """tqdm's bar on a terminal, even with TQDM_DISABLE; else a line every INTERVAL_S."""
+    """tqdm's bar as a line every INTERVAL_S, even with TQDM_DISABLE."""
 
     def __init__(self, *args: Any, **options: Any):
-        self.in_lines = not sys.stderr.isatty()
-        if self.in_lines:
-            unit = "B" if options.get("unit") == "B" else ""
-            options |= {
-                "mininterval": INTERVAL_S,
-                "delay": INTERVAL_S,
-                "leave": False,
-                "bar_format": f"{{desc}}: {{n_fmt}}{unit} of {{total_fmt}}{unit}, {{remaining}} left",
-                "file": open(os.devnull, "w"),  # noqa: SIM115  (for tqdm's cursor movements)
-            }
-        super().__init__(*args, **(options | {"disable": False}))
+        unit = "B" if options.get("unit") == "B" else ""
+        options |= {
+            "mininterval": INTERVAL_S,
+            "delay": INTERVAL_S,
+            "leave": False,
+            "bar_format": f"{{desc}}: {{n_fmt}}{unit} of {{total_fmt}}{unit}, {{remaining}} left",
+            "file": open(os.devnull, "w"),  # noqa: SIM115  (for tqdm's cursor movements)
+            "disable": False,
+        }
+        super().__init__(*args, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-        if not self.in_lines:
-            return super().display(msg, pos)
         if msg is None:  # else it is wiped off
-            print(self, flush=True)
+            _report(str(self))
+
+
+def _report(text: str) -> None:
+    print(text, flush=True)
+    terminal.live(text)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,11 @@ def absolute(path: str) -> str:
     return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
+def relative(path: str) -> str:
+    """Returns a path as a person reads it: from the current folder, if it lies there."""
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+
+
 def join(base: str, *parts: str) -> str:
     return "/".join([base.rstrip("/"), *parts])
 
@@ -110,6 +115,20 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.remove(partial)
         raise
+
+
+@contextlib.contextmanager
+def appended(path: str) -> Iterator[Any]:
+    """Yields a text file to add lines to. In a bucket they appear when the block ends."""
+    if not is_remote(path):
+        with open(filesystem(path)[1], "a", buffering=1, encoding="utf-8") as file:
+            yield file
+        return
+    before, added = list(read_lines(path)) if exists(path) else [], io.StringIO()
+    try:
+        yield added
+    finally:
+        write_lines(path, [*before, *added.getvalue().splitlines()])
 
 
 def read_lines(path: str) -> Iterator[str]:

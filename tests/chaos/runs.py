@@ -115,7 +115,7 @@ class Run:
         if self.address:
             env["RAY_ADDRESS"] = self.address
         self.extra = list(extra)
-        command = [sys.executable, str(Path(__file__).parent / "slowly.py"), *self.arguments, *extra]
+        command = [sys.executable, str(Path(__file__).parent / "slowly.py"), *self.arguments, "-v", *extra]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )  # fmt: skip

@@ -1,35 +1,15 @@
-"""The table at the end of `rlhf`, and which overrides reach which stage."""
+"""The end of `rlhf`, its time left, and which overrides reach which stage."""
 
-import re
+import json
 
 import pytest
 
 from pipeline.commands import rlhf
-from pipeline.config.stages import STAGE
+from pipeline.config import load_job
 from pipeline.errors import InputError
 
 
-def test_the_table_shows_the_first_headline_figure_of_each_stage():
-    results = [
-        {
-            "stage": stage,
-            "metrics": {STAGE[stage].headline[0].before: 0.25, STAGE[stage].headline[0].after: 0.5},
-            "registered_model": f"rlhf-{stage}",
-            "version": "1",
-            "seconds": 3.0,
-            "folder": f"runs/{stage}",
-        }
-        for stage in rlhf.ORDER
-    ]
-    text = rlhf.table(results, "jobs/demo", seconds=12.0, page=None)
-    for stage in rlhf.ORDER:
-        assert re.search(
-            rf"^{stage} +{STAGE[stage].headline[0].label} .*0\.500 +rlhf-{stage} v1 +3$", text, re.MULTILINE
-        )
-    assert "12 s in all" in text and "runs/evaluate/result.json" in text
-
-
-def test_the_table_shows_what_the_profile_has():
+def test_the_end_shows_what_the_profile_has():
     """Without a judge PPO's first figure is the reward, and what to type next is of that profile."""
     results = [
         {
@@ -45,12 +25,34 @@ def test_the_table_shows_what_the_profile_has():
             "tracking_uri": "http://mlflow:5000",
         },
     ]
-    text = rlhf.table(results, "jobs/llama3-8b", seconds=12.0, page=None)
-    assert re.search(r"^ppo +reward +0\.250 +0\.500 ", text, re.MULTILINE)
-    assert re.search(r"^evaluate +reward win rate +0\.750 ", text, re.MULTILINE)
+    text = rlhf.closing(results, "jobs/llama3-8b", seconds=12.0, page=None)
+    assert "Done in 0:12. ppo: reward 0.25 -> 0.5; evaluate: reward win rate 0.75\n" in text
     assert "jobs/llama3-8b/ppo.yaml" in text and 'make ppo PROFILE=llama3-8b ARGS="' in text
     assert "http://mlflow:5000 " in text and "make ui" not in text and "demo" not in text
-    assert "python -m pipeline ppo mine/x/ppo.yaml" in rlhf.table(results, "mine/x", seconds=1.0, page=None)
+    assert "python -m pipeline ppo mine/x/ppo.yaml" in rlhf.closing(results, "mine/x", seconds=1.0, page=None)
+
+
+def test_the_time_of_a_stage_is_that_of_its_newest_run_or_the_demos(in_root, tmp_path):
+    job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")
+    assert rlhf.expected_seconds(job, "jobs/demo") == rlhf.DEMO_SECONDS["sft"]
+    assert rlhf.expected_seconds(job, "mine") is None
+    for name, seconds, source in (
+        ("sft-1", 3.0, job.source),
+        ("sft-2", 4.0, job.source),
+        ("sft-3", 5.0, "x"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(
+            json.dumps({"seconds": seconds, "job": {"source": source}})
+        )
+    assert rlhf.expected_seconds(job, "mine") == 4.0
+
+
+def test_the_time_of_the_stages_that_follow_is_scaled_by_the_speed_so_far():
+    expected = {"sft": 10.0, "rm": 20.0, "ppo": 30.0, "evaluate": 1.0}
+    assert rlhf.following("sft", expected, []) == 51.0
+    assert rlhf.following("rm", expected, [{"stage": "sft", "seconds": 20.0}]) == 62.0
+    assert rlhf.following("rm", {**expected, "ppo": None}, []) == 0.0
 
 
 def test_one_name_for_four_runs_is_refused_before_the_first(in_root, tmp_path):

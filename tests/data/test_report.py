@@ -18,7 +18,7 @@ from pipeline.data.values import RowError, show
 from pipeline.errors import InputError, visible
 from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.summary import sample_table
-from pipeline.system import console
+from pipeline.system import terminal
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\x08\u202eolleh\u2066\u200f\ufeff\U000e0041\ud800"
 
@@ -65,7 +65,7 @@ def test_a_terminal_without_the_characters(monkeypatch):
     sink = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", sink)
     monkeypatch.setattr(sys, "stderr", sys.stderr)  # restored after the test
-    console.wrap_streams()
+    terminal.wrap_streams()
     assert main(["sft", "nowhere.yaml"]) == 2
     print(Report("sft", 9, samples=["é"]).render(), flush=True)
     assert rb"between \u27e6 and \u27e7" in sink.buffer.getvalue()

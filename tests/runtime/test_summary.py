@@ -26,7 +26,7 @@ def test_a_version_that_its_gate_kept_back_is_named_for_the_next_stage(capsys):
     failed = "failed: eval_accuracy = 0.7, required >= 0.95"
     print_summary(ended("rm", "jobs/llama3-8b/rm.yaml", None, failed), None)
     text = capsys.readouterr().out
-    assert "registered mine-rm v3  (gate failed: eval_accuracy" in text
+    assert "registered              mine-rm v3  (gate failed: eval_accuracy" in text
     assert (
         '@champion has not moved; to go on with this version:  make ppo PROFILE=llama3-8b ARGS="reward=models:/mine-rm/3"'
         in text
@@ -42,9 +42,9 @@ def test_a_version_that_its_gate_kept_back_is_named_for_the_next_stage(capsys):
 @pytest.mark.parametrize(
     ("stage", "low", "high", "says"),
     [
-        ("ppo", 0.41, 0.63, "   not better than before: win rate 0.52 (0.41 to 0.63)\n"),
-        ("evaluate", 0.41, 0.63, "   not better than the baseline: win rate 0.52 (0.41 to 0.63)\n"),
-        ("ppo", 0.2, 0.4, "   worse than before: "),
+        ("ppo", 0.41, 0.63, "  not better than before: win rate 0.52 (0.41 to 0.63)\n"),
+        ("evaluate", 0.41, 0.63, "  not better than the baseline: win rate 0.52 (0.41 to 0.63)\n"),
+        ("ppo", 0.2, 0.4, "  worse than before: "),
         ("ppo", 0.51, 0.7, None),
     ],
 )

@@ -192,7 +192,7 @@ class Run:
         given = [f"run.storage_path={folder}", f"run.name={name}", *SMALL, *overrides]
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "sft", "jobs/demo/sft.yaml", *given],
+            [sys.executable, "-m", "pipeline", "sft", "jobs/demo/sft.yaml", "-v", *given],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         self.lines = []

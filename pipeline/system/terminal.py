@@ -1,0 +1,254 @@
+"""What a command shows on the terminal, and what goes to the log of its run. Only this file decides.
+
+say("registered rlhf-sft v1")          shown; with -q only if it is part of the result
+live("train  16/48 steps", left=6.0)   a line that is rewritten; if stdout is no terminal, one every INTERVAL_S
+print("loading the model")             a detail: while a run's log is open, it goes there and is only shown with -v
+print("warning: ...")                  always shown, like everything on stderr; -q hides it
+
+Lines travel through stdout with a mark in front, so that those of Ray's workers arrive with theirs. Processes that are no
+command and no worker (a notebook, a test) show all lines as they are, and no live ones.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pipeline.system import storage
+from pipeline.system.credentials import without_credentials
+
+INTERVAL_S = 30.0  # between two lines of progress if stdout is no terminal
+SHOWN, RESULT, LIVE = "\x01", "\x02", "\x03"  # the first character of a line
+QUIET, NORMAL, VERBOSE = -1, 0, 1
+FLAGS = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
+# Details that are shown without -v
+IMPORTANT = re.compile(r"\s*(warning|error|note)\b")
+# Control characters except tab, line feed and return: a row's text must not steer the terminal.
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
+WIPE = "\r\x1b[K"
+
+_of_worker = False  # whether Ray brings this process's stdout to a command
+
+
+def mark_lines() -> None:
+    """Makes `say` and `live` mark their lines, because this is a worker of Ray."""
+    global _of_worker
+    _of_worker = True
+
+
+def _marks() -> bool:
+    return _of_worker or sys.stdout is screen
+
+
+def say(text: str = "", result: bool = False) -> None:
+    """Prints lines that are shown; with -q only those of the result."""
+    mark = (RESULT if result else SHOWN) if _marks() else ""
+    print("\n".join(mark + line for line in text.split("\n")), flush=True)
+
+
+def live(text: str, left: float | None = None, more: str = "") -> None:
+    """Prints the line of progress, in place of the one before.
+
+    Args:
+        left: seconds until this is done. The last such line stays on the terminal.
+        more: what follows the time left, and may be cut off.
+    """
+    if _marks():
+        print(LIVE, "" if left is None else round(left), LIVE, text, LIVE, more, sep="", flush=True)
+
+
+def flags() -> list[str]:
+    """Returns the options of this command for another one."""
+    return {QUIET: ["-q"], NORMAL: [], VERBOSE: ["-v"]}[screen.level]
+
+
+def marked(line: str) -> bool:
+    return line[:1] in (SHOWN, RESULT, LIVE)
+
+
+def unmarked(line: str) -> str | None:
+    """Returns a line without its mark, for another log, or None if it is a live one."""
+    return None if line[:1] == LIVE else line[1:] if marked(line) else line
+
+
+def clock(seconds: float) -> str:
+    """Returns minutes and seconds, for example 1:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Output:
+    """A text stream that shows neither credentials nor terminal escapes, and ignores errors when it can no longer be written."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes to stderr: all of it is shown."""
+        with screen.lock:
+            screen.wipe()
+            self.put(clean(text))
+            screen.record(clean(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def put(self, text: str) -> None:
+        self._try(self.stream.write, text)
+
+    def _try(self, call: Callable[..., Any], *given: str) -> None:
+        """Keeps a long run alive if `| head -1` has ended, or the log's disk is full."""
+        try:
+            call(*given)
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+            if self is sys.stdout and not isinstance(error, BrokenPipeError):
+                print(f"warning: cannot write to stdout any more: {error.strerror}", file=sys.stderr)
+
+
+def clean(text: str) -> str:
+    """Returns a text without credentials and escapes. Ray resets the colors at its end, which needs no trace."""
+    return without_credentials(text.replace("\x1b[0m", "")).translate(CONTROL)
+
+
+class Screen(Output):
+    """The stdout of a command. Its last line may be rewritten, and the details of a run go to its log."""
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self.level = NORMAL
+        self.lock = threading.RLock()
+        self.log: Any = None
+        self.begun = threading.local()  # each thread's line without an end
+        self.row = False  # whether the last line of the terminal will be rewritten
+        self.listing = False  # whether the lines of an important list follow
+        self.progress = ""  # the last live line, which stays if something else is shown after it
+        self.last = time.monotonic()  # time of the last line of progress
+        self.following = 0.0  # seconds that later stages will take
+
+    def write(self, text: str) -> int:
+        begun = getattr(self.begun, "text", "") + text
+        self.begun.text = ""
+        with self.lock:
+            if self.log is None and not marked(begun):  # also parts of lines, as they come
+                self.show(begun, end="")
+            else:
+                *lines, self.begun.text = begun.split("\n")
+                for line in lines:
+                    self._line(line)
+        return len(text)
+
+    def _line(self, line: str) -> None:
+        mark = line[:1]
+        if mark == LIVE:
+            left, text, more = line[1:].split(LIVE)
+            self._progress(clean(text), float(left) if left else None, clean(more))
+            return
+        text = clean(unmarked(line) or "")
+        self.record(text + "\n")
+        important = mark == SHOWN or bool(IMPORTANT.match(text) or (self.listing and text.startswith("  ")))
+        self.listing = important and (text.endswith(":") or self.listing)
+        if mark == RESULT or self.level > (QUIET if important else NORMAL):
+            self.show(text)
+        elif self.level == NORMAL and text:
+            self._rewrite(text)
+
+    def _progress(self, text: str, left: float | None, more: str) -> None:
+        if self.level != NORMAL or not self.log:  # else the details are shown
+            return
+        if left:
+            text += f"  {clock(left)} left"
+            if self.following:
+                text += f", {clock(left + self.following)} for all stages"
+        if more:
+            text += f"  {more}"
+        if left is not None:
+            self.progress = text
+        if not self._rewrite(text) and time.monotonic() - self.last >= INTERVAL_S:
+            self.progress = ""
+            self.show(text)
+
+    def _rewrite(self, text: str) -> bool:
+        """Shows a line that the next one replaces. Returns False if stdout is no terminal."""
+        if not self.stream.isatty():
+            return False
+        self.put(WIPE + text[: shutil.get_terminal_size().columns - 1])
+        self.flush()
+        self.row = True
+        return True
+
+    def show(self, text: str, end: str = "\n") -> None:
+        """Shows a line that stays, below the last line of progress."""
+        self.wipe()
+        self.last = time.monotonic()
+        self.put(clean(text) + end)
+        self.flush()
+
+    def wipe(self) -> None:
+        """Ends the line of progress, if there is one."""
+        row, progress, self.row, self.progress = self.row, self.progress, False, ""
+        if row:
+            self.put(WIPE)
+        if progress:
+            self.put(progress + "\n")
+
+    def record(self, text: str) -> None:
+        """Adds text to the log of the run, if one is open."""
+        if self.log:
+            try:
+                self.log.write(text)
+            except OSError as error:
+                self.log = None
+                print(f"warning: cannot write the log of the run any more: {error.strerror}", file=sys.stderr)
+
+
+screen = Screen(sys.stdout)
+
+
+def wrap_streams() -> None:
+    """Makes stdout and stderr of a process with a command line a Screen and an Output."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # no UTF-8, a lone surrogate
+    screen.stream = sys.stdout
+    sys.stdout, sys.stderr = screen, Output(sys.stderr)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[Callable[[str], None]]:
+    """Sends the details of the block to a log. Yields a function that opens log.txt in a folder.
+
+    Until then the details stay in memory, because a run with a mistake in its job leaves no folder.
+    """
+    if sys.stdout is not screen or screen.log:
+        yield lambda folder: None
+        return
+    with contextlib.ExitStack() as stack:
+        screen.log = early = io.StringIO()
+        stack.callback(setattr, screen, "log", None)
+
+        def into(folder: str) -> None:
+            file = stack.enter_context(storage.appended(storage.join(folder, "log.txt")))
+            stack.callback(setattr, screen, "log", None)
+            with screen.lock:
+                file.write(early.getvalue())
+                screen.log = file
+
+        try:
+            yield into
+        except BaseException as error:
+            screen.record(clean("".join(traceback.format_exception(error))))
+            raise

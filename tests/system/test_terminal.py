@@ -1,0 +1,99 @@
+"""What a command shows and what it logs: by its level, on a terminal and without one."""
+
+import io
+import sys
+
+import pytest
+
+from pipeline.system import terminal
+
+
+class Stream(io.StringIO):
+    def __init__(self, tty):
+        super().__init__()
+        self.isatty = lambda: tty
+        self.reconfigure = lambda **_: None
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Starts a command on a stream; returns (its text, the text of its log) after its lines."""
+
+    def run(lines, tty=False, level=terminal.NORMAL):
+        out = Stream(tty)
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", Stream(tty))
+        monkeypatch.setattr(terminal, "screen", terminal.Screen(out))
+        terminal.wrap_streams()
+        terminal.screen.level = level
+        with terminal.logged() as log_into:
+            print("before the folder")
+            log_into(str(tmp_path))
+            lines()
+        return out.getvalue(), (tmp_path / "log.txt").read_text()
+
+    return run
+
+
+def lines():
+    print("a detail")
+    print("warning: two files:\n  a\n  b\nanother detail")
+    terminal.live("train 1/2", 5.0, "loss 3")
+    terminal.live("train 2/2", 0.0, "loss 2")
+    print("registering")
+    terminal.say("gate passed", result=True)
+
+
+WARNING = "warning: two files:\n  a\n  b\n"
+DETAILS = f"before the folder\na detail\n{WARNING}another detail\n"
+
+
+def test_without_a_terminal_the_last_line_of_progress_is_shown(command):
+    shown, log = command(lines)
+    assert shown == f"{WARNING}train 2/2  loss 2\ngate passed\n"
+    assert log == f"{DETAILS}registering\ngate passed\n"
+
+
+def test_without_a_terminal_progress_is_shown_at_intervals(command, monkeypatch):
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
+    assert "train 1/2  0:05 left  loss 3\ntrain 2/2  loss 2\ngate" in command(lines)[0]
+
+
+def test_on_a_terminal_one_line_is_rewritten(command):
+    shown, _ = command(lines, tty=True)
+    rows = [line.split(terminal.WIPE)[-1] for line in shown.split("\n")]
+    assert rows == [*WARNING.splitlines(), "train 2/2  loss 2", "gate passed", ""]
+    assert f"{terminal.WIPE}train 1/2  0:05 left  loss 3{terminal.WIPE}" in shown
+
+
+def test_the_time_left_counts_the_stages_that_follow(command):
+    def first_stage():
+        terminal.screen.following = 60.0
+        terminal.live("train 1/2", 5.0)
+
+    assert "train 1/2  0:05 left, 1:05 for all stages" in command(first_stage, tty=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [(terminal.QUIET, "gate passed\n"), (terminal.VERBOSE, f"{DETAILS}registering\ngate passed\n")],
+)
+def test_levels(level, expected, command):
+    shown, log = command(lines, level=level)
+    assert shown == expected and log == f"{DETAILS}registering\ngate passed\n"
+
+
+def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+
+    def fails():
+        print("token hf_abcdefgh http://me:password@host/x?token=abc \x1b[2J")
+        print("shown on stderr hf_abcdefgh", file=sys.stderr)
+        raise ValueError("hf_abcdefgh is wrong")
+
+    with pytest.raises(ValueError):
+        command(fails)
+    log = (tmp_path / "log.txt").read_text()
+    assert r"token *** http://host/x?token=*** \x1b[2J" in log and "shown on stderr ***" in log
+    assert "ValueError: *** is wrong" in log and "hf_abcdefgh" not in log
+    assert sys.stderr.getvalue() == "shown on stderr ***\n"
