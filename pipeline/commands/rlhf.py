@@ -22,7 +22,7 @@ from pipeline.runtime.inputs import check_paths
 from pipeline.runtime.preparation import heading
 from pipeline.runtime.summary import change, sample_table
 from pipeline.stages import evaluate, ppo, rm, sft
-from pipeline.system import console, storage, terminal
+from pipeline.system import storage, terminal
 
 SHOWN_SAMPLES = 2
 # Of jobs/demo on two cores: for the time left until its stages have run in this storage path
@@ -66,10 +66,9 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
                     f"{results[-1]['gate']}; the next stage would not find it. Look at {results[-1]['checkpoint']}, or "
                     f"change the gate: {stage}.gate.METRIC=..."
                 )
-    with console.waiting("drawing the report on all of them"):
-        folders = [result["folder"] for result in results]
-        home = storage.join(folders[-1], "report")
-        page = report.of_several(folders, home) if jobs["evaluate"].run.report else None
+    folders = [result["folder"] for result in results]
+    home = storage.join(folders[-1], "report")
+    page = report.of_several(folders, home) if jobs["evaluate"].run.report else None
     terminal.say(closing(results, folder, time.monotonic() - started, page), result=True)
     return results
 

@@ -170,7 +170,7 @@ WAITS = [
 ]
 SHOWN = [  # all of it, if stdout is no terminal
     r"== sft  run one  jobs/demo/sft.yaml", r"  data +500 training rows, 60 eval rows, 52 duplicates",
-    r"  train +2/2  loss .*", *[WAITS[-1]] * 3, *PHASES[-2:],
+    r"  train +2/2  held-out loss .*", *[WAITS[-1]] * 3, *PHASES[-2:],
 ]  # fmt: skip
 
 
