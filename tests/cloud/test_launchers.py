@@ -1,0 +1,103 @@
+"""What starts a job on machines of others: SkyPilot's file and the command of Hugging Face Jobs, read by the tools themselves."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from running import ROOT
+from tools import install
+
+from pipeline.commands.rlhf import ORDER, overrides_of
+from pipeline.config import load_job
+
+FILE = ROOT / "jobs/cloud/sky.yaml"
+TASK = yaml.safe_load(FILE.read_text())
+PARSE = "import sky, sys; sky.Task.from_yaml(sys.argv[1]).validate_run()"
+
+
+def ran(tmp_path, **env):
+    """The command of the pipeline that `run` ends with, on a node where every other program only answers."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("mlflow", "curl"):
+        (programs / name).write_text("#!/bin/sh\nexit 0\n")
+    (programs / "python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    node = {
+        "SKYPILOT_NUM_NODES": "1",
+        "SKYPILOT_NODE_RANK": "0",
+        "SKYPILOT_NODE_IPS": "10.0.0.1",
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        ["bash", "-c", TASK["run"]], cwd=tmp_path, env=TASK["envs"] | node | {"PATH": f"{programs}:{os.environ['PATH']}"} | env,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "log").read_text().splitlines()
+    assert sorted(line.split()[1] for line in log if "keep.py" in line) == ["keep", "restore", "watch"]
+    [command] = [line for line in log if line.startswith("-m pipeline ")]
+    return shlex.split(command)[2:]
+
+
+def test_the_jobs_that_sky_starts_are_valid_and_continue(tmp_path, monkeypatch):
+    command, folder, *overrides = ran(tmp_path)
+    assert (command, folder) == ("rlhf", "jobs/own")
+    monkeypatch.chdir(ROOT)
+    jobs = [load_job(f"{folder}/{stage}.yaml", overrides_of(stage, overrides), stage) for stage in ORDER]
+    assert len({job.run.name for job in jobs}) == len(ORDER), "a named run continues on the next node"
+    assert all(job.scaling["use_gpu"] and job.run.storage_path == "/mnt/rlhf/runs" for job in jobs)
+
+
+def test_sky_serves_what_it_trained(tmp_path, monkeypatch):
+    command, path, *overrides = ran(tmp_path, COMMAND="serve", PROFILE="own")
+    monkeypatch.chdir(ROOT)
+    assert command == "serve" and load_job(path, overrides, "serve").scaling["use_gpu"]
+
+
+@pytest.mark.slow
+def test_skypilot_reads_its_file_and_rejects_a_broken_copy(tmp_path):
+    pin = re.search(r'"skypilot\[aws\](==[\d.]+)"', FILE.read_text())[1]
+    python = install(tmp_path / "tool", f"skypilot{pin}") / "python"
+    copy = tmp_path / "sky.yaml"
+    home = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+
+    def parse(text):
+        copy.write_text(text)
+        return subprocess.run(
+            [python, "-c", PARSE, copy], capture_output=True, text=True, env=home, cwd=ROOT, timeout=120
+        )
+
+    good = FILE.read_text().replace("BUCKET: EDIT", "BUCKET: a-bucket")
+    done = parse(good)
+    assert done.returncode == 0, done.stderr[-2000:]
+    broken = parse(good.replace("disk_size", "disk_sise"))
+    assert broken.returncode != 0 and "did you mean 'disk_size'" in broken.stderr
+
+
+def hf(command):
+    """The command of docs/clusters.md, by the `hf` of the pinned huggingface_hub; --dry-run needs no network."""
+    program = Path(sys.executable).parent / "hf"
+    return subprocess.run(
+        [program, *shlex.split(command)[1:]], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+
+
+def test_hf_takes_the_command_of_the_page_and_its_job_is_valid(monkeypatch):
+    page = (ROOT / "docs/clusters.md").read_text().replace("\\\n", "")
+    [command] = re.findall(r"^hf jobs run .*$", page, re.MULTILINE)
+    done = hf(command)
+    assert done.returncode == 0 and "flavor   l4x1" in done.stdout, done.stdout + done.stderr
+    assert hf(command.replace("l4x1", "l4x9")).returncode != 0
+    stage, path, *overrides = shlex.split(command.partition("python -m pipeline ")[2])
+    monkeypatch.chdir(ROOT)
+    load_job(path.replace("velo", "own"), overrides, stage)
