@@ -193,24 +193,20 @@ def check_account(config: dict[str, Any]) -> None:
         return
     how, package = SIGN_IN[kind]
     try:
-        _sign_in(config["provider"])
+        if kind == "aws":
+            import boto3
+
+            boto3.client("sts", region_name=config["provider"]["region"]).get_caller_identity()
+        else:
+            import google.auth
+
+            google.auth.default()
     except ModuleNotFoundError as error:
         raise InputError(
             f"{error.name} is not installed here; run .venv/bin/pip install {package}"
         ) from error
     except Exception as error:  # each cloud's library has its own: no or expired credentials, no network
         raise InputError(f"{kind} does not let you in ({in_brief(error)}); {how}") from error
-
-
-def _sign_in(provider: dict[str, Any]) -> None:
-    if provider["type"] == "aws":
-        import boto3
-
-        boto3.client("sts", region_name=provider["region"]).get_caller_identity()
-    else:
-        import google.auth
-
-        google.auth.default()
 
 
 def check_security_group(config: dict[str, Any]) -> None:

@@ -34,7 +34,8 @@ def models(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
             registry.check_trackers(job)
             works[step] = work = check_models(job, inputs[step])
             room = room_for_prompts(work.job, work.base["context_length"])
-            plan_reading(step, _there(plan, work.job).data, work.tokenizer, room, _packs(job))
+            packing = bool(job.trainer.get("packing"))
+            plan_reading(step, _there(plan, work.job).data, work.tokenizer, room, packing)
     return works
 
 
@@ -68,10 +69,6 @@ def _there(plan: Plan, job: Job) -> Job:
     return replace(job, data=replace(job.data, train=None)) if job.stage == plan.train else job
 
 
-def _packs(job: Job) -> bool:
-    return bool(job.trainer.get("packing"))
-
-
 def _held_out(plan: Plan, work: Work) -> dict[str, str]:
     """Returns digests of the training step's eval rows and Python rewards."""
     from pipeline.data.read import prepare
@@ -80,7 +77,8 @@ def _held_out(plan: Plan, work: Work) -> dict[str, str]:
     digests = digests_of_functions(job)
     if job.data.eval:
         room = room_for_prompts(job, work.base["context_length"])
-        data = prepare(job.stage, job.data, work.tokenizer, room, str(job.data.cache_dir), _packs(job))
+        packing = bool(job.trainer.get("packing"))
+        data = prepare(job.stage, job.data, work.tokenizer, room, str(job.data.cache_dir), packing)
         if STAGE[job.stage].scores:
             check_columns(job, {"eval": data.eval})
         digests |= data.digests

@@ -35,10 +35,6 @@ Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[Host], Answer]  # runs once in each actor
 
 
-def _itself(record: Record) -> list[Record]:
-    return [record]
-
-
 @dataclass(frozen=True)
 class Verb:
     """What a subcommand does with each row, and what it writes."""
@@ -47,7 +43,7 @@ class Verb:
     load: Load
     # Figures of a record, whose means are result.json's `metrics`
     measure: Callable[[Record], dict[str, float]]
-    lines: Callable[[Record], list[Record]] = _itself  # lines of the output
+    lines: Callable[[Record], list[Record]] = lambda record: [record]  # lines of the output
     count: Callable[[Record], Mapping[str, int]] = lambda _: {}  # whose sums are result.json's `counts`
     # From the number of rows to the rows to do, in their order. None does all rows.
     choose: Callable[[int], Sequence[int]] | None = None

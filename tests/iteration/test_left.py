@@ -67,19 +67,6 @@ def test_an_iteration_that_has_ended_says_so(tmp_path, capsys):
     assert re.search(r"iteration it has ended.*models:/rlhf-dpo/1", capsys.readouterr().out, re.DOTALL)
 
 
-@pytest.mark.parametrize("damage", ["goes_on", "version", "plan", "{", "[]"])
-def test_a_damaged_iterate_json_is_named(damage, tmp_path, capsys):
-    left = left_by(tmp_path)
-    write(
-        tmp_path, {key: value for key, value in left.items() if key != damage} if damage in left else damage
-    )
-    assert iterate(tmp_path) == 2
-    error = capsys.readouterr().err
-    assert re.search(r"^error: run\.name: .*it/iterate\.json cannot be read \(.*run\.fresh=true", error), (
-        error
-    )
-
-
 def test_what_no_finished_step_has_used_may_be_edited(tmp_path, capsys):
     """evaluate failed in the first round: its job is edited, and collect and dpo are not repeated."""
     left = left_by(tmp_path, ended=False, rounds=[])

@@ -73,16 +73,6 @@ def test_a_sys_exit_inside_a_run_is_a_failure(monkeypatch, capsys):
     assert re.match(r"failed: .*test_process\.py:\d+ called sys\.exit\(0\)", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("verb", ["sft", "rlhf", "report"])
-def test_ctrl_c_is_130_and_says_so(verb, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pipeline.__main__.dispatch", interrupt)
-    assert main([verb, "x"]) == 130
-    assert capsys.readouterr().err.startswith("\ninterrupted")
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
