@@ -18,8 +18,7 @@ from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import forward
 from pipeline.ppo.config import PLANNED_ROWS
-from pipeline.ppo.episodes import collate
-from pipeline.ppo.forward import FORWARD_TOKENS
+from pipeline.ppo.episodes import collate_ids
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.runtime.worker import Worker
 from pipeline.system import console
@@ -196,13 +195,9 @@ def logprobs(
     barred = sampling.eos if sampling and early else ()
     if not token_ids:
         return []
-    prompts, tokens = zip(*token_ids, strict=True)
-    completions = [Completion(ids, True, [0.0] * len(ids)) for ids in tokens]
-    every, sums = range(len(token_ids)), torch.zeros(len(token_ids))
-    episodes = collate(prompts, completions, every, 0, shared.device)
-    limit = FORWARD_TOKENS[shared.device.type]
-    for rows in forward.micro_batches_of(shared, episodes, every, size, limit):
-        part = episodes.take(rows)
+    prompts, completions = zip(*token_ids, strict=True)
+    episodes, sums = collate_ids(prompts, completions, shared.device), torch.zeros(len(token_ids))
+    for rows, part in forward.parts_of(shared, episodes, size):
         given = (part.input_ids, part.starts, part.mask, temperature, barred, early)
         sums[rows] = shared.logprobs(role, *given)[0].sum(-1).cpu()
     return sums.tolist()

@@ -75,21 +75,16 @@ def free_of_node() -> float:
     return max(0.0, min(found))
 
 
-def memory_needed(weights: float, kv_bytes: float, rows: int, length: int) -> float:
-    """Returns the bytes that vLLM needs for a base of `weights` bytes and a cache of `rows` completions with their prompts.
+def memory_share(total: float, weights: float, kv_bytes: float, rows: int, length: int) -> float:
+    """Returns the share of a GPU of `total` bytes that vLLM needs, rounded up to hundredths: its gpu_memory_utilization.
+
+    At most LARGEST: with a cache for fewer rows, vLLM decodes in turns.
 
     Args:
+        weights: bytes of the base.
         kv_bytes: keys and values of one token in all layers.
         rows: completions of one worker in an update.
         length: tokens of the longest prompt and completion together.
     """
-    return weights + kv_bytes * min(rows, MOST_ROWS) * length + WORKSPACE
-
-
-def memory_share(total: float, weights: float, kv_bytes: float, rows: int, length: int) -> float:
-    """Returns the same as a share of a GPU of `total` bytes, rounded up to hundredths: vllm.LLM's gpu_memory_utilization.
-
-    At most LARGEST: with a cache for fewer rows, vLLM decodes in turns.
-    """
-    needed = memory_needed(weights, kv_bytes, rows, length)
+    needed = weights + kv_bytes * min(rows, MOST_ROWS) * length + WORKSPACE
     return min(LARGEST, math.ceil(100 * needed / total) / 100)

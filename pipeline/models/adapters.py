@@ -90,10 +90,6 @@ class SharedBase(nn.Module):
         """Returns the role in use, or None for the bare base."""
         return self._role
 
-    def same_adapter(self, one: str, other: str) -> bool:
-        """Returns whether two roles share one adapter."""
-        return self._stored[one] == self._stored[other]
-
     # ---------------------------------------------------------------------------------------------- roles
 
     def add(
@@ -327,12 +323,7 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def average(self, dst: str, src: str, decay: float) -> None:
-        """Sets dst = decay * dst + (1 - decay) * src for each tensor of A and B, not for their product.
-
-        Raises ValueError if `dst` shares its adapter with another role.
-        """
-        if others := [role for role in self.roles if role != dst and self.same_adapter(role, dst)]:
-            raise ValueError(f"role {dst!r} shares its adapter with {others}, which must not move with it")
+        """Sets dst = decay * dst + (1 - decay) * src for each tensor of A and B, not for their product."""
         for target, source in zip(self.parameters_of(dst), self.parameters_of(src), strict=True):
             target.lerp_(source.to(target.device), 1.0 - decay)
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.inference.rows import Completion
 from pipeline.models.fsdp_sync import catch_up
-
-if TYPE_CHECKING:
-    from pipeline.inference.rows import Completion
 
 
 def world() -> tuple[int, int]:
@@ -215,3 +213,11 @@ def collate(
         returns=zeros.clone(),
         learn=mask.clone(),
     )
+
+
+def collate_ids(
+    prompts: Sequence[Sequence[int]], completions: Sequence[list[int]], device: torch.device
+) -> Episodes:
+    """Returns episodes of completions of which only the token ids are known."""
+    made = [Completion(ids, True, [0.0] * len(ids)) for ids in completions]
+    return collate(prompts, made, range(len(made)), 0, device)

@@ -6,7 +6,7 @@ result but for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +55,19 @@ def in_packs(
     tokens = min(tokens or PACK_TOKENS, PACK_TOKENS)
     packs = packs_that_pay(prompts, starts, counts, shared.hidden_size, completions, tokens)
     return [[rows[i] for i in pack] for pack in packs]
+
+
+def parts_of(
+    shared: SharedBase, episodes: Episodes, completions: int | None = None, tokens: int | None = None
+) -> Iterator[tuple[list[int], Episodes]]:
+    """Yields (rows, their episodes) of each micro-batch of a pass without gradients over all episodes.
+
+    Args:
+        completions, tokens: limits of a micro-batch. None: no limit on completions, FORWARD_TOKENS of tokens.
+    """
+    tokens = tokens or FORWARD_TOKENS[shared.device.type]
+    for rows in micro_batches_of(shared, episodes, range(len(episodes)), completions, tokens):
+        yield rows, episodes.take(rows)
 
 
 def micro_batches_of(

@@ -29,12 +29,11 @@ import numpy as np
 import torch
 
 from pipeline.errors import Failure, in_brief, is_out_of_memory
-from pipeline.inference.rows import Completion
 from pipeline.models.adapters import SharedBase
 from pipeline.models.control_tokens import ControlTokens, chat_ids, text_ids
 from pipeline.models.packing import micro_batches
 from pipeline.ppo import forward
-from pipeline.ppo.episodes import collate
+from pipeline.ppo.episodes import collate_ids
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rng import kept_rng_state
 
@@ -171,16 +170,13 @@ class AdapterReward(Reward):
         **settings: Any,
     ) -> None:
         super().__init__(**{"name": role, **settings})
-        self.shared, self.role, self.rows = shared, role, rows
-        self.tokens = tokens or FORWARD_TOKENS[shared.device.type]
+        self.shared, self.role, self.rows, self.tokens = shared, role, rows, tokens
 
     @torch.no_grad()
     def score(self, samples: Samples) -> list[float]:
-        completions = [Completion(ids, True, [0.0] * len(ids)) for ids in samples.completion_ids]
-        every, device = range(len(samples)), self.shared.device
-        episodes = collate(samples.prompt_ids, completions, every, 0, device)
-        for rows in forward.micro_batches_of(self.shared, episodes, every, self.rows, self.tokens):
-            last = forward.states(self.shared, self.role, episodes.take(rows), last=True)
+        episodes = collate_ids(samples.prompt_ids, samples.completion_ids, self.shared.device)
+        for rows, part in forward.parts_of(self.shared, episodes, self.rows, self.tokens):
+            last = forward.states(self.shared, self.role, part, last=True)
             episodes.scores[rows] = self.shared.head(self.role, last).squeeze(1)
         return episodes.scores.tolist()
 

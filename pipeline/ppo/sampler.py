@@ -23,7 +23,6 @@ from pipeline.models.adapters import SharedBase
 from pipeline.ppo import forward
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import Episodes, all_reduce, collate, world
-from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rewards import Reward, Samples, raw_scores
 
 Key = tuple[int, int, int]  # of a chunk: update, rank, and number among the rank's chunks of that update
@@ -53,14 +52,6 @@ class Chunk:
 
 
 @dataclass
-class Greedy:
-    """One greedy completion to each prompt of a chunk, for remax."""
-
-    completions: list[Completion]
-    raw: dict[str, list[float]] | None = None
-
-
-@dataclass
 class Sampled:
     """A sampled chunk. `raw` and `ref_logprobs` are None until they are computed."""
 
@@ -68,7 +59,7 @@ class Sampled:
     version: int  # of the policy that sampled
     digest: str  # of the parameters that the sampler held
     completions: list[Completion]
-    greedy: Greedy | None = None
+    greedy: Sampled | None = None  # one greedy completion to each prompt, for remax
     raw: dict[str, list[float]] | None = None  # each reward's scores of the completions, by its name
     ref_logprobs: Tensor | None = None  # (completions, actions) of the reference, on the CPU
 
@@ -157,10 +148,9 @@ class Sampler:
         greedy = None
         if self.args.estimator.needs_greedy:
             greedy_sampling = replace(self.sampling, temperature=0.0)
-            of_each = self.decoder.generate(
-                "policy", chunk.prompt_ids, range(len(chunk.prompt_ids)), greedy_sampling
-            )
-            greedy = Greedy(of_each)
+            numbers = range(len(chunk.prompt_ids))
+            of_each = self.decoder.generate("policy", chunk.prompt_ids, numbers, greedy_sampling)
+            greedy = Sampled(chunk.key, chunk.version, digest, of_each)
         return Sampled(chunk.key, chunk.version, digest, completions, greedy)
 
     def score(self, chunk: Chunk, sampled: Sampled) -> None:
@@ -189,9 +179,7 @@ class Sampler:
     def reference_logprobs(self, chunk: Chunk, sampled: Sampled) -> None:
         """Fills `ref_logprobs`, by the code of the training forward."""
         episodes = self.episodes(chunk, sampled)
-        tokens = self.args.micro_batch_tokens or FORWARD_TOKENS[self.shared.device.type]
-        for rows in forward.micro_batches_of(self.shared, episodes, range(len(episodes)), tokens=tokens):
-            part = episodes.take(rows)
+        for rows, part in forward.parts_of(self.shared, episodes, tokens=self.args.micro_batch_tokens):
             episodes.ref_logprobs[rows, : part.mask.shape[1]] = self.logprobs(self.reference, part)[0]
         sampled.ref_logprobs = episodes.ref_logprobs.cpu()
 

@@ -41,7 +41,6 @@ from pipeline.ppo.episodes import (
     prompt_order,
     world,
 )
-from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.functional import AdaptiveKLController
 from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
 from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
@@ -259,18 +258,12 @@ class PPOTrainer:
 
     def _chunks(self, update: int) -> list[Chunk]:
         """Returns this worker's share of an update, in chunks that are sampled and scored one by one."""
-        n, per_update, size = (
-            self.args.num_generations,
-            self.prompts_per_update,
-            self.args.decoded(self.workers),
-        )
-        order = prompt_order(
-            update * per_update, per_update, self.prompts_per_epoch, self.args.seed, self.draws
-        )
-        share = self._share()
+        args, count = self.args, self.prompts_per_update
+        n, size, share = args.num_generations, args.decoded(self.workers), self._share()
+        order = prompt_order(update * count, count, self.prompts_per_epoch, args.seed, self.draws)
         rows = [self.prompts[order[place]] for place in share]
         prompt_ids = [self._prompt_ids(row) for row in rows]
-        first = update * self.args.batch_size
+        first = update * args.batch_size
         return [
             Chunk(
                 update=update,
@@ -338,9 +331,7 @@ class PPOTrainer:
         """
         if self.old_from_training:
             return
-        tokens = self.args.micro_batch_tokens or FORWARD_TOKENS[self.device.type]
-        for rows in forward.micro_batches_of(self.shared, episodes, range(len(episodes)), tokens=tokens):
-            part = episodes.take(rows)
+        for rows, part in forward.parts_of(self.shared, episodes, tokens=self.args.micro_batch_tokens):
             width = part.mask.shape[1]
             states = forward.states(self.shared, "policy", part)
             # Not the sampler's, which differ from the training forward by rounding: the first ratio must be 1.

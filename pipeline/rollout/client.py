@@ -9,8 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import ray
+import torch
+
 from pipeline.errors import Failure, causes
 from pipeline.ppo.clock import TRAINER, Span
+from pipeline.rollout.pool import FINAL
+from pipeline.rollout.worker import NumericSettings
 from pipeline.system import terminal
 
 if TYPE_CHECKING:
@@ -34,11 +39,6 @@ class Client:
 
     def begin(self, trainer: PPOTrainer) -> None:
         """Sends the workers the trainers' numeric settings. Every rank calls it, before the first update."""
-        import ray
-        import torch
-
-        from pipeline.rollout.worker import NumericSettings
-
         if self.rank == 0:
             longest = max(map(len, self.worker.rows("train")["input_ids"])) + trainer.args.response_length
             settings = NumericSettings(trainer.shared.can_pack, torch.get_num_threads(), longest)
@@ -46,25 +46,17 @@ class Client:
         self.worker.gather(None)  # no rank requests before the session has begun
 
     def publish(self, version: int, tensors: Tensors) -> None:
-        import ray
-
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         with self._span("publish"):
             # In a list, because the pool would fetch a bare reference, and only passes it on.
             ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))], size))
 
     def request(self, chunks: Sequence[Chunk]) -> None:
-        import ray
-
         asked = [(chunk.key, chunk.version, pickle.dumps(chunk)) for chunk in chunks]
         ray.get(self.pool.request.remote(self.session, asked))
 
     def collect(self, chunk: Chunk) -> Sampled | None:
         """Waits for a chunk. Returns None if this trainer must sample it. Raises the original error of a rollout worker."""
-        import ray
-
-        from pipeline.rollout.pool import FINAL
-
         try:
             with self._span("waiting"):
                 sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))
@@ -82,8 +74,6 @@ class Client:
         return pickle.loads(sampled)
 
     def metrics(self) -> dict[str, float]:
-        import ray
-
         self.seen, self.own = self.own, []
         waited = sum(span.end - span.begin for span in self.seen if span.what == "waiting")
         if self.rank != 0:

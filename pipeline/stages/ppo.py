@@ -33,11 +33,14 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.planning import recompute
     from pipeline.ppo import clock
     from pipeline.ppo.trainer import PPOTrainer
-    from pipeline.rollout.client import Client
     from pipeline.runtime import best, roles
 
     args = replace(worker.job.args, gradient_checkpointing=recompute.settled(worker))
-    rollout_workers = Client(worker, worker.companion) if worker.companion else None
+    rollout_workers = None
+    if worker.companion:
+        from pipeline.rollout.client import Client  # imports Ray
+
+        rollout_workers = Client(worker, worker.companion)
     set_seed(args.seed)  # new adapters are made of random numbers: the same ones on every rank
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)

@@ -23,14 +23,13 @@ def gradients(trainer):
 
 
 @pytest.mark.parametrize("critic", ["adapter", "head"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_prompt_is_computed_once_for_its_completions(critic, checkpointing):
+def test_a_prompt_is_computed_once_for_its_completions(critic):
     """... in the reward, too; the gradient is the same."""
     found = []
     for packs in (True, False):
         shared = toy.shared_base(critic=critic, spread=0.1)
         shared.can_pack = packs  # instead of what the base allows
-        settings = dict(critic=critic, gradient_checkpointing=checkpointing, check_reference=False, **GROUPS)
+        settings = dict(critic=critic, check_reference=False, **GROUPS)
         found.append(
             gradients(toy.trainer(shared, min_new_tokens=2, per_device_train_batch_size=32, **settings))
         )
