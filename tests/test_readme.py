@@ -19,6 +19,7 @@ from running import ROOT
 from sockets import on_loopback, sockets
 
 from pipeline.config.schema import keys_of
+from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -161,6 +162,15 @@ def shape(transcript):
     words = [line.split()[0] for line in transcript.splitlines() if line.strip()]
     words = [word for word in words if word not in ("train", "drawing", "win", "KL", "eval_eos")]
     return words[: words.index("Done") + 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shapes"),
+    [("demonstrations", DEMONSTRATIONS), ("preference pairs", PREFERENCES), ("prompts", PROMPTS)],
+)
+def test_the_formats_are_listed_in_the_order_in_which_the_code_tries_them(rows, shapes):
+    formats = re.search(rf"^\| {rows} \(.*?\| (.*) \|$", PAGES["data.md"], re.MULTILINE)[1]
+    assert formats.replace("`", "").split(", ") == list(shapes)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -171,6 +172,22 @@ class WandB(Tracker):
             shutil.rmtree(self.local)
 
 
+class OtherTracker(NamedTuple):
+    """A tracker that `mlflow.also` may name."""
+
+    module: str  # the package to import
+    extra: str  # the extra of pyproject.toml that installs it
+    start: Callable[[Job, str], Tracker]  # (job, id of its MLflow run)
+
+
+TRACKERS = {
+    "tensorboard": OtherTracker(
+        "tensorboard", "tensorboard", lambda job, _: TensorBoard(storage.join(job.folder, "tensorboard"))
+    ),
+    "wandb": OtherTracker("wandb", "wandb", lambda job, run_id: WandB(run_id, job)),
+}
+
+
 class MetricLog:
     """Sends the metrics of one run to a tracker from a thread, so that training neither waits for a server nor fails with it.
 
@@ -278,12 +295,8 @@ class Curves:
     """Sends the metrics of one run to all trackers, each from a separate thread."""
 
     def __init__(self, job: Job, run_id: str):
-        trackers: list[Tracker] = [MLflowRun(tracking_uri(job), run_id)]
-        if "tensorboard" in job.mlflow.also:
-            trackers.append(TensorBoard(storage.join(job.folder, "tensorboard")))
-        if "wandb" in job.mlflow.also:
-            trackers.append(WandB(run_id, job))
-        self.logs = [MetricLog(tracker) for tracker in trackers]
+        others = [TRACKERS[name].start(job, run_id) for name in dict.fromkeys(job.mlflow.also)]
+        self.logs = [MetricLog(tracker) for tracker in (MLflowRun(tracking_uri(job), run_id), *others)]
 
     def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
         """Queues metrics for every tracker; see MetricLog."""
@@ -304,11 +317,11 @@ def check_trackers(job: Job) -> None:
     Raises:
         InputError: with the command to run.
     """
-    for package in job.mlflow.also:
-        if importlib.util.find_spec(package) is None:
+    for name in job.mlflow.also:
+        if importlib.util.find_spec(TRACKERS[name].module) is None:
             raise InputError(
-                f"found {package}, which is not installed here; run .venv/bin/pip install -c constraints.txt -e "
-                f'".[{package}]" (on every node), or remove it',
+                f"found {name}, which is not installed here; run .venv/bin/pip install -c constraints.txt -e "
+                f'".[{TRACKERS[name].extra}]" (on every node), or remove it',
                 key="mlflow.also",
             )
     online = os.environ.get("WANDB_MODE", "online") == "online"

@@ -7,12 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
 
 from pipeline import registry
 from pipeline.config import load_job
+from pipeline.config.job import MLflow
 from pipeline.errors import InputError
+from pipeline.registry import curves
 
 FIRST = """
 import os, sys, time
@@ -143,3 +146,7 @@ def test_an_account_is_asked_for_before_anything_starts(begun, monkeypatch, tmp_
         registry.check_trackers(job)
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     registry.check_trackers(job)
+
+
+def test_every_name_that_a_job_accepts_has_a_tracker():
+    assert set(curves.TRACKERS) == set(get_args(get_args(get_type_hints(MLflow)["also"])[0]))
