@@ -20,15 +20,8 @@ pytestmark = pytest.mark.usefixtures("embedded_ray")
 
 @pytest.fixture(scope="module")
 def sft_adapter(embedded_ray, storage):
-    result = stage(
-        "sft",
-        storage,
-        "equal-sft",
-        *QUICK,
-        f"trainer.max_steps={STEPS}",
-        "trainer.per_device_train_batch_size=8",
-    )
-    return result
+    options = [*QUICK, f"trainer.max_steps={STEPS}", "trainer.per_device_train_batch_size=8"]
+    return stage("sft", storage, "equal-sft", *options)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +41,7 @@ def policy(name, sft):
 @pytest.mark.parametrize("name", ["sft", "rm", "dpo"])
 def test_losses_equal_those_of_bare_trl(name, one_worker, storage):
     ours = curve(storage, one_worker[name])
-    theirs = BARE[name](one_worker["sft"]["adapter"])
+    theirs = bare(name, one_worker["sft"]["adapter"])
     assert len(ours) == len(theirs) == STEPS
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert max(theirs) - min(theirs) > 1e-2, "the losses do not move: nothing was compared"
@@ -72,7 +65,7 @@ def test_kto_equals_bare_trl_and_does_not_depend_on_workers_and_micro_batches(sf
     options = [*QUICK, f"trainer.max_steps={STEPS}", "trainer.per_device_train_batch_size=8"]
     one = stage("kto", storage, "equal-kto", *options, *policy("kto", sft_adapter))
     two = stage("kto", storage, "equal-kto-2", *options, *policy("kto", sft_adapter), "scaling.num_workers=2")
-    theirs = bare_kto(sft_adapter["adapter"])
+    theirs = bare("kto", sft_adapter["adapter"])
     assert curve(storage, one) == pytest.approx(theirs, abs=1e-4)
     assert curve(storage, two) == pytest.approx(theirs, abs=1e-4)
     assert len(theirs) == STEPS and max(theirs) - min(theirs) > 1e-2
@@ -134,65 +127,29 @@ def parts(name, config, tmp="bare"):
     return tokenizer, datasets.Dataset.from_list(list(rows(name))), config(**args), job.lora
 
 
-def losses(trainer):
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def bare_sft(_):
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM
-    from trl import SFTConfig, SFTTrainer
-
-    tokenizer, data, args, lora = parts("sft", SFTConfig)
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype="float32")
-    return losses(
-        SFTTrainer(
-            model, args, train_dataset=data, processing_class=tokenizer, peft_config=LoraConfig(**lora)
-        )
-    )
-
-
-def bare_rm(_):
-    from peft import LoraConfig
-    from transformers import AutoModelForSequenceClassification, set_seed
-    from trl import RewardConfig, RewardTrainer
-
-    tokenizer, data, args, lora = parts("rm", RewardConfig)
-    set_seed(args.seed)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        ROOT / "jobs/demo/model", num_labels=1, dtype="float32"
-    )
-    lora = LoraConfig(task_type="SEQ_CLS", **lora)
-    return losses(
-        RewardTrainer(model, args, train_dataset=data, processing_class=tokenizer, peft_config=lora)
-    )
-
-
-def bare_dpo(sft_folder):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-    from trl import DPOConfig, DPOTrainer
-
-    tokenizer, data, args, _ = parts("dpo", DPOConfig)
-    base = AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype="float32")
-    model = PeftModel.from_pretrained(base, sft_folder, is_trainable=True)
-    return losses(DPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer))
-
-
-def bare_kto(sft_folder):
+def bare(name, policy=None):
+    """The losses of TRL's trainer on the base, on a new adapter or, for dpo and kto, on that of the folder `policy`."""
     import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-    from trl import KTOConfig, KTOTrainer
+    import transformers
+    import trl
+    from peft import LoraConfig, PeftModel
 
-    tokenizer, data, args, _ = parts("kto", KTOConfig)
-    # TRL's KL term is of a micro-batch, in the order of the file: a whole step is one, in the order that the pipeline draws.
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = 16, 1
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(args.seed))
-    base = AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype="float32")
-    model = PeftModel.from_pretrained(base, sft_folder, is_trainable=True)
-    return losses(KTOTrainer(model, args=args, train_dataset=data.select(order), processing_class=tokenizer))
-
-
-BARE = {"sft": bare_sft, "rm": bare_rm, "dpo": bare_dpo}
+    trainer = {"sft": "SFT", "rm": "Reward", "dpo": "DPO", "kto": "KTO"}[name]
+    tokenizer, data, args, lora = parts(name, getattr(trl, f"{trainer}Config"))
+    transformers.set_seed(args.seed)
+    kind = "SequenceClassification" if name == "rm" else "CausalLM"
+    head = {"num_labels": 1} if name == "rm" else {}
+    loader = getattr(transformers, f"AutoModelFor{kind}")
+    model = loader.from_pretrained(ROOT / "jobs/demo/model", dtype="float32", **head)
+    adapter = {"peft_config": LoraConfig(task_type="SEQ_CLS" if head else "CAUSAL_LM", **lora)}
+    if name in ("dpo", "kto"):
+        model, adapter = PeftModel.from_pretrained(model, policy, is_trainable=True), {}
+    if name == "kto":
+        # TRL's KL term is of a micro-batch, in the order of the file: a whole step is one, in the order that the pipeline draws.
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = 16, 1
+        data = data.select(torch.randperm(len(data), generator=torch.Generator().manual_seed(args.seed)))
+    made = getattr(trl, f"{trainer}Trainer")(
+        model, args=args, train_dataset=data, processing_class=tokenizer, **adapter
+    )
+    made.train()
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from running import ROOT, client, curve, stage
@@ -140,60 +138,6 @@ def test_plan_reads_the_adapters_that_a_job_starts_from(runs, storage, capsys):
     assert "note:" not in out and "0.131 M learn" in out
 
 
-RELOAD = """
-import json, sys, torch
-from peft import AutoPeftModelForSequenceClassification, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-rm, policy, row = sys.argv[1], sys.argv[2], torch.tensor([json.loads(sys.argv[3])])
-scorer = AutoPeftModelForSequenceClassification.from_pretrained(rm, num_labels=1, dtype=torch.float32).eval()
-base = AutoModelForCausalLM.from_pretrained("jobs/demo/model", dtype=torch.float32)
-model = PeftModel.from_pretrained(base, policy).eval()
-with torch.no_grad():
-    score = scorer(input_ids=row, attention_mask=torch.ones_like(row)).logits.item()
-    text = model.generate(input_ids=row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=12)
-print(json.dumps([score, text[0, row.shape[1]:].tolist()]))
-"""
-
-
-def test_registered_adapters_load_in_plain_peft_with_the_same_score_and_text(runs, storage):
-
-    from pipeline import registry
-    from pipeline.config import load_job
-    from pipeline.inference.decoder import SlotDecoder
-    from pipeline.inference.rows import Sampling
-    from pipeline.models.adapters import SharedBase
-    from pipeline.models.base import load_base
-    from pipeline.models.tokenizer import eos_ids, load_tokenizer
-
-    uri = runs["rm"]["tracking_uri"]
-    rm, policy = (
-        registry.fetch(f"models:/{n}/{runs[k]['version']}", uri)
-        for n, k in (("rlhf-rm", "rm"), ("rlhf-ppo", "ppo"))
-    )
-    tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
-    turn = [{"role": "user", "content": "What is the capital of Peru?"}]
-    row = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-    out = subprocess.run(
-        [sys.executable, "-c", RELOAD, rm, policy, json.dumps(row)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    score, text = json.loads(out.stdout.splitlines()[-1])
-
-    settings = load_job(
-        ROOT / "jobs/demo/ppo.yaml", [f"model.name_or_path={ROOT}/jobs/demo/model"], "ppo"
-    ).model
-    shared = SharedBase(load_base(settings))
-    shared.add("reward", folder=rm, head=True)
-    shared.add("policy", folder=policy)
-    assert shared.score("reward", row) == pytest.approx(score, abs=1e-5)
-    greedy = Sampling(12, tuple(eos_ids(tokenizer, shared.base.generation_config)), temperature=0)
-    [completion] = SlotDecoder(shared, pad=tokenizer.pad_token_id).generate("policy", [row], [0], greedy)
-    assert completion.tokens == text[: len(completion.tokens)]
-
-
 def test_evaluate_compares_and_registers_nothing(runs, storage):
     result = runs["evaluate"]
     assert result["version"] is None
@@ -210,15 +154,6 @@ def test_evaluate_compares_and_registers_nothing(runs, storage):
     assert set(result["samples"][0]) == {"prompt", "before", "after"}
 
 
-def test_a_closed_gate_keeps_the_alias_where_it_was(runs, storage, in_root):
-    closed = stage("sft", storage, "toy-closed", *TRL_QUICK, "gate.eval_loss=<= 0.001")
-    assert closed["alias"] is None and int(closed["version"]) > int(runs["sft"]["version"])
-    mlflow = client(storage)
-    assert str(mlflow.get_model_version_by_alias("rlhf-sft", "champion").version) == runs["sft"]["version"]
-    gate = mlflow.get_model_version("rlhf-sft", closed["version"]).tags["gate"]
-    assert gate.startswith("failed: eval_loss = ") and "<= 0.001" in gate
-
-
 def test_a_finished_run_is_not_run_again(runs, storage, capsys):
     again = stage("sft", storage, "toy-sft", *TRL_QUICK)
     assert again == runs["sft"]
@@ -232,14 +167,3 @@ def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
     job = load_job(ROOT / "jobs/demo/evaluate.yaml", settings, "evaluate")
     found = run.run_or_reuse(job, pytest.fail)
     assert found == runs["evaluate"] | {"folder": str(moved)} != runs["evaluate"]
-
-
-def test_a_second_seed_is_another_run_and_the_same_seed_the_same(runs, storage):
-    from safetensors.torch import load_file
-
-    def weights(result):
-        return load_file(f"{result['adapter']}/adapter_model.safetensors")
-
-    same = weights(stage("sft", storage, "toy-same", *TRL_QUICK))
-    first = weights(runs["sft"])
-    assert all(bool((first[key] == same[key]).all()) for key in first)
