@@ -24,6 +24,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -119,44 +120,30 @@ class Bench:
 
     def score(self, size: str) -> None:
         """The curves of score and KL; a round is a seed."""
-        goal, theirs = GOALS[size], "TRL 1.12"
+        goal, theirs = GOALS[size], "TRL 1.12" if TRL_PPO.is_dir() else None
         commands = {str(ours): ["score_ours.py", size, json.dumps(asdict(ours))] for ours in LEARNERS}
-        rows = [
-            {"variant": "", "ours": name, "beside": theirs if TRL_PPO.is_dir() else None} for name in commands
-        ]
-        if TRL_PPO.is_dir():
+        rows = [{"variant": "", "ours": name, "beside": theirs} for name in commands]
+        if theirs:
             commands[theirs] = ["score_trl.py", size]
-        runs: Runs = {name: [] for name in commands}
-        load = [os.getloadavg()[0]]
-        for seed in range(1, self.rounds + 1):
-            for name, command in commands.items():
-                run = self.run(f"score-{size}-{name}-{seed}", [*command, str(seed)], {})
-                run |= {
-                    "updates": reached(run["curve"], goal.score),
-                    "score": score_at(run["curve"], goal.kl),
-                }
-                print(
-                    f"  score {goal.score} after {run['updates']} updates  at {goal.kl} nats {run['score']}",
-                    flush=True,
-                )
-                runs[name].append(run)
-            self.keep("score", size, "", rows, runs, self.machine([*load, os.getloadavg()[0]]))
+
+        def read(run: Result) -> None:
+            updates, score = reached(run["curve"], goal.score), score_at(run["curve"], goal.kl)
+            print(f"  score {goal.score} after {updates} updates  at {goal.kl} nats {score}", flush=True)
+            run |= {"updates": updates, "score": score}
+
+        seeds = [[str(seed)] for seed in range(1, self.rounds + 1)]
+        self.compare("score", size, commands, rows, read, seeds)
 
     def stage(self, part: str, size: str) -> None:
         """The pipeline's command line, and a script that calls TRL's trainer."""
         commands = {"ours": ["stage_ours.py", part, size], "bare TRL": ["stage_bare.py", part, size]}
-        rows = [{"variant": "", "ours": "ours", "beside": "bare TRL"}]
-        runs: Runs = {name: [] for name in commands}
-        load = [os.getloadavg()[0]]
-        for round_ in range(self.rounds):
-            for name, command in commands.items():
-                found = self.run(f"{part}-{size}-{name}-{round_}", command, {})
-                tell(found)
-                runs[name].append(found)
-            self.keep(part, size, "", rows, runs, self.machine([*load, os.getloadavg()[0]]))
+        self.compare(part, size, commands, [{"variant": "", "ours": "ours", "beside": "bare TRL"}])
 
     def serve(self, size: str) -> None:
-        """Tokens of 64 clients at once, and of one request after the other."""
+        """Tokens of 64 clients at once, and of one request after the other.
+
+        The replica of an embedded Ray has one thread, as a worker on one CPU has.
+        """
         seconds = "3" if size == "toy" else "30"
         commands = {
             "ours": ["serve_ours.py", size, seconds, "64"],
@@ -165,15 +152,27 @@ class Bench:
         if importlib.util.find_spec("vllm"):
             commands["ours, vLLM"] = [*commands["ours"], "rollout.engine=vllm"]
         rows = [{"variant": "", "ours": name, "beside": "plain loop"} for name in commands if "ours" in name]
+        self.compare("serve", size, commands, rows)
+
+    def compare(
+        self,
+        part: str,
+        size: str,
+        commands: dict[str, list[str]],
+        rows: list[Result],
+        read: Callable[[Result], None] | None = None,
+        more: list[list[str]] | None = None,
+    ) -> None:
+        """Runs all commands in each round; `more` has further arguments of each round, `read` looks at what a run wrote."""
         runs: Runs = {name: [] for name in commands}
         load = [os.getloadavg()[0]]
         for round_ in range(self.rounds):
             for name, command in commands.items():
-                # The replica of an embedded Ray has one thread, as a worker on one CPU has.
-                found = self.run(f"serve-{size}-{name}-{round_}", command, {})
-                tell(found)
+                arguments = [*command, *(more[round_] if more else [])]
+                found = self.run(f"{part}-{size}-{name}-{round_}", arguments, {})
+                (read or tell)(found)
                 runs[name].append(found)
-            self.keep("serve", size, "", rows, runs, self.machine([*load, os.getloadavg()[0]]))
+            self.keep(part, size, "", rows, runs, self.machine([*load, os.getloadavg()[0]]))
 
     # ------------------------------------------------------------------------------------------- measuring
 

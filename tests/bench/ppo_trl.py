@@ -35,11 +35,8 @@ def main(name: str, case: str, fields: str) -> None:
         # As `accelerate launch --mixed_precision bf16` does: its trainer does not hand args.bf16 on.
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     dtype = "bfloat16" if theirs.bf16 else "float32"
-    import datasets
     import torch
-    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     if theirs.matmul:
         torch.set_float32_matmul_precision(os.environ["BENCH_MATMUL"])
@@ -59,29 +56,54 @@ def main(name: str, case: str, fields: str) -> None:
             clock.step(state.global_step)
             watch.next_update()
 
+    trainer = trainer_of(
+        name,
+        tokens,
+        policy,
+        reward,
+        critic,
+        Watch(),
+        total_episodes=size.prompts * size.updates,
+        num_ppo_epochs=2,
+        num_mini_batches=2,
+        temperature=1.0,
+        learning_rate=LEARNING_RATE,
+        bf16=theirs.bf16,
+    )
+    watch.next_update()
+    trainer.train()
+    dtypes = [str(policy.dtype), trainer.accelerator.mixed_precision]
+    clock.facts |= {"phases": watch.phases[2:], "lengths": watch.lengths, "dtypes": dtypes}
+    clock.write(high_water())
+
+
+def trainer_of(
+    name: str, tokens: Any, policy: Any, reward: Any, critic: Any, watch: Any, **settings: Any
+) -> Any:
+    """Returns TRL's trainer of a size, which tells `watch` about its updates."""
+    import datasets
+    from peft import LoraConfig
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    size = SIZES[name]
     args = PPOConfig(
         output_dir=str(WORK / name / "trl"),
-        total_episodes=size.prompts * size.updates,
         # The rows of an update; it cuts them into the minibatches by itself. With gradient accumulation instead,
         # accelerate would leave out every other optimizer step.
         per_device_train_batch_size=size.prompts,
         gradient_accumulation_steps=1,
-        num_ppo_epochs=2,
-        num_mini_batches=2,
         local_rollout_forward_batch_size=size.prompts,
         response_length=size.new_tokens,
-        temperature=1.0,
-        learning_rate=LEARNING_RATE,
         stop_token_id=EOS,
         num_sample_generations=0,
         gradient_checkpointing=False,
-        bf16=theirs.bf16,
         use_cpu=True,
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
+        **settings,
     )
-    trainer = PPOTrainer(
+    return PPOTrainer(
         args=args,
         processing_class=tokens,
         model=policy,
@@ -90,13 +112,8 @@ def main(name: str, case: str, fields: str) -> None:
         value_model=critic,
         train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in prompts(name, tokens)]),
         peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA),
-        callbacks=[Watch()],
+        callbacks=[watch],
     )
-    watch.next_update()
-    trainer.train()
-    dtypes = [str(policy.dtype), trainer.accelerator.mixed_precision]
-    clock.facts |= {"phases": watch.phases[2:], "lengths": watch.lengths, "dtypes": dtypes}
-    clock.write(high_water())
 
 
 class Stopwatch:

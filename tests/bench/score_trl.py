@@ -3,18 +3,15 @@
 import sys
 from typing import Any
 
+from ppo_trl import trainer_of  # also puts TRL 1.12 before the installed TRL
 from score import GOALS, SETTINGS, courtesy, write
-from sizes import EOS, LORA, SIZES, TRL_PPO, WORK, model_folder, prompts, tokenizer, with_ends
-
-sys.path.insert(0, str(TRL_PPO))  # before the installed TRL
+from sizes import SIZES, model_folder, tokenizer, with_ends
 
 
 def main(name: str, seed: str) -> None:
-    import datasets
     import torch
-    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
-    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+    from trl.experimental.ppo import ppo_trainer
 
     size, tokens, folder = SIZES[name], tokenizer(name), model_folder(name)
     tokens.padding_side = "left"
@@ -38,35 +35,18 @@ def main(name: str, seed: str) -> None:
             if "objective/scores" in logs:
                 curve.append((logs["objective/scores"], logs["objective/kl"]))
 
-    args = PPOConfig(
-        output_dir=str(WORK / name / "trl"),
+    trainer = trainer_of(
+        name,
+        tokens,
+        policy,
+        reward,
+        critic,
+        Watch(),
         total_episodes=size.prompts * GOALS[name].updates,
-        per_device_train_batch_size=size.prompts,
-        gradient_accumulation_steps=1,
-        local_rollout_forward_batch_size=size.prompts,
-        response_length=size.new_tokens,
-        stop_token_id=EOS,
-        num_sample_generations=0,
-        gradient_checkpointing=False,
         bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
         logging_steps=1,
-        disable_tqdm=True,
         seed=int(seed),
         **SETTINGS,
-    )
-    trainer = PPOTrainer(
-        args=args,
-        processing_class=tokens,
-        model=policy,
-        ref_model=None,  # the policy without its adapter
-        reward_model=reward,
-        value_model=critic,
-        train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in prompts(name, tokens)]),
-        peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA),
-        callbacks=[Watch()],
     )
     trainer.train()
     write(curve)

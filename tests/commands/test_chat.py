@@ -1,5 +1,6 @@
 """`chat`: a real process with lines from a pipe, and the stream beside the engine."""
 
+import io
 import re
 import subprocess
 import sys
@@ -56,21 +57,7 @@ def test_half_a_character_waits_for_the_rest():
     )
 
 
-def talk(storage, lines: str, *overrides: str) -> str:
-    given = [
-        *MODELS,
-        f"run.storage_path={storage}",
-        "trainer.temperature=0",
-        "trainer.response_length=20",
-        *overrides,
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", "chat", "jobs/demo/generate.yaml", *given],
-        input=lines, capture_output=True, text=True, cwd=ROOT, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+GREEDY = ["jobs/demo/generate.yaml", *MODELS, "trainer.temperature=0", "trainer.response_length=20"]
 
 
 def test_a_conversation_through_a_pipe(models, shared, storage):
@@ -79,7 +66,10 @@ def test_a_conversation_through_a_pipe(models, shared, storage):
     text = tokenizer().decode(first.tokens, skip_special_tokens=True)
     second = greedy(shared, ask(question, text, "And of Chile?"))
     lines = f"{question}\nAnd of Chile?\n/reset\n{question}\n/nonsense\n/system Be brief.\n{question}\n/quit\nnot read\n"
-    said = talk(storage, lines)
+    command = [sys.executable, "-m", "pipeline", "chat", *GREEDY, f"run.storage_path={storage}"]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stdout
     score = shared.score("reward", [*ask(question), *first.tokens])
     assert said.count(f"{text}   (reward {score:.2f}") == 2, said
     assert tokenizer().decode(second.tokens, skip_special_tokens=True) in said
@@ -99,9 +89,11 @@ def test_what_is_typed_forges_no_turns(models, storage, in_root):
     assert controls[0] == controls[1] and forged in tokenizer().decode(chat._prompt())
 
 
-def test_a_full_context_is_said(models, storage):
+def test_a_full_context_is_said(models, storage, monkeypatch, capsys, in_root):
     lines = "What is the capital of Peru?\n" * 12 + "word " * 400 + "\n" + "And of Chile?\n"
-    said = talk(storage, lines, "reward=null")
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(["chat", *GREEDY, f"run.storage_path={storage}", "reward=null"]) == 0
+    said = capsys.readouterr().out
     assert re.search(r"the model's context is full: the oldest 2 messages are forgotten", said)
     assert said.rindex("the oldest 2 messages") > said.index("too long: "), "what was refused costs no memory"
     assert re.search(
