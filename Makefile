@@ -52,7 +52,7 @@ $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
 .PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep iterate validate plan doctor generate collect score serve export \
-        up status dashboard jobs logs stop down notebook test test-all lint format bench chaos faults gpu
+        up status dashboard jobs logs stop down notebook test test-all lint format docs bench chaos faults gpu
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -146,6 +146,10 @@ lint: $(VENV)/.dev ## style, format and types
 format: $(VENV)/.dev ## rewrite the sources in the format that lint expects
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+docs: .bench/docs ## build the documentation site into build/site
+	@$</bin/python -m sphinx -q -E -W --keep-going -c docs . build/site
+	@cp build/site/README.html build/site/index.html
+	@echo "build/site/index.html"
 bench: setup .bench/trl ## speed and memory compared with TRL: ARGS="ppo --size demo"
 	@$(PY) tests/bench $(ARGS)
 chaos: setup ## kill workers, drivers, nodes; runs must end with equal numbers
@@ -155,6 +159,12 @@ faults: $(VENV)/.dev ## plant known bugs one at a time; the self-checks must nam
 # Without `setup`: a machine with a GPU often has an environment with torch, and needs no other.
 gpu: ## check and measure one GPU (docs/gpu.md); SMALL=1: on a CPU
 	@PYTHONPATH=. $(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) -m tests.gpu $(ARGS)
+
+# The site's generator needs nothing of the project, and the project nothing of it.
+.bench/docs: docs/requirements.txt
+	@rm -rf $@; $(or $(PYTHON),python3) -m venv $@
+	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) -r $<
+	@touch $@
 
 # TRL 1.12 is the last with a PPOTrainer. It has a folder of its own: only the process that measures it sees it.
 .bench/trl: $(VENV)/.core

@@ -97,7 +97,9 @@ def test_hf_takes_the_command_of_the_page_and_its_job_is_valid(monkeypatch):
     [command] = re.findall(r"^hf jobs run .*$", page, re.MULTILINE)
     done = hf(command)
     assert done.returncode == 0 and "flavor   l4x1" in done.stdout, done.stdout + done.stderr
-    assert hf(command.replace("l4x1", "l4x9")).returncode != 0
+    assert re.search(r"\bl4x1\b", hf("hf jobs run --help").stdout), "the client checks no flavor"
+    assert "hf://buckets/ME/rlhf:/mnt/rlhf" in done.stdout and "timeout  8h" in done.stdout
+    assert hf(command.replace("--timeout 8h", "--attempts 0")).returncode != 0
     stage, path, *overrides = shlex.split(command.partition("python -m pipeline ")[2])
     monkeypatch.chdir(ROOT)
     load_job(path.replace("velo", "own"), overrides, stage)

@@ -1,0 +1,30 @@
+"""The documentation site: its generator takes every page without a warning, and names a broken link."""
+
+import shutil
+import subprocess
+
+import pytest
+from running import ROOT
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_a_broken_anchor_is_one(tmp_path):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("docs", "notebooks", "jobs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "LICENSE", tmp_path)
+    shutil.copytree(ROOT / "pipeline/config", tmp_path / "pipeline/config")  # schema.json
+
+    def build():
+        return subprocess.run(["make", "docs"], cwd=tmp_path, capture_output=True, text=True, timeout=550)
+
+    done = build()
+    if "No matching distribution" in done.stderr or "ConnectionError" in done.stderr:
+        pytest.skip("no package index is reachable")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"index.html", "search.html"} <= {path.name for path in (tmp_path / "build/site").iterdir()}
+    page = tmp_path / "docs/runs.md"
+    page.write_text(page.read_text() + "\n[there](data.md#no-such-heading)\n")
+    broken = build()
+    assert broken.returncode != 0 and "no-such-heading" in broken.stdout + broken.stderr
