@@ -3,7 +3,7 @@
 project = html_title = "RLHF Pipeline"
 extensions = ["myst_parser"]
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "docs/*.md"]
 html_theme = "furo"
 myst_heading_anchors = (
     4  # as GitHub makes them; a link to a missing one is a warning, which `make docs` makes an error
@@ -26,6 +26,7 @@ docs/tutorial
 
 docs/*
 CONTRIBUTING
+AGENTS
 CHANGELOG
 ```
 """

@@ -23,7 +23,7 @@ from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-TEXTS = {"README.md": README, **PAGES}
+TEXTS = {"README.md": README, "AGENTS.md": (ROOT / "AGENTS.md").read_text(), **PAGES}
 
 
 def commands_of(text):
@@ -134,10 +134,16 @@ def test_the_messages_of_the_troubleshooting_page_exist():
     assert len(parts) > 10 and not [part for part in parts if part.rstrip(" (") not in source]
 
 
+def test_the_files_that_agents_are_told_of_exist():
+    named = re.findall(r"`([\w./-]+[/.][\w./-]+)`", TEXTS["AGENTS.md"])
+    made = {"result.json", "report.html"}  # by a run
+    assert len(named) > 15 and not [name for name in named if name not in made and not (ROOT / name).exists()]
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_what_a_page_links_to_exists(page):
     """Files, from the folder of the page, and the headings in them."""
-    folder = ROOT if page == "README.md" else ROOT / "docs"
+    folder = ROOT if page in ("README.md", "AGENTS.md") else ROOT / "docs"
     for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
         file, _, anchor = link.partition("#")
         if "://" in link:
@@ -273,7 +279,7 @@ def test_a_cluster_runs_the_same_job(copy):
 def test_every_command_is_covered():
     """A command that no test here runs does not belong in the README."""
     special = (
-        "make test",
+        *("make test", "make lint"),  # what CI runs
         "make setup",  # test_setup.py
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py

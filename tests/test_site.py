@@ -9,7 +9,7 @@ from running import ROOT
 
 @pytest.mark.slow
 def test_the_site_builds_without_warnings_and_a_broken_anchor_is_one(tmp_path):
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "Makefile"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("docs", "notebooks", "jobs"):
         shutil.copytree(ROOT / name, tmp_path / name)
