@@ -1,7 +1,8 @@
 """Wrong input of every kind, through the real command line: exit status 2, one message, an untouched registry.
 
 A message says where (file:line or section.key), what was found, what is expected, and what to type next. The first
-table is about rows, the second about job files and what they name, the third about what only shows while training.
+table is about rows (in detail: tests/data/test_parse.py, test_text_rows.py, test_table_rows.py), the second about job files
+and what they name, the third about what only shows while training.
 """
 
 import gzip
@@ -62,74 +63,29 @@ PAIR = {"prompt": "What is the capital of Peru?", "chosen": "Lima.", "rejected":
 ASK = {"prompt": "What is the capital of Peru?", "answer": "Lima"}
 
 
-def chat(*roles: str) -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": f"{role} speaks"} for role in roles]}
-
-
 MEND = r"data\.on_error=skip"
 ROWS = [
     case("empty file", "sft", r"rows\.jsonl\b", "empty file", "no rows", "one JSON object on each line", rows=b""),
-    case("only blank lines", "sft", r"rows\.jsonl\b", "no rows", "one JSON object on each line", rows=b"\n \n\n"),
     case("not JSON", "sft", r"rows\.jsonl:2: found .*promt.*column 10.*expected one JSON object on each line", MEND,
          rows=jsonl([GOOD]) + b'{"promt" "a"}\n'),
-    case("not an object", "sft", r'rows\.jsonl:1: found "just text"; expected a JSON object', MEND, rows=['just text']),
-    case("unclosed array", "sft", r"rows\.jsonl: element 2: found the array is not closed; expected a JSON array", MEND,
-         rows=b"[" + json.dumps(GOOD).encode()),
     case("truncated gzip", "sft", r"rows\.jsonl\.gz:\d+: found a gzip file that ends too early.*; expected a whole \.gz", MEND,
          rows=gzip.compress(jsonl([{**GOOD, "id": str(i * 7919)} for i in range(3000)]))[:9000], file="rows.jsonl.gz"),
-    case("not gzip", "sft", r"rows\.jsonl\.gz:1: found a gzip file that ends too early", MEND, rows=jsonl([GOOD]), file="rows.jsonl.gz"),
-    case("not UTF-8", "sft", r"rows\.jsonl:2: found byte 0xff at position 13 of the line; expected UTF-8 text", MEND,
-         rows=jsonl([GOOD]) + b'{"prompt": "\xff", "completion": "x"}\n'),
-    case("not UTF-8 in an array", "sft", r"rows\.json: element \d+: found byte 0xe9; expected UTF-8", MEND,
-         rows=b'[{"prompt": "caf\xe9", "completion": "x"}]', file="rows.json"),
     case("wrong field", "sft", r"rows\.jsonl: row 1 matches no format of `sft`; the columns are promt, completion; set data\.columns='\{prompt: promt\}'$",
          rows=[{"promt": "a", "completion": "b"}]),
     case("preferences for sft", "sft", r"rows\.jsonl: row 1 matches no format of `sft`; the columns are prompt, chosen, rejected; such rows fit rm, dpo, kto and ppo as they are", rows=[PAIR]),
     case("null", "sft", r"rows\.jsonl:3: `completion`: found null; expected", MEND, rows=[GOOD, GOOD, {**GOOD, "completion": None}]),
-    case("number instead of text", "sft", r"rows\.jsonl:2: `completion`: found number 42; expected a text", MEND,
-         rows=[GOOD, {**GOOD, "completion": 42}]),
-    case("empty completion", "sft", r'rows\.jsonl:1: `completion`: found "  "; expected a text that is not empty', MEND,
-         rows=[{**GOOD, "completion": "  "}]),
-    case("empty prompt", "sft", r'rows\.jsonl:1: `prompt`: found ""; expected a text that is not empty', rows=[{**GOOD, "prompt": ""}]),
-    case("ends on the wrong role", "sft", r"rows\.jsonl:2: `messages`: found a last turn by `user`; expected .* ends on `assistant`",
-         MEND, rows=[chat("user", "assistant"), chat("user", "assistant", "user")]),
-    case("unknown role", "sft", r'rows\.jsonl:1: `messages\[0\]\.role`: found "narrator"; expected one of system, user', rows=[chat("narrator", "assistant")]),
     case("longer than the context", "sft", r"rows\.jsonl:2: found \d{3,} tokens; expected at most 256 .*context", r"data\.too_long=truncate",
          rows=[GOOD, {**GOOD, "completion": "Lima. " * 300}], overrides=["data.max_length=null"]),
     case("no row short enough", "sft", r"data\.train: no row is left of 1 read \(1 too long\)", r"data\.too_long=truncate or a larger data\.max_length",
          rows=[{**GOOD, "completion": "Lima. " * 300}], overrides=["data.too_long=drop"]),
     case("nothing left after skipping", "sft", r"data\.train: no row is left of 1 read \(1 null\); first: .*rows\.jsonl:1: `completion`",
          rows=[{**GOOD, "completion": None}], overrides=["data.on_error=skip"]),
-    case("chosen equal to rejected", "rm", r'rows\.jsonl:2: `chosen`: found the same text on both sides: "Lima\."; expected two different', MEND,
-         rows=[PAIR, {**PAIR, "rejected": " Lima."}]),
-    case("pos and neg of unequal length", "rm", r"rows\.jsonl:1: `neg_answers`: found 2 pos_answers and 1 neg_answers; expected as many",
-         rows=[{"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d"]}]),
-    case("prompts differ", "rm", r"rows\.jsonl:1: `rejected`: found another prompt than in `chosen` \(from turn 1 on\); expected the same turns",
-         rows=[{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: d"}]),
-    case("empty rejected", "dpo", r'rows\.jsonl:1: `rejected`: found ""; expected a text that is not empty', rows=[{**PAIR, "rejected": ""}]),
-    case("label that is a topic", "kto", r'rows\.jsonl:2: `label`: found "geography"; expected true or false, 1 or 0', MEND,
-         rows=[{**GOOD, "label": True}, {**GOOD, "label": "geography"}]),
     case("no label", "kto", r"rows\.jsonl: rows 1-2 match no format of `kto`; the columns are prompt, completion; such rows fit sft and ppo as they are",
          rows=[GOOD, GOOD]),
-    case("margin in words", "rm", r'rows\.jsonl:1: `margin`: found "large"; expected a number', rows=[{**PAIR, "margin": "large"}]),
-    case("margin that is no number", "rm", r"rows\.jsonl:2: `margin`: found NaN; expected a finite number", MEND,
-         rows=[PAIR, {**PAIR, "margin": float("nan")}]),
-    case("column beyond a float", "ppo", r"rows\.jsonl:2: `weights\[1\]`: found Infinity; expected a finite number", MEND,
-         rows=jsonl([ASK, ASK]).replace(b'"}\n', b'", "weights": [1, 1e400]}\n').replace(b"1e400", b"2", 1)),
-    case("half a surrogate", "ppo", r"rows\.jsonl:1: `hint`: found half a surrogate pair .*; expected Unicode text", rows=[{**ASK, "hint": "\ud800"}]),
-    case("nested too deep", "sft", r"rows\.jsonl:1: found hundreds of lists and objects inside each other; expected a flatter row", MEND,
-         rows=b'{"prompt": ' + b"[" * 100_000),
-    case("gzip bomb", "sft", r"rows\.jsonl\.gz:1: found more than 64 MiB without an end of the row", MEND,
-         rows=gzip.compress(b" " * (80 << 20)), file="rows.jsonl.gz"),
-    case("device", "sft", r"data\.train: '/dev/zero' is neither a file nor a folder; .*write what comes out of a pipe", overrides=["data.train=/dev/zero"]),
-    case("template without the completion", "sft", r"rows\.jsonl:1: found no token of a completion after the chat template", MEND,
-         rows=[GOOD], overrides=["model.chat_template={silent}"]),
     case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that cuts or changes the words of", MEND,
          rows=[{**PAIR, "prompt": "a", "chosen": "b", "rejected": "c"}, PAIR], overrides=["model.chat_template={lower}"]),
     case("no pair left that differs", "rm", r"data\.train: no row is left of 1 read \(1 chosen equal to rejected\); first: .*rows\.jsonl:1",
          rows=[{**PAIR, "rejected": PAIR["chosen"]}], overrides=["data.on_error=skip"]),
-    case("prompt that ends on the completion", "ppo", r"rows\.jsonl:1: `prompt`: found a last turn by `assistant`; expected a prompt that ends on a `user`",
-         rows=[{"prompt": chat("user", "assistant")["messages"]}]),
     case("prompt that leaves no room", "ppo", r"rows\.jsonl:1: found \d{3} tokens; expected at most 192", rows=[{**ASK, "prompt": "Peru? " * 150}]),
     case("eval file empty", "sft", r"data\.eval: nothing to read \(1 empty file\)", r"evals\.jsonl.*no rows", key="data.eval", file="evals.jsonl", rows=b""),
     case("eval row wrong", "sft", r"data\.eval: 1 of 2 rows cannot be used", r"evals\.jsonl:2: `completion`: found null",
@@ -142,23 +98,10 @@ ROWS = [
          rows=[GOOD], overrides=["data.eval_fraction=0.001"]),
     case("missing file", "sft", r"data\.train: there is no file 'jobs/demo/data/demonstration\.jsonl'; did you mean '.*demonstrations\.jsonl'\?; expected a path",
          overrides=["data.train=jobs/demo/data/demonstration.jsonl"]),
-    case("glob that matches nothing", "sft", r"data\.train: the pattern 'data/\*\.jsonl' matches no file", r"looked in /.*; expected one that finds files of rows", overrides=["data.train=data/*.jsonl"]),
-    case("folder without data", "sft", r"data\.train: the folder 'pipeline/ppo' holds no data file; expected files named \*\.jsonl",
-         overrides=["data.train=pipeline/ppo"]),
-    case("packed in another way", "sft", r"data\.train: .*rows\.jsonl\.zst is packed.*expected one of \.jsonl.*type zstd -d", rows=b"x", file="rows.jsonl.zst"),
-    case("Parquet cut in half", "sft", r"rows\.parquet:1: found a Parquet file that ends or is damaged here", MEND, rows=b"PAR1", file="rows.parquet"),
     case("ragged CSV", "sft", r"rows\.csv:3: found 3 values; expected 2, as the header has columns prompt, completion", MEND,
          rows=b"prompt,completion\na,b\nc,d,e\n", file="rows.csv"),
-    case("CSV of Windows", "sft", r"rows\.csv:2: found byte 0xe9.*expected UTF-8 text.*iconv", MEND,
-         rows=b"prompt,completion\na,\xe9\n", file="rows.csv"),
-    case("a header twice with one name", "sft", r"rows\.csv:1: found two columns of the name .prompt", MEND,
-         rows=b"prompt,prompt\na,b\n", file="rows.csv"),
     case("a hub set without network", "sft", r"data\.train: 'hf://datasets/nobody/none:default/train' is not in the cache of this machine, and HF_HUB_OFFLINE",
          r"type `hf download --repo-type dataset nobody/none`", overrides=["data.train=hf://datasets/nobody/none:default/train"]),
-    case("a weight below zero", "sft", r"data\.train\.0\.weight: found -1, expected a number above 0",
-         overrides=["data.train=[{{path: jobs/demo/data/demonstrations.jsonl, weight: -1}}]"]),
-    case("a weight for one of two sources", "sft", r"data\.train: 1 of 2 sources have a weight; expected one for each, or for none",
-         overrides=["data.train=[{{path: a, weight: 1}}, b]"]),
     case("unknown scheme", "sft", r"data\.train: .*'ftps://host/rows\.jsonl'.*expected a path, a glob, a folder, or s3:// gs:// hf://",
          overrides=["data.train=ftps://host/rows.jsonl"]),
 ]  # fmt: skip
@@ -218,7 +161,7 @@ JOB = [
     case("no such reward", "ppo", r"reward: there is no folder '/nowhere/rm'; expected", overrides=["reward=/nowhere/rm"]),
     case("no such reward module", "ppo", r"reward: python:no_such_rewards:polite: cannot be imported from .*No module named 'no_such_rewards'.*PYTHONPATH", overrides=["reward=python:no_such_rewards:polite"]),
     case("no such reward function", "ppo", r"reward: python:bad_rewards:polite: cannot be imported from .*module 'bad_rewards' has no attribute 'polite'", overrides=["reward=python:bad_rewards:polite"]),
-    case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
+    case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, seeds, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
     case("no such judge", "ppo", r"judge: python:bad_rewards:judge: cannot be imported .*has no attribute 'judge'", overrides=["judge=python:bad_rewards:judge"]),
     case("judge that is a model", "ppo", r"judge: models:/rlhf-rm@champion: no registered model", overrides=["judge=models:/rlhf-rm@champion"]),
     # the machine
@@ -267,11 +210,10 @@ def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
     (home / "pickled/pytorch_model.bin").write_bytes(b"\x80\x02.")
     shutil.copy(ROOT / "jobs/demo/model/model.safetensors", home / "mute")
     (home / "broken.jinja").write_text("{% if %}")
-    for name, said in (("silent", "m.content if m.role == 'user'"), ("lower", "m.content | lower")):
-        (home / f"{name}.jinja").write_text(
-            "{% for m in messages %}{{ m.role }}: {{ " + said + " }}<|eot_id|>{% endfor %}"
-            "{% if add_generation_prompt %}assistant: {% endif %}"
-        )
+    (home / "lower.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content | lower }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     adapters(home)
     damaged(home)
     for name, file in (("done", "result.json"), ("halfway", "job.json")):
@@ -284,21 +226,8 @@ def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
         source=str(home / "gone"),
         tags={"gate": "failed: eval_accuracy = 0.5, required >= 0.95"},
     )
-    names = (
-        *paths,
-        "other",
-        "plain",
-        "judging",
-        "cut",
-        "wider",
-        "endless",
-        "broken-off",
-        "astray",
-        "broken.jinja",
-        "silent.jinja",
-        "lower.jinja",
-    )
-    return {name.split(".")[0]: str(home / name) for name in names}
+    others = "other plain judging cut wider endless broken-off astray broken.jinja lower.jinja".split()
+    return {name.split(".")[0]: str(home / name) for name in (*paths, *others)}
 
 
 def adapters(home: Path) -> None:

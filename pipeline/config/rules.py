@@ -80,11 +80,6 @@ def _no_template(job: Job) -> bool:
     return template not in (None, "plain") and not os.path.isfile(os.path.expanduser(str(template)))
 
 
-def _rewrites_base(job: Job) -> bool:
-    init = job.lora.get("init_lora_weights")
-    return isinstance(init, str) and init not in ("gaussian", "orthogonal")
-
-
 def _bad_pattern(name: str) -> Callable[[Job], Any]:
     def wrong(job: Job) -> re.error | None:
         pattern = job.lora.get(name)
@@ -97,19 +92,10 @@ def _bad_pattern(name: str) -> Callable[[Job], Any]:
     return wrong
 
 
-def _no_rows(job: Job) -> str:
-    purpose = "to learn from" if STAGE[job.stage].learns else "to work on"
-    return "" if job.data.train else f"`{job.stage}` needs rows {purpose}"
-
-
 def _evaluates_nothing(job: Job) -> bool:
     """Returns whether `trainer` asks for evaluations and there are no rows. PPOConfig has no strategy: its steps count."""
     strategy = job.trainer.get("eval_strategy", "no") != "no"
     return not job.held_out and bool(strategy or (job.stage == "ppo" and job.trainer.get("eval_steps")))
-
-
-def _by_epoch(what: str) -> Callable[[Job], Any]:
-    return lambda job: f"{what}_steps" in job.trainer and job.trainer.get(f"{what}_strategy") == "epoch"
 
 
 def _needs_gpu(key: str) -> Callable[[Job], Any]:
@@ -149,27 +135,14 @@ def _in_bucket(job: Job) -> str:
     return path if "://" in path else ""
 
 
-def _reserved_alias(job: Job) -> str:
-    return job.mlflow.alias if re.fullmatch(r"latest|v\d+", job.mlflow.alias, re.IGNORECASE) else ""
-
-
-def _lacks_repository(name: str) -> Callable[[Job], Any]:
-    default = getattr(Export, name)
-    return lambda job: not job.args.hub_model_id and job.trainer.get(name) not in (None, default)
-
-
-def _bad_repository(job: Job) -> bool:
-    name = job.args.hub_model_id
-    return name is not None and not re.fullmatch(REPOSITORY, name)
-
-
 NOTHING_HELD_OUT = "there is nothing to evaluate on: set data.eval or data.eval_fraction, or "
 RULES = [Rule(*row) for row in (
     # model and lora
     ("", "model.chat_template", _no_template, "found {value}, expected an existing Jinja file, `plain`, or null"),
     ("", "lora.bias", lambda job: job.lora.get("bias", "none") != "none",
      "found {value}, which trains biases of the base, expected none: the base stays frozen and shared"),
-    ("", "lora.init_lora_weights", _rewrites_base,
+    ("", "lora.init_lora_weights",
+     lambda job: job.lora.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal"),
      "found {value}, which rewrites base weights that all adapters share; expected true or gaussian"),
     ("", "model.fsdp", _given("model.fsdp", "model.load_in_4bit"),
      "given together with model.load_in_4bit, whose 4-bit weights FSDP cannot gather; keep one: an nf4 base is not sharded, "
@@ -186,7 +159,8 @@ RULES = [Rule(*row) for row in (
     *(("", f"lora.{key}", _bad_pattern(key), "found {value}, which is no pattern ({})")
       for key in ("target_modules", "exclude_modules")),
     # data
-    ("reads_train", "data.train", _no_rows, "missing; {}, for example data.train=jobs/demo/data/*.jsonl"),
+    ("reads_train", "data.train", lambda job: not job.data.train and job.stage,
+     "missing; `{}` needs rows, for example data.train=jobs/demo/data/*.jsonl"),
     ("evaluate", "data.eval", lambda job: not job.data.eval and not ((job.data.pairs or job.data.benchmarks) and not job.policy),
      "missing; `evaluate` needs prompts, for example data.eval=jobs/demo/data/prompts_eval.jsonl (or, for a reward model "
      "alone, data.pairs and policy=null)"),
@@ -215,7 +189,8 @@ RULES = [Rule(*row) for row in (
      "given together with trainer.bf16; keep one (bf16 if the GPU has it)"),
     ("", "trainer.use_cpu", _given("trainer.use_cpu", "scaling.use_gpu"),
      "given together with scaling.use_gpu=true; keep one"),
-    *(("trl", f"trainer.{what}_steps", _by_epoch(what),
+    *(("trl", f"trainer.{what}_steps",
+       lambda job, what=what: f"{what}_steps" in job.trainer and job.trainer.get(f"{what}_strategy") == "epoch",
        f"found {{value}}, which counts only with trainer.{what}_strategy=steps; the job sets epoch")
       for what in ("eval", "save", "logging")),
     ("trl", "trainer.fp16", _needs_gpu("fp16"), "needs a GPU; on CPUs set trainer.fp16=false trainer.bf16=true"),
@@ -256,7 +231,8 @@ RULES = [Rule(*row) for row in (
     ("", "run.name", lambda job: name_problem(job.run.name, job.stage), "{}"),
     ("", "mlflow.registered_model", lambda job: not re.fullmatch(references.NAME, job.mlflow.registered_model or "none"),
      "found {value}, expected letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"),
-    ("", "mlflow.alias", _reserved_alias, "`{}` is reserved by MLflow; use another word, for example champion"),
+    ("", "mlflow.alias", lambda job: re.fullmatch(r"latest|v\d+", job.mlflow.alias, re.IGNORECASE) and job.mlflow.alias,
+     "`{}` is reserved by MLflow; use another word, for example champion"),
     ("", "mlflow.alias", lambda job: not re.fullmatch(r"[\w-]{1,255}", job.mlflow.alias),
      "found {value}, expected letters, digits, `_` and `-`, for example champion"),
     ("", "mlflow.tracking_uri", lambda job: str(job.mlflow.tracking_uri).startswith("file:"),
@@ -279,9 +255,10 @@ RULES = [Rule(*row) for row in (
      "found 'base', expected an adapter to merge: models:/rlhf-ppo@champion, or its folder"),
     ("export", "reward", lambda job: isinstance(job.reward, list) or Ref.parse(str(job.reward)).is_function,
      "found {value}, expected one reward adapter: models:/rlhf-rm@champion, or its folder"),
-    *(("export", f"trainer.{key}", _lacks_repository(key), "needs trainer.hub_model_id=OWNER/NAME; set that too")
-      for key in ("push_to_hub", "hub_private_repo", "hub_revision")),
-    ("export", "trainer.hub_model_id", _bad_repository,
+    *(("export", f"trainer.{key}",
+       lambda job, key=key: not job.args.hub_model_id and job.trainer.get(key) not in (None, getattr(Export, key)),
+       "needs trainer.hub_model_id=OWNER/NAME; set that too") for key in ("push_to_hub", "hub_private_repo", "hub_revision")),
+    ("export", "trainer.hub_model_id", lambda job: not re.fullmatch(REPOSITORY, job.args.hub_model_id or "owner/name"),
      "found {value}, expected OWNER/NAME: a user or an organization, and a name of letters, digits, `.`, `_` and `-`"),
     ("export", "trainer.hub_model_id", lambda job: job.policy and job.reward and job.args.hub_model_id,
      "{} is one repository, for one model; set reward=null or policy=null"),

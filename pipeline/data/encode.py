@@ -228,10 +228,11 @@ class Encoder:
         kept: list[Outcome] = []
         for one in outcomes:
             before = kept[-1] if kept else None
+            pair = [item.columns for item in (before, one) if isinstance(item, Example)]
             if (
-                isinstance(one, Example)
-                and isinstance(before, Example)
-                and _contrary(one.columns, before.columns)
+                len(pair) == 2
+                and pair[0] != pair[1]
+                and pair[0] | {"label": None} == pair[1] | {"label": None}
             ):
                 kept[-1] = Dropped("equal_after_truncation")
             else:
@@ -386,7 +387,3 @@ def escaped(part: Text, escaping: Escaping) -> Text:
     if isinstance(part, str):
         return escaping.escape(part)
     return [{**turn, "content": escaping.escape(turn["content"])} for turn in part]
-
-
-def _contrary(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    return left | {"label": None} == right | {"label": None} and left.get("label") != right.get("label")

@@ -41,7 +41,7 @@ def find(spec: Any, key: str) -> list[File]:
     files = [
         replace(file, source=index)
         for index, source in enumerate(sources_of(spec))
-        for file in find_one(source.location, key)
+        for file in _found(source.location, key)
     ]
     for file in files:
         if unpack := PACKED.get(os.path.splitext(file.path)[1]):
@@ -59,12 +59,7 @@ def reach(item: str, key: str) -> None:
         _readable(storage.reach, item, key)
 
 
-def find_one(item: str, key: str) -> list[File]:
-    """Returns the files of one path, glob, folder or URI.
-
-    Raises:
-        InputError: if the path does not exist, or if the bucket or the Hub cannot be reached.
-    """
+def _found(item: str, key: str) -> list[File]:
     reach(item, key)
     return _readable(lambda item: matching(item, key), item, key)
 
@@ -84,6 +79,7 @@ def _readable(read: Callable[[str], Any], item: str, key: str) -> Any:
 
 
 def matching(item: str, key: str) -> list[File]:
+    """Returns the files of one path, glob, folder or URI. Raises InputError if there are none."""
     if found := sets.files_of(item, key):
         return [replace(one_file(path, key), revision=found.revision) for path in found.paths]
     fs, inner = storage.filesystem(item)

@@ -65,12 +65,10 @@ def fitting(rows: Sequence[dict[str, Any]]) -> str:
     for stage, facts in STAGE.items():
         if facts.learns and (guess := guessed(rows, stage)) is not None:
             fits.setdefault(f"with {as_setting(guess, rows)}" if guess else "as they are", []).append(stage)
-    return "; ".join(f"{_listed(stages)} {how}" for how, stages in fits.items())
-
-
-def _listed(names: list[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    listed = {
+        how: " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for how, names in fits.items()
+    }
+    return "; ".join(f"{stages} {how}" for how, stages in listed.items())
 
 
 def as_setting(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
@@ -239,7 +237,7 @@ def _is_label(values: Values) -> bool:
 
 
 def _is_verdict(values: Values) -> bool:
-    return all(is_good(value) is not None for value in values)
+    return None not in map(is_good, values)
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------
@@ -276,13 +274,9 @@ def _demonstrations(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
         context = {"input": "context"} if "context" in columns and "input" not in columns else {}
         yield _unlike({"instruction": "instruction", **context, "output": output})
     texts = [name for name, values in columns.items() if _is_text(values) and not _is_tools(values)]
-    longest = sorted(texts, key=lambda name: -sum(len(str(value)) for value in columns[name]))
-    prompts = _prompts(columns)
-    for prompt in prompts:
+    for prompt in _prompts(columns):
         if name := _called("completion", [name for name in texts if name != prompt]):
             yield _unlike({"prompt": prompt, "completion": name})
-    for prompt in prompts:
-        yield from (_unlike({"prompt": prompt, "completion": name}) for name in longest if name != prompt)
 
 
 def _rated(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
@@ -300,13 +294,13 @@ def _rated(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
 
 
 def _prompts(columns: dict[str, Values]) -> list[str]:
-    """Returns columns that may be the prompt, sorted by name, then by how often values repeat, then by position."""
+    """Returns columns that may be the prompt, sorted by name, then by position."""
     known = ("prompt", *ALIASES["prompt"], *PROMPTS)
 
-    def rank(name: str) -> tuple[bool, int, int]:
+    def rank(name: str) -> tuple[bool, int]:
         words = _words(name)
         place = next((at for at, word in enumerate(known) if word in words), len(known))
-        return _is_label(columns[name]), place, len({*map(str, columns[name])})
+        return _is_label(columns[name]), place
 
     texts = [
         name
@@ -335,21 +329,13 @@ def _pairs(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
     ]
     for first, second, ends in _siblings([n for n in texts if _is_text(columns[n]) or _is_chat(columns[n])]):
         both = {"first": first, "second": second}
-        picks = named_labels or [name for name in labels if _picks(columns[name], ends)]
         scores = [(one, two) for one, two, _ in (*_siblings(flags, ends), *_siblings(numbers, ends))]
-        scores.sort(key=lambda pair: "score" not in pair[0].lower())
-        if scores and (not picks or scores[0][0] in flags or "score" in scores[0][0].lower()):
+        if scores:
             yield {**both, "first_score": scores[0][0], "second_score": scores[0][1]}
-        voters = [name for name in picks if re.search(r"\d$", name)]
+        voters = [name for name in named_labels if re.search(r"\d$", name)]
         if len(voters) > 1:
             yield {**both, "label": voters}
-        yield from ({**both, "label": name} for name in picks)
-
-
-def _picks(values: Values, ends: tuple[str, str]) -> bool:
-    """Returns True if the values are the endings of two column names, with at most one more value, for a tie."""
-    different = {str(value).strip().lower().removesuffix(".0") for value in values}
-    return set(ends) <= different and len(different) <= 3
+        yield from ({**both, "label": name} for name in named_labels)
 
 
 def _siblings(

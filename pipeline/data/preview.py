@@ -148,12 +148,12 @@ def resolve_labels(
     for head in heads:
         mapping, file = head.preprocess.columns, head.file.path
         check_there(mapping, head.rows, file, f"{head.source}.columns")
-        mapped = [row for row in (_renamed(row, mapping) for row in head.rows) if row is not None]
-        labels.setdefault(repr(head.preprocess), []).extend(
-            row["label"]
-            for row in mapped
-            if {"first", "second", "label"} <= row.keys() and "first_score" not in row
-        )
+        found = labels.setdefault(repr(head.preprocess), [])
+        for row in head.rows:
+            with contextlib.suppress(RowError):  # a column is missing; reading the row reports that
+                row = reshape.renamed(row, mapping, ())
+                if {"first", "second", "label"} <= row.keys() and "first_score" not in row:
+                    found.append(row["label"])
 
     def with_rule(one: Preprocess) -> Preprocess:
         if not kind_of(stage, one).has_pairs or one.rule is not None or not labels.get(repr(one)):
@@ -167,14 +167,6 @@ def resolve_labels(
         if head.rows and not any(fits(row, stage, known) for row in head.rows):
             raise InputError(guess.misfit(head.rows, stage, head.file.path, head.source), key=head.key)
     return made
-
-
-def _renamed(row: dict[str, Any], mapping: reshape.Columns) -> dict[str, Any] | None:
-    """Returns the row with the fields of a mapping, or None if it lacks a column. Reading the row reports that."""
-    try:
-        return reshape.renamed(row, mapping, ())
-    except RowError:
-        return None
 
 
 def _heads(name: str, files: Sequence[File], preprocess: Sequence[Preprocess], stage: str) -> list[Head]:

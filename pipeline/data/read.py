@@ -162,15 +162,6 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         raise InputError(
             "the model's configuration states no context; type data.max_length=1024", key="data.max_length"
         )
-    if not 0 <= data.eval_fraction < 1:
-        raise InputError(
-            f"{data.eval_fraction} is not a share; expected a number from 0 to below 1",
-            key="data.eval_fraction",
-        )
-    if data.eval_fraction and data.eval:
-        raise InputError(
-            "data.eval names the held-out rows already; set one of the two", key="data.eval_fraction"
-        )
     return Options(
         stage,
         max_length,

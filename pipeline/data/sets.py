@@ -95,9 +95,8 @@ def _read(path: str, entry: str, key: str) -> Any:
     try:
         return storage.read_json(path)[entry]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise InputError(
-            f"{path} cannot be read ({in_brief(error)}); expected what save_to_disk writes", key=key
-        ) from error
+        found = f"{path} cannot be read ({in_brief(error)})"
+        raise InputError(f"{found}; expected what save_to_disk writes", key=key) from error
 
 
 def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
@@ -137,18 +136,15 @@ def _declared(
             f"{item!r} holds files of the kind {format!r}; expected {', '.join(FORMATS)}", key=key
         )
     # Settings of the README that locate rows and name columns
-    for name in ("field", "column_names", "names"):
-        if getattr(builder.config, name, None):
-            raise InputError(
-                f"the README of {item!r} reads its files with `{name}`; name the files themselves", key=key
-            )
+    if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
+        raise InputError(f"the README of {item!r} sets `{given[0]}`; name the files themselves", key=key)
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
     return files[_split(list(files), split, item, key)]
 
 
 def _said(error: Exception) -> str:
     """Returns a library's message on one line, without its advice to programmers."""
-    return " ".join(str(error).partition("Example of usage")[0].split())[:300] or type(error).__name__
+    return in_brief(error, 300).partition(": ")[2].partition(" Example of usage")[0]
 
 
 def _on_hub(item: str, key: str) -> Files | None:

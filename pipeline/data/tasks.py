@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.data.chunks import Chunk, locate, rows, where
-from pipeline.data.counts import Counts
+from pipeline.data.counts import Counts, totals
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.reshape import NOTHING, Preprocess
 from pipeline.data.shapes import Kind, Record, as_json, kind_of, parse
@@ -244,13 +244,9 @@ class Task:
 
 def hopeless(counts: Counts, options: Options) -> bool:
     """Returns True if enough is known to reject the file: reading hundreds of thousands of bad rows takes minutes."""
-    numbers = {label: 0 for label in ("bad", "kept")}
-    for (_, label, _), number in counts.tally.items():
-        if label in numbers:
-            numbers[label] += number
-    if options.on_error == "raise":
-        return numbers["bad"] > ENOUGH
-    return numbers["bad"] > 10 * ENOUGH and not numbers["kept"]
+    total = totals([counts])
+    bad = total["bad"].total()
+    return bad > ENOUGH if options.on_error == "raise" else bad > 10 * ENOUGH and not total["kept"].total()
 
 
 def held_out(prompt: str, options: Options) -> bool:

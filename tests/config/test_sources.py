@@ -31,10 +31,7 @@ def test_paths_and_mappings(in_root):
         ("data.train=[{path: a, weight: .nan}]", "data.train.0.weight: found nan, expected"),
         ("data.train=[{path: a, weight: much}]", "data.train.0.weight: found 'much', expected a number"),
         ("data.train=[{path: a, weight: true}]", "data.train.0.weight: found true"),
-        (
-            "data.train=[{path: a, wieght: 1}]",
-            "data.train.0.wieght: unknown key of a source; did you mean weight",
-        ),
+        ("data.train=[{path: a, wieght: 1}]", "data.train.0.wieght: unknown key of a source; did you mean weight"),
         ("data.train=[{weight: 1}]", "a source without a path"),
         ("data.train=[{path: 3}]", "data.train.0.path: found 3, expected text"),
         ("data.train=[{path: ''}]", "found empty text"),
@@ -42,21 +39,15 @@ def test_paths_and_mappings(in_root):
         ("data.train=[{path: a, columns: {label: ['']}}]", "data.train"),
         ("data.train=[a, {path: b, columns: q}]", "data.train.1.columns: found 'q', expected a mapping"),
         ("data.train=[a, {path: b, label: {first: 1}}]", "data.train.1.label: found"),
-        (
-            "data.train=[a, {path: b, transform: f.py}]",
-            "data.train.1.transform: found 'f.py', expected python:MODULE",
-        ),
+        ("data.train=[a, {path: b, transform: f.py}]", "data.train.1.transform: found 'f.py', expected python:MODULE"),
         ("data.train=[a, {path: b, group_by: q}]", "data.train.1.group_by: found 'q'; only a transform"),
         ("data.group_by=q", "data.group_by: found 'q'; only a transform"),
-        (
-            "data.train=[{path: a, revision: main}]",
-            "data.train.0.revision: found 'main' for 'a'; only a dataset on the hub",
-        ),
+        ("data.train=[{path: a, revision: main}]", "data.train.0.revision: found 'main' for 'a'; only a dataset on the hub"),
         ("data.train=[{path: 'hf://datasets/a/b@x', revision: main}]", "it is given once"),
         ("data.stopping_strategy=all_exhausted", "no source of data.train has a weight"),
         ("data.stopping_strategy=first", "expected one of first_exhausted, all_exhausted"),
     ],
-)
+)  # fmt: skip
 def test_sources_that_cannot_be_mixed(in_root, override, said):
     with pytest.raises(InputError) as caught:
         load_job(JOB, [override])

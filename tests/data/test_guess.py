@@ -167,15 +167,3 @@ def test_several_texts_are_a_conversation_only_by_name():
 def test_dates_in_other_columns_do_not_hide_a_conversation():
     made = rows(conversation=CHAT, timestamp=datetime.datetime(2024, 5, 1))
     assert guess.guessed(made, "sft") == {"messages": "conversation"}
-
-
-def test_a_label_of_any_name_is_known_by_what_the_names_of_the_pair_end_in():
-    table = rows(
-        Frage="Was ist {} denn?", **{"Antwort A": "Das ist so.", "Antwort B": "Nein, so."}, besser=("A", "B")
-    )
-    assert guess.guessed(table, "rm") == {
-        "prompt": "Frage", "first": "Antwort A", "second": "Antwort B", "label": "besser"
-    }  # fmt: skip
-    numbered = rows(frage="Was ist {} denn?", text_1="Das ist so.", text_2="Nein, so.", wahl=(1, 2, 0))
-    assert guess.guessed(numbered, "dpo")["label"] == "wahl"
-    assert "sft" not in guess.fitting(table)  # which of the two is to be imitated?

@@ -54,25 +54,10 @@ ERRORS = [
     ("kto", {"messages": [USER], "label": True}, "wrong_role", "messages"),
     ("kto", {"messages": [USER, {**BOT, "weight": 0}, USER, BOT], "label": True}, "weight", "messages"),
     ("kto", {"prompt": "a", "chosen": "b", "rejected": " b "}, "equal_pair", "chosen"),
-    (
-        "dpo",
-        {"chosen": [USER, BOT], "rejected": [{**USER, "content": "ho"}, NO]},
-        "prompts_differ",
-        "rejected",
-    ),
+    ("dpo", {"chosen": [USER, BOT], "rejected": [{**USER, "content": "ho"}, NO]}, "prompts_differ", "rejected"),
     ("dpo", {"chosen": [USER, BOT, USER], "rejected": [USER, NO]}, "wrong_role", "chosen"),
-    (
-        "rm",
-        {"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c", "d"]},
-        "unequal_answers",
-        "neg_answers",
-    ),
-    (
-        "rm",
-        {"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d", "c"]},
-        "equal_pair",
-        "pos_answers[1]",
-    ),
+    ("rm", {"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c", "d"]}, "unequal_answers", "neg_answers"),
+    ("rm", {"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d", "c"]}, "equal_pair", "pos_answers[1]"),
     ("rm", {"prompt": "a", "pos_answers": "b", "neg_answers": "c"}, "wrong_type", "pos_answers"),
     ("ppo", {"prompt": [USER, BOT]}, "wrong_role", "prompt"),
     ("ppo", {"question": "x"}, "missing_field", "prompt"),
@@ -85,19 +70,9 @@ ERRORS = [
     ("sft", {"prompt": "a", "completion": "b", "label": 0}, "label", "label"),
     ("sft", {"prompt": "a", "completion": "b", "label": "Undesirable"}, "label", "label"),
     ("sft", {"messages": [USER, BOT], "kto_tag": False}, "label", "kto_tag"),
-    (
-        "sft",
-        {"messages": [USER, {**BOT, "tool_calls": [{"function": {}}]}]},
-        "wrong_type",
-        "messages[1].tool_calls[0]",
-    ),
-    (
-        "sft",
-        {"prompt": "a", "completion": [{**BOT, "tool_calls": [{"name": "f"}]}]},
-        "wrong_type",
-        "completion",
-    ),
-]
+    ("sft", {"messages": [USER, {**BOT, "tool_calls": [{"function": {}}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
+    ("sft", {"prompt": "a", "completion": [{**BOT, "tool_calls": [{"name": "f"}]}]}, "wrong_type", "completion"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stage,row,kind,field", ERRORS)
