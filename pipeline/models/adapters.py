@@ -158,10 +158,6 @@ class SharedBase(nn.Module):
         Args:
             where: the settings come from, for messages.
         """
-        if not role.isidentifier():
-            raise ValueError(
-                f"role {role!r}: a role is a Python identifier, since parameter names contain it"
-            )
         if config.bias != "none" or (set(config.modules_to_save or []) - set(HEAD_NAMES)):
             raise InputError(
                 f"{where}: bias={config.bias!r}, modules_to_save={config.modules_to_save}: these train weights of the base, "
@@ -195,17 +191,9 @@ class SharedBase(nn.Module):
         self.heads[role] = head
 
     def set_trainable(self, role: str, trainable: bool) -> None:
-        """Sets whether the role's parameters get gradients. Raises ValueError for an adapter that several roles share."""
+        """Sets whether the role's parameters get gradients."""
         if not self.is_head(role):
-            stored = self._stored[role]
-            owners = [
-                other for other in self.roles if self._stored[other] == stored and not self.is_head(other)
-            ]
-            if trainable and owners[1:]:
-                raise ValueError(
-                    f"role {role!r} shares its adapter with another role; add it as a copy to train it"
-                )
-            self.trainable[stored] = trainable
+            self.trainable[self._stored[role]] = trainable
         for parameter in self.parameters_of(role):
             parameter.requires_grad_(trainable)
 

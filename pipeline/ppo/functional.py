@@ -266,20 +266,15 @@ def value_loss(
     return 0.5 * torch.maximum(unclipped, clipped).sum() / denominator, stats
 
 
-class AdaptiveKLController:
-    """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2).
+def adapted_kl_coef(coef: float, kl: float, completions: int, target: float, horizon: float) -> float:
+    """Returns the KL coefficient for the next update: a proportional controller (Ziegler et al. 2019, section 2.2).
 
-    The coefficient grows while the KL is above `target`, nats per *completion* (summed over its tokens; Ziegler et al. use
-    6). `update` takes the KL in the same unit: a mean per token would be tens of times too small and drive the
-    coefficient to 0. `horizon` is in completions: with the error at its clip of 0.2, that many change the coefficient by
-    about 20 %.
+    It grows while the KL is above `target`. With the error at its clip of 0.2, `horizon` completions change it by about 20 %.
+
+    Args:
+        kl: mean over the update's completions, in nats per *completion* (summed over its tokens), as `target` is. A mean per
+            token would be tens of times too small and drive the coefficient to 0.
+        completions: of the update, over all workers.
     """
-
-    def __init__(self, init: float, target: float, horizon: float) -> None:
-        self.coef, self.target, self.horizon = float(init), float(target), float(horizon)
-
-    def update(self, current: float, n_steps: int) -> float:
-        """Returns the new coefficient after `n_steps` completions, over all workers, with a mean KL of `current`."""
-        error = min(max(float(current) / self.target - 1.0, -0.2), 0.2)
-        self.coef *= 1.0 + error * n_steps / self.horizon
-        return self.coef
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * completions / horizon)

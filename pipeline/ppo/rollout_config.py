@@ -69,7 +69,7 @@ class RolloutConfig(Settings):
     def __post_init__(self) -> None:
         self._check_types()
         self._check_ranges(RANGES)
-        low, high = self._bounds()
+        low, high = self.workers
         self._require(
             "num_workers",
             all(type(n) is int for n in (low, high))
@@ -95,16 +95,13 @@ class RolloutConfig(Settings):
             "1 unless rollout workers (rollout.num_workers) decode with vLLM on GPUs (rollout.use_gpu=true)",
         )
 
-    def _bounds(self) -> tuple[Any, Any]:
+    @property
+    def workers(self) -> tuple[Any, Any]:
+        """Returns (fewest, most) rollout workers."""
         count = self.num_workers
         if not isinstance(count, list):
             return count, count
         return (count[0], count[1]) if len(count) == 2 else (-1, -1)
-
-    @property
-    def workers(self) -> tuple[int, int]:
-        """Returns (fewest, most) rollout workers."""
-        return self._bounds()
 
     @property
     def corrects(self) -> Literal["token", "sequence"] | None:

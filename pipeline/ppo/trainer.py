@@ -41,7 +41,7 @@ from pipeline.ppo.episodes import (
     prompt_order,
     world,
 )
-from pipeline.ppo.functional import AdaptiveKLController
+from pipeline.ppo.functional import adapted_kl_coef
 from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
 from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
 from pipeline.ppo.rewards import AdapterReward, Reward, combined
@@ -206,8 +206,8 @@ class PPOTrainer:
         self.scheduler.step()
         # While the critic alone learns, the KL stays 0, and the coefficient would fall for nothing.
         if args.kl_controller == "adaptive" and self.update >= args.critic_warmup_steps:
-            controller = AdaptiveKLController(self.kl_coef, args.kl_target, args.kl_horizon)
-            self.kl_coef = controller.update(metrics["objective/kl"], args.batch_size)
+            kl = metrics["objective/kl"]
+            self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
         if args.normalize_values:
             self.moments.update(episodes.returns, episodes.learn)
         self.update += 1
@@ -262,7 +262,7 @@ class PPOTrainer:
         n, size, share = args.num_generations, args.decoded(self.workers), self._share()
         order = prompt_order(update * count, count, self.prompts_per_epoch, args.seed, self.draws)
         rows = [self.prompts[order[place]] for place in share]
-        prompt_ids = [self._prompt_ids(row) for row in rows]
+        prompt_ids = [[int(i) for i in row["input_ids"]] for row in rows]
         first = update * args.batch_size
         return [
             Chunk(
@@ -505,18 +505,6 @@ class PPOTrainer:
         return stats
 
     # ------------------------------------------------------------------------------------------- helpers
-
-    def _prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        """Returns the prompt's token ids. Raises ValueError if there are none, or no space for a completion after them."""
-        ids = [int(i) for i in row["input_ids"]]
-        config = self.shared.base.config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        if not ids or (positions is not None and len(ids) + self.args.response_length > positions):
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens with response_length {self.args.response_length}; expected at least one token, "
-                f"and together no more than the model's {positions} positions: {str(row['row'])[:200]}"
-            )
-        return ids
 
     def _all_prompt_ids(self) -> Iterable[Sequence[int]]:
         """Returns the token ids of each prompt, from the column alone if the rows have columns."""

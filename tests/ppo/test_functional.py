@@ -199,12 +199,12 @@ def test_value_loss_by_hand():
     assert F.value_loss(values, old, returns, mask, None)[0].item() == pytest.approx(0.5 * (1 + 0.25) / 2)
 
 
-def test_adaptive_controller_moves_the_right_way_and_is_clipped():
-    controller = F.AdaptiveKLController(0.1, target=6.0, horizon=1000)
-    assert controller.update(60.0, 100) == pytest.approx(0.1 * 1.02)  # far above: up, by 0.2 * 100 / 1000
-    assert controller.update(6.6, 100) == pytest.approx(0.1 * 1.02 * 1.01)
-    assert controller.update(0.0, 100) == pytest.approx(0.1 * 1.02 * 1.01 * 0.98)
-    assert controller.coef == pytest.approx(0.1 * 1.02 * 1.01 * 0.98)
+def test_the_kl_coefficient_moves_the_right_way_and_is_clipped():
+    def adapted(kl):
+        return F.adapted_kl_coef(0.1, kl, 100, target=6.0, horizon=1000)
+
+    assert adapted(60.0) == pytest.approx(0.1 * 1.02)  # far above: up, by 0.2 * 100 / 1000
+    assert adapted(6.6) == pytest.approx(0.1 * 1.01) and adapted(0.0) == pytest.approx(0.1 * 0.98)
 
 
 # ---------------------------------------------------------------------------- against loops, at random

@@ -281,14 +281,6 @@ def test_all_completions_cut_off(key):
     assert all(m["completions/clipped_ratio"] == 1 and all(map(math.isfinite, m.values())) for m in metrics)
 
 
-def test_a_prompt_longer_than_the_context_is_refused():
-    rows = [dict(input_ids=list(range(4, 60)) * 3, row='{"prompt": "much"}')]
-    with pytest.raises(ValueError, match=r"168 tokens.*128 positions.*much"):
-        toy.trainer(rows=rows).run_update()
-    with pytest.raises(ValueError, match="at least one token"):
-        toy.trainer(rows=[dict(input_ids=[], row='{"prompt": ""}')]).run_update()
-
-
 def test_two_rewards_of_one_name_are_refused():
     with pytest.raises(ValueError, match="same name"):
         toy.trainer(reward=[FunctionReward(toy.low), FunctionReward(toy.low)]).run_update()

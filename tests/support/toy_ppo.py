@@ -144,7 +144,7 @@ def weights(trainer_or_shared, roles=("policy", "critic")):
 
 def greedy_score(trainer, prompts, rewards=None):
     """Mean score of greedy completions to `prompts`, by the trainer's rewards or by others."""
-    ids = [trainer._prompt_ids(row) for row in prompts]
+    ids = [[int(i) for i in row["input_ids"]] for row in prompts]
     trainer.sampler.decoder.changed("policy")
     greedy = replace(trainer.sampler.sampling, temperature=0.0)
     completions = trainer.sampler.decoder.generate("policy", ids, range(len(ids)), greedy)
