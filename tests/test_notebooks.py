@@ -1,11 +1,15 @@
 """The notebooks: they run from top to bottom in a kernel of their own, and what is committed is such a run."""
 
 import re
+import sys
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 from execute import NOTEBOOKS, execute, main
 from running import ROOT
+
+from pipeline.config import load_job
 
 QUICK = ["gate={}", "trainer.max_steps=2", "data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 PAPERS = {"llama3_reward_model.ipynb": "2106.09685", "ppo.ipynb": "1707.06347"}
@@ -30,6 +34,31 @@ def clean(notebook):
             assert output.get("name") != "stderr", f"{cell.source[:80]}: {output.text[:300]}"
     assert not re.search(r"(?<!\w)/(tmp|home|root|Users)/", printed(notebook))
     return True
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_first_cell_installs_in_colab_and_picks_the_device(name, monkeypatch, in_root):
+    """On a stand-in: no cell has run in Colab."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    said = []
+    shell = SimpleNamespace(system=said.append)
+    space = {"get_ipython": lambda: shell}
+    source = TransformerManager().transform_cell(first.source)
+    exec(source, space)
+    assert not said, "elsewhere it installs nothing"
+    monkeypatch.setattr("shutil.which", lambda program: f"/usr/bin/{program}")
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    exec(source, space)
+    assert said[0].startswith("git clone") and said[1].endswith("-c constraints.txt -e .")
+    for stage in ("sft", "rm", "ppo"):
+        assert load_job(f"jobs/demo/{stage}.yaml", space["device_of"](stage), stage).scaling["use_gpu"]
+    assert (
+        f"colab.research.google.com/github/OWNER/rlhf/blob/main/notebooks/{name}" in notebook.cells[0].source
+    )
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
