@@ -10,6 +10,7 @@ Inference runs in Ray Train's workers and not in Ray Data's actors: they have th
 run and the restart after a lost node already, and scale over rows just as well.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from pipeline import registry
@@ -19,20 +20,26 @@ from pipeline.runtime.preparation import Run
 from pipeline.runtime.run import Outcome, launch
 from pipeline.runtime.summary import probes_table, subsets_table
 from pipeline.runtime.worker import Worker
-from pipeline.system import storage
+from pipeline.system import storage, terminal
 
 
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
     path = storage.join(result["folder"], "evaluation.json")
     evaluation = resume.read_object(path, "pairs", "metrics", "benchmarks", "probes")
-    if evaluation["pairs"] and evaluation["pairs"]["subsets"]:
-        print("\n" + subsets_table(evaluation["pairs"]["subsets"]), flush=True)
-    for name, benchmark in evaluation["benchmarks"].items():
-        print("\n" + subsets_table(benchmark["subsets"], name, "rows", "score"), flush=True)
-    if evaluation["probes"]:
-        print("\n" + probes_table(evaluation["probes"]), flush=True)
+    for table in _tables(evaluation):
+        terminal.say(f"\n{table}", result=True)
     return result
+
+
+def _tables(evaluation: dict[str, Any]) -> Iterator[str]:
+    """Yields what a person reads after an evaluation: accuracy by subset, benchmarks, probes."""
+    if subsets := evaluation["pairs"].get("subsets"):
+        yield subsets_table(subsets)
+    for name, benchmark in evaluation["benchmarks"].items():
+        yield subsets_table(benchmark["subsets"], name, "rows", "score")
+    if evaluation["probes"]:
+        yield probes_table(evaluation["probes"])
 
 
 def promote(run: Run, outcome: Outcome) -> registry.Version | None:
