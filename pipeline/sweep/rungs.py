@@ -29,7 +29,18 @@ class Rungs:
         ended: list[str],
     ):
         self.factor = reduction_factor
-        self.asha = self._asha(greater, grace_period) if reduction_factor > 1 else None
+        self.asha: Any = None
+        if reduction_factor > 1:
+            from ray.tune.schedulers import ASHAScheduler
+
+            self.asha = ASHAScheduler(
+                time_attr="percent",
+                metric="figure",
+                mode="max" if greater else "min",
+                max_t=100,
+                grace_period=grace_period,
+                reduction_factor=reduction_factor,
+            )
         self.reports: dict[str, list[dict[str, Any]]] = {}
         self.failures: dict[str, str] = {}
         self.running: list[str] = []
@@ -37,18 +48,6 @@ class Rungs:
         for trial, reports in known.items():
             for report in reports:
                 self._note(trial, report)
-
-    def _asha(self, greater: bool, grace_period: int) -> Any:
-        from ray.tune.schedulers import ASHAScheduler
-
-        return ASHAScheduler(
-            time_attr="percent",
-            metric="figure",
-            mode="max" if greater else "min",
-            max_t=100,
-            grace_period=grace_period,
-            reduction_factor=self.factor,
-        )
 
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns why the trial must stop, or None.
@@ -66,10 +65,7 @@ class Rungs:
             self.reports[trial] = []
             if self.asha:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
-        decided = "stop" in report
-        stop = self._decide(trial, report)
-        if not decided:
-            report["stop"] = stop
+        report.setdefault("stop", self._decide(trial, report))  # ASHA hears of it in any case
         self.reports[trial].append(report)
         return report["stop"]
 
