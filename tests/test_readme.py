@@ -67,6 +67,14 @@ def target(command):
     return next(word for word in shlex.split(command) if word != "make" and "=" not in word)
 
 
+def arguments_of(command):
+    return next((word.removeprefix("ARGS=") for word in shlex.split(command) if word.startswith("ARGS=")), "")
+
+
+def commands_with(*starts):
+    return [command for command in dict.fromkeys(COMMANDS) if command.startswith(starts)]
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy of the tracked files, in which `make` finds this environment already set up, and somebody's own data."""
@@ -185,9 +193,7 @@ def test_the_formats_are_listed_in_the_order_in_which_the_code_tries_them(rows, 
 )
 def test_a_make_command(command, copy):
     name = target(command)
-    own = dict(word.split("=", 1) for word in shlex.split(command) if re.match(r"[A-Z]+=", word)).get(
-        "ARGS", ""
-    )
+    own = arguments_of(command)
     command = re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command)
     if "velo" in command and name != "init" and not (copy / "jobs/velo").exists():
         assert shell(INIT, copy).returncode == 0
@@ -206,8 +212,7 @@ def test_the_tutorial_runs_from_top_to_bottom(copy):
     for command in TUTORIAL:
         name = target(command)
         command = re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command)
-        words = dict(word.split("=", 1) for word in shlex.split(command) if re.match(r"[A-Z]+=", word))
-        given = f"{words.get('ARGS', '')} {SHORT.get(name, '')}".strip()
+        given = f"{arguments_of(command)} {SHORT.get(name, '')}".strip()
         done = shell(f"{command} ARGS={shlex.quote(given)}", copy, input="Hello.\n/quit\n")
         assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -220,35 +225,34 @@ def test_make_report_draws_a_finished_run(copy):
 
 
 @pytest.mark.slow
-def test_make_chat_answers(copy):
-    done = shell("make chat", copy, input="What is the capital of Peru?\n/quit\n")
+@pytest.mark.parametrize("command", commands_with("make chat"))
+def test_make_chat_answers(command, copy):
+    done = shell(command, copy, input="What is the capital of Peru?\n/quit\n")
     assert done.returncode == 0 and "reward" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "url"),
-    [
-        ("make ui PORT=5077", "http://127.0.0.1:5077/health"),
-        ("make serve ARGS=serve.port=8077", "http://127.0.0.1:8077/health"),
-    ],
-)
-def test_a_service_answers(command, url, copy):
-    assert " ".join(command.split()[:2]) in COMMANDS
-    with subprocess.Popen(shlex.split(command), cwd=copy, start_new_session=True) as server:
+@pytest.mark.parametrize("command", commands_with("make ui", "make serve"))
+def test_a_service_answers(command, copy, monkeypatch):
+    monkeypatch.setenv("RLHF_SERVE_TOKENS", "planted0" * 4)  # of the command before serve.host=0.0.0.0
+    words = [*shlex.split(command), "PORT=8077"]
+    if target(command) == "serve":
+        words.append(f"ARGS={arguments_of(command)} serve.port=8077")
+    with subprocess.Popen(words, cwd=copy, start_new_session=True) as server:
         try:
             for _ in range(120):
                 time.sleep(1)
                 try:
-                    with urllib.request.urlopen(url, timeout=2) as answer:
+                    with urllib.request.urlopen("http://127.0.0.1:8077/health", timeout=2) as answer:
                         assert answer.status == 200
                         listening = sockets(psutil.Process(server.pid))
-                        assert listening and all(on_loopback(address) for address, _ in listening)
+                        private = [on_loopback(address) for address, _ in listening]
+                        assert private and ("0.0.0.0" in command or all(private))
                         break
                 except OSError:
                     continue
             else:
-                pytest.fail(f"{url} did not answer within two minutes")
+                pytest.fail(f"{command} did not answer within two minutes")
         finally:
             os.killpg(server.pid, 15)
 
