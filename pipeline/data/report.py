@@ -336,7 +336,12 @@ class Report:
 
 
 # The names of splits on one line
-ROWS_OF = {"train": "training rows", "eval": "eval rows", "pairs": "eval pairs"}
+ROWS_OF = {
+    "train": "training rows",
+    "eval": "eval rows",
+    "pairs": "eval pairs",
+    "benchmarks": "completions of benchmarks",
+}
 
 
 def line(title: str, text: str) -> str:
