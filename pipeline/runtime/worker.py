@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import registry, text
 from pipeline.config import Job
-from pipeline.errors import Failure, InputError
+from pipeline.errors import Failure, InputError, in_brief
 from pipeline.models import hub
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
@@ -63,7 +63,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
                 terminal.say(f"continuing from {os.path.basename(resume)}")
             print(hub.announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
         try:
-            with memory.explained(work.job):
+            with memory.explained(work.job), lora_explained():
                 outcome = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
@@ -73,6 +73,19 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             raise
         worker.close()
         return outcome
+
+
+@contextlib.contextmanager
+def lora_explained() -> Iterator[None]:
+    """Turns peft's error about settings that match no module of the base into one about the job's `lora` section."""
+    try:
+        yield
+    except ValueError as error:
+        from peft.utils.error import NoMatchingPeftModuleError
+
+        if not isinstance(error, NoMatchingPeftModuleError):
+            raise
+        raise InputError(f"peft rejects these settings ({in_brief(error)}); fix them", key="lora") from error
 
 
 @contextlib.contextmanager
