@@ -135,12 +135,17 @@ def of_type(hint: Any) -> dict[str, Any] | None:
 
 
 def _of_union(parts: tuple[Any, ...]) -> dict[str, Any] | None:
-    """Returns the alternatives that YAML can write. `SchedulerType | str` means one of SchedulerType."""
+    """Returns the alternatives that YAML can write.
+
+    `SchedulerType | str` means one of SchedulerType. `dict | str | None` means a mapping: the text is its JSON, for a
+    command line.
+    """
     known = [schema for part in parts if (schema := of_type(part))]
     if len(known) < len(parts) and all(one == {"type": "null"} for one in known):
         return None
     flat = [one for schema in known for one in schema.get("anyOf", [schema])]
-    if any(isinstance(choice, str) for one in flat for choice in one.get("enum", ())):
+    words = any(isinstance(choice, str) for one in flat for choice in one.get("enum", ()))
+    if words or ({"type": "object"} in flat and {"type": "null"} in flat):
         flat = [one for one in flat if one != {"type": "string"}]
     return {"anyOf": flat} if len(flat) > 1 else flat[0]
 

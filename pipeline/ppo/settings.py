@@ -6,6 +6,7 @@ import math
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pipeline.errors import short
 from pipeline.intervals import outside
 
 
@@ -24,7 +25,7 @@ class Settings:
         for key, hint in get_type_hints(type(self)).items():
             value = getattr(self, key)
             if not _fits(value, hint):
-                raise SettingError(key, f"found {value!r}, expected {_spell(hint)}")
+                raise SettingError(key, f"found {short(repr(value))}, expected {_spell(hint)}")
             if float in _options(hint) and type(value) is int:
                 setattr(self, key, float(value))
 
@@ -36,7 +37,7 @@ class Settings:
 
     def _require(self, key: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise SettingError(key, f"found {getattr(self, key)!r}, expected {expected}")
+            raise SettingError(key, f"found {short(repr(getattr(self, key)))}, expected {expected}")
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -270,6 +270,7 @@ BAD = [
     ("stage: sft\n---\nstage: rm\n", [], r":2:1: not valid YAML: but found another document"),
     ("stage: sft\ndata: {batch_size: !!int ''}\n", [], r"job\.yaml: not valid YAML: a value does not fit its tag"),
     ("stage: sft\ndata: {batch_size: !!timestamp x}\n", [], r"job\.yaml: not valid YAML: a value does not fit its tag"),
+    ("sft", ["trainer.gradient_checkpointing_kwargs=text"], r"gradient_checkpointing_kwargs: found 'text', expected a mapping or null"),
     ("sft", ["data.shuffle=!!bool x"], r"not valid YAML: a value does not fit its tag"),
     ("stage: sft\ndata: &a {train: *a}\n", [], r"job\.yaml: not valid YAML: nested too deeply, or an alias contains itself"),
     ("hello\n", [], r"found 'hello', expected sections"),
